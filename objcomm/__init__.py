@@ -1,0 +1,74 @@
+"""Any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang."""
+
+from objcomm.codecs import register, register_codec
+from objcomm.collectives import all_gather, barrier, broadcast, gather, scatter
+from objcomm.config import configure
+from objcomm.control import ddp_broadcast
+from objcomm.errors import (
+    BrokenGroupError,
+    CodecError,
+    CollectiveError,
+    DecodeError,
+    DesyncError,
+    EncodeError,
+    ForbiddenTypeError,
+    MissingDependencyError,
+    NotInGroupError,
+    ObjcommError,
+    Position,
+    RankFailure,
+    TransportError,
+    TransportTimeout,
+    UsageError,
+    WireError,
+)
+from objcomm.group import is_initialized, is_main, lane, rank, reset_stats, stats, world_size
+from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
+from objcomm.reductions import all_reduce, reduce
+from objcomm.serialization import from_tensor, to_tensor
+from objcomm.counters import OperationStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BrokenGroupError",
+    "CodecError",
+    "CollectiveError",
+    "DecodeError",
+    "DesyncError",
+    "EncodeError",
+    "ForbiddenTypeError",
+    "MissingDependencyError",
+    "NotInGroupError",
+    "ObjcommError",
+    "OperationStats",
+    "Position",
+    "RankFailure",
+    "TransportError",
+    "TransportTimeout",
+    "UsageError",
+    "WireError",
+    "all_gather",
+    "all_gather_scalar",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "configure",
+    "ddp_broadcast",
+    "from_tensor",
+    "gather",
+    "gather_scalar",
+    "is_initialized",
+    "is_main",
+    "lane",
+    "rank",
+    "reduce",
+    "reduce_and_broadcast",
+    "register",
+    "register_codec",
+    "reset_stats",
+    "scatter",
+    "stats",
+    "to_tensor",
+    "world_size",
+]

@@ -1,0 +1,298 @@
+"""One call of an operation on this rank: its group, codec and limits, and its failure if it fails.
+
+What every operation does around its traffic, so that each can be read as its protocol: encode
+before any traffic, send a failure instead of a value, raise alike, decode last.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from objcomm.codecs import codec_named, codec_of_message
+from objcomm.config import settings
+from objcomm.errors import CollectiveError, WireError
+from objcomm.frames import Header, Operation, Status, fingerprint
+from objcomm.group import GroupLike, Timeout, parse_device, resolve
+from objcomm.memory import duplicate, physical_nbytes
+from objcomm.message import Message, compose
+from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
+from objcomm.counters import OperationStats
+from objcomm.transport import routes
+from objcomm.transport.device import DevicePath
+from objcomm.transport.exchange import Exchange
+from objcomm.transport.watch import interruptible
+
+R = TypeVar("R")
+
+
+class Call:
+    """The context of one operation; constructing it checks the arguments and starts nothing.
+
+    Attributes:
+        rank: this rank, within the group.
+        size: number of ranks.
+        root: group rank of source or destination; 0 where the operation has none.
+    """
+
+    def __init__(  # noqa: PLR0913  # an operation's own keywords, handed on
+        self,
+        operation: Operation,
+        *,
+        group: GroupLike,
+        timeout: Timeout = None,
+        codec: str | None = None,
+        device: torch.device | str | int | None = None,
+        global_root: int | None = None,
+        group_root: int | None = None,
+        has_root: bool = False,
+        must_agree: str = "",
+        confirm: bool = False,
+    ) -> None:
+        """Begin.
+
+        Args:
+            operation: which one.
+            group: as the user gave it, like all that follows.
+            timeout: in seconds.
+            codec: what encodes this rank's objects.
+            device: where tensors shall arrive.
+            global_root: source or destination as a global rank.
+            group_root: the same as a rank within the group.
+            has_root: whether the operation has one.
+            must_agree: text that must be the same on all ranks.
+            confirm: whether a rank's decode error becomes everybody's.
+
+        Raises:
+            UsageError: an argument is wrong; nothing was sent.
+            NotInGroupError: this rank is no member.
+            BrokenGroupError: an earlier error ended the group.
+            TransportTimeout: the group's first call, and not every rank came.
+        """
+        self._began = time.perf_counter()
+        name = operation.name.lower()
+        self.name = name
+        self._group = group = resolve(group)
+        self.rank, self.size = group.rank, group.size
+        self.root = group.root(name, global_root, group_root)
+        self._codec = codec_named(codec or settings().codec)
+        self._device = parse_device(device)
+        self._confirm = confirm
+        self._own_error: BaseException | None = None
+        self._exchange: Exchange | None = None
+        self._deadline = deadline = group.deadline(name, timeout)
+        if self.size == 1:
+            return  # alone
+        lane = group.lane(name)
+        self._link = link = group.link(name, deadline)
+        self._header = Header(
+            status=Status.VALUE,
+            operation=operation,
+            sender=self.rank,
+            root=self.root if has_root else -1,
+            lane=lane.number,
+            epoch=0,
+            group=fingerprint(link.nonce),
+            sequence=lane.sequence,
+            fingerprint=fingerprint(must_agree),
+            codec="",
+            call_site=_call_site(),
+            buffer_count=0,
+            meta_nbytes=0,
+            body_nbytes=0,
+            payload_nbytes=0,
+            tag=0,
+            body_checksum=0,
+        )
+        lane.sequence += 1
+        device_link = group.device_link
+        self._device_type = device_link.device.type if device_link is not None else None
+        is_staged = self._device is not None and self._device.type == self._device_type
+        self._exchange = Exchange(
+            link=link,
+            lane=lane,
+            header=self._header,
+            operation=name,
+            deadline=deadline,
+            max_nbytes=settings().max_nbytes or physical_nbytes(),
+            device=DevicePath(device_link, is_staged=is_staged),
+        )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, and so no traffic."""
+        return self._exchange is None
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the source or destination."""
+        return self.rank == self.root
+
+    @property
+    def exchange(self) -> Exchange:
+        """The traffic."""
+        if self._exchange is None:
+            raise WireError(f"{self.name}: a world of one has no traffic")
+        return self._exchange
+
+    def message(self, produce: Callable[[], object]) -> Message:
+        """Encode what ``produce`` returns; an error of either becomes a failure message.
+
+        Any exception is caught, KeyboardInterrupt included: this rank still takes part, and raises
+        afterwards.
+        """
+        try:
+            encoded = self._codec.encode(produce(), device_type=self._device_type)
+        except BaseException as error:  # noqa: BLE001  # see above
+            return self.failure(error)
+        header = self._header._replace(codec=self._codec.name)
+        return compose(header, encoded.meta, encoded.buffers)
+
+    def failure(self, error: BaseException) -> Message:
+        """The message that tells the others of this rank's error."""
+        self._own_error = error
+        failed = error.failures.values() if isinstance(error, CollectiveError) else ()
+        failures = [*failed] or [failure_of(error, self.rank)]
+        return failure_message(self._header, failures)
+
+    def failures(self, messages: Sequence[Message]) -> Message | None:
+        """One message that tells of all the failures in some others, if there are any."""
+        failures = failures_in(messages)
+        return failure_message(self._header, failures.values()) if failures else None
+
+    def alone(self, produce: Callable[[], R]) -> R:
+        """What ``produce`` returns; in a world of one an error has the same form as in a group."""
+        try:
+            return produce()
+        except BaseException as error:  # noqa: BLE001  # raised in the next line
+            raise_together(self.name, {0: failure_of(error, 0)}, error)
+            raise
+
+    def copy(self, message: Message) -> Any:
+        """An independent copy of the object that this rank encoded into ``message``.
+
+        Decoding it as it is would give objects over the memory of the caller's own.
+        """
+        buffers = [duplicate(buffer) for buffer in message.buffers]
+        return self.decode(Message(message.header, message.body, buffers))
+
+    def announcement(self, status: Status) -> Message:
+        """A message that says all with its status."""
+        return compose(self._header._replace(status=status), b"")
+
+    def raise_failures(self, messages: Sequence[Message] = ()) -> None:
+        """Raise what some messages, or this rank's own error, call for.
+
+        Raises:
+            CollectiveError: at least one rank failed.
+        """
+        failures = failures_in(messages)
+        if self._own_error is not None and not failures:
+            failures = failures_in([self.failure(self._own_error)])
+        raise_together(self.name, failures, self._own_error)
+
+    def decode(self, message: Message) -> Any:
+        """The object in a message that carries one.
+
+        Raises:
+            DecodeError: it can't be rebuilt here.
+            WireError: it carries none.
+        """
+        if message.header.status != Status.VALUE:
+            raise WireError(f"{message.header.position} sent status {message.header.status}")
+        codec = codec_of_message(message.header.codec)
+        owners = [buffer.owner for buffer in message.buffers]
+        return codec.decode(message.meta, owners, device=self._device)
+
+    def settle(self, conclude: Callable[[], R]) -> R:
+        """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.
+
+        Every rank calls this after the traffic.
+        """
+        if not self._confirm:
+            return conclude()
+        try:
+            result = conclude()
+        except BaseException as error:  # noqa: BLE001  # raised by raise_failures
+            mine = self.failure(error)
+        else:
+            mine = self.announcement(Status.VALUE)
+        with self.traffic() as exchange:
+            acknowledged = routes.all_gather(exchange, mine)
+        self.raise_failures(acknowledged)
+        return result
+
+    def traffic(self) -> "_Traffic":
+        """The part of a call during which ranks wait for each other."""
+        return _Traffic(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        exchange = self._exchange
+        cost = OperationStats(
+            calls=1,
+            exchanges=exchange.rounds if exchange else 0,
+            sent_nbytes=exchange.sent_nbytes if exchange else 0,
+            received_nbytes=exchange.received_nbytes if exchange else 0,
+            seconds=time.perf_counter() - self._began,
+        )
+        self._group.counters.add(self.name, cost)
+
+
+class _Traffic:
+    """Enters an exchange: Ctrl-C ends its waits, and an error in it gives up the connections.
+
+    After an error nobody knows what the other ranks wait for, and the only way to tell them is to
+    close the connections: they raise too, instead of waiting.
+    """
+
+    __slots__ = ("_call", "_interruptible")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._interruptible = interruptible(call._link)
+
+    def __enter__(self) -> Exchange:
+        self._interruptible.__enter__()
+        self._call._deadline.restart()  # a limit is for waiting, not for encoding or callbacks
+        return self._call.exchange
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        call = self._call
+        try:
+            if error is None:
+                call.exchange.finish()
+        except BaseException as late:
+            call._group.broken(late, call._link)
+            raise
+        finally:
+            self._interruptible.__exit__(kind, error, traceback)
+            if error is not None:
+                call._group.broken(error, call._link)
+
+
+def _call_site() -> str:
+    """The innermost ``file:line`` outside of objcomm."""
+    frame = sys._getframe(2)  # noqa: SLF001  # inspect.stack() reads source files: a thousand times slower
+    while frame.f_back is not None and _is_inner(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_inner(module: str) -> bool:
+    return module.startswith("objcomm.") and not module.startswith("objcomm.demo")

@@ -1,0 +1,145 @@
+"""What a codec is, and which ones this process has.
+
+A codec splits an object into *meta*, its own bytes, and *buffers*, the memory of large members.
+Buffers travel as they are, from the sender's memory into memory that the receiver allocates once.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from objcomm.errors import DecodeError, UsageError
+from objcomm.memory import Buffer
+
+#: Members of this size or more leave a codec's bytes and become buffers.
+OUT_OF_BAND_FROM_NBYTES = 64 * 1024
+
+_NAME_MAX_NBYTES = 16  # the header's field
+
+
+@dataclass(slots=True)
+class Encoded:
+    """One object, split.
+
+    Attributes:
+        meta: the codec's own bytes.
+        buffers: memory of large members, in the order in which ``decode`` takes them.
+    """
+
+    meta: bytes | bytearray
+    buffers: list[Buffer] = field(default_factory=list)
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Turns objects into bytes and back; one instance serves all threads at once.
+
+    Attributes:
+        name: at most 16 ASCII characters; travels in every header, so that a receiver knows what
+            it got. The same on every rank.
+    """
+
+    name: str
+
+    def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
+        """Split ``obj``.
+
+        Args:
+            obj: anything; it is not changed, and may not be changed until it was sent.
+            device_type: tensors on this type of device may stay there, as
+                ``Kind.DEVICE`` buffers; all others become CPU buffers.
+
+        Raises:
+            EncodeError: the codec refuses the object.
+        """
+
+    def decode(
+        self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+    ) -> Any:
+        """Rebuild an object.
+
+        Args:
+            meta: what ``encode`` gave.
+            buffers: each buffer's ``owner``, in order.
+            device: where its tensors shall lie; ``None`` keeps each tensor's type of device.
+
+        Raises:
+            DecodeError: it can't be rebuilt here.
+        """
+
+
+class _Registry:
+    """The codecs by name; reading needs no lock because the mapping is replaced, never changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._codecs: dict[str, Codec] = {}
+
+    def add(self, codec: Codec) -> None:
+        with self._lock:
+            self._codecs = {**self._codecs, codec.name: codec}
+
+    def get(self, name: str) -> Codec | None:
+        return self._codecs.get(name)
+
+    def names(self) -> list[str]:
+        return sorted(self._codecs)
+
+
+_registry = _Registry()
+
+
+def register_codec(codec: Codec) -> None:
+    """Let ``codec=codec.name`` be used in every operation; call it on every rank.
+
+    Args:
+        codec: see ``objcomm.codecs.base.Codec``. One of the same name is replaced.
+
+    Raises:
+        UsageError: its name does not fit into a message's header.
+
+    Example:
+        >>> import json, objcomm
+        >>> from objcomm.codecs.base import Encoded
+        >>> class Json:
+        ...     name = "json"
+        ...     def encode(self, obj, *, device_type=None):
+        ...         return Encoded(json.dumps(obj).encode())
+        ...     def decode(self, meta, buffers, *, device=None):
+        ...         return json.loads(bytes(meta))
+        >>> objcomm.register_codec(Json())
+        >>> objcomm.from_tensor(objcomm.to_tensor({"lr": 0.1}, codec="json"))
+        {'lr': 0.1}
+    """
+    name = codec.name
+    if not (name.isascii() and name.isprintable() and 0 < len(name) <= _NAME_MAX_NBYTES):
+        raise UsageError(f"a codec's name has 1 to {_NAME_MAX_NBYTES} ASCII letters, not {name!r}")
+    _registry.add(codec)
+
+
+def codec_named(name: str) -> Codec:
+    """The codec that an operation's ``codec=`` names.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    codec = _registry.get(name)
+    if codec is None:
+        raise UsageError(f"there is no codec {name!r}; known: {', '.join(_registry.names())}")
+    return codec
+
+
+def codec_of_message(name: str) -> Codec:
+    """The codec that a received message names.
+
+    Raises:
+        DecodeError: this process has none of that name.
+    """
+    codec = _registry.get(name)
+    if codec is None:
+        known = ", ".join(_registry.names())
+        raise DecodeError(name, f"it is not registered on this rank, which has {known}")
+    return codec

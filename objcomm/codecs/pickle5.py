@@ -1,0 +1,257 @@
+"""The ``pickle`` codec: anything that Python can pickle, and more.
+
+Protocol 5, with the memory of tensors, arrays and large ``bytes`` out of band. Each class or
+function goes by reference where the receiver can import it, and by value, through cloudpickle,
+only where it can't; that is decided member by member, so that ``isinstance`` holds for the rest.
+
+Decoding runs code that the sender chose. See ``docs/guide/codecs.md`` before using it between
+processes that do not trust each other.
+"""
+
+import pickle
+import struct
+import sys
+import types
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from objcomm.codecs import tensors
+from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
+from objcomm.codecs.paths import blame
+from objcomm.errors import DecodeError, EncodeError
+from objcomm.memory import Buffer, Kind, view
+
+_NAME = "pickle"
+
+# Opcodes of protocol 5, from pickletools. The pickler writes a large object's opcode and length,
+# then hands the object itself to its file: what stands before it is all that must be recognised.
+_LARGE_OBJECT = {
+    bytes: ((b"B", struct.Struct("<I")), (b"\x8e", struct.Struct("<Q"))),
+    bytearray: ((b"\x96", struct.Struct("<Q")),),
+}
+_NEXT_BUFFER = b"\x97"
+_FRAME = b"\x95"
+_FRAME_LENGTH = struct.Struct("<Q")
+
+# What plain pickle refuses and cloudpickle knows, besides functions and classes. Open files are
+# left out on purpose: cloudpickle would send their content.
+_BY_VALUE = frozenset(
+    {
+        types.ModuleType,
+        types.CodeType,
+        types.CellType,
+        types.MappingProxyType,
+        types.GetSetDescriptorType,
+        property,
+        classmethod,
+        staticmethod,
+        type({}.keys()),
+        type({}.values()),
+        type({}.items()),
+        weakref.WeakSet,
+    }
+)
+# Pickle writes these three by a rule of its own.
+_SINGLETON_TYPES = (type(None), type(...), type(NotImplemented))
+
+
+class PickleCodec:
+    """See the module."""
+
+    name = _NAME
+
+    def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
+        """Pickle ``obj``; what can't be pickled is named with its path."""
+        sink = _Sink()
+        try:
+            _Pickler(sink, device_type).dump(obj)
+        except Exception as error:
+            path, culprit = blame(obj, _can_pickle)
+            reason = f"{type(error).__name__}: {error}"
+            raise EncodeError(_NAME, type(culprit).__qualname__, path, reason) from error
+        return Encoded(b"".join(sink.parts), sink.buffers)
+
+    def decode(
+        self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+    ) -> Any:
+        """Unpickle; an error of any ``__setstate__`` comes out as the cause of a DecodeError."""
+        token = tensors.target_device.set(device)
+        try:
+            return pickle.loads(meta, buffers=buffers)  # noqa: S301  # what this codec is for
+        except Exception as error:
+            raise DecodeError(_NAME, f"{type(error).__name__}: {error}") from error
+        finally:
+            tensors.target_device.reset(token)
+
+
+class _Sink:
+    """The pickler's file: keeps the stream's parts, and large objects as buffers beside it."""
+
+    __slots__ = ("buffers", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.buffers: list[Buffer] = []
+
+    def write(self, chunk: Any) -> None:
+        """Take the next part of the stream.
+
+        A frame of the stream is never taken for a large object: it is no ``bytearray``, and
+        begins with its own opcode and length.
+        """
+        kind = type(chunk)
+        if kind not in _LARGE_OBJECT:
+            chunk = bytes(chunk)  # a view of a string's encoding, which ends with this call
+        elif len(chunk) >= OUT_OF_BAND_FROM_NBYTES and self.parts and not _is_frame(chunk):
+            before = self.parts[-1]
+            for opcode, length in _LARGE_OBJECT[kind]:
+                announced = opcode + length.pack(len(chunk)) if _fits(length, chunk) else None
+                if announced and before.endswith(announced):
+                    self.parts[-1] = before[: -len(announced)] + _NEXT_BUFFER
+                    made = Kind.BYTES if kind is bytes else Kind.BYTEARRAY
+                    self.buffers.append(Buffer(made, chunk, view(chunk)))
+                    return
+        self.parts.append(chunk)
+
+    def take(self, buffer: pickle.PickleBuffer) -> None:
+        """Take the next member that pickles out of band."""
+        owner = memoryview(buffer).obj
+        if type(owner) is _Carrier:
+            self.buffers.append(owner.buffer)
+        else:
+            self.buffers.append(Buffer(Kind.MEMORY, buffer, view(buffer.raw())))
+
+
+def _is_frame(chunk: bytes) -> bool:
+    header_nbytes = len(_FRAME) + _FRAME_LENGTH.size
+    return chunk[:header_nbytes] == _FRAME + _FRAME_LENGTH.pack(len(chunk) - header_nbytes)
+
+
+def _fits(length: struct.Struct, chunk: bytes) -> bool:
+    return len(chunk) < 1 << (8 * length.size)
+
+
+class _Memory:
+    """A tensor's memory as a member of its own, so that tied tensors arrive tied."""
+
+    __slots__ = ("buffer",)
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+
+class _Carrier(bytearray):
+    """Lets a ``PickleBuffer`` carry a flat tensor, which has no buffer protocol, to the sink."""
+
+    __slots__ = ("buffer",)
+    buffer: Buffer
+
+
+class _Pickler(pickle.Pickler):
+    """Decides member by member; see the module."""
+
+    def __init__(self, sink: _Sink, device_type: str | None) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=sink.take)
+        self._sink = sink
+        self._device_type = device_type
+        self._memories: dict[tuple[Any, ...], _Memory] = {}
+        self._by_value: Any = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Called for every member that is not of a builtin container or scalar type."""
+        kind = type(obj)
+        if kind is _Memory:
+            carrier = _Carrier()
+            carrier.buffer = obj.buffer
+            return _same, (pickle.PickleBuffer(carrier),)
+        if issubclass(kind, torch.Tensor):
+            return self._reduce_tensor(obj)
+        if tensors.is_plain_array(obj):
+            return self._reduce_array(obj)
+        if issubclass(kind, type) or kind is types.FunctionType:
+            return NotImplemented if _is_importable(obj) else self._reduce_by_value(obj)
+        if kind in _BY_VALUE:
+            return self._reduce_by_value(obj)
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensors.is_plain_tensor(tensor):
+            about, flat = tensors.describe(tensor, self._device_type)
+            kind = Kind.TENSOR if flat.device.type == "cpu" else Kind.DEVICE
+            memory = self._memory(Buffer(kind, flat, flat))
+            return _rebuild_tensor, (tuple(about), memory), vars(tensor) or None
+        if type(tensor) is torch.Tensor and tensor.layout is torch.sparse_coo:
+            members = (tensor._indices(), tensor._values())  # noqa: SLF001  # uncoalesced too
+            about = (tuple(tensor.shape), tensor.is_coalesced(), tensor.requires_grad)
+            return _rebuild_coo, (*members, *about)
+        if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
+            raise TypeError(
+                "a DTensor is one shard of a distributed tensor; send its to_local() or "
+                "full_tensor()"
+            )
+        return NotImplemented  # quantised, nested, compressed and subclasses: torch's own way
+
+    def _reduce_array(self, array: Any) -> Any:
+        order, flat, owner = tensors.describe_array(array)
+        memory = self._memory(Buffer(Kind.TENSOR, owner, flat))
+        return tensors.rebuild_array, (memory, array.dtype, array.shape, order)
+
+    def _memory(self, buffer: Buffer) -> _Memory:
+        """One ``_Memory`` for all members over exactly the same bytes."""
+        flat = buffer.flat
+        key = (flat.device, flat.data_ptr(), flat.numel()) if flat.numel() else (id(buffer),)
+        return self._memories.setdefault(key, _Memory(buffer))
+
+    def _reduce_by_value(self, obj: Any) -> Any:
+        if self._by_value is None:
+            import cloudpickle  # noqa: PLC0415  # most streams never need it
+
+            self._by_value = cloudpickle.Pickler(self._sink)
+        reduced = self._by_value.reducer_override(obj)
+        if reduced is NotImplemented:
+            reducer = self._by_value.dispatch_table.get(type(obj))
+            return NotImplemented if reducer is None else reducer(obj)
+        return reduced
+
+
+def _is_importable(obj: Any) -> bool:
+    """Whether a receiver that imports the same modules finds the very same object by its name."""
+    if obj in _SINGLETON_TYPES:
+        return True
+    found: Any = sys.modules.get(getattr(obj, "__module__", None) or "")
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def _same(buffer: Any) -> Any:
+    # Pickle memoizes what a call returns, but not the buffer itself.
+    return buffer
+
+
+def _rebuild_tensor(about: tuple[Any, ...], flat: torch.Tensor) -> torch.Tensor:
+    return tensors.rebuild(tensors.Dense(*about), flat)
+
+
+def _rebuild_coo(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    is_coalesced: bool,  # noqa: FBT001  # positional: the stream calls it
+    requires_grad: bool,  # noqa: FBT001
+) -> torch.Tensor:
+    tensor = torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=is_coalesced, check_invariants=True
+    )
+    return tensor.requires_grad_(requires_grad)
+
+
+def _can_pickle(obj: object) -> bool:
+    try:
+        _Pickler(_Sink(), None).dump(obj)
+    except Exception:  # noqa: BLE001  # the question is only whether; the caller reports it
+        return False
+    return True

@@ -1,0 +1,290 @@
+"""The ``msgpack`` codec: plain data with exact types; decoding runs no code that a sender chose.
+
+Beyond msgpack's own types every value is a list that begins with an extension naming what the rest
+is, such as ``[Tag("tuple"), 1, 2]``; user data cannot contain such an extension. A class of the
+user's own travels under the name it was given to ``register``. Members are values here: an object
+that occurs twice arrives as two (but the memory of tied tensors arrives tied).
+"""
+
+import datetime
+import decimal
+import fractions
+import pathlib
+import uuid
+import zoneinfo
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import torch
+
+from objcomm.codecs import tensors
+from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
+from objcomm.codecs.paths import blame
+from objcomm.codecs.registry import classes
+from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError
+from objcomm.memory import Buffer, Kind, view
+
+_NAME = "msgpack"
+_TAG_CODE = 1
+_TEXT_ERRORS = "surrogatepass"  # os.fsdecode makes such strings of odd file names
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1  # what msgpack itself can carry
+
+# Lists and mappings of nothing else go to msgpack's C code as they are.
+_NATIVE = frozenset({type(None), bool, int, float, str})
+_NATIVE_KEYS = frozenset({*_NATIVE, bytes})
+
+
+class _Tag(str):
+    """The head of an extended value on the receiver; no string that arrives is one."""
+
+    __slots__ = ()
+
+
+class _RefusedError(TypeError):
+    """No rule for a value; the text is for the user."""
+
+
+class PlainCodec:
+    """See the module."""
+
+    name = _NAME
+
+    def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
+        """Encode plain data; an unregistered type is named with its path."""
+        try:
+            return _Encoder(device_type).encode(obj)
+        except Exception as error:
+            path, culprit = blame(obj, _can_encode)
+            reason = str(error) if isinstance(error, _RefusedError) else repr(error)
+            raise EncodeError(_NAME, type(culprit).__qualname__, path, reason) from error
+
+    def decode(
+        self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+    ) -> Any:
+        """Rebuild plain data; only functions given to ``register`` on this rank are called."""
+        token = tensors.target_device.set(device)
+        try:
+            return _Decoder(buffers).decode(meta)
+        except DecodeError:
+            raise
+        except Exception as error:
+            raise DecodeError(_NAME, f"{type(error).__name__}: {error}") from error
+        finally:
+            tensors.target_device.reset(token)
+
+
+def _can_encode(obj: object) -> bool:
+    try:
+        _Encoder(None).encode(obj)
+    except Exception:  # noqa: BLE001  # the question is only whether; the caller reports it
+        return False
+    return True
+
+
+# How each further type is taken apart: its name on the wire, its members, and the way back.
+_RULES: tuple[tuple[type, str, Callable[[Any], Sequence[Any]], Callable[..., Any]], ...] = (
+    (tuple, "tuple", tuple, lambda *members: members),
+    (set, "set", tuple, lambda *members: set(members)),
+    (frozenset, "frozenset", tuple, lambda *members: frozenset(members)),
+    (complex, "complex", lambda z: (z.real, z.imag), complex),
+    (range, "range", lambda r: (r.start, r.stop, r.step), range),
+    (slice, "slice", lambda s: (s.start, s.stop, s.step), slice),
+    (decimal.Decimal, "decimal", lambda d: (str(d),), decimal.Decimal),
+    (fractions.Fraction, "fraction", lambda f: f.as_integer_ratio(), fractions.Fraction),
+    (uuid.UUID, "uuid", lambda u: (u.bytes,), lambda raw: uuid.UUID(bytes=raw)),
+    (datetime.date, "date", lambda d: (d.year, d.month, d.day), datetime.date),
+    (
+        datetime.time,
+        "time",
+        lambda t: (t.hour, t.minute, t.second, t.microsecond, t.tzinfo, t.fold),
+        lambda *fields: datetime.time(*fields[:5], fold=fields[5]),
+    ),
+    (
+        datetime.datetime,
+        "datetime",
+        lambda t: (*t.timetuple()[:6], t.microsecond, t.tzinfo, t.fold),
+        lambda *fields: datetime.datetime(*fields[:8], fold=fields[8]),  # noqa: DTZ001  # as sent
+    ),
+    (
+        datetime.timedelta,
+        "timedelta",
+        lambda d: (d.days, d.seconds, d.microseconds),
+        datetime.timedelta,
+    ),
+    (
+        datetime.timezone,
+        "timezone",
+        lambda zone: (zone.utcoffset(None), zone.tzname(None)),
+        datetime.timezone,
+    ),
+    (zoneinfo.ZoneInfo, "zoneinfo", lambda zone: (zone.key,), zoneinfo.ZoneInfo),
+    (pathlib.PosixPath, "path", lambda path: (str(path),), pathlib.Path),
+    (pathlib.WindowsPath, "path", lambda path: (str(path),), pathlib.Path),
+    (pathlib.PurePosixPath, "posix path", lambda p: (str(p),), pathlib.PurePosixPath),
+    (pathlib.PureWindowsPath, "windows path", lambda p: (str(p),), pathlib.PureWindowsPath),
+    (torch.Size, "torch.Size", tuple, lambda *sizes: torch.Size(sizes)),
+    (torch.device, "torch.device", lambda device: (str(device),), torch.device),
+    (torch.dtype, "torch.dtype", lambda dtype: (tensors.dtype_name(dtype),), tensors.dtype_named),
+)
+_LOWER = {cls: (name, members) for cls, name, members, _ in _RULES}
+_RAISE = {name: rebuild for _, name, _, rebuild in _RULES}
+
+
+class _Encoder:
+    """Lowers one object to what msgpack packs by itself, and collects buffers on the way."""
+
+    def __init__(self, device_type: str | None) -> None:
+        self._device_type = device_type
+        self._buffers: list[Buffer] = []
+        self._positions: dict[tuple[Any, ...], int] = {}
+
+    def encode(self, obj: object) -> Encoded:
+        lowered = self._lower(obj)
+        meta = msgpack.packb(lowered, strict_types=True, unicode_errors=_TEXT_ERRORS)
+        return Encoded(meta, self._buffers)
+
+    def _lower(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is int:
+            return obj if _INT_MIN <= obj <= _INT_MAX else _extended("int", hex(obj))
+        if kind in _NATIVE:
+            return obj
+        if kind is list:
+            is_native = _NATIVE.issuperset(map(type, obj)) and _all_fit(obj)
+            return obj if is_native else [self._lower(member) for member in obj]
+        if kind is dict:
+            return self._lower_dict(obj)
+        if kind is bytes and len(obj) < OUT_OF_BAND_FROM_NBYTES:
+            return obj
+        if kind is bytes or kind is bytearray:
+            made = Kind.BYTES if kind is bytes else Kind.BYTEARRAY
+            return _extended("buffer", self._buffer(Buffer(made, obj, view(obj))))
+        rule = _LOWER.get(kind)
+        if rule is not None:
+            return _extended(rule[0], *[self._lower(member) for member in rule[1](obj)])
+        return self._lower_other(obj)
+
+    def _lower_dict(self, mapping: dict[Any, Any]) -> Any:
+        if _NATIVE_KEYS.issuperset(map(type, mapping)) and _all_fit(mapping):
+            return {key: self._lower(value) for key, value in mapping.items()}
+        pairs = (self._lower(member) for pair in mapping.items() for member in pair)
+        return _extended("dict", *pairs)
+
+    def _lower_other(self, obj: Any) -> Any:
+        if tensors.is_plain_tensor(obj):
+            about, flat = tensors.describe(obj, self._device_type)
+            kind = Kind.TENSOR if flat.device.type == "cpu" else Kind.DEVICE
+            position = self._buffer(Buffer(kind, flat, flat))
+            return _extended("tensor", position, *map(_listed, about))
+        if tensors.is_plain_array(obj):
+            order, flat, owner = tensors.describe_array(obj)
+            position = self._buffer(Buffer(Kind.TENSOR, owner, flat))
+            dtype = tensors.array_dtype_name(obj.dtype)
+            return _extended("ndarray", position, dtype, list(obj.shape), order)
+        if type(obj).__module__ == "numpy" and hasattr(obj, "dtype") and hasattr(obj, "tobytes"):
+            return _extended("scalar", tensors.array_dtype_name(obj.dtype), obj.tobytes())
+        if type(obj).__module__ == "numpy.dtypes":
+            return _extended("dtype", tensors.array_dtype_name(obj))
+        entry = classes.by_class(type(obj))
+        if entry is None:
+            raise _RefusedError(
+                "its class is not registered; use objcomm.register(cls), or codec='pickle'"
+            )
+        return _extended("object", entry.name, self._lower(entry.encode(obj)))
+
+    def _buffer(self, buffer: Buffer) -> int:
+        """The position of a buffer; members over exactly the same bytes share one."""
+        flat, new = buffer.flat, len(self._buffers)
+        key = (buffer.kind, flat.device, flat.data_ptr(), flat.numel()) if flat.numel() else (new,)
+        position = self._positions.setdefault(key, new)
+        if position == new:
+            self._buffers.append(buffer)
+        return position
+
+
+def _extended(name: str, *members: Any) -> list[Any]:
+    return [msgpack.ExtType(_TAG_CODE, name.encode()), *members]
+
+
+def _all_fit(members: Any) -> bool:
+    return all(_INT_MIN <= member <= _INT_MAX for member in members if type(member) is int)
+
+
+def _listed(field: Any) -> Any:
+    return list(field) if isinstance(field, tuple) else field
+
+
+class _Decoder:
+    """Rebuilds one object; every name that arrives is looked up in a table of this process."""
+
+    def __init__(self, buffers: Sequence[Any]) -> None:
+        self._buffers = buffers
+        self._rules: dict[str, Callable[..., Any]] = {
+            **_RAISE,
+            "int": lambda text: int(text, 16),
+            "dict": lambda *members: dict(zip(members[::2], members[1::2], strict=True)),
+            "buffer": self._raise_buffer,
+            "tensor": self._raise_tensor,
+            "ndarray": self._raise_array,
+            "scalar": tensors.rebuild_scalar,
+            "dtype": tensors.array_dtype_named,
+            "object": _raise_object,
+        }
+
+    def decode(self, meta: memoryview) -> Any:
+        return msgpack.unpackb(
+            meta,
+            strict_map_key=False,
+            unicode_errors=_TEXT_ERRORS,
+            ext_hook=_raise_tag,
+            list_hook=self._raise_list,
+        )
+
+    def _raise_list(self, members: list[Any]) -> Any:
+        if members and type(members[0]) is _Tag:
+            rule = self._rules.get(members[0])
+            if rule is None:
+                raise DecodeError(_NAME, f"no rule for {members[0]!r}; is the sender newer?")
+            return rule(*members[1:])
+        return members
+
+    def _at(self, position: Any) -> Any:
+        if type(position) is not int or not 0 <= position < len(self._buffers):
+            raise DecodeError(_NAME, f"there is no buffer {position!r}")
+        return self._buffers[position]
+
+    def _raise_buffer(self, position: Any) -> Any:
+        buffer = self._at(position)
+        if not isinstance(buffer, (bytes, bytearray)):
+            raise DecodeError(_NAME, f"buffer {position} holds no bytes")
+        return buffer
+
+    def _raise_flat(self, position: Any) -> torch.Tensor:
+        flat = self._at(position)
+        if not isinstance(flat, torch.Tensor):
+            raise DecodeError(_NAME, f"buffer {position} holds no tensor")
+        return flat
+
+    def _raise_tensor(self, position: Any, *about: Any) -> torch.Tensor:
+        fields = (tuple(field) if type(field) is list else field for field in about)
+        return tensors.rebuild(tensors.Dense(*fields), self._raise_flat(position))
+
+    def _raise_array(self, position: Any, dtype: Any, shape: list[int], order: str) -> Any:
+        flat = self._raise_flat(position)
+        return tensors.rebuild_array(flat, tensors.array_dtype_named(dtype), tuple(shape), order)
+
+
+def _raise_tag(code: int, name: bytes) -> _Tag:
+    if code != _TAG_CODE:
+        raise DecodeError(_NAME, f"unknown extension {code}")
+    return _Tag(name, "ascii")
+
+
+def _raise_object(name: str, state: Any) -> Any:
+    entry = classes.by_name(name)
+    if entry is None:
+        raise ForbiddenTypeError(
+            _NAME, f"class {name!r} is not registered on this rank; use objcomm.register"
+        )
+    return entry.decode(state)

@@ -1,0 +1,146 @@
+"""Classes that a user admits to the ``msgpack`` codec, by a name that all ranks agree on."""
+
+import dataclasses
+import enum
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, overload
+
+from objcomm.errors import UsageError
+
+C = TypeVar("C", bound=type)
+
+
+class Entry(NamedTuple):
+    """How one class is taken apart and rebuilt."""
+
+    name: str
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+class _Classes:
+    """Both directions; replaced as one, so that readers need no lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: tuple[dict[type, Entry], dict[str, tuple[type, Entry]]] = ({}, {})
+
+    def add(self, cls: type, entry: Entry) -> None:
+        with self._lock:
+            by_class, by_name = self._entries
+            other = by_name.get(entry.name, (cls, entry))[0]
+            same_source = (other.__module__, other.__qualname__) == (
+                cls.__module__,
+                cls.__qualname__,
+            )
+            if other is not cls and not same_source:
+                raise UsageError(
+                    f"{entry.name!r} already stands for {other!r}; register {cls!r} with name="
+                )
+            self._entries = (
+                {**by_class, cls: entry},
+                {**by_name, entry.name: (cls, entry)},
+            )
+
+    def by_class(self, cls: type) -> Entry | None:
+        return self._entries[0].get(cls)
+
+    def by_name(self, name: str) -> Entry | None:
+        found = self._entries[1].get(name)
+        return found and found[1]
+
+
+classes = _Classes()
+
+
+@overload
+def register(
+    cls: C,
+    *,
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
+    name: str | None = None,
+) -> C: ...
+
+
+@overload
+def register(
+    *,
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
+    name: str | None = None,
+) -> Callable[[C], C]: ...
+
+
+def register(
+    cls: Any = None,
+    *,
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
+    name: str | None = None,
+) -> Any:
+    """Admit a class to ``codec="msgpack"``; call it on every rank, also as a decorator.
+
+    Dataclasses, named tuples, enums and classes that keep their state in ``__dict__`` need no
+    functions: their members are encoded one by one, and they are rebuilt as pickle does it,
+    without a call of ``__init__``.
+
+    Args:
+        cls: the class; its subclasses are not admitted with it.
+        encode: turns an instance into plain data (or into other registered classes).
+        decode: turns that data into an instance; give both or neither.
+        name: what travels; ``module.qualname`` if not given. The same on every rank.
+
+    Returns:
+        ``cls``.
+
+    Raises:
+        UsageError: only one function was given, the class's state can't be found without them, or
+            another class has the name.
+
+    Example:
+        >>> import dataclasses, objcomm
+        >>> @objcomm.register
+        ... @dataclasses.dataclass
+        ... class Metrics:
+        ...     loss: float
+        ...     shape: tuple[int, ...]
+        >>> objcomm.from_tensor(objcomm.to_tensor(Metrics(0.5, (2, 3)), codec="msgpack"))
+        Metrics(loss=0.5, shape=(2, 3))
+    """
+    if cls is None:
+        return lambda decorated: register(decorated, encode=encode, decode=decode, name=name)
+    if (encode is None) != (decode is None):
+        raise UsageError("register needs both encode= and decode=, or neither")
+    if encode is None or decode is None:
+        encode, decode = _derived(cls)
+    classes.add(cls, Entry(name or f"{cls.__module__}.{cls.__qualname__}", encode, decode))
+    return cls
+
+
+def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    if issubclass(cls, enum.Flag):
+        return (lambda member: member.value), cls
+    if issubclass(cls, enum.Enum):
+        return (lambda member: member.name), cls.__getitem__
+    if issubclass(cls, tuple) and hasattr(cls, "_make"):
+        return list, cls._make
+    if dataclasses.is_dataclass(cls):
+        names = [field.name for field in dataclasses.fields(cls)]
+        return (
+            lambda obj: [getattr(obj, name) for name in names],
+            lambda values: _filled(cls, dict(zip(names, values, strict=True))),
+        )
+    if any("__slots__" in vars(base) for base in cls.__mro__[:-1]) or cls.__basicsize__ > 32:  # noqa: PLR2004
+        raise UsageError(
+            f"{cls!r} keeps state outside of __dict__; register it with encode= and decode="
+        )
+    return (lambda obj: dict(vars(obj))), (lambda state: _filled(cls, state))
+
+
+def _filled(cls: type, state: dict[str, Any]) -> Any:
+    obj = object.__new__(cls)
+    for name, value in state.items():
+        object.__setattr__(obj, name, value)  # also where the class is frozen
+    return obj

@@ -1,0 +1,225 @@
+"""Tensors and arrays as plain attributes and flat memory, for every codec.
+
+Only viewed elements travel: one row of a large matrix costs one row. Values, dtype, shape, dense
+strides, ``requires_grad`` and the type of device arrive as they were; a device's index does not,
+because the sender's ``cuda:1`` means nothing on the receiver.
+"""
+
+import math
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from objcomm.errors import DecodeError
+from objcomm.memory import at_address
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: Where ``Codec.decode`` wants tensors, for the functions that a pickle calls by name.
+target_device: ContextVar[torch.device | None] = ContextVar("objcomm_target_device", default=None)
+
+# Copying attributes by name, so that a stream can name nothing but a dtype.
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The inverse of ``dtype_name``.
+
+    Raises:
+        DecodeError: this torch has no such dtype.
+    """
+    dtype = _DTYPES.get(name)
+    if dtype is None:
+        raise DecodeError("tensor", f"this torch has no dtype {name!r}")
+    return dtype
+
+
+class Dense(NamedTuple):
+    """All of a strided tensor but its elements; every field is plain data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None  # dimensions by falling stride; None means C order
+    expanded: tuple[int, ...] | None  # the shape before stride-0 dimensions were dropped
+    device_type: str
+    requires_grad: bool
+    is_parameter: bool
+
+
+def is_plain_tensor(obj: object) -> bool:
+    """Whether this module carries ``obj`` by itself: strided, no subclass but Parameter."""
+    return (
+        type(obj) in (torch.Tensor, torch.nn.Parameter)
+        and obj.layout is torch.strided  # type: ignore[attr-defined]  # a tensor by its type
+        and not obj.is_quantized  # type: ignore[attr-defined]
+        and not obj.is_nested  # type: ignore[attr-defined]
+    )
+
+
+def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torch.Tensor]:
+    """Split a plain tensor into its description and a flat ``uint8`` view of its elements.
+
+    Args:
+        tensor: see ``is_plain_tensor``.
+        device_type: elements on such a device stay there; all others end on the CPU.
+
+    Returns:
+        The description, and the elements in the description's order: the tensor's own memory where
+        it is dense, a compact copy where it is not. A meta tensor has no elements.
+    """
+    elements = tensor.detach()
+    expanded = None
+    if 0 in elements.stride() and elements.numel() > 0:
+        expanded = tuple(elements.shape)
+        for dim, stride in enumerate(elements.stride()):
+            if stride == 0:
+                elements = elements.narrow(dim, 0, 1)
+    elements = elements.resolve_conj().resolve_neg()
+    order = None
+    if not elements.is_contiguous():
+        by_stride = sorted(range(elements.dim()), key=elements.stride, reverse=True)
+        permuted = elements.permute(by_stride)
+        if permuted.is_contiguous():
+            elements, order = permuted, tuple(by_stride)
+    about = Dense(
+        dtype_name(tensor.dtype),
+        tuple(elements.shape),
+        order,
+        expanded,
+        tensor.device.type,
+        tensor.requires_grad,
+        isinstance(tensor, torch.nn.Parameter),
+    )
+    if tensor.is_meta:
+        return about, torch.empty(0, dtype=torch.uint8)
+    if tensor.device.type not in ("cpu", device_type):
+        elements = elements.cpu()
+    # ``as_strided``: a one-element view may have any stride, which ``view`` would keep.
+    compact = elements.contiguous().as_strided((elements.numel(),), (1,))
+    return about, compact.view(torch.uint8)
+
+
+def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``describe`` saw, over the memory ``flat``.
+
+    Raises:
+        DecodeError: dtype or sizes make no sense, or its device does not exist here.
+    """
+    dtype = dtype_named(about.dtype)
+    with torch.inference_mode(mode=False):
+        if about.device_type == "meta":
+            tensor = torch.empty(about.shape, dtype=dtype, device="meta")
+        else:
+            tensor = _on_device(flat, about.device_type).view(dtype).view(about.shape)
+        if about.order is not None:
+            inverse = sorted(range(len(about.order)), key=about.order.__getitem__)
+            tensor = tensor.permute(inverse)
+        if about.expanded is not None:
+            tensor = tensor.expand(about.expanded)
+        if about.is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad=about.requires_grad)
+        return tensor.requires_grad_(about.requires_grad) if about.requires_grad else tensor
+
+
+def _on_device(flat: torch.Tensor, device_type: str) -> torch.Tensor:
+    device = target_device.get() or torch.device(device_type)
+    if flat.device.type == device.type and device.index in (None, flat.device.index):
+        return flat
+    try:
+        return flat.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise DecodeError(
+            "tensor", f"a tensor came from a {device_type!r} device; pass device='cpu' ({error})"
+        ) from error
+
+
+def is_plain_array(obj: object) -> bool:
+    """Whether ``obj`` is exactly a ``numpy.ndarray`` of plain memory, without importing numpy."""
+    kind = type(obj)
+    return (
+        kind.__name__ == "ndarray"
+        and kind.__module__ == "numpy"
+        and not obj.dtype.hasobject  # type: ignore[attr-defined]  # an ndarray by its type
+    )
+
+
+def describe_array(array: "np.ndarray[Any, Any]") -> tuple[str, torch.Tensor, Any]:
+    """Split an array into its memory order, a flat view of its elements, and their owner.
+
+    Returns:
+        ``"C"`` or ``"F"``; the flat view, a compact copy where the array was not contiguous; and
+        what keeps that memory alive.
+    """
+    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    owner = array if array.flags.forc else array.copy(order="C")
+    if not owner.nbytes:
+        return order, torch.empty(0, dtype=torch.uint8), owner
+    if not owner.flags.writeable:  # torch.from_numpy warns of those
+        return order, at_address(owner.__array_interface__["data"][0], owner.nbytes), owner
+    return order, torch.from_numpy(owner.ravel("K").view("u1")), owner
+
+
+def rebuild_array(
+    flat: torch.Tensor, dtype: "np.dtype[Any]", shape: tuple[int, ...], order: Any
+) -> "np.ndarray[Any, Any]":
+    """The array that ``describe_array`` saw, over the memory ``flat``: writable and aligned.
+
+    Raises:
+        DecodeError: the sizes do not agree, or the dtype holds Python objects.
+    """
+    import numpy as np  # noqa: PLC0415  # numpy is optional
+
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
+        raise DecodeError("array", f"{flat.numel()} bytes are no {dtype} array of shape {shape}")
+    if flat.numel() == 0:
+        return np.empty(shape, dtype, order)
+    return np.ndarray(shape, dtype, buffer=flat.numpy(), order=order)
+
+
+def rebuild_scalar(dtype: Any, raw: bytes) -> Any:
+    """A numpy scalar from its ``tobytes()``."""
+    import numpy as np  # noqa: PLC0415  # numpy is optional
+
+    return np.frombuffer(raw, array_dtype_named(dtype))[0]
+
+
+def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
+    """Plain data that names a numpy dtype.
+
+    Raises:
+        TypeError: its items are Python objects, or its fields overlap or lie at odd offsets.
+    """
+    if dtype.names is None and not dtype.hasobject:
+        return dtype.str
+    fields = _lists(dtype.descr)
+    if dtype.hasobject or array_dtype_named(fields) != dtype:
+        raise TypeError(f"an array of {dtype} is no plain data; use codec='pickle'")
+    return fields
+
+
+def array_dtype_named(name: Any) -> "np.dtype[Any]":
+    """The inverse of ``array_dtype_name``."""
+    import numpy as np  # noqa: PLC0415  # numpy is optional
+
+    if isinstance(name, str):
+        return np.dtype(name)
+    fields = []
+    for field_name, form, *shape in name:
+        inner = form if isinstance(form, str) else array_dtype_named(form)
+        fields.append((field_name, inner, *(tuple(sizes) for sizes in shape)))
+    return np.dtype(fields)
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(member) for member in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,69 @@
+"""The options that hold where a call does not say otherwise, in a scope."""
+
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, fields, replace
+from types import TracebackType
+from typing import Any
+
+from objcomm.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All options.
+
+    Attributes:
+        codec: what encodes objects.
+        max_nbytes: the most that one message may make a rank allocate; ``None`` means the
+            machine's physical memory.
+    """
+
+    codec: str = "pickle"
+    max_nbytes: int | None = None
+
+
+_settings: ContextVar[Settings] = ContextVar("objcomm_settings", default=Settings())
+
+
+def settings() -> Settings:
+    """The options in force here."""
+    return _settings.get()
+
+
+class configure:  # noqa: N801  # used as a function and as a context
+    """Set options for all that follows in this thread or task, or for a ``with`` block.
+
+    Args:
+        codec: name of the codec that encodes objects; on the sender alone, a receiver takes it
+            from the message.
+        max_nbytes: the most that one message may make a rank allocate.
+
+    Raises:
+        UsageError: there is no such option.
+
+    Example:
+        >>> import objcomm
+        >>> with objcomm.configure(codec="msgpack"):
+        ...     nbytes = objcomm.to_tensor([1, 2, 3]).numel()
+    """
+
+    def __init__(self, **options: Any) -> None:
+        known = {field.name for field in fields(Settings)}
+        if unknown := options.keys() - known:
+            raise UsageError(
+                f"no option {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}"
+            )
+        self._token: Token[Settings] | None = _settings.set(replace(_settings.get(), **options))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._token is not None:
+            _settings.reset(self._token)
+            self._token = None

@@ -1,0 +1,86 @@
+"""The demo's settings, read from a TOML file.
+
+Knows nothing of ranks: reading fails with one exception, and the job decides who hears of it.
+"""
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import get_type_hints
+
+SAMPLE = Path(__file__).with_name("digits.toml")
+REFUSED = 2  # exit status of a job that has said in one message why it cannot use its config
+_TEST_SHARES = (0.1, 0.9)  # between them each of some hundred ranks has images of both sets
+
+
+class ConfigError(Exception):
+    """A settings file cannot be used.
+
+    Attributes:
+        path: the file.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"cannot use the config {str(self.path)!r}: {self.reason}; a sample is {SAMPLE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What one run is made of; ``digits.toml`` says what each setting means."""
+
+    seed: int
+    test_share: float
+    hidden: int
+    epochs: int
+    batch_size: int
+    learning_rate: float
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, in words; empty if nothing is."""
+        found = [
+            f"{name} must be of type {kind.__name__}, it is {value!r}"
+            for name, kind in get_type_hints(Config).items()
+            if type(value := getattr(self, name)) is not kind
+        ]
+        if found:
+            return found
+        if not 0 <= self.seed < 2**32:
+            found.append("seed must lie between 0 and 2**32 - 1")
+        least, most = _TEST_SHARES
+        if not least <= self.test_share <= most:
+            found.append(f"test_share must lie between {least} and {most}")
+        found += [
+            f"{name} must be positive"
+            for name in ("hidden", "epochs", "batch_size", "learning_rate")
+            if not getattr(self, name) > 0
+        ]
+        return found
+
+
+def read_config(path: Path) -> Config:
+    """Read and check a settings file.
+
+    Raises:
+        ConfigError: it is missing or unreadable, is no TOML, or its settings are not ``Config``'s.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(path, error.strerror or str(error)) from error
+    except ValueError as error:  # of the encoding or of the syntax
+        raise ConfigError(path, f"it is not TOML: {error}") from error
+    names = {field.name for field in fields(Config)}
+    if missing := sorted(names - table.keys()):
+        raise ConfigError(path, f"it lacks {', '.join(missing)}")
+    if unknown := sorted(table.keys() - names):
+        raise ConfigError(path, f"there is no setting {', '.join(unknown)}")
+    config = Config(**table)
+    if problems := config.problems():
+        raise ConfigError(path, "; ".join(problems))
+    return config

@@ -1,0 +1,216 @@
+"""Byte layout of one message: a fixed header, a size table, the codec's bytes.
+
+Knows nothing of codecs, ranks' translation or torch, so one process can test every rule.
+The layout is described for other implementers in ``docs/wire-format.md``, and only there.
+"""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from objcomm.errors import DesyncError, Position, WireError
+
+MAGIC = b"OBJC"
+VERSION = 1
+
+#: The first message of an operation has at most this many bytes, and every receive of a first
+#: message is posted with exactly this size: Gloo aborts the process of a receiver whose buffer is
+#: too small. 8 B and 64 KiB cost the same on the wire, so the window is generous.
+WINDOW_NBYTES = 32 * 1024
+
+_HEADER = struct.Struct("<4sBBBxiiIIQQQ16s64sIQQQQ32sII")
+_CHECKSUM = struct.Struct("<I")
+HEADER_NBYTES = _HEADER.size
+
+_ROW = struct.Struct("<QB")
+ROW_NBYTES = _ROW.size
+
+_UNSIGNED = bytes(32)  # room for a keyed digest
+
+
+class Operation(IntEnum):
+    """Every operation that can stand in a header; numbers are never used twice."""
+
+    NONE = 0  # a message that was made by ``to_tensor`` and belongs to no operation
+    BROADCAST = 1
+    GATHER = 2
+    ALL_GATHER = 3
+    SCATTER = 4
+    REDUCE = 5
+    ALL_REDUCE = 6
+    BARRIER = 7
+    REDUCE_AND_BROADCAST = 8
+    GATHER_SCALAR = 9
+    ALL_GATHER_SCALAR = 10
+
+
+class Status(IntEnum):
+    """What the bytes after the header are."""
+
+    VALUE = 0  # an object, encoded
+    FAILURE = 1  # the texts of one or more RankFailure
+    BUNDLE = 2  # the first messages of all ranks, in rank order
+    TREE = 3  # nothing: "operands are large, combine them along a tree"
+
+
+class Header(NamedTuple):
+    """What a receiver must know before it can allocate."""
+
+    status: int
+    operation: int
+    sender: int  # group rank
+    root: int  # group rank of source or destination, -1 where there is none
+    lane: int  # fingerprint of the lane's name, 32 bit
+    epoch: int  # how often the group's mesh was rebuilt
+    group: int  # fingerprint of the mesh
+    sequence: int  # operations that the sender started before on this lane
+    fingerprint: int  # of what must agree besides: a barrier's name, a named op
+    codec: str
+    call_site: str
+    buffer_count: int
+    meta_nbytes: int  # the codec's own bytes
+    body_nbytes: int  # table, codec's bytes and small buffers
+    payload_nbytes: int  # large buffers, which follow one by one
+    tag: int  # of a point-to-point message; 0 in collectives
+    body_checksum: int  # CRC-32 of the body
+
+    @property
+    def position(self) -> Position:
+        """Where the sender is, for an error's text."""
+        return Position(
+            self.sender, operation_name(self.operation), self.sequence, self.root, self.call_site
+        )
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the body came with the header."""
+        return HEADER_NBYTES + self.body_nbytes <= WINDOW_NBYTES
+
+    def pack(self) -> bytes:
+        """Lay the header out in ``HEADER_NBYTES`` bytes."""
+        packed = _HEADER.pack(
+            MAGIC,
+            VERSION,
+            *self[:9],
+            self.codec.encode(),
+            # The end of a path tells more than its beginning.
+            self.call_site.encode("utf-8", "replace")[-64:],
+            *self[11:16],
+            _UNSIGNED,
+            self.body_checksum,
+            0,
+        )[: -_CHECKSUM.size]
+        return packed + _CHECKSUM.pack(zlib.crc32(packed))
+
+    @classmethod
+    def unpack(cls, raw: bytes | bytearray | memoryview) -> "Header":
+        """Read the start of a message.
+
+        Args:
+            raw: the message's first bytes, ``HEADER_NBYTES`` or more.
+
+        Raises:
+            WireError: another program, or another version of objcomm, wrote them, or they were
+                damaged on the way.
+        """
+        if len(raw) < HEADER_NBYTES:
+            raise WireError(f"a message of {len(raw)} bytes is shorter than its header")
+        fields = _HEADER.unpack_from(raw)
+        magic, version = fields[:2]
+        if (magic, version) != (MAGIC, VERSION):
+            raise WireError(
+                f"expected {MAGIC!r} version {VERSION}, got {magic!r} version {version}; "
+                "do all ranks run the same objcomm?"
+            )
+        if zlib.crc32(memoryview(raw)[: HEADER_NBYTES - _CHECKSUM.size]) != fields[-1]:
+            raise WireError("the header's checksum is wrong: the message was damaged")
+        codec = fields[11].rstrip(b"\0").decode("ascii", "replace")
+        call_site = fields[12].rstrip(b"\0").decode("utf-8", "replace")
+        header = cls(*fields[2:11], codec, call_site, *fields[13:18], fields[19])
+        header._check_sizes()
+        return header
+
+    def _check_sizes(self) -> None:
+        table_nbytes = self.buffer_count * ROW_NBYTES
+        if table_nbytes + self.meta_nbytes > self.body_nbytes:
+            raise WireError(
+                f"a table of {self.buffer_count} rows and {self.meta_nbytes} codec bytes do not "
+                f"fit in a body of {self.body_nbytes} bytes"
+            )
+
+
+class Row(NamedTuple):
+    """One line of the size table."""
+
+    nbytes: int
+    kind: int  # a ``memory.Kind``
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the buffer lies in the body: copying it costs less than a message."""
+        return self.nbytes <= WINDOW_NBYTES
+
+
+def pack_table(rows: Sequence[Row]) -> bytes:
+    """Lay out the size table, ``ROW_NBYTES`` a row."""
+    return b"".join([_ROW.pack(*row) for row in rows])
+
+
+def unpack_table(header: Header, body: memoryview) -> list[Row]:
+    """Read the size table and hold it against the header's sums.
+
+    Raises:
+        WireError: body and header disagree; nothing was allocated for the buffers yet.
+    """
+    if zlib.crc32(body) != header.body_checksum:
+        raise WireError("the body's checksum is wrong: the message was damaged")
+    table = body[: header.buffer_count * ROW_NBYTES]
+    rows = [Row(*fields) for fields in _ROW.iter_unpack(table)]
+    packed = sum(row.nbytes for row in rows if row.is_packed)
+    if len(table) + header.meta_nbytes + packed != header.body_nbytes:
+        raise WireError("the size table does not add up to the body's length")
+    if sum(row.nbytes for row in rows if not row.is_packed) != header.payload_nbytes:
+        raise WireError("the size table does not add up to the payload's length")
+    return rows
+
+
+def fingerprint(text: str) -> int:
+    """A number of 32 bits for ``text``, the same in every process. Empty text gives 0."""
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
+def operation_name(operation: int) -> str:
+    """The public name of an operation's number."""
+    try:
+        return Operation(operation).name.lower()
+    except ValueError:
+        return f"operation {operation}"
+
+
+def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
+    """Hold a received header against the one that this rank would have sent.
+
+    Raises:
+        DesyncError: the other rank is in another operation, call, root or step.
+        WireError: the message is of another group, lane or sender.
+    """
+    if (theirs.group, theirs.epoch, theirs.lane, theirs.sender) != (
+        mine.group,
+        mine.epoch,
+        mine.lane,
+        sender,
+    ):
+        raise WireError(
+            f"a message of {theirs.position} came over the connection to rank {sender} "
+            "of another group or lane"
+        )
+    for reason, ours, other in (
+        ("other operations", mine.operation, theirs.operation),
+        ("other calls", mine.sequence, theirs.sequence),
+        ("other roots", mine.root, theirs.root),
+        ("other names", mine.fingerprint, theirs.fingerprint),
+    ):
+        if ours != other:
+            raise DesyncError(mine.position, theirs.position, reason)

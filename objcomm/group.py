@@ -1,0 +1,405 @@
+"""Who takes part: ranks, links, lanes and time limits of one process group.
+
+The only place where global ranks become group ranks. Knows nothing of operations.
+"""
+
+import os
+import threading
+import weakref
+from contextvars import ContextVar, Token
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from objcomm.errors import BrokenGroupError, NotInGroupError, UsageError
+from objcomm.frames import fingerprint
+from objcomm.counters import Counters, OperationStats
+from objcomm.transport.base import LANE_BITS, Deadline, DeviceLink, Link
+from objcomm.transport.gloo import GlooLink
+from objcomm.transport.lane import Lane
+from objcomm.transport.nccl import device_link
+
+#: What ``group=`` takes: a process group, a one-dimensional device mesh, or None for the world.
+GroupLike: TypeAlias = Any
+#: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.
+Timeout: TypeAlias = float | timedelta | None
+
+# Where a group's own limit can't be found: torch's default for Gloo.
+_TIMEOUT_SECONDS = 1800.0
+
+_lane_name: ContextVar[str] = ContextVar("objcomm_lane", default="")
+
+
+class Group:
+    """One process group as objcomm sees it; every rank in here is a rank within the group.
+
+    Attributes:
+        rank: this process's.
+        size: number of ranks.
+        ranks: their global ranks, in group order.
+        counters: what its operations cost this rank.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        if process_group is None:
+            self.rank, self.ranks = 0, (0,)
+            self._process_group = None
+            self._timeout_seconds = _TIMEOUT_SECONDS
+        else:
+            self.rank = process_group.rank()
+            self.ranks = tuple(dist.get_process_group_ranks(process_group))
+            # Weak, or the state of a destroyed group would live as long as the process.
+            self._process_group = weakref.ref(process_group)
+            self._timeout_seconds = _timeout_seconds(process_group)
+        self.size = len(self.ranks)
+        self.counters = Counters()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._lanes: dict[str, Lane] = {}
+        self._link: GlooLink | None = None
+        self._device_link: DeviceLink | None = None
+        self._broken_by = ""
+
+    def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
+        """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
+
+        Raises:
+            UsageError: both were given, or there is no such rank in this group.
+        """
+        if global_rank is not None and group_rank is not None:
+            raise UsageError(f"{operation}: give a global rank or a group rank, not both")
+        if group_rank is not None:
+            if not 0 <= group_rank < self.size:
+                raise UsageError(f"{operation}: a group of {self.size} has no rank {group_rank}")
+            return group_rank
+        if global_rank is None:
+            return 0
+        if global_rank not in self.ranks:
+            raise UsageError(
+                f"{operation}: global rank {global_rank} is not in this group, which has "
+                f"{list(self.ranks)}; a rank within the group goes into group_src= or group_dst="
+            )
+        return self.ranks.index(global_rank)
+
+    def deadline(self, operation: str, timeout: Timeout) -> Deadline:
+        """The time limit of one call.
+
+        Raises:
+            UsageError: it is not a positive time.
+        """
+        if timeout is None:
+            return Deadline(self._timeout_seconds)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        if not seconds > 0:
+            raise UsageError(f"{operation}: timeout={timeout!r} is not a positive time")
+        return Deadline(seconds)
+
+    def link(self, operation: str, deadline: Deadline) -> GlooLink:
+        """What joins the ranks; the first use makes it, which all ranks must join.
+
+        Raises:
+            BrokenGroupError: an earlier error ended it.
+            UsageError: this process was forked from the one that made it.
+            TransportTimeout: not every rank came.
+        """
+        if self._broken_by:
+            raise BrokenGroupError(operation, self._broken_by)
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"{operation}: a forked process cannot use its parent's connections; "
+                "call objcomm from the process that called init_process_group"
+            )
+        if self._link is None:
+            with self._lock:
+                if self._link is None:
+                    process_group = self._own()
+                    store = process_group.get_group_store()
+                    self._link = GlooLink(store, self.rank, self.size, deadline)
+                    self._device_link = device_link(process_group)
+        return self._link
+
+    @property
+    def device_link(self) -> DeviceLink | None:
+        """What joins the ranks' accelerators, once ``link`` was called."""
+        return self._device_link
+
+    def lane(self, operation: str) -> Lane:
+        """The lane of the calling thread.
+
+        Raises:
+            UsageError: another thread, which still lives, uses it; or another lane's name has the
+                same number.
+        """
+        name, thread = _lane_name.get(), threading.current_thread()
+        lane = self._lanes.get(name)
+        if lane is not None and lane.owner is thread:
+            return lane
+        with self._lock:
+            lane = self._lanes.get(name) or self._new_lane(name, thread)
+            if lane.owner is not thread and lane.owner.is_alive():
+                raise UsageError(
+                    f"{operation}: thread {lane.owner.name!r} already uses this group; let "
+                    f"{thread.name!r} take a lane of its own: with objcomm.lane('…'):"
+                )
+            lane.owner = thread
+            return lane
+
+    def _new_lane(self, name: str, thread: threading.Thread) -> Lane:
+        number = fingerprint(name) % (1 << LANE_BITS)
+        for other in self._lanes.values():
+            if other.number == number:
+                raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
+        self._lanes[name] = Lane(name, number, thread)
+        return self._lanes[name]
+
+    def broken(self, error: BaseException, link: Link) -> None:
+        """Give up this group's connections, so that no rank waits for this one."""
+        if not self._broken_by:
+            self._broken_by = f"{type(error).__name__}: {error}" if str(error) else repr(error)
+            link.abort()
+
+    def _own(self) -> Any:
+        process_group = self._process_group and self._process_group()
+        if process_group is None:
+            raise UsageError("this process group was destroyed")
+        return process_group
+
+
+def _timeout_seconds(process_group: Any) -> float:
+    for device in process_group._device_types:  # noqa: SLF001  # torch has no public way to ask
+        backend = process_group._get_backend(device)  # noqa: SLF001
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if timeout is not None:
+            return float(timeout.total_seconds())
+    return _TIMEOUT_SECONDS
+
+
+class _Groups:
+    """The state of every live process group, by the object and never by its name, which recurs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+        self.solo = Group()
+
+    def of(self, process_group: Any) -> Group:
+        found = self._known.get(process_group)
+        if found is None:
+            with self._lock:
+                found = self._known.get(process_group) or Group(process_group)
+                self._known[process_group] = found
+        return found
+
+
+_groups = _Groups()
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed is there and ``init_process_group`` was called.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.is_initialized()
+        False
+    """
+    return dist.is_available() and dist.is_initialized()
+
+
+def resolve(group: GroupLike) -> Group:
+    """What ``group=`` means here.
+
+    Returns:
+        A world of one where torch.distributed is not initialised.
+
+    Raises:
+        UsageError: the environment promises other ranks, but nothing is initialised; or it is a
+            mesh of several dimensions, or no group at all.
+        NotInGroupError: this rank is no member.
+    """
+    if not is_initialized():
+        if group is None and _environment_world_size() > 1:
+            raise UsageError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} promises other ranks, but "
+                "torch.distributed is not initialised; call init_process_group first"
+            )
+        if group is not None:
+            raise UsageError("group= was given, but torch.distributed is not initialised")
+        return _groups.solo
+    process_group = _process_group(group)
+    if process_group is None or process_group.rank() < 0:
+        raise NotInGroupError(
+            f"global rank {dist.get_rank()} is no member of this group; "
+            "let only its members make this call"
+        )
+    return _groups.of(process_group)
+
+
+def _process_group(group: GroupLike) -> Any:
+    if group is None:
+        return dist.GroupMember.WORLD
+    if hasattr(group, "get_group") and hasattr(group, "mesh"):
+        if group.ndim != 1:
+            raise UsageError(f"a mesh of {group.ndim} dimensions is no group; slice it: mesh['dp']")
+        return group.get_group() if group.get_coordinate() is not None else None
+    if group is dist.GroupMember.NON_GROUP_MEMBER or group == dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"group={group!r} is neither a process group nor a device mesh")
+    return group
+
+
+def _environment_world_size() -> int:
+    try:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 1
+
+
+def rank(group: GroupLike = None) -> int:
+    """This process's rank within ``group``; 0 without torch.distributed, -1 outside the group.
+
+    Never raises and never communicates, so a logging filter may call it anywhere.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.rank()
+        0
+    """
+    try:
+        return _process_group(group).rank() if is_initialized() else 0
+    except (AttributeError, RuntimeError, UsageError):
+        return -1
+
+
+def world_size(group: GroupLike = None) -> int:
+    """Number of ranks in ``group``; 1 without torch.distributed, -1 outside the group.
+
+    Never raises and never communicates.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.world_size()
+        1
+    """
+    try:
+        return _process_group(group).size() if is_initialized() else 1
+    except (AttributeError, RuntimeError, UsageError):
+        return -1
+
+
+def is_main(group: GroupLike = None) -> bool:
+    """Whether this process is the first rank of ``group``; True without torch.distributed.
+
+    Never raises and never communicates. The environment's RANK plays no part, so a job started
+    without it still has exactly one main rank.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.is_main()
+        True
+    """
+    return rank(group) == 0
+
+
+class lane:  # noqa: N801  # used as a function, like contextlib's
+    """Let a second thread use a group: its calls in this block are a sequence of their own.
+
+    Calls of one lane pair with the same lane's calls on the other ranks, in order, whatever other
+    threads do meanwhile. The first thread to use a group needs no lane.
+
+    Args:
+        name: the same on every rank.
+
+    Example:
+        >>> import objcomm
+        >>> with objcomm.lane("eval"):
+        ...     scores = objcomm.all_gather(0.5)
+        >>> scores
+        [0.5]
+    """
+
+    def __init__(self, name: str) -> None:
+        if not name:
+            raise UsageError("a lane needs a name")
+        self._name = name
+        self._token: Token[str] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _lane_name.set(self._name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._token is not None:
+            _lane_name.reset(self._token)
+
+
+def parse_device(device: torch.device | str | int | None) -> torch.device | None:
+    """What ``device=`` means.
+
+    Raises:
+        UsageError: torch knows no such device.
+    """
+    if device is None:
+        return None
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device={device!r}: {error}") from error
+
+
+def stats(group: GroupLike = None) -> dict[str, OperationStats]:
+    """What each operation on ``group`` has cost this rank so far.
+
+    Local: needs no other rank.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Returns:
+        Figures by operation, such as ``stats()["broadcast"].sent_nbytes``.
+
+    Raises:
+        NotInGroupError: this rank is no member of ``group``.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.reset_stats()
+        >>> objcomm.barrier()
+        >>> objcomm.stats()["barrier"].calls
+        1
+    """
+    return resolve(group).counters.snapshot()
+
+
+def reset_stats(group: GroupLike = None) -> None:
+    """Begin counting ``group``'s operations at zero, on this rank.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Raises:
+        NotInGroupError: this rank is no member of ``group``.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.reset_stats()
+        >>> objcomm.stats()
+        {}
+    """
+    resolve(group).counters.clear()

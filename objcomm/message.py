@@ -1,0 +1,159 @@
+"""One message: what travels first, what follows, and how it is taken in.
+
+Joins the layout of ``frames`` with the memory of ``memory``. Knows nothing of codecs beyond their
+name, and nothing of who sends to whom.
+
+A message moves in at most three steps, each known from the one before::
+
+    head     header, and the body behind it where both fit into the window
+    body     table, codec's bytes and small buffers, where they did not
+    buffers  each large buffer, from its memory into its memory
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from objcomm import memory
+from objcomm.errors import WireError
+from objcomm.frames import (
+    HEADER_NBYTES,
+    ROW_NBYTES,
+    Header,
+    Row,
+    pack_table,
+    unpack_table,
+)
+from objcomm.memory import Buffer, Kind
+
+
+@dataclass(slots=True)
+class Message:
+    """A message to send, or one that arrives.
+
+    Attributes:
+        header: its fixed part.
+        body: table, codec's bytes and small buffers; on a receiver not filled before it came.
+        buffers: all buffers in the codec's order; on a receiver only after ``open_body``.
+        large: those of them that travel by themselves.
+    """
+
+    header: Header
+    body: bytearray
+    buffers: Sequence[Buffer] = ()
+    large: Sequence[Buffer] = ()
+
+    @property
+    def head(self) -> bytearray:
+        """What is sent first."""
+        return bytearray(self.header.pack()) + (self.body if self.header.is_inline else b"")
+
+    @property
+    def meta(self) -> memoryview:
+        """The codec's own bytes."""
+        start = self.header.buffer_count * ROW_NBYTES
+        return memoryview(self.body)[start : start + self.header.meta_nbytes]
+
+    @property
+    def following_on_host(self) -> list[torch.Tensor]:
+        """Flat tensors of the large buffers that lie in CPU memory."""
+        return [buffer.flat for buffer in self.large if buffer.kind is not Kind.DEVICE]
+
+    @property
+    def following_on_device(self) -> list[torch.Tensor]:
+        """Flat tensors of the large buffers that lie on the accelerator."""
+        return [buffer.flat for buffer in self.large if buffer.kind is Kind.DEVICE]
+
+    @property
+    def nbytes(self) -> int:
+        """All its bytes on the wire."""
+        return HEADER_NBYTES + self.header.body_nbytes + self.header.payload_nbytes
+
+
+def compose(header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] = ()) -> Message:
+    """Make a message to send.
+
+    Args:
+        header: who sends what; its sizes and checksum are filled in here.
+        meta: the codec's own bytes.
+        buffers: the codec's buffers.
+    """
+    if not buffers:
+        body = bytearray(meta)
+        large: list[Buffer] = []
+        payload_nbytes = 0
+    else:
+        rows = [Row(buffer.flat.numel(), buffer.kind) for buffer in buffers]
+        small = [
+            memory.to_bytes(buffer.flat.cpu())
+            for row, buffer in zip(rows, buffers, strict=True)
+            if row.is_packed
+        ]
+        body = bytearray().join([pack_table(rows), meta, *small])
+        large = [
+            buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed
+        ]
+        payload_nbytes = sum(row.nbytes for row in rows if not row.is_packed)
+    complete = header._replace(
+        buffer_count=len(buffers),
+        meta_nbytes=len(meta),
+        body_nbytes=len(body),
+        payload_nbytes=payload_nbytes,
+        body_checksum=zlib.crc32(body),
+    )
+    return Message(complete, body, buffers, large)
+
+
+def open_head(raw: bytearray, header: Header, max_nbytes: int) -> Message:
+    """Begin to take a message in.
+
+    Args:
+        raw: the first message that arrived; what lies behind its end is ignored.
+        header: what ``Header.unpack(raw)`` gave, checked by the caller.
+        max_nbytes: the most that may be allocated for it.
+
+    Returns:
+        A message whose body came with the head, or has the memory to receive it.
+
+    Raises:
+        WireError: it is larger than the limit; nothing was allocated.
+    """
+    nbytes = header.body_nbytes + header.payload_nbytes
+    if nbytes > max_nbytes:
+        raise WireError(
+            f"{header.position} announces a message of {nbytes} bytes, more than the limit of "
+            f"{max_nbytes}; see objcomm.configure(max_nbytes=)"
+        )
+    if header.is_inline:
+        return Message(header, raw[HEADER_NBYTES : HEADER_NBYTES + header.body_nbytes])
+    return Message(header, bytearray(header.body_nbytes))
+
+
+def open_body(message: Message, device: torch.device | None) -> None:
+    """Read the body and make room for the large buffers; small ones get memory of their own.
+
+    Args:
+        message: its body has arrived; its buffers are filled in.
+        device: where ``Kind.DEVICE`` buffers are to lie.
+
+    Raises:
+        WireError: the body is damaged or disagrees with the header, or there is no memory.
+    """
+    header, body = message.header, memoryview(message.body)
+    rows = unpack_table(header, body)
+    if not rows:
+        return
+    at = header.buffer_count * ROW_NBYTES + header.meta_nbytes
+    buffers = []
+    for row in rows:
+        if row.is_packed:
+            buffers.append(memory.from_bytes(row.kind, body[at : at + row.nbytes], device))
+            at += row.nbytes
+        else:
+            buffers.append(memory.allocate(row.kind, row.nbytes, device))
+    message.buffers = buffers
+    message.large = [
+        buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed
+    ]

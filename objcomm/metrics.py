@@ -1,0 +1,183 @@
+"""Familiar helpers around small results: scalars of every rank, and what is computed of them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from objcomm.call import Call
+from objcomm.collectives import all_gather_in, decode_others, gather_in
+from objcomm.errors import UsageError
+from objcomm.frames import Operation
+from objcomm.group import GroupLike, Timeout
+from objcomm.transport import routes
+
+T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+
+_PLAIN_SCALARS = (bool, int, float, complex, str, type(None))
+
+
+def gather_scalar(
+    value: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> list[T] | None:
+    """Collect one scalar from every rank onto one, each with its exact value and type.
+
+    Every rank of ``group`` must call this. Types may differ between ranks: nothing is converted,
+    where a float32 tensor would change 2**24 + 1 and 0.1.
+
+    Args:
+        value: bool, int of any size, float, complex, str, None, a numpy scalar or a tensor without
+            dimensions.
+        dst: global rank that receives.
+        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Returns:
+        On the destination one value per rank, in the order of group ranks. ``None`` elsewhere.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: some rank's value is no scalar. The destination and that rank.
+        ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.gather_scalar(2**70 + 1)
+        [1180591620717411303425]
+    """
+    with Call(
+        Operation.GATHER_SCALAR,
+        group=group,
+        timeout=timeout,
+        codec="pickle",
+        global_root=dst,
+        group_root=group_dst,
+        has_root=True,
+    ) as call:
+        return gather_in(call, value, check=_check_scalar)
+
+
+def all_gather_scalar(
+    value: T, *, group: GroupLike = None, timeout: Timeout = None
+) -> list[T]:
+    """Collect one scalar from every rank onto every rank, each with its exact value and type.
+
+    Every rank of ``group`` must call this.
+
+    Args:
+        value: as in ``gather_scalar``.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Returns:
+        One value per rank, in the order of group ranks.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: some rank's value is no scalar. Every rank.
+        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.all_gather_scalar(True)
+        [True]
+    """
+    with Call(
+        Operation.ALL_GATHER_SCALAR, group=group, timeout=timeout, codec="pickle"
+    ) as call:
+        return all_gather_in(call, value, check=_check_scalar)
+
+
+def _check_scalar(value: T) -> T:
+    """Return a scalar, refuse anything else.
+
+    Raises:
+        TypeError: on the rank that passed it; it travels as that rank's failure.
+    """
+    if isinstance(value, _PLAIN_SCALARS):
+        return value
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value
+    bases = [(base.__module__, base.__name__) for base in type(value).__mro__]
+    if ("numpy", "generic") in bases:
+        return value
+    raise TypeError(
+        f"a {type(value).__name__} is no scalar; objcomm.gather takes any object"
+    )
+
+
+def reduce_and_broadcast(
+    fn1: Callable[[], A],
+    fn2: Callable[[list[A]], B],
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    device: torch.device | str | int | None = None,
+) -> B:
+    """Compute something on every rank, then once of all results, and share that with every rank.
+
+    Every rank of ``group`` must call this.
+
+    Args:
+        fn1: called once on every rank; returns anything that can be encoded.
+        fn2: called once, on the group's first rank, with the list of all results in the order of
+            group ranks; returns anything that can be encoded.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None. It begins after ``fn1``, and must
+            leave room for ``fn2``.
+        codec: what encodes the results.
+        device: where tensors inside what is received shall lie.
+
+    Returns:
+        What ``fn2`` returned, on every rank.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: ``fn1`` raised on some rank, or ``fn2`` did, or a result could not be
+            encoded. Every rank, with each failing rank's type, message and traceback.
+        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.reduce_and_broadcast(lambda: 41, lambda counts: sum(counts) / len(counts))
+        41.0
+    """
+    with Call(
+        Operation.REDUCE_AND_BROADCAST,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        device=device,
+    ) as call:
+        if call.is_alone:
+            return call.alone(lambda: fn2([fn1()]))
+        own: list[A] = []
+        shared: list[B] = []
+        mine = call.message(lambda: _kept(own, fn1()))
+        with call.traffic() as exchange:
+            messages = routes.gather(exchange, mine, routes.HUB)
+            answer = None
+            if messages is not None:
+                values = functools.partial(decode_others, call, messages, *own)
+                answer = call.failures(messages) or call.message(
+                    lambda: _kept(shared, fn2(values()))
+                )
+            message = routes.broadcast(exchange, answer, routes.HUB)
+        call.raise_failures([message])
+        return shared[0] if shared else call.decode(message)
+
+
+def _kept(place: list[T], value: T) -> T:
+    """Keep what a callback returned: its own rank gets the object itself, no copy."""
+    place.append(value)
+    return value

@@ -1,0 +1,86 @@
+"""One rank's failure as text on the wire, and raising it alike on every rank that waited.
+
+A status in the header tells failures from values, so a value that is an exception stays a value.
+Live exceptions never travel: they may not pickle, and their frames hold other people's objects.
+"""
+
+import traceback
+from collections.abc import Iterable, Mapping
+
+import msgpack
+
+from objcomm.errors import CollectiveError, RankFailure, WireError
+from objcomm.frames import Header, Status
+from objcomm.message import Message, compose
+
+# A failure must fit into the window, also beside others in a bundle.
+_TEXT_MAX_CHARACTERS = 4000
+
+
+def failure_of(error: BaseException, rank: int) -> RankFailure:
+    """Describe an exception that happened on ``rank``; never raises."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        message = str(error)
+    except Exception as second:  # noqa: BLE001  # any __str__ of a user's may raise
+        message = f"<its __str__ raised {type(second).__name__}>"
+    try:
+        remote = "".join(traceback.format_exception(error))
+    except Exception as second:  # noqa: BLE001  # likewise
+        remote = f"<its traceback can't be formatted: {type(second).__name__}>"
+    return RankFailure(rank, name, _head(message), _tail(remote))
+
+
+def _head(text: str) -> str:
+    return text if len(text) <= _TEXT_MAX_CHARACTERS else text[:_TEXT_MAX_CHARACTERS] + " […]"
+
+
+def _tail(text: str) -> str:
+    return text if len(text) <= _TEXT_MAX_CHARACTERS else "[…] " + text[-_TEXT_MAX_CHARACTERS:]
+
+
+def failure_message(header: Header, failures: Iterable[RankFailure]) -> Message:
+    """A message that says: these ranks failed, there is no value."""
+    texts = [(each.rank, each.type_name, each.message, each.traceback) for each in failures]
+    meta = msgpack.packb(texts, unicode_errors="surrogatepass")
+    return compose(header._replace(status=Status.FAILURE, codec=""), meta)
+
+
+def failures_in(messages: Iterable[Message]) -> dict[int, RankFailure]:
+    """All failures that some messages report, by rank.
+
+    Raises:
+        WireError: a report can't be read.
+    """
+    failures: dict[int, RankFailure] = {}
+    for message in messages:
+        if message.header.status == Status.FAILURE:
+            try:
+                texts = msgpack.unpackb(message.meta, unicode_errors="surrogatepass")
+                found = [RankFailure(*fields) for fields in texts]
+            except (ValueError, TypeError) as error:
+                sender = message.header.sender
+                raise WireError(f"rank {sender} sent a failure that can't be read") from error
+            failures.update((each.rank, each) for each in found)
+    return failures
+
+
+def raise_together(
+    operation: str, failures: Mapping[int, RankFailure], own: BaseException | None
+) -> None:
+    """Raise what all ranks raise, if there is anything.
+
+    Args:
+        operation: the collective's name.
+        failures: by rank.
+        own: what happened on this rank, if it is one of them.
+
+    Raises:
+        CollectiveError: from ``own`` where there is one. A KeyboardInterrupt or SystemExit of this
+            rank's own is raised itself.
+    """
+    if own is not None and not isinstance(own, Exception):
+        raise own
+    if failures:
+        raise CollectiveError(operation, failures) from own

@@ -1,0 +1,102 @@
+"""What a transport offers to the rooms above: links, tags and time limits.
+
+A *link* joins all ranks of a group for bytes in CPU memory; a *device link* does so for memory of
+an accelerator. Ranks here are ranks within the group.
+"""
+
+import time
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+# Tags have 31 bits. First messages of a lane share one tag, so that mismatched operations meet
+# instead of waiting for each other; what follows is told apart by its operation's number.
+LANE_BITS = 12
+_SEQUENCE_BITS = 16
+_PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
+POKE_TAG = (1 << 31) - 1  # nothing is ever sent with it
+
+# Gloo adds the limit to a clock; a limit of many years would overflow it.
+_LIMIT_MAX_SECONDS = 1e7
+
+
+def head_tag(lane: int) -> int:
+    """The tag of a lane's first messages."""
+    return lane
+
+
+def payload_tag(lane: int, sequence: int) -> int:
+    """The tag of all that follows one operation's first messages."""
+    return _PAYLOAD | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
+
+
+class Pending(Protocol):
+    """A transfer under way; ``torch.distributed.Work`` is one."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Block until the memory may be used again.
+
+        Raises:
+            RuntimeError: the peer is gone or the limit passed; the link is unusable then.
+        """
+
+
+class Link(Protocol):
+    """Point-to-point transfers between CPU memories.
+
+    Transfers of one pair, direction and tag happen in the order in which they were posted; a
+    receive may be longer than what is sent, never shorter.
+    """
+
+    rank: int
+    size: int
+
+    def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Begin to send; ``flat`` may not change before the end."""
+
+    def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Begin to receive into ``flat``."""
+
+    def abort(self) -> None:
+        """Close every connection, from any thread, so that whoever waits raises."""
+
+
+class DeviceLink(Protocol):
+    """Transfers between accelerator memories, on the caller's current stream.
+
+    All ranks concerned call in the same order: there are no tags.
+    """
+
+    device: torch.device
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Every rank: ``root``'s content into everybody's ``flat``."""
+
+    def send(self, flat: torch.Tensor, peer: int) -> None:
+        """To one rank, which receives."""
+
+    def recv(self, flat: torch.Tensor, peer: int) -> None:
+        """From one rank, which sends."""
+
+
+class Deadline:
+    """A time limit that all waits of one operation share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now."""
+        self._end = time.monotonic() + min(self.seconds, _LIMIT_MAX_SECONDS)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether nothing is left."""
+        return time.monotonic() >= self._end
+
+    def left(self) -> timedelta:
+        """What is left, at least a millisecond: to Gloo, zero means its own default."""
+        return timedelta(seconds=max(0.001, self._end - time.monotonic()))

@@ -1,0 +1,203 @@
+"""One operation's traffic on one lane: heads, what follows them, and its figures.
+
+Knows links, messages and this operation's header; knows nothing of what the messages mean, nor
+who has to send to whom.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+
+from objcomm.errors import TransportError, TransportTimeout
+from objcomm.frames import Header, check_same_call
+from objcomm.memory import view
+from objcomm.message import Message, open_body, open_head
+from objcomm.transport import topology
+from objcomm.transport.base import Deadline, Link, Pending, head_tag, payload_tag
+from objcomm.transport.device import DevicePath
+from objcomm.transport.lane import Lane
+
+# A transfer that is done says so even after the link has broken, so any limit serves to ask it;
+# Gloo takes zero for its own default.
+_INSTANT = timedelta(milliseconds=1)
+
+
+class Exchange:
+    """What one rank sends and receives in one operation; sends are begun, ``finish`` ends them.
+
+    Attributes:
+        header: what this rank's own messages carry.
+        device: moves the members that lie on an accelerator.
+        rank: this rank, within the group.
+        size: number of ranks.
+        rounds: how often this rank had to wait for what depended on an earlier message.
+        sent_nbytes: bytes sent over the link so far, to all ranks together.
+        received_nbytes: bytes received over the link so far.
+    """
+
+    def __init__(  # noqa: PLR0913  # all of them are facts of one call, named by the caller
+        self,
+        *,
+        link: Link,
+        lane: Lane,
+        header: Header,
+        operation: str,
+        deadline: Deadline,
+        max_nbytes: int,
+        device: DevicePath,
+    ) -> None:
+        """Begin.
+
+        Args:
+            link: joins the ranks.
+            lane: whose turn it is.
+            header: what must agree on all ranks, with this rank as the sender.
+            operation: its name, for errors.
+            deadline: for all waits together.
+            max_nbytes: the most that one message may make this rank allocate.
+            device: see ``device.DevicePath``.
+        """
+        self.header = header
+        self.device = device
+        self.rank = link.rank
+        self.size = link.size
+        self.rounds = 0
+        self.sent_nbytes = 0
+        self.received_nbytes = 0
+        self._link = link
+        self._lane = lane
+        self._operation = operation
+        self._deadline = deadline
+        self._max_nbytes = max_nbytes
+        self._head_tag = head_tag(lane.number)
+        self._payload_tag = payload_tag(lane.number, header.sequence)
+        self._sends: list[tuple[Pending, int, torch.Tensor, Message]] = []
+
+    def send_head(self, message: Message, peers: Iterable[int]) -> None:
+        """Begin to send the first part of ``message`` to some ranks."""
+        flat = torch.frombuffer(message.head, dtype=torch.uint8)
+        for peer in peers:
+            self._send(flat, peer, self._head_tag, message)
+
+    def recv_heads(self, peers: Sequence[int]) -> list[Message]:
+        """Wait for the next first message of each of ``peers``.
+
+        Raises:
+            DesyncError: a peer is in another operation.
+            WireError: its bytes are no message of this group and lane.
+            TransportTimeout: the limit passed; names all that are missing.
+            TransportError: a peer is gone.
+        """
+        standing = [self._lane.standing(self._link, peer) for peer in peers]
+        messages = []
+        for at, (peer, (raw, pending)) in enumerate(zip(peers, standing, strict=True)):
+            waited_for = [(other[1], who) for who, other in zip(peers[at:], standing[at:], strict=True)]
+            self._wait(pending, peer, waited_for)
+            self._lane.stand_again(self._link, peer)
+            messages.append(self.open(raw, peer))
+        self.rounds += 1
+        return messages
+
+    def open(self, raw: bytearray, sender: int) -> Message:
+        """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
+        header = Header.unpack(raw)
+        check_same_call(self.header, header, sender)
+        message = open_head(raw, header, self._max_nbytes)
+        self.received_nbytes += message.nbytes
+        if header.is_inline:
+            open_body(message, self.device.device)
+        return message
+
+    def send_rest(self, message: Message, peers: Iterable[int]) -> None:
+        """Begin to send what follows the head, to some ranks."""
+        for peer in peers:
+            for piece in self._body(message) + self._pieces(message):
+                self._send(piece, peer, self._payload_tag, message)
+
+    def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
+        """Wait for what follows the heads of some peers, from all at once."""
+        self._wait_for([(peer, piece) for peer, message in arriving for piece in self._body(message)])
+        for _, message in arriving:
+            if not message.header.is_inline:
+                open_body(message, self.device.device)
+        self._wait_for([(peer, piece) for peer, message in arriving for piece in self._pieces(message)])
+
+    def relay_rest(self, message: Message, root: int) -> None:
+        """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks."""
+        nbytes = message.header.body_nbytes + message.header.payload_nbytes
+        route, chunk_nbytes = topology.for_payload(nbytes, self.size)
+        parent, children = route(self.rank, root, self.size)
+        if not message.header.is_inline:
+            self._relay(view(message.body).split(chunk_nbytes), parent, children, message)
+            if parent is not None:
+                open_body(message, self.device.device)
+        self._relay(self._pieces(message, chunk_nbytes), parent, children, message)
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has been taken."""
+        for pending, peer, _, _ in self._sends:
+            self._wait(pending, peer)
+        self._sends.clear()
+
+    def _body(self, message: Message) -> list[torch.Tensor]:
+        return [] if message.header.is_inline else [view(message.body)]
+
+    def _pieces(
+        self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
+    ) -> list[torch.Tensor]:
+        flats = self.device.not_carried(message)
+        return [piece for flat in flats for piece in flat.split(chunk_nbytes)]
+
+    def _relay(
+        self,
+        pieces: Sequence[torch.Tensor],
+        parent: int | None,
+        children: Sequence[int],
+        message: Message,
+    ) -> None:
+        if not pieces:
+            return
+        self.rounds += 1
+        arriving = [] if parent is None else [self._post(parent, piece) for piece in pieces]
+        for at, piece in enumerate(pieces):
+            if parent is not None:
+                self._wait(arriving[at], parent)
+            for child in children:
+                self._send(piece, child, self._payload_tag, message)
+
+    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: Message) -> None:
+        # The memory must outlive the transfer, so its owner is kept beside it.
+        self._sends.append((self._link.send(flat, peer, tag), peer, flat, owner))
+        self.sent_nbytes += flat.numel()
+
+    def _post(self, peer: int, flat: torch.Tensor) -> Pending:
+        return self._link.recv(flat, peer, self._payload_tag)
+
+    def _wait_for(self, arriving: Sequence[tuple[int, torch.Tensor]]) -> None:
+        if not arriving:
+            return
+        self.rounds += 1
+        posted = [(self._post(peer, flat), peer) for peer, flat in arriving]
+        for pending, peer in posted:
+            self._wait(pending, peer)
+
+    def _wait(
+        self, pending: Pending, peer: int, waited_for: Sequence[tuple[Pending, int]] = ()
+    ) -> None:
+        try:
+            pending.wait(self._deadline.left())
+        except RuntimeError as error:
+            if self._deadline.has_passed:
+                missing = tuple(who for other, who in waited_for if not _is_done(other)) or (peer,)
+                raise TransportTimeout(
+                    self._operation, missing, self._deadline.seconds
+                ) from error
+            raise TransportError(self._operation, (peer,), str(error)) from error
+
+
+def _is_done(pending: Pending) -> bool:
+    try:
+        return pending.wait(_INSTANT)
+    except RuntimeError:
+        return False

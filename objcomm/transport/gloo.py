@@ -1,0 +1,51 @@
+"""The link that carries all object bytes: a Gloo mesh of objcomm's own.
+
+The user's process group carries none of it, so a time-out or an abort here closes no connection
+of theirs (on a shared Gloo group it would close them all, and end DDP).
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import contextlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from objcomm.transport.base import POKE_TAG, Deadline, Pending
+from objcomm.transport.rendezvous import agree_on_nonce
+
+
+class GlooLink:
+    """Joins all ranks of one group by a private ``ProcessGroupGloo``.
+
+    Constructing it is collective. Attributes:
+        rank: rank within the group.
+        size: number of ranks.
+        nonce: a name that only this link ever had, the same on each rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, deadline: Deadline) -> None:
+        self.rank = rank
+        self.size = size
+        self.nonce = agree_on_nonce(store, rank, size, deadline)
+        prefixed = dist.PrefixStore(f"objcomm/{self.nonce}", store)
+        self._mesh = dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
+
+    def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+        """See ``base.Link``."""
+        return self._mesh.send([flat], peer, tag)
+
+    def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+        """See ``base.Link``."""
+        return self._mesh.recv([flat], peer, tag)
+
+    def abort(self) -> None:
+        """See ``base.Link``: a receive that times out closes all of this rank's connections.
+
+        ``ProcessGroup.abort()`` does not wake a waiting Gloo operation (tried with torch 2.13).
+        """
+        peer = (self.rank + 1) % self.size
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self._mesh.recv([nothing], peer, POKE_TAG).wait(timedelta(milliseconds=1))

@@ -1,0 +1,139 @@
+"""The patterns of traffic: one to all, all to one, all to all, one to each, one to one.
+
+Each function is called by every rank of the group (the last two by the two ranks concerned) and
+reads as the protocol. What a message means is the callers' business.
+"""
+
+from collections.abc import Sequence
+
+from objcomm.errors import WireError
+from objcomm.frames import HEADER_NBYTES, Header, Status
+from objcomm.message import Message, compose
+from objcomm.transport import topology
+from objcomm.transport.exchange import Exchange
+
+#: The rank through which every rank's small messages reach all ranks.
+HUB = 0
+
+
+def broadcast(exchange: Exchange, message: Message | None, root: int) -> Message:
+    """``root``'s message to every rank.
+
+    Args:
+        exchange: this operation's.
+        message: on ``root`` what to send; elsewhere ignored.
+        root: the same on every rank.
+
+    Returns:
+        The message: ``root``'s own there, what arrived elsewhere.
+    """
+    parent, children = topology.for_head(exchange.size)(exchange.rank, root, exchange.size)
+    if parent is not None:
+        (message,) = exchange.recv_heads([parent])
+    elif message is None:
+        raise WireError("the root of a broadcast has no message")  # a fault of the caller's
+    else:
+        exchange.rounds += 1
+    exchange.send_head(message, children)
+    exchange.relay_rest(message, root)
+    exchange.device.broadcast(message, root, is_root=parent is None)
+    return message
+
+
+def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Message] | None:
+    """Every rank's first message to ``root``, which gets them in rank order; ``None`` elsewhere."""
+    if exchange.rank != root:
+        exchange.send_head(message, [root])
+        exchange.rounds += 1
+        return None
+    others = [peer for peer in range(exchange.size) if peer != root]
+    messages = exchange.recv_heads(others)
+    messages.insert(root, message)
+    return messages
+
+
+def gather(exchange: Exchange, message: Message, root: int) -> list[Message] | None:
+    """Every rank's message to ``root``, each at its own size; ``None`` elsewhere."""
+    messages = gather_heads(exchange, message, root)
+    if messages is None:
+        exchange.send_rest(message, [root])
+        exchange.device.send(message, root)
+        return None
+    arriving = [(peer, each) for peer, each in enumerate(messages) if peer != root]
+    exchange.recv_rest(arriving)
+    for peer, each in arriving:
+        exchange.device.recv(each, peer)
+    return messages
+
+
+def all_gather(exchange: Exchange, message: Message) -> list[Message]:
+    """Every rank's message to every rank, in rank order.
+
+    Heads meet at one rank, which sends all of them to all: two rounds and few messages. What is
+    large then goes from each rank to each, at its own size. Where a rank failed nothing large
+    moves: all ranks see the failure in the heads.
+    """
+    heads = gather_heads(exchange, message, HUB)
+    bundle = compose_bundle(exchange.header, heads) if heads is not None else None
+    messages = open_bundle(exchange, broadcast(exchange, bundle, HUB), message)
+    if any(each.header.status == Status.FAILURE for each in messages):
+        return messages
+    others = [peer for peer in range(exchange.size) if peer != exchange.rank]
+    exchange.send_rest(message, others)
+    exchange.recv_rest([(peer, messages[peer]) for peer in others])
+    for peer, each in enumerate(messages):
+        exchange.device.broadcast(each, peer, is_root=peer == exchange.rank)
+    return messages
+
+
+def compose_bundle(header: Header, messages: Sequence[Message]) -> Message:
+    """One message made of the heads of all ranks."""
+    meta = bytearray().join([message.head for message in messages])
+    return compose(header._replace(status=Status.BUNDLE, codec=""), meta)
+
+
+def open_bundle(exchange: Exchange, bundle: Message, mine: Message) -> list[Message]:
+    """The heads in a bundle, in rank order, with this rank's own message in its place."""
+    if bundle.header.status != Status.BUNDLE:
+        raise WireError(f"{bundle.header.position} sent no bundle")
+    messages = []
+    rest = bundle.meta
+    for peer in range(exchange.size):
+        header = Header.unpack(rest)
+        nbytes = HEADER_NBYTES + (header.body_nbytes if header.is_inline else 0)
+        messages.append(
+            mine if peer == exchange.rank else exchange.open(bytearray(rest[:nbytes]), peer)
+        )
+        rest = rest[nbytes:]
+    return messages
+
+
+def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -> Message:
+    """One message of ``root``'s for each rank; returns this rank's."""
+    if messages is None:
+        return recv(exchange, root)
+    for peer, message in enumerate(messages):
+        if peer != root:
+            send(exchange, message, peer)
+    return messages[root]
+
+
+def send(exchange: Exchange, message: Message, peer: int) -> None:
+    """A message to one rank, which calls ``recv``."""
+    exchange.send_head(message, [peer])
+    exchange.send_rest(message, [peer])
+    exchange.device.send(message, peer)
+
+
+def recv(exchange: Exchange, peer: int) -> Message:
+    """The message of one rank, which calls ``send``."""
+    (message,) = exchange.recv_heads([peer])
+    exchange.recv_rest([(peer, message)])
+    exchange.device.recv(message, peer)
+    return message
+
+
+def all_meet(exchange: Exchange, message: Message) -> None:
+    """Return when every rank has called this; ``message`` is any small one."""
+    gather_heads(exchange, message, HUB)
+    broadcast(exchange, message if exchange.rank == HUB else None, HUB)
