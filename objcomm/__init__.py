@@ -4,6 +4,7 @@ from objcomm.codecs import register, register_codec
 from objcomm.collectives import all_gather, barrier, broadcast, gather, scatter
 from objcomm.config import configure
 from objcomm.control import ddp_broadcast
+from objcomm.counters import OperationStats
 from objcomm.errors import (
     BrokenGroupError,
     CodecError,
@@ -26,7 +27,6 @@ from objcomm.group import is_initialized, is_main, lane, rank, reset_stats, stat
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
 from objcomm.reductions import all_reduce, reduce
 from objcomm.serialization import from_tensor, to_tensor
-from objcomm.counters import OperationStats
 
 __version__ = "0.1.0"
 

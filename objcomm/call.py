@@ -4,9 +4,10 @@ What every operation does around its traffic, so that each can be read as its pr
 before any traffic, send a failure instead of a value, raise alike, decode last.
 """
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -20,7 +21,6 @@ from objcomm.group import GroupLike, Timeout, parse_device, resolve
 from objcomm.memory import duplicate, physical_nbytes
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
-from objcomm.counters import OperationStats
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -38,7 +38,7 @@ class Call:
         root: group rank of source or destination; 0 where the operation has none.
     """
 
-    def __init__(  # noqa: PLR0913  # an operation's own keywords, handed on
+    def __init__(  # an operation's own keywords, handed on
         self,
         operation: Operation,
         *,
@@ -73,26 +73,28 @@ class Call:
             TransportTimeout: the group's first call, and not every rank came.
         """
         self._began = time.perf_counter()
-        name = operation.name.lower()
-        self.name = name
-        self._group = group = resolve(group)
-        self.rank, self.size = group.rank, group.size
-        self.root = group.root(name, global_root, group_root)
+        self.name = operation.name.lower()
+        self._group = resolve(group)
+        self.rank, self.size = self._group.rank, self._group.size
+        self.root = self._group.root(self.name, global_root, group_root)
         self._codec = codec_named(codec or settings().codec)
         self._device = parse_device(device)
+        self._deadline = self._group.deadline(self.name, timeout)
         self._confirm = confirm
         self._own_error: BaseException | None = None
         self._exchange: Exchange | None = None
-        self._deadline = deadline = group.deadline(name, timeout)
-        if self.size == 1:
-            return  # alone
-        lane = group.lane(name)
-        self._link = link = group.link(name, deadline)
-        self._header = Header(
+        if self.size > 1:
+            self._exchange = self._begin(operation, self.root if has_root else -1, must_agree)
+
+    def _begin(self, operation: Operation, root: int, must_agree: str) -> Exchange:
+        """Take the next number on this thread's lane."""
+        lane = self._group.lane(self.name)
+        link = self._link = self._group.link(self.name, self._deadline)
+        header = Header(
             status=Status.VALUE,
             operation=operation,
             sender=self.rank,
-            root=self.root if has_root else -1,
+            root=root,
             lane=lane.number,
             epoch=0,
             group=fingerprint(link.nonce),
@@ -108,15 +110,15 @@ class Call:
             body_checksum=0,
         )
         lane.sequence += 1
-        device_link = group.device_link
+        device_link = self._group.device_link
         self._device_type = device_link.device.type if device_link is not None else None
         is_staged = self._device is not None and self._device.type == self._device_type
-        self._exchange = Exchange(
+        return Exchange(
             link=link,
             lane=lane,
-            header=self._header,
-            operation=name,
-            deadline=deadline,
+            header=header,
+            operation=self.name,
+            deadline=self._deadline,
             max_nbytes=settings().max_nbytes or physical_nbytes(),
             device=DevicePath(device_link, is_staged=is_staged),
         )
@@ -148,7 +150,7 @@ class Call:
             encoded = self._codec.encode(produce(), device_type=self._device_type)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error)
-        header = self._header._replace(codec=self._codec.name)
+        header = self.exchange.header._replace(codec=self._codec.name)
         return compose(header, encoded.meta, encoded.buffers)
 
     def failure(self, error: BaseException) -> Message:
@@ -156,18 +158,18 @@ class Call:
         self._own_error = error
         failed = error.failures.values() if isinstance(error, CollectiveError) else ()
         failures = [*failed] or [failure_of(error, self.rank)]
-        return failure_message(self._header, failures)
+        return failure_message(self.exchange.header, failures)
 
     def failures(self, messages: Sequence[Message]) -> Message | None:
         """One message that tells of all the failures in some others, if there are any."""
         failures = failures_in(messages)
-        return failure_message(self._header, failures.values()) if failures else None
+        return failure_message(self.exchange.header, failures.values()) if failures else None
 
     def alone(self, produce: Callable[[], R]) -> R:
         """What ``produce`` returns; in a world of one an error has the same form as in a group."""
         try:
             return produce()
-        except BaseException as error:  # noqa: BLE001  # raised in the next line
+        except BaseException as error:  # raised in the next line
             raise_together(self.name, {0: failure_of(error, 0)}, error)
             raise
 
@@ -181,7 +183,7 @@ class Call:
 
     def announcement(self, status: Status) -> Message:
         """A message that says all with its status."""
-        return compose(self._header._replace(status=status), b"")
+        return compose(self.exchange.header._replace(status=status), b"")
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
         """Raise what some messages, or this rank's own error, call for.
@@ -225,9 +227,21 @@ class Call:
         self.raise_failures(acknowledged)
         return result
 
-    def traffic(self) -> "_Traffic":
-        """The part of a call during which ranks wait for each other."""
-        return _Traffic(self)
+    @contextlib.contextmanager
+    def traffic(self) -> Iterator[Exchange]:
+        """The part of a call during which ranks wait for each other, and Ctrl-C ends a wait.
+
+        After an error in it nobody knows what the other ranks wait for, and the only way to tell
+        them is to close the connections: they raise too, instead of waiting.
+        """
+        self._deadline.restart()  # a limit is for waiting, not for encoding or callbacks
+        try:
+            with interruptible(self._link):
+                yield self.exchange
+                self.exchange.finish()
+        except BaseException as error:
+            self._group.give_up(error)
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -239,51 +253,13 @@ class Call:
         traceback: TracebackType | None,
     ) -> None:
         exchange = self._exchange
-        cost = OperationStats(
-            calls=1,
+        self._group.counters.add(
+            self.name,
             exchanges=exchange.rounds if exchange else 0,
             sent_nbytes=exchange.sent_nbytes if exchange else 0,
             received_nbytes=exchange.received_nbytes if exchange else 0,
             seconds=time.perf_counter() - self._began,
         )
-        self._group.counters.add(self.name, cost)
-
-
-class _Traffic:
-    """Enters an exchange: Ctrl-C ends its waits, and an error in it gives up the connections.
-
-    After an error nobody knows what the other ranks wait for, and the only way to tell them is to
-    close the connections: they raise too, instead of waiting.
-    """
-
-    __slots__ = ("_call", "_interruptible")
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._interruptible = interruptible(call._link)
-
-    def __enter__(self) -> Exchange:
-        self._interruptible.__enter__()
-        self._call._deadline.restart()  # a limit is for waiting, not for encoding or callbacks
-        return self._call.exchange
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        call = self._call
-        try:
-            if error is None:
-                call.exchange.finish()
-        except BaseException as late:
-            call._group.broken(late, call._link)
-            raise
-        finally:
-            self._interruptible.__exit__(kind, error, traceback)
-            if error is not None:
-                call._group.broken(error, call._link)
 
 
 def _call_site() -> str:

@@ -148,9 +148,7 @@ def gather(
         return gather_in(call, obj)
 
 
-def gather_in(
-    call: Call, obj: T, check: Callable[[T], T] = _unchecked
-) -> list[T] | None:
+def gather_in(call: Call, obj: T, check: Callable[[T], T] = _unchecked) -> list[T] | None:
     """``gather`` for a call that was already begun.
 
     Args:
@@ -305,7 +303,10 @@ def scatter(
 
         def conclude() -> T:
             call.raise_failures([message])
-            return _one_each(objs, call.size)[call.rank] if call.is_root else call.decode(message)
+            mine: T = (
+                _one_each(objs, call.size)[call.rank] if call.is_root else call.decode(message)
+            )
+            return mine
 
         return call.settle(conclude)
 
@@ -313,7 +314,9 @@ def scatter(
 def _one_each(objs: Sequence[T] | None, size: int) -> Sequence[T]:
     if objs is None or isinstance(objs, str) or len(objs) != size:
         given = "None" if objs is None else f"{type(objs).__name__} of {len(objs)}"
-        raise UsageError(f"scatter: the source must give one object for each of {size} ranks, not a {given}")
+        raise UsageError(
+            f"scatter: the source must give one object for each of {size} ranks, not a {given}"
+        )
     return objs
 
 

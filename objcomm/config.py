@@ -8,7 +8,7 @@ from typing import Any
 from objcomm.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Settings:
     """All options.
 
@@ -22,7 +22,8 @@ class Settings:
     max_nbytes: int | None = None
 
 
-_settings: ContextVar[Settings] = ContextVar("objcomm_settings", default=Settings())
+_DEFAULTS = Settings()
+_settings: ContextVar[Settings] = ContextVar("objcomm_settings", default=_DEFAULTS)
 
 
 def settings() -> Settings:

@@ -128,17 +128,14 @@ class Header(NamedTuple):
             raise WireError("the header's checksum is wrong: the message was damaged")
         codec = fields[11].rstrip(b"\0").decode("ascii", "replace")
         call_site = fields[12].rstrip(b"\0").decode("utf-8", "replace")
-        header = cls(*fields[2:11], codec, call_site, *fields[13:18], fields[19])
-        header._check_sizes()
-        return header
-
-    def _check_sizes(self) -> None:
-        table_nbytes = self.buffer_count * ROW_NBYTES
-        if table_nbytes + self.meta_nbytes > self.body_nbytes:
+        header = cls._make([*fields[2:11], codec, call_site, *fields[13:18], fields[19]])
+        table_nbytes = header.buffer_count * ROW_NBYTES
+        if table_nbytes + header.meta_nbytes > header.body_nbytes:
             raise WireError(
-                f"a table of {self.buffer_count} rows and {self.meta_nbytes} codec bytes do not "
-                f"fit in a body of {self.body_nbytes} bytes"
+                f"a table of {header.buffer_count} rows and {header.meta_nbytes} codec bytes do "
+                f"not fit in a body of {header.body_nbytes} bytes"
             )
+        return header
 
 
 class Row(NamedTuple):

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from objcomm.counters import Counters, OperationStats
 from objcomm.errors import BrokenGroupError, NotInGroupError, UsageError
 from objcomm.frames import fingerprint
-from objcomm.counters import Counters, OperationStats
-from objcomm.transport.base import LANE_BITS, Deadline, DeviceLink, Link
+from objcomm.transport.base import LANE_BITS, Deadline, DeviceLink
 from objcomm.transport.gloo import GlooLink
 from objcomm.transport.lane import Lane
 from objcomm.transport.nccl import device_link
@@ -44,8 +44,9 @@ class Group:
     """
 
     def __init__(self, process_group: Any = None) -> None:
+        self.rank = 0
+        self.ranks: tuple[int, ...] = (0,)
         if process_group is None:
-            self.rank, self.ranks = 0, (0,)
             self._process_group = None
             self._timeout_seconds = _TIMEOUT_SECONDS
         else:
@@ -155,11 +156,12 @@ class Group:
         self._lanes[name] = Lane(name, number, thread)
         return self._lanes[name]
 
-    def broken(self, error: BaseException, link: Link) -> None:
-        """Give up this group's connections, so that no rank waits for this one."""
+    def give_up(self, error: BaseException) -> None:
+        """Close this group's connections because of ``error``, so that no rank waits for this."""
         if not self._broken_by:
             self._broken_by = f"{type(error).__name__}: {error}" if str(error) else repr(error)
-            link.abort()
+            if self._link is not None:
+                self._link.abort()
 
     def _own(self) -> Any:
         process_group = self._process_group and self._process_group()

@@ -92,9 +92,7 @@ def compose(header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] =
             if row.is_packed
         ]
         body = bytearray().join([pack_table(rows), meta, *small])
-        large = [
-            buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed
-        ]
+        large = [buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed]
         payload_nbytes = sum(row.nbytes for row in rows if not row.is_packed)
     complete = header._replace(
         buffer_count=len(buffers),
@@ -154,6 +152,4 @@ def open_body(message: Message, device: torch.device | None) -> None:
         else:
             buffers.append(memory.allocate(row.kind, row.nbytes, device))
     message.buffers = buffers
-    message.large = [
-        buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed
-    ]
+    message.large = [buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed]

@@ -2,13 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from objcomm.call import Call
 from objcomm.collectives import all_gather_in, decode_others, gather_in
-from objcomm.errors import UsageError
 from objcomm.frames import Operation
 from objcomm.group import GroupLike, Timeout
 from objcomm.transport import routes
@@ -66,9 +65,7 @@ def gather_scalar(
         return gather_in(call, value, check=_check_scalar)
 
 
-def all_gather_scalar(
-    value: T, *, group: GroupLike = None, timeout: Timeout = None
-) -> list[T]:
+def all_gather_scalar(value: T, *, group: GroupLike = None, timeout: Timeout = None) -> list[T]:
     """Collect one scalar from every rank onto every rank, each with its exact value and type.
 
     Every rank of ``group`` must call this.
@@ -91,9 +88,7 @@ def all_gather_scalar(
         >>> objcomm.all_gather_scalar(True)
         [True]
     """
-    with Call(
-        Operation.ALL_GATHER_SCALAR, group=group, timeout=timeout, codec="pickle"
-    ) as call:
+    with Call(Operation.ALL_GATHER_SCALAR, group=group, timeout=timeout, codec="pickle") as call:
         return all_gather_in(call, value, check=_check_scalar)
 
 
@@ -110,9 +105,7 @@ def _check_scalar(value: T) -> T:
     bases = [(base.__module__, base.__name__) for base in type(value).__mro__]
     if ("numpy", "generic") in bases:
         return value
-    raise TypeError(
-        f"a {type(value).__name__} is no scalar; objcomm.gather takes any object"
-    )
+    raise TypeError(f"a {type(value).__name__} is no scalar; objcomm.gather takes any object")
 
 
 def reduce_and_broadcast(

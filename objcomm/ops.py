@@ -48,7 +48,9 @@ def operator_for(op: Callable[[Any, Any], Any] | str) -> Operator:
         return Operator("callable", op)
     named = _NAMED.get(op)
     if named is None:
-        raise UsageError(f"op={op!r} is neither a callable of two objects nor one of {sorted(_NAMED)}")
+        raise UsageError(
+            f"op={op!r} is neither a callable of two objects nor one of {sorted(_NAMED)}"
+        )
     return named
 
 

@@ -20,7 +20,7 @@ _TEXT_MAX_CHARACTERS = 4000
 def failure_of(error: BaseException, rank: int) -> RankFailure:
     """Describe an exception that happened on ``rank``; never raises."""
     kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     try:
         message = str(error)
     except Exception as second:  # noqa: BLE001  # any __str__ of a user's may raise

@@ -90,7 +90,8 @@ def reduce(
         reduction = _Reduction(call, operator, obj)
         with call.traffic() as exchange:
             message = reduction.onto(exchange, call.root)
-        return call.settle(lambda: reduction.value(message))
+        result: T | None = call.settle(lambda: reduction.value(message))
+        return result
 
 
 def all_reduce(
@@ -149,11 +150,13 @@ def all_reduce(
         reduction = _Reduction(call, operator, obj)
         with call.traffic() as exchange:
             message = reduction.onto_all(exchange)
-        return call.settle(lambda: reduction.value(message))
+        result: T = call.settle(lambda: reduction.value(message))
+        return result
 
 
-def _alone(operator: Operator, obj: Any) -> Any:
-    return operator.finish(operator.prepare(obj), 1)
+def _alone(operator: Operator, obj: T) -> T:
+    finished: T = operator.finish(operator.prepare(obj), 1)
+    return finished
 
 
 class _Accumulator:

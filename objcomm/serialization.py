@@ -68,9 +68,7 @@ def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
     return torch.cat([part for part in parts if part.numel()])
 
 
-def from_tensor(
-    tensor: torch.Tensor, *, device: torch.device | str | int | None = None
-) -> Any:
+def from_tensor(tensor: torch.Tensor, *, device: torch.device | str | int | None = None) -> Any:
     """Turn the bytes that ``to_tensor`` made back into an object.
 
     With the ``pickle`` codec this runs code that whoever made the bytes chose.

@@ -1,6 +1,7 @@
 """Finds which member of an object a codec refused, and says where it sits."""
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,24 +41,25 @@ def members(obj: Any) -> Iterator[tuple[str, Any]]:
     A mapping's keys, a function's closure and an object's attributes count as members.
     """
     if isinstance(obj, Mapping):
-        for key, value in obj.items():
-            yield f"[{key!r}]", value
-        for key in obj:
-            yield f" key {key!r}", key
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+        yield from ((f" key {key!r}", key) for key in obj)
     elif isinstance(obj, (list, tuple)):
-        fields = getattr(obj, "_fields", None)
-        for index, value in enumerate(obj):
-            yield (f".{fields[index]}" if fields else f"[{index}]"), value
+        names = getattr(obj, "_fields", None)
+        steps = [f".{name}" for name in names] if names else [f"[{at}]" for at in range(len(obj))]
+        yield from zip(steps, obj, strict=True)
     elif isinstance(obj, (set, frozenset)):
-        for value in obj:
-            yield f" member {value!r}", value
-    elif callable(obj) and getattr(obj, "__closure__", None):
-        names = obj.__code__.co_freevars
-        for name, cell in zip(names, obj.__closure__, strict=True):
+        yield from ((f" member {value!r}", value) for value in obj)
+    elif not isinstance(obj, type):
+        yield from _attributes(obj)
+
+
+def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, types.FunctionType) and obj.__closure__:
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__, strict=True):
             yield f" closure {name!r}", cell.cell_contents
-    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+    elif dataclasses.is_dataclass(obj):
         for field in dataclasses.fields(obj):
             yield f".{field.name}", getattr(obj, field.name, None)
-    elif not isinstance(obj, type):
+    else:
         for name, value in getattr(obj, "__dict__", {}).items():
             yield f".{name}", value

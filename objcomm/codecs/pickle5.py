@@ -28,7 +28,7 @@ _NAME = "pickle"
 
 # Opcodes of protocol 5, from pickletools. The pickler writes a large object's opcode and length,
 # then hands the object itself to its file: what stands before it is all that must be recognised.
-_LARGE_OBJECT = {
+_LARGE_OBJECT: dict[type, tuple[tuple[bytes, struct.Struct], ...]] = {
     bytes: ((b"B", struct.Struct("<I")), (b"\x8e", struct.Struct("<Q"))),
     bytearray: ((b"\x96", struct.Struct("<Q")),),
 }
@@ -185,8 +185,8 @@ class _Pickler(pickle.Pickler):
             return _rebuild_tensor, (tuple(about), memory), vars(tensor) or None
         if type(tensor) is torch.Tensor and tensor.layout is torch.sparse_coo:
             members = (tensor._indices(), tensor._values())  # noqa: SLF001  # uncoalesced too
-            about = (tuple(tensor.shape), tensor.is_coalesced(), tensor.requires_grad)
-            return _rebuild_coo, (*members, *about)
+            facts = (tuple(tensor.shape), tensor.is_coalesced(), tensor.requires_grad)
+            return _rebuild_coo, (*members, *facts)
         if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
             raise TypeError(
                 "a DTensor is one shard of a distributed tensor; send its to_local() or "

@@ -138,6 +138,13 @@ class _Encoder:
         self._device_type = device_type
         self._buffers: list[Buffer] = []
         self._positions: dict[tuple[Any, ...], int] = {}
+        self._lower_by_type: dict[type, Callable[[Any], Any]] = {
+            int: _lower_int,
+            list: self._lower_list,
+            dict: self._lower_dict,
+            bytes: self._lower_bytes,
+            bytearray: self._lower_bytes,
+        }
 
     def encode(self, obj: object) -> Encoded:
         lowered = self._lower(obj)
@@ -146,24 +153,23 @@ class _Encoder:
 
     def _lower(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind is int:
-            return obj if _INT_MIN <= obj <= _INT_MAX else _extended("int", hex(obj))
-        if kind in _NATIVE:
-            return obj
-        if kind is list:
-            is_native = _NATIVE.issuperset(map(type, obj)) and _all_fit(obj)
-            return obj if is_native else [self._lower(member) for member in obj]
-        if kind is dict:
-            return self._lower_dict(obj)
-        if kind is bytes and len(obj) < OUT_OF_BAND_FROM_NBYTES:
-            return obj
-        if kind is bytes or kind is bytearray:
-            made = Kind.BYTES if kind is bytes else Kind.BYTEARRAY
-            return _extended("buffer", self._buffer(Buffer(made, obj, view(obj))))
+        lower = self._lower_by_type.get(kind)
+        if lower is not None:
+            return lower(obj)
         rule = _LOWER.get(kind)
         if rule is not None:
             return _extended(rule[0], *[self._lower(member) for member in rule[1](obj)])
-        return self._lower_other(obj)
+        return obj if kind in _NATIVE else self._lower_other(obj)
+
+    def _lower_list(self, members: list[Any]) -> list[Any]:
+        is_native = _NATIVE.issuperset(map(type, members)) and _all_fit(members)
+        return members if is_native else [self._lower(member) for member in members]
+
+    def _lower_bytes(self, content: bytes | bytearray) -> Any:
+        if type(content) is bytes and len(content) < OUT_OF_BAND_FROM_NBYTES:
+            return content
+        made = Kind.BYTES if type(content) is bytes else Kind.BYTEARRAY
+        return _extended("buffer", self._buffer(Buffer(made, content, view(content))))
 
     def _lower_dict(self, mapping: dict[Any, Any]) -> Any:
         if _NATIVE_KEYS.issuperset(map(type, mapping)) and _all_fit(mapping):
@@ -201,6 +207,10 @@ class _Encoder:
         if position == new:
             self._buffers.append(buffer)
         return position
+
+
+def _lower_int(value: int) -> Any:
+    return value if _INT_MIN <= value <= _INT_MAX else _extended("int", hex(value))
 
 
 def _extended(name: str, *members: Any) -> list[Any]:
@@ -267,8 +277,8 @@ class _Decoder:
         return flat
 
     def _raise_tensor(self, position: Any, *about: Any) -> torch.Tensor:
-        fields = (tuple(field) if type(field) is list else field for field in about)
-        return tensors.rebuild(tensors.Dense(*fields), self._raise_flat(position))
+        fields = [tuple(field) if type(field) is list else field for field in about]
+        return tensors.rebuild(tensors.Dense._make(fields), self._raise_flat(position))
 
     def _raise_array(self, position: Any, dtype: Any, shape: list[int], order: str) -> Any:
         flat = self._raise_flat(position)

@@ -139,8 +139,8 @@ def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     return (lambda obj: dict(vars(obj))), (lambda state: _filled(cls, state))
 
 
-def _filled(cls: type, state: dict[str, Any]) -> Any:
-    obj = object.__new__(cls)
+def _filled(cls: Any, state: dict[str, Any]) -> Any:
+    obj: Any = object.__new__(cls)
     for name, value in state.items():
         object.__setattr__(obj, name, value)  # also where the class is frozen
     return obj

@@ -148,9 +148,7 @@ def is_plain_array(obj: object) -> bool:
     """Whether ``obj`` is exactly a ``numpy.ndarray`` of plain memory, without importing numpy."""
     kind = type(obj)
     return (
-        kind.__name__ == "ndarray"
-        and kind.__module__ == "numpy"
-        and not obj.dtype.hasobject  # type: ignore[attr-defined]  # an ndarray by its type
+        kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not obj.dtype.hasobject  # type: ignore[attr-defined]  # an ndarray by its type
     )
 
 

@@ -41,7 +41,7 @@ def run(config: Config, out: Path) -> None:
         results = report.Results(config, gathered, matrix, calls)
         report.write(results, out)
         print(report.table(results))
-        print(f"\nwritten to {out}: {', '.join(report.FILES)}")
+        print(f"Written to {out}: {', '.join(report.FILES)}")
 
 
 def share_config(path: Path) -> Config:

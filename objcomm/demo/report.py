@@ -79,6 +79,8 @@ def table(results: Results) -> str:
             *_align(("test set", "images", "right", "accuracy"), accuracy),
             "",
             *_align(("objcomm call", "calls", "bytes sent", "ms, slowest rank"), costs),
+            "",
+            "Times include waiting for slower ranks, and the first call's also connecting them.",
         ]
     )
 

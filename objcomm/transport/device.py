@@ -34,7 +34,7 @@ class DevicePath:
         """
         self._link = link
         self._is_staged = is_staged and link is not None
-        self.device = link and link.device
+        self.device = None if link is None else link.device
 
     def not_carried(self, message: Message) -> list[torch.Tensor]:
         """Flat tensors of ``message`` that must go over the CPU's link."""

@@ -36,7 +36,7 @@ class Exchange:
         received_nbytes: bytes received over the link so far.
     """
 
-    def __init__(  # noqa: PLR0913  # all of them are facts of one call, named by the caller
+    def __init__(  # all of them are facts of one call, named by the caller
         self,
         *,
         link: Link,
@@ -92,7 +92,9 @@ class Exchange:
         standing = [self._lane.standing(self._link, peer) for peer in peers]
         messages = []
         for at, (peer, (raw, pending)) in enumerate(zip(peers, standing, strict=True)):
-            waited_for = [(other[1], who) for who, other in zip(peers[at:], standing[at:], strict=True)]
+            waited_for = [
+                (other[1], who) for who, other in zip(peers[at:], standing[at:], strict=True)
+            ]
             self._wait(pending, peer, waited_for)
             self._lane.stand_again(self._link, peer)
             messages.append(self.open(raw, peer))
@@ -117,11 +119,15 @@ class Exchange:
 
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
         """Wait for what follows the heads of some peers, from all at once."""
-        self._wait_for([(peer, piece) for peer, message in arriving for piece in self._body(message)])
+        self._wait_for(
+            [(peer, piece) for peer, message in arriving for piece in self._body(message)]
+        )
         for _, message in arriving:
             if not message.header.is_inline:
                 open_body(message, self.device.device)
-        self._wait_for([(peer, piece) for peer, message in arriving for piece in self._pieces(message)])
+        self._wait_for(
+            [(peer, piece) for peer, message in arriving for piece in self._pieces(message)]
+        )
 
     def relay_rest(self, message: Message, root: int) -> None:
         """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks."""
@@ -190,9 +196,7 @@ class Exchange:
         except RuntimeError as error:
             if self._deadline.has_passed:
                 missing = tuple(who for other, who in waited_for if not _is_done(other)) or (peer,)
-                raise TransportTimeout(
-                    self._operation, missing, self._deadline.seconds
-                ) from error
+                raise TransportTimeout(self._operation, missing, self._deadline.seconds) from error
             raise TransportError(self._operation, (peer,), str(error)) from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,15 +31,18 @@ class GlooLink:
         self.size = size
         self.nonce = agree_on_nonce(store, rank, size, deadline)
         prefixed = dist.PrefixStore(f"objcomm/{self.nonce}", store)
-        self._mesh = dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
+        # Any: torch's stubs leave out point-to-point of a backend.
+        self._mesh: Any = dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""
-        return self._mesh.send([flat], peer, tag)
+        pending: Pending = self._mesh.send([flat], peer, tag)
+        return pending
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""
-        return self._mesh.recv([flat], peer, tag)
+        pending: Pending = self._mesh.recv([flat], peer, tag)
+        return pending
 
     def abort(self) -> None:
         """See ``base.Link``: a receive that times out closes all of this rank's connections.

@@ -9,11 +9,14 @@ from __future__ import annotations  # torch may be built without distributed
 
 import time
 import uuid
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from objcomm.errors import TransportTimeout
-from objcomm.transport.base import Deadline
+
+if TYPE_CHECKING:
+    from objcomm.transport.base import Deadline
 
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
@@ -67,7 +70,7 @@ def _guest(store: dist.Store, rank: int, deadline: Deadline) -> str:
     while not store.check([f"welcome/{number}"]):
         pause = _sleep(pause, deadline, (0,))
     nonce = store.get(f"welcome/{number}").decode()
-    store.set(f"joined/{nonce}/{rank}", b"")
+    store.set(f"joined/{nonce}/{rank}", "")
     return nonce
 
 

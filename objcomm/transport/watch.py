@@ -26,7 +26,7 @@ class _Waker(threading.Thread):
         self.target: Link | None = None  # these two are written by the main thread only
         self.forward_to = -1
         self._receiving, self.sending = socket.socketpair()
-        self.sending.setblocking(False)
+        self.sending.setblocking(False)  # noqa: FBT003  # socket's own signature
         self.start()
 
     def run(self) -> None:
