@@ -1,9 +1,8 @@
 """The options that hold where a call does not say otherwise, in a scope."""
 
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from objcomm.errors import UsageError
 
@@ -35,12 +34,12 @@ class configure:  # noqa: N801  # used as a function and as a context
     """Set options for all that follows in this thread or task, or for a ``with`` block.
 
     Args:
-        codec: name of the codec that encodes objects; on the sender alone, a receiver takes it
-            from the message.
-        max_nbytes: the most that one message may make a rank allocate.
+        codec: name of the codec that encodes objects; a receiver takes it from the message. As it
+            was if None.
+        max_nbytes: the most that one message may make a rank allocate. As it was if None.
 
     Raises:
-        UsageError: there is no such option.
+        UsageError: a limit that no message can keep.
 
     Example:
         >>> import objcomm
@@ -48,13 +47,13 @@ class configure:  # noqa: N801  # used as a function and as a context
         ...     nbytes = objcomm.to_tensor([1, 2, 3]).numel()
     """
 
-    def __init__(self, **options: Any) -> None:
-        known = {field.name for field in fields(Settings)}
-        if unknown := options.keys() - known:
-            raise UsageError(
-                f"no option {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}"
-            )
-        self._token: Token[Settings] | None = _settings.set(replace(_settings.get(), **options))
+    def __init__(self, *, codec: str | None = None, max_nbytes: int | None = None) -> None:
+        if max_nbytes is not None and max_nbytes <= 0:
+            raise UsageError(f"max_nbytes={max_nbytes} leaves no room for any message")
+        before = settings()
+        self._token: Token[Settings] | None = _settings.set(
+            Settings(codec or before.codec, max_nbytes or before.max_nbytes)
+        )
 
     def __enter__(self) -> None:
         pass

@@ -189,20 +189,17 @@ def operation_name(operation: int) -> str:
 def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
     """Hold a received header against the one that this rank would have sent.
 
+    Args:
+        mine: this rank's own.
+        theirs: what arrived.
+        sender: who must have made it, which is not who passed it on.
+
     Raises:
-        DesyncError: the other rank is in another operation, call, root or step.
+        DesyncError: the other rank is in another operation, call or root.
         WireError: the message is of another group, lane or sender.
     """
-    if (theirs.group, theirs.epoch, theirs.lane, theirs.sender) != (
-        mine.group,
-        mine.epoch,
-        mine.lane,
-        sender,
-    ):
-        raise WireError(
-            f"a message of {theirs.position} came over the connection to rank {sender} "
-            "of another group or lane"
-        )
+    if (theirs.group, theirs.epoch, theirs.lane) != (mine.group, mine.epoch, mine.lane):
+        raise WireError(f"a message of another group or lane arrived: {theirs.position}")
     for reason, ours, other in (
         ("other operations", mine.operation, theirs.operation),
         ("other calls", mine.sequence, theirs.sequence),
@@ -211,3 +208,5 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
     ):
         if ours != other:
             raise DesyncError(mine.position, theirs.position, reason)
+    if theirs.sender != sender:
+        raise WireError(f"a message of rank {sender} was expected, but {theirs.position}")

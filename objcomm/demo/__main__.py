@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from objcomm.demo.config import REFUSED, SAMPLE
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.nproc < 1:
         parser.error(f"--nproc must be at least 1, it is {arguments.nproc}")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        parser.error(f"--out must be a folder, {str(arguments.out)!r} is none")
     return launch(arguments.config, arguments.nproc, arguments.out)
 
 
@@ -52,6 +55,8 @@ def launch(config: Path, nproc: int, out: Path) -> int:
         if failure.exitcode == REFUSED:
             return REFUSED
         raise
+    except SignalException as stopped:  # Ctrl-C, say; torchrun has ended the ranks
+        return 128 + stopped.sigval  # as a shell reports it
     return 0
 
 

@@ -80,8 +80,12 @@ class Exchange:
         for peer in peers:
             self._send(flat, peer, self._head_tag, message)
 
-    def recv_heads(self, peers: Sequence[int]) -> list[Message]:
+    def recv_heads(self, peers: Sequence[int], *, made_by: int | None = None) -> list[Message]:
         """Wait for the next first message of each of ``peers``.
+
+        Args:
+            peers: whose connections they come over.
+            made_by: who made what they pass on; each of them made its own if None.
 
         Raises:
             DesyncError: a peer is in another operation.
@@ -97,7 +101,7 @@ class Exchange:
             ]
             self._wait(pending, peer, waited_for)
             self._lane.stand_again(self._link, peer)
-            messages.append(self.open(raw, peer))
+            messages.append(self.open(raw, peer if made_by is None else made_by))
         self.rounds += 1
         return messages
 

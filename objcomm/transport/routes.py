@@ -29,7 +29,7 @@ def broadcast(exchange: Exchange, message: Message | None, root: int) -> Message
     """
     parent, children = topology.for_head(exchange.size)(exchange.rank, root, exchange.size)
     if parent is not None:
-        (message,) = exchange.recv_heads([parent])
+        (message,) = exchange.recv_heads([parent], made_by=root)
     elif message is None:
         raise WireError("the root of a broadcast has no message")  # a fault of the caller's
     else:

@@ -1,0 +1,152 @@
+"""The layers: a module imports only from lower ones. This table is the one of the documentation."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "objcomm"
+ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
+
+# A floor may import from all floors above it in this list, never from its own or from below.
+FLOORS: list[list[str]] = [
+    ["errors"],
+    ["config", "counters", "frames", "memory", "ops"],
+    ["codecs.base", "codecs.paths", "codecs.registry", "codecs.tensors", "message"],
+    ["codecs.pickle5", "codecs.plain"],
+    ["codecs"],
+    ["outcome", "transport.base", "transport.topology"],
+    ["transport.device", "transport.lane", "transport.nccl", "transport.rendezvous"],
+    ["transport.exchange", "transport.gloo", "transport.watch"],
+    ["transport.routes"],
+    ["group"],
+    ["call", "serialization"],
+    ["collectives"],
+    ["control", "metrics", "reductions"],
+    [""],
+    ["demo"],
+]
+FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+
+# Only these may start a transfer; only this may translate ranks.
+COMMUNICATION = {
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
+}
+TRANSLATION = {"get_process_group_ranks", "get_global_rank", "get_group_rank"}
+
+
+def name_of(path: Path) -> str:
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def floor_of(name: str) -> int:
+    """The floor of a module; packages that have no rooms of their own are one room."""
+    while name not in FLOOR and "." in name:
+        name = name.rpartition(".")[0]
+    return FLOOR[name]
+
+
+def imported_by(path: Path) -> set[str]:
+    """First-party modules that a file imports, wherever the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [each for each in inner if each.removeprefix("objcomm.") in MODULES]
+            if len(names) < len(inner):
+                names.append(node.module)
+        else:
+            continue
+        found |= {
+            name.removeprefix("objcomm").lstrip(".")
+            for name in names
+            if name.split(".")[0] == "objcomm"
+        }
+    return found
+
+
+def calls_on_torch_distributed(path: Path) -> set[str]:
+    """Attributes of ``torch.distributed`` that a file calls."""
+    return {
+        node.func.attr
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) in {"dist", "torch.distributed"}
+    }
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_to_lower_floors(name: str) -> None:
+    for used in imported_by(MODULES[name]):
+        is_own_package = floor_of(used) == floor_of(name) == FLOOR["demo"]
+        assert floor_of(used) < floor_of(name) or is_own_package, f"{name} imports {used}"
+
+
+def test_the_table_names_every_module_and_no_other() -> None:
+    rooms = {name for name in MODULES if not name.startswith("demo.") and name != "transport"}
+    assert rooms == set(FLOOR)
+
+
+def test_the_documentation_shows_the_same_table() -> None:
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| `")] or [
+        line.split("|")[2] for line in text.splitlines() if line[:3].strip("| ").isdigit()
+    ]
+    documented = [sorted(cell.strip("` ") for cell in row.split(",")) for row in rows]
+    expected = [sorted(name or "__init__" for name in floor) for floor in FLOORS]
+    assert documented == expected
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MODULES if not name.startswith(("transport", "demo"))]
+)
+def test_only_transports_communicate(name: str) -> None:
+    assert not calls_on_torch_distributed(MODULES[name]) & COMMUNICATION
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "group"])
+def test_only_the_group_translates_ranks(name: str) -> None:
+    assert not calls_on_torch_distributed(MODULES[name]) & TRANSLATION
+
+
+def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
+    room = tmp_path / "room.py"
+    room.write_text(
+        "import torch.distributed as dist\nfrom objcomm.transport import routes\ndist.send(1)\n"
+    )
+    assert imported_by(room) == {"transport.routes"}
+    assert calls_on_torch_distributed(room) == {"send"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_and_functions_stay_small(name: str) -> None:
+    text = MODULES[name].read_text(encoding="utf-8")
+    docstrings = 0
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(
+            node
+        ):
+            docstring = node.body[0]
+            docstrings += (docstring.end_lineno or 0) - docstring.lineno + 1
+        if isinstance(node, ast.FunctionDef):
+            inside = (node.end_lineno or 0) - node.body[0].lineno + 1
+            has_docstring = ast.get_docstring(node) is not None
+            if has_docstring:
+                inside -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            assert inside <= 40, f"{name}.{node.name} has {inside} lines"
+    # Public docstrings are long because they answer every question; the code is what is counted.
+    assert len(text.splitlines()) - docstrings <= 300, name

@@ -1,0 +1,223 @@
+"""Every pattern of traffic at world sizes that no test machine has, over a link between threads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from objcomm.errors import DesyncError, TransportTimeout, WireError
+from objcomm.frames import HEADER_NBYTES, WINDOW_NBYTES, Status
+from objcomm.memory import Buffer, Kind, to_bytes
+from objcomm.message import Message, compose
+from objcomm.transport import routes
+from objcomm.transport.base import head_tag
+from objcomm.transport.exchange import Exchange
+from tests.unit.memory_link import (
+    MemoryDeviceLink,
+    MemoryLink,
+    Wires,
+    exchange_on,
+    header_of,
+    new_lane,
+    on_every_rank,
+)
+
+SIZES = [2, 3, 8, 9, 13]
+SHAPES = ["inline", "body", "buffers", "both"]
+
+
+def message_of(rank: int, shape: str, kind: Kind = Kind.TENSOR) -> Message:
+    """A message whose content depends on ``rank`` and whose way depends on ``shape``."""
+    meta = bytes([rank]) * (40_000 if shape in ("body", "both") else 10)
+    buffers = []
+    if shape in ("buffers", "both"):
+        for nbytes in (5, 50_000 + rank, 0, 3 << 20):
+            flat = torch.full((nbytes,), rank, dtype=torch.uint8)
+            buffers.append(Buffer(kind, flat, flat))
+    return compose(header_of(rank), meta, buffers)
+
+
+def content_of(message: Message) -> tuple[bytes, list[bytes]]:
+    return bytes(message.meta), [to_bytes(buffer.flat) for buffer in message.buffers]
+
+
+def run(size: int, body: Callable[[Exchange], Any], **options: Any) -> list[Any]:
+    """Run one operation on every rank; nothing may be left on the wires."""
+    wires = Wires(size)
+
+    def on_rank(rank: int) -> Any:
+        exchange = exchange_on(MemoryLink(wires, rank), new_lane(), **options)
+        result = body(exchange)
+        exchange.finish()
+        return result
+
+    results = on_every_rank(size, on_rank)
+    assert wires.left_over() == 0
+    return results
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str) -> None:
+    for root in {0, 1, size - 1}:
+
+        def body(exchange: Exchange, root: int = root) -> Message:
+            mine = message_of(root, shape) if exchange.rank == root else None
+            return routes.broadcast(exchange, mine, root)
+
+        for message in run(size, body):
+            assert content_of(message) == content_of(message_of(root, shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_gather_brings_every_message_to_its_root(size: int, shape: str) -> None:
+    root = size - 1
+    results = run(
+        size, lambda exchange: routes.gather(exchange, message_of(exchange.rank, shape), root)
+    )
+    assert results[:-1] == [None] * (size - 1)
+    assert [content_of(each) for each in results[root]] == [
+        content_of(message_of(rank, shape)) for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_an_all_gather_brings_every_message_to_every_rank(size: int, shape: str) -> None:
+    results = run(
+        size, lambda exchange: routes.all_gather(exchange, message_of(exchange.rank, shape))
+    )
+    for messages in results:
+        assert [content_of(each) for each in messages] == [
+            content_of(message_of(rank, shape)) for rank in range(size)
+        ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_scatter_gives_each_rank_its_own(shape: str) -> None:
+    def body(exchange: Exchange) -> Message:
+        is_root = exchange.rank == 1
+        # Each message is the root's, whatever its content.
+        messages = [
+            Message(header_of(1)._replace(**_sizes(each)), each.body, each.buffers, each.large)
+            for each in (message_of(rank, shape) for rank in range(3))
+        ]
+        return routes.scatter(exchange, messages if is_root else None, 1)
+
+    for rank, message in enumerate(run(3, body)):
+        assert content_of(message) == content_of(message_of(rank, shape))
+
+
+def _sizes(message: Message) -> dict[str, int]:
+    names = ("buffer_count", "meta_nbytes", "body_nbytes", "payload_nbytes", "body_checksum")
+    return {name: getattr(message.header, name) for name in names}
+
+
+def test_where_one_rank_failed_nothing_large_moves() -> None:
+    wires = Wires(3)
+    links = [MemoryLink(wires, rank) for rank in range(3)]
+
+    def body(rank: int) -> list[Message]:
+        exchange = exchange_on(links[rank], new_lane())
+        mine = message_of(rank, "buffers")
+        if rank == 1:
+            mine = compose(header_of(rank, status=Status.FAILURE), b"")
+        return routes.all_gather(exchange, mine)
+
+    for messages in on_every_rank(3, body):
+        assert messages[1].header.status == Status.FAILURE
+    assert {tag for link in links for _, tag in link.sent} == {head_tag(0)}
+
+
+def test_every_first_message_fits_into_the_posted_receive() -> None:
+    wires = Wires(2)
+    for nbytes in (0, 1, WINDOW_NBYTES - HEADER_NBYTES, WINDOW_NBYTES - HEADER_NBYTES + 1, 1 << 20):
+        head = compose(header_of(0), bytes(nbytes)).head
+        assert len(head) <= WINDOW_NBYTES
+    assert wires.left_over() == 0
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("route", ["broadcast", "gather", "all_gather", "scatter"])
+def test_members_on_the_device_go_over_the_device_link(route: str, *, is_staged: bool) -> None:
+    # The "device" is the CPU: what is under test is who moves what, in which order.
+    kind = Kind.TENSOR if is_staged else Kind.DEVICE
+    host_wires, device_wires = Wires(3), Wires(3)
+    links = [MemoryLink(host_wires, rank) for rank in range(3)]
+    device_links = [MemoryDeviceLink(device_wires, rank) for rank in range(3)]
+
+    def body(rank: int) -> Any:
+        exchange = exchange_on(
+            links[rank], new_lane(), device_link=device_links[rank], is_staged=is_staged
+        )
+        mine = message_of(rank, "buffers", kind)
+        if route == "broadcast":
+            return [routes.broadcast(exchange, mine if rank == 0 else None, 0)]
+        if route == "gather":
+            return routes.gather(exchange, mine, 0)
+        if route == "all_gather":
+            return routes.all_gather(exchange, mine)
+        copies = [message_of(0, "buffers", kind) for _ in range(3)]
+        return [routes.scatter(exchange, copies if rank == 0 else None, 0)]
+
+    for messages in on_every_rank(3, body):
+        for message in messages or []:
+            sender = message.header.sender
+            assert content_of(message) == content_of(message_of(sender, "buffers", kind))
+    assert sum(link.carried for link in device_links) > 0
+    assert {tag for link in links for _, tag in link.sent} == {head_tag(0)}
+    assert host_wires.left_over() == device_wires.left_over() == 0
+
+
+@pytest.mark.parametrize(
+    "field", [{"operation": 3}, {"sequence": 1}, {"root": 2}, {"fingerprint": 9}]
+)
+def test_a_header_of_another_call_is_a_desync_that_names_both_sides(field: dict[str, int]) -> None:
+    wires = Wires(2)
+    other = exchange_on(MemoryLink(wires, 1), new_lane(), **field)
+    other.send_head(compose(other.header, b""), [0])
+    mine = exchange_on(MemoryLink(wires, 0), new_lane())
+    with pytest.raises(DesyncError) as caught:
+        mine.recv_heads([1])
+    assert caught.value.mine.rank == 0
+    assert caught.value.theirs.rank == 1
+    assert caught.value.theirs == other.header.position
+    assert "train.py:1" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", [{"group": 1}, {"lane": 1}, {"epoch": 1}])
+def test_a_header_of_another_group_lane_or_sender_is_refused(field: dict[str, int]) -> None:
+    wires = Wires(2)
+    stranger = compose(header_of(1, **field), b"")
+    link = MemoryLink(wires, 1)
+    exchange_on(link, new_lane()).send_head(stranger, [0])
+    with pytest.raises(WireError, match="another group or lane"):
+        exchange_on(MemoryLink(wires, 0), new_lane()).recv_heads([1])
+
+
+def test_a_header_that_announces_too_much_allocates_nothing() -> None:
+    wires = Wires(2)
+    huge = compose(header_of(1), b"")
+    huge.header = huge.header._replace(payload_nbytes=1 << 60, buffer_count=0)
+    exchange_on(MemoryLink(wires, 1), new_lane()).send_head(huge, [0])
+    with pytest.raises(WireError, match="limit"):
+        exchange_on(MemoryLink(wires, 0), new_lane()).recv_heads([1])
+
+
+def test_a_timeout_names_all_ranks_that_are_missing_and_no_other() -> None:
+    wires = Wires(4)
+    exchange_on(MemoryLink(wires, 2), new_lane()).send_head(message_of(2, "inline"), [0])
+    waiting = exchange_on(MemoryLink(wires, 0), new_lane(), seconds=0.05)
+    with pytest.raises(TransportTimeout) as caught:
+        waiting.recv_heads([1, 2, 3])
+    assert caught.value.missing == (1, 3)
+
+
+def test_a_message_that_another_rank_made_is_refused() -> None:
+    wires = Wires(2)
+    link = MemoryLink(wires, 1)
+    exchange_on(link, new_lane()).send_head(compose(header_of(5), b""), [0])
+    with pytest.raises(WireError, match="rank 1 was expected, but rank 5"):
+        exchange_on(MemoryLink(wires, 0), new_lane()).recv_heads([1])
