@@ -1,5 +1,6 @@
 """The options that hold where a call does not say otherwise, in a scope."""
 
+from collections.abc import Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,10 +16,12 @@ class Settings:
         codec: what encodes objects.
         max_nbytes: the most that one message may make a rank allocate; ``None`` means the
             machine's physical memory.
+        accept: codecs whose messages this rank decodes; ``None`` means all.
     """
 
     codec: str = "pickle"
     max_nbytes: int | None = None
+    accept: frozenset[str] | None = None
 
 
 _DEFAULTS = Settings()
@@ -37,6 +40,8 @@ class configure:  # noqa: N801  # used as a function and as a context
         codec: name of the codec that encodes objects; a receiver takes it from the message. As it
             was if None.
         max_nbytes: the most that one message may make a rank allocate. As it was if None.
+        accept: names of the codecs whose messages this rank decodes; any other is refused unread,
+            with a DecodeError. As it was if None.
 
     Raises:
         UsageError: a limit that no message can keep.
@@ -47,12 +52,22 @@ class configure:  # noqa: N801  # used as a function and as a context
         ...     nbytes = objcomm.to_tensor([1, 2, 3]).numel()
     """
 
-    def __init__(self, *, codec: str | None = None, max_nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        codec: str | None = None,
+        max_nbytes: int | None = None,
+        accept: Iterable[str] | None = None,
+    ) -> None:
         if max_nbytes is not None and max_nbytes <= 0:
             raise UsageError(f"max_nbytes={max_nbytes} leaves no room for any message")
         before = settings()
         self._token: Token[Settings] | None = _settings.set(
-            Settings(codec or before.codec, max_nbytes or before.max_nbytes)
+            Settings(
+                codec or before.codec,
+                max_nbytes or before.max_nbytes,
+                before.accept if accept is None else frozenset(accept),
+            )
         )
 
     def __enter__(self) -> None:

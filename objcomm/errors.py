@@ -255,6 +255,14 @@ class CollectiveError(ObjcommError):
         return f"{self.operation} failed on {summary}\n\nTraceback of rank {first.rank}:\n{remote}"
 
 
+def text_of(error: BaseException) -> str:
+    """``Type: message`` for an error's text, even where its own ``__str__`` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as second:  # noqa: BLE001  # any __str__ of a user's may raise
+        return f"{type(error).__name__}: <its __str__ raised {type(second).__name__}>"
+
+
 def _ranks(ranks: tuple[int, ...]) -> str:
     listed = ", ".join(map(str, ranks))
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}" if ranks else "a rank"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from objcomm.counters import Counters, OperationStats
-from objcomm.errors import BrokenGroupError, NotInGroupError, UsageError
+from objcomm.errors import BrokenGroupError, NotInGroupError, UsageError, text_of
 from objcomm.frames import fingerprint
 from objcomm.transport.base import LANE_BITS, Deadline, DeviceLink
 from objcomm.transport.gloo import GlooLink
@@ -159,7 +159,7 @@ class Group:
     def give_up(self, error: BaseException) -> None:
         """Close this group's connections because of ``error``, so that no rank waits for this."""
         if not self._broken_by:
-            self._broken_by = f"{type(error).__name__}: {error}" if str(error) else repr(error)
+            self._broken_by = text_of(error)
             if self._link is not None:
                 self._link.abort()
 

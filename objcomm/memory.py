@@ -77,22 +77,24 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize
 )
 
 
-def at_address(address: int, nbytes: int) -> torch.Tensor:
-    """A flat view of ``nbytes`` bytes; the caller keeps their owner alive."""
+def at_address(address: int, nbytes: int, owner: object) -> torch.Tensor:
+    """A flat view of ``nbytes`` bytes, which keeps their owner alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+    exporter = (ctypes.c_char * nbytes).from_address(address)
+    exporter.owner = owner  # type: ignore[attr-defined]  # the tensor holds the exporter
+    return torch.frombuffer(exporter, dtype=torch.uint8)
 
 
 def view(readable: Any) -> torch.Tensor:
-    """A flat view of a contiguous buffer, read-only ones included; the caller keeps it alive.
+    """A flat view of a contiguous buffer, read-only ones included, which keeps it alive.
 
     ``torch.frombuffer`` warns of read-only memory; nothing here ever writes to what it sends.
     """
     raw = _PyBuffer()
     _get_buffer(readable, ctypes.byref(raw), 0)  # PyBUF_SIMPLE
     try:
-        return at_address(raw.buf or 0, raw.len)
+        return at_address(raw.buf or 0, raw.len, readable)
     finally:
         _release_buffer(ctypes.byref(raw))
 
@@ -141,7 +143,8 @@ def allocate(kind: int, nbytes: int, device: torch.device | None) -> Buffer:
     if kind == Kind.BYTES:
         # The C API allows filling a new bytes object before it is published.
         filled = _allocate_or_wire_error(functools.partial(_new_bytes, None, nbytes), nbytes)
-        return Buffer(Kind.BYTES, filled, at_address(id(filled) + bytes.__basicsize__ - 1, nbytes))
+        start = id(filled) + bytes.__basicsize__ - 1
+        return Buffer(Kind.BYTES, filled, at_address(start, nbytes, filled))
     if kind == Kind.BYTEARRAY:
         array = _allocate_or_wire_error(functools.partial(bytearray, nbytes), nbytes)
         return Buffer(Kind.BYTEARRAY, array, view(array))

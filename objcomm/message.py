@@ -67,9 +67,9 @@ class Message:
         return [buffer.flat for buffer in self.large if buffer.kind is Kind.DEVICE]
 
     @property
-    def nbytes(self) -> int:
-        """All its bytes on the wire."""
-        return HEADER_NBYTES + self.header.body_nbytes + self.header.payload_nbytes
+    def head_nbytes(self) -> int:
+        """Length of ``head``."""
+        return HEADER_NBYTES + (self.header.body_nbytes if self.header.is_inline else 0)
 
 
 def compose(header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] = ()) -> Message:
@@ -104,7 +104,7 @@ def compose(header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] =
     return Message(complete, body, buffers, large)
 
 
-def open_head(raw: bytearray, header: Header, max_nbytes: int) -> Message:
+def open_head(raw: bytearray | memoryview, header: Header, max_nbytes: int) -> Message:
     """Begin to take a message in.
 
     Args:
@@ -125,7 +125,7 @@ def open_head(raw: bytearray, header: Header, max_nbytes: int) -> Message:
             f"{max_nbytes}; see objcomm.configure(max_nbytes=)"
         )
     if header.is_inline:
-        return Message(header, raw[HEADER_NBYTES : HEADER_NBYTES + header.body_nbytes])
+        return Message(header, bytearray(raw[HEADER_NBYTES : HEADER_NBYTES + header.body_nbytes]))
     return Message(header, bytearray(header.body_nbytes))
 
 

@@ -60,8 +60,8 @@ def _is_array(obj: object) -> bool:
     )
 
 
-def _summand(obj: Any) -> Any:
-    """Refuse what ``+`` would join, and what it would overflow or lose."""
+def _combinable(obj: Any) -> Any:
+    """Refuse containers, which ``+`` would join and ``min`` would compare."""
     if isinstance(obj, (Mapping, list, tuple, set, frozenset, str, bytes, bytearray, type(None))):
         raise UsageError(
             f"a named op combines numbers, tensors and arrays, not a {type(obj).__name__}; "
@@ -70,9 +70,14 @@ def _summand(obj: Any) -> Any:
     return obj
 
 
+def _number(obj: Any) -> Any:
+    """What can be added or multiplied: a bool counts as 0 or 1, at every world size."""
+    return int(obj) if isinstance(obj, bool) else _combinable(obj)
+
+
 def _to_average(obj: Any) -> Any:
     """What can be added up and divided without losing digits that the mean needs."""
-    _summand(obj)
+    _combinable(obj)
     if isinstance(obj, torch.Tensor):
         wide = torch.complex128 if obj.dtype.is_complex else torch.float64
         return obj.dtype, obj.to(wide)
@@ -80,7 +85,7 @@ def _to_average(obj: Any) -> Any:
         import numpy as np  # noqa: PLC0415  # numpy is optional
 
         return obj.dtype, obj.astype(np.complex128 if obj.dtype.kind == "c" else np.float64)
-    return None, int(obj) if isinstance(obj, bool) else obj
+    return None, _number(obj)
 
 
 def _add_averages(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -123,10 +128,10 @@ def _truth(obj: Any) -> Any:
 
 
 _NAMED = {
-    "sum": Operator("sum", operator.add, _summand),
-    "prod": Operator("prod", operator.mul, _summand),
-    "min": Operator("min", _extreme(torch.minimum, "minimum", min), _summand),
-    "max": Operator("max", _extreme(torch.maximum, "maximum", max), _summand),
+    "sum": Operator("sum", operator.add, _number),
+    "prod": Operator("prod", operator.mul, _number),
+    "min": Operator("min", _extreme(torch.minimum, "minimum", min), _combinable),
+    "max": Operator("max", _extreme(torch.maximum, "maximum", max), _combinable),
     "mean": Operator("mean", _add_averages, _to_average, _average),
     "any": Operator("any", operator.or_, _truth),
     "all": Operator("all", operator.and_, _truth),

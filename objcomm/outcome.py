@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import msgpack
 
-from objcomm.errors import CollectiveError, RankFailure, WireError
+from objcomm.errors import CollectiveError, RankFailure, WireError, text_of
 from objcomm.frames import Header, Status
 from objcomm.message import Message, compose
 
@@ -21,13 +21,10 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
     """Describe an exception that happened on ``rank``; never raises."""
     kind = type(error)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    try:
-        message = str(error)
-    except Exception as second:  # noqa: BLE001  # any __str__ of a user's may raise
-        message = f"<its __str__ raised {type(second).__name__}>"
+    message = text_of(error).removeprefix(f"{kind.__name__}: ")
     try:
         remote = "".join(traceback.format_exception(error))
-    except Exception as second:  # noqa: BLE001  # likewise
+    except Exception as second:  # noqa: BLE001  # any __str__ of a user's may raise
         remote = f"<its traceback can't be formatted: {type(second).__name__}>"
     return RankFailure(rank, name, _head(message), _tail(remote))
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from objcomm.config import settings
 from objcomm.errors import DecodeError, UsageError
 from objcomm.memory import Buffer
 
@@ -136,8 +137,11 @@ def codec_of_message(name: str) -> Codec:
     """The codec that a received message names.
 
     Raises:
-        DecodeError: this process has none of that name.
+        DecodeError: this process has none of that name, or does not accept it.
     """
+    accepted = settings().accept
+    if accepted is not None and name not in accepted:
+        raise DecodeError(name, f"this rank accepts only {', '.join(sorted(accepted))}")
     codec = _registry.get(name)
     if codec is None:
         known = ", ".join(_registry.names())

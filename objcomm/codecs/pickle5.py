@@ -21,7 +21,7 @@ import torch
 from objcomm.codecs import tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
 from objcomm.codecs.paths import blame
-from objcomm.errors import DecodeError, EncodeError
+from objcomm.errors import DecodeError, EncodeError, text_of
 from objcomm.memory import Buffer, Kind, view
 
 _NAME = "pickle"
@@ -70,8 +70,7 @@ class PickleCodec:
             _Pickler(sink, device_type).dump(obj)
         except Exception as error:
             path, culprit = blame(obj, _can_pickle)
-            reason = f"{type(error).__name__}: {error}"
-            raise EncodeError(_NAME, type(culprit).__qualname__, path, reason) from error
+            raise EncodeError(_NAME, type(culprit).__qualname__, path, text_of(error)) from error
         return Encoded(b"".join(sink.parts), sink.buffers)
 
     def decode(
@@ -82,7 +81,7 @@ class PickleCodec:
         try:
             return pickle.loads(meta, buffers=buffers)  # noqa: S301  # what this codec is for
         except Exception as error:
-            raise DecodeError(_NAME, f"{type(error).__name__}: {error}") from error
+            raise DecodeError(_NAME, text_of(error)) from error
         finally:
             tensors.target_device.reset(token)
 
@@ -182,7 +181,9 @@ class _Pickler(pickle.Pickler):
             about, flat = tensors.describe(tensor, self._device_type)
             kind = Kind.TENSOR if flat.device.type == "cpu" else Kind.DEVICE
             memory = self._memory(Buffer(kind, flat, flat))
-            return _rebuild_tensor, (tuple(about), memory), vars(tensor) or None
+            rebuilt = _rebuild_tensor, (tuple(about), memory)
+            attributes = vars(tensor)
+            return (*rebuilt, attributes, None, None, _set_attributes) if attributes else rebuilt
         if type(tensor) is torch.Tensor and tensor.layout is torch.sparse_coo:
             members = (tensor._indices(), tensor._values())  # noqa: SLF001  # uncoalesced too
             facts = (tuple(tensor.shape), tensor.is_coalesced(), tensor.requires_grad)
@@ -234,6 +235,11 @@ def _same(buffer: Any) -> Any:
 
 def _rebuild_tensor(about: tuple[Any, ...], flat: torch.Tensor) -> torch.Tensor:
     return tensors.rebuild(tensors.Dense(*about), flat)
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    # Tensor.__setstate__ takes something else.
+    vars(tensor).update(attributes)
 
 
 def _rebuild_coo(

@@ -22,7 +22,7 @@ from objcomm.codecs import tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
 from objcomm.codecs.paths import blame
 from objcomm.codecs.registry import classes
-from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError
+from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, text_of
 from objcomm.memory import Buffer, Kind, view
 
 _NAME = "msgpack"
@@ -56,7 +56,7 @@ class PlainCodec:
             return _Encoder(device_type).encode(obj)
         except Exception as error:
             path, culprit = blame(obj, _can_encode)
-            reason = str(error) if isinstance(error, _RefusedError) else repr(error)
+            reason = str(error) if isinstance(error, _RefusedError) else text_of(error)
             raise EncodeError(_NAME, type(culprit).__qualname__, path, reason) from error
 
     def decode(
@@ -69,7 +69,7 @@ class PlainCodec:
         except DecodeError:
             raise
         except Exception as error:
-            raise DecodeError(_NAME, f"{type(error).__name__}: {error}") from error
+            raise DecodeError(_NAME, text_of(error)) from error
         finally:
             tensors.target_device.reset(token)
 
@@ -115,7 +115,7 @@ _RULES: tuple[tuple[type, str, Callable[[Any], Sequence[Any]], Callable[..., Any
     (
         datetime.timezone,
         "timezone",
-        lambda zone: (zone.utcoffset(None), zone.tzname(None)),
+        lambda zone: zone.__getinitargs__(),  # as pickle: UTC and unnamed offsets stay so
         datetime.timezone,
     ),
     (zoneinfo.ZoneInfo, "zoneinfo", lambda zone: (zone.key,), zoneinfo.ZoneInfo),

@@ -164,7 +164,8 @@ def describe_array(array: "np.ndarray[Any, Any]") -> tuple[str, torch.Tensor, An
     if not owner.nbytes:
         return order, torch.empty(0, dtype=torch.uint8), owner
     if not owner.flags.writeable:  # torch.from_numpy warns of those
-        return order, at_address(owner.__array_interface__["data"][0], owner.nbytes), owner
+        address = owner.__array_interface__["data"][0]
+        return order, at_address(address, owner.nbytes, owner), owner
     return order, torch.from_numpy(owner.ravel("K").view("u1")), owner
 
 

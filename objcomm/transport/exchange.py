@@ -101,16 +101,17 @@ class Exchange:
             ]
             self._wait(pending, peer, waited_for)
             self._lane.stand_again(self._link, peer)
-            messages.append(self.open(raw, peer if made_by is None else made_by))
+            message = self.open(raw, peer if made_by is None else made_by)
+            self.received_nbytes += message.head_nbytes
+            messages.append(message)
         self.rounds += 1
         return messages
 
-    def open(self, raw: bytearray, sender: int) -> Message:
+    def open(self, raw: bytearray | memoryview, sender: int) -> Message:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
         header = Header.unpack(raw)
         check_same_call(self.header, header, sender)
         message = open_head(raw, header, self._max_nbytes)
-        self.received_nbytes += message.nbytes
         if header.is_inline:
             open_body(message, self.device.device)
         return message
@@ -182,6 +183,7 @@ class Exchange:
         self.sent_nbytes += flat.numel()
 
     def _post(self, peer: int, flat: torch.Tensor) -> Pending:
+        self.received_nbytes += flat.numel()
         return self._link.recv(flat, peer, self._payload_tag)
 
     def _wait_for(self, arriving: Sequence[tuple[int, torch.Tensor]]) -> None:

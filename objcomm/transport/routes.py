@@ -7,7 +7,7 @@ reads as the protocol. What a message means is the callers' business.
 from collections.abc import Sequence
 
 from objcomm.errors import WireError
-from objcomm.frames import HEADER_NBYTES, Header, Status
+from objcomm.frames import Header, Status
 from objcomm.message import Message, compose
 from objcomm.transport import topology
 from objcomm.transport.exchange import Exchange
@@ -99,12 +99,10 @@ def open_bundle(exchange: Exchange, bundle: Message, mine: Message) -> list[Mess
     messages = []
     rest = bundle.meta
     for peer in range(exchange.size):
-        header = Header.unpack(rest)
-        nbytes = HEADER_NBYTES + (header.body_nbytes if header.is_inline else 0)
-        messages.append(
-            mine if peer == exchange.rank else exchange.open(bytearray(rest[:nbytes]), peer)
-        )
-        rest = rest[nbytes:]
+        is_mine = peer == exchange.rank
+        message = mine if is_mine else exchange.open(rest, peer)
+        messages.append(message)
+        rest = rest[message.head_nbytes :]
     return messages
 
 
@@ -112,14 +110,20 @@ def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -
     """One message of ``root``'s for each rank; returns this rank's."""
     if messages is None:
         return recv(exchange, root)
+    exchange.rounds += 1
     for peer, message in enumerate(messages):
         if peer != root:
-            send(exchange, message, peer)
+            _send(exchange, message, peer)
     return messages[root]
 
 
 def send(exchange: Exchange, message: Message, peer: int) -> None:
     """A message to one rank, which calls ``recv``."""
+    exchange.rounds += 1
+    _send(exchange, message, peer)
+
+
+def _send(exchange: Exchange, message: Message, peer: int) -> None:
     exchange.send_head(message, [peer])
     exchange.send_rest(message, [peer])
     exchange.device.send(message, peer)
