@@ -156,9 +156,7 @@ class Call:
     def failure(self, error: BaseException) -> Message:
         """The message that tells the others of this rank's error."""
         self._own_error = error
-        failed = error.failures.values() if isinstance(error, CollectiveError) else ()
-        failures = [*failed] or [failure_of(error, self.rank)]
-        return failure_message(self.exchange.header, failures)
+        return failure_message(self.exchange.header, [failure_of(error, self.rank)])
 
     def failures(self, messages: Sequence[Message]) -> Message | None:
         """One message that tells of all the failures in some others, if there are any."""
@@ -218,6 +216,8 @@ class Call:
             return conclude()
         try:
             result = conclude()
+        except CollectiveError as error:
+            mine = failure_message(self.exchange.header, error.failures.values())
         except BaseException as error:  # noqa: BLE001  # raised by raise_failures
             mine = self.failure(error)
         else:

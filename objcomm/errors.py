@@ -169,8 +169,8 @@ class TransportError(ObjcommError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"{self.operation}: the connection to {_ranks(self.peers)} ended, "
-            f"did that process exit? ({self.reason})"
+            f"{self.operation}: the connection to {_ranks(self.peers)} ended: it exited, or left "
+            f"after an error of its own ({self.reason})"
         )
 
 

@@ -57,7 +57,7 @@ def gather_scalar(
         Operation.GATHER_SCALAR,
         group=group,
         timeout=timeout,
-        codec="pickle",
+        codec=_codec_for(value),
         global_root=dst,
         group_root=group_dst,
         has_root=True,
@@ -88,8 +88,17 @@ def all_gather_scalar(value: T, *, group: GroupLike = None, timeout: Timeout = N
         >>> objcomm.all_gather_scalar(True)
         [True]
     """
-    with Call(Operation.ALL_GATHER_SCALAR, group=group, timeout=timeout, codec="pickle") as call:
+    with Call(
+        Operation.ALL_GATHER_SCALAR, group=group, timeout=timeout, codec=_codec_for(value)
+    ) as call:
         return all_gather_in(call, value, check=_check_scalar)
+
+
+def _codec_for(value: object) -> str:
+    """Scalars are plain data, so a rank that refuses pickles gets them; subclasses are not."""
+    kind = type(value)
+    is_plain = kind in _PLAIN_SCALARS or kind.__module__ == "numpy" or kind is torch.Tensor
+    return "msgpack" if is_plain else "pickle"
 
 
 def _check_scalar(value: T) -> T:

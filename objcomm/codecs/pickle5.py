@@ -184,10 +184,8 @@ class _Pickler(pickle.Pickler):
             rebuilt = _rebuild_tensor, (tuple(about), memory)
             attributes = vars(tensor)
             return (*rebuilt, attributes, None, None, _set_attributes) if attributes else rebuilt
-        if type(tensor) is torch.Tensor and tensor.layout is torch.sparse_coo:
-            members = (tensor._indices(), tensor._values())  # noqa: SLF001  # uncoalesced too
-            facts = (tuple(tensor.shape), tensor.is_coalesced(), tensor.requires_grad)
-            return _rebuild_coo, (*members, *facts)
+        if tensors.is_coo_tensor(tensor):
+            return tensors.rebuild_coo, tensors.describe_coo(tensor)
         if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
             raise TypeError(
                 "a DTensor is one shard of a distributed tensor; send its to_local() or "
@@ -240,19 +238,6 @@ def _rebuild_tensor(about: tuple[Any, ...], flat: torch.Tensor) -> torch.Tensor:
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     # Tensor.__setstate__ takes something else.
     vars(tensor).update(attributes)
-
-
-def _rebuild_coo(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    shape: tuple[int, ...],
-    is_coalesced: bool,  # noqa: FBT001  # positional: the stream calls it
-    requires_grad: bool,  # noqa: FBT001
-) -> torch.Tensor:
-    tensor = torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=is_coalesced, check_invariants=True
-    )
-    return tensor.requires_grad_(requires_grad)
 
 
 def _can_pickle(obj: object) -> bool:

@@ -183,6 +183,13 @@ class _Encoder:
             kind = Kind.TENSOR if flat.device.type == "cpu" else Kind.DEVICE
             position = self._buffer(Buffer(kind, flat, flat))
             return _extended("tensor", position, *map(_listed, about))
+        if tensors.is_coo_tensor(obj):
+            return _extended("coo", *map(self._lower, tensors.describe_coo(obj)))
+        if isinstance(obj, torch.Tensor):
+            raise _RefusedError(
+                "a tensor of this class or layout is no plain data; send its parts, or use "
+                "codec='pickle'"
+            )
         if tensors.is_plain_array(obj):
             order, flat, owner = tensors.describe_array(obj)
             position = self._buffer(Buffer(Kind.TENSOR, owner, flat))
@@ -237,6 +244,7 @@ class _Decoder:
             "buffer": self._raise_buffer,
             "tensor": self._raise_tensor,
             "ndarray": self._raise_array,
+            "coo": tensors.rebuild_coo,
             "scalar": tensors.rebuild_scalar,
             "dtype": tensors.array_dtype_named,
             "object": _raise_object,

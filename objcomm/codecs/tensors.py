@@ -144,6 +144,38 @@ def _on_device(flat: torch.Tensor, device_type: str) -> torch.Tensor:
         ) from error
 
 
+def is_coo_tensor(obj: object) -> bool:
+    """Whether ``obj`` is a sparse tensor of coordinates, which two plain tensors make up."""
+    return type(obj) is torch.Tensor and obj.layout is torch.sparse_coo
+
+
+def describe_coo(
+    tensor: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], bool, bool]:
+    """What ``rebuild_coo`` takes; a tensor that was not coalesced stays so."""
+    return (
+        tensor._indices(),  # noqa: SLF001  # indices() refuses uncoalesced ones
+        tensor._values(),  # noqa: SLF001
+        tuple(tensor.shape),
+        tensor.is_coalesced(),
+        tensor.requires_grad,
+    )
+
+
+def rebuild_coo(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    is_coalesced: bool,  # noqa: FBT001  # positional: a stream calls it
+    requires_grad: bool,  # noqa: FBT001
+) -> torch.Tensor:
+    """The tensor that ``describe_coo`` saw."""
+    tensor = torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=is_coalesced, check_invariants=True
+    )
+    return tensor.requires_grad_(requires_grad)
+
+
 def is_plain_array(obj: object) -> bool:
     """Whether ``obj`` is exactly a ``numpy.ndarray`` of plain memory, without importing numpy."""
     kind = type(obj)

@@ -4,7 +4,8 @@ Knows links, messages and this operation's header; knows nothing of what the mes
 who has to send to whom.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -93,14 +94,18 @@ class Exchange:
             TransportTimeout: the limit passed; names all that are missing.
             TransportError: a peer is gone.
         """
-        standing = [self._lane.standing(self._link, peer) for peer in peers]
+        standing = []
+        for peer in peers:
+            with self._naming(peer):
+                standing.append(self._lane.standing(self._link, peer))
         messages = []
         for at, (peer, (raw, pending)) in enumerate(zip(peers, standing, strict=True)):
             waited_for = [
                 (other[1], who) for who, other in zip(peers[at:], standing[at:], strict=True)
             ]
             self._wait(pending, peer, waited_for)
-            self._lane.stand_again(self._link, peer)
+            with contextlib.suppress(RuntimeError):  # the peer left after this message: its right
+                self._lane.stand_again(self._link, peer)
             message = self.open(raw, peer if made_by is None else made_by)
             self.received_nbytes += message.head_nbytes
             messages.append(message)
@@ -179,12 +184,14 @@ class Exchange:
 
     def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: Message) -> None:
         # The memory must outlive the transfer, so its owner is kept beside it.
-        self._sends.append((self._link.send(flat, peer, tag), peer, flat, owner))
+        with self._naming(peer):
+            self._sends.append((self._link.send(flat, peer, tag), peer, flat, owner))
         self.sent_nbytes += flat.numel()
 
     def _post(self, peer: int, flat: torch.Tensor) -> Pending:
         self.received_nbytes += flat.numel()
-        return self._link.recv(flat, peer, self._payload_tag)
+        with self._naming(peer):
+            return self._link.recv(flat, peer, self._payload_tag)
 
     def _wait_for(self, arriving: Sequence[tuple[int, torch.Tensor]]) -> None:
         if not arriving:
@@ -197,13 +204,27 @@ class Exchange:
     def _wait(
         self, pending: Pending, peer: int, waited_for: Sequence[tuple[Pending, int]] = ()
     ) -> None:
-        try:
+        with self._naming(peer, waited_for):
             pending.wait(self._deadline.left())
+
+    @contextlib.contextmanager
+    def _naming(self, peer: int, waited_for: Sequence[tuple[Pending, int]] = ()) -> Iterator[None]:
+        """Turn what a link raises into an error that names the ranks concerned."""
+        try:
+            yield
         except RuntimeError as error:
             if self._deadline.has_passed:
                 missing = tuple(who for other, who in waited_for if not _is_done(other)) or (peer,)
                 raise TransportTimeout(self._operation, missing, self._deadline.seconds) from error
-            raise TransportError(self._operation, (peer,), str(error)) from error
+            raise TransportError(self._operation, (peer,), _reason(error)) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """Gloo's text without its source file and its general advice."""
+    text = str(error)
+    if text.startswith("["):
+        text = text.partition("] ")[2]
+    return text.partition(". This is typically")[0]
 
 
 def _is_done(pending: Pending) -> bool:

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from objcomm.errors import TransportError
 from objcomm.transport.base import POKE_TAG, Deadline, Pending
-from objcomm.transport.rendezvous import agree_on_nonce
+from objcomm.transport.rendezvous import FIRST_USE, agree_on_nonce, forget
 
 
 class GlooLink:
     """Joins all ranks of one group by a private ``ProcessGroupGloo``.
 
-    Constructing it is collective. Attributes:
+    Constructing it is collective.
+
+    Attributes:
         rank: rank within the group.
         size: number of ranks.
         nonce: a name that only this link ever had, the same on each rank.
@@ -31,8 +34,14 @@ class GlooLink:
         self.size = size
         self.nonce = agree_on_nonce(store, rank, size, deadline)
         prefixed = dist.PrefixStore(f"objcomm/{self.nonce}", store)
-        # Any: torch's stubs leave out point-to-point of a backend.
-        self._mesh: Any = dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
+        try:
+            # Any: torch's stubs leave out point-to-point of a backend.
+            self._mesh: Any = dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
+        except RuntimeError as error:
+            others = tuple(peer for peer in range(size) if peer != rank)
+            raise TransportError(FIRST_USE, others, str(error)) from error
+        if rank == 0:
+            forget(store, self.nonce)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""
@@ -49,7 +58,9 @@ class GlooLink:
 
         ``ProcessGroup.abort()`` does not wake a waiting Gloo operation (tried with torch 2.13).
         """
-        peer = (self.rank + 1) % self.size
-        with contextlib.suppress(RuntimeError):
-            nothing = torch.empty(1, dtype=torch.uint8)
-            self._mesh.recv([nothing], peer, POKE_TAG).wait(timedelta(milliseconds=1))
+        for peer in range(self.size):
+            # To each in turn: a connection that is closed already refuses, and closes no other.
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    self._mesh.recv([nothing], peer, POKE_TAG).wait(timedelta(milliseconds=1))

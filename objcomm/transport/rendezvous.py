@@ -2,7 +2,8 @@
 
 A store outlives process groups, and groups made again get the same names: keys of an earlier
 group, even of one that crashed half-way, must not be taken for this one's. So each rank says
-hello under a fresh random number, and rank 0 answers to that number.
+hello under a fresh random number, rank 0 answers to that number, and when all have taken its
+answer it says go.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -16,7 +17,14 @@ import torch.distributed as dist
 from objcomm.errors import TransportTimeout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from objcomm.transport.base import Deadline
+
+#: What errors call the meeting.
+FIRST_USE = "first use of the group"
+
+_PREFIX = "objcomm"
 
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
@@ -34,48 +42,74 @@ def agree_on_nonce(store: dist.Store, rank: int, size: int, deadline: Deadline) 
         deadline: how long to wait for the last one.
 
     Raises:
-        TransportTimeout: some ranks did not come; rank 0 knows which, the others name rank 0.
+        TransportTimeout: some ranks did not come; all that did know which.
     """
-    store = dist.PrefixStore("objcomm", store)
-    return _host(store, size, deadline) if rank == 0 else _guest(store, rank, deadline)
+    ours = dist.PrefixStore(_PREFIX, store)
+    if rank != 0:
+        return _Guest(ours, rank, size, deadline).meet()
+    return _meet_as_host(ours, size, deadline)
 
 
-def _host(store: dist.Store, size: int, deadline: Deadline) -> str:
+def forget(store: dist.Store, nonce: str) -> None:
+    """Leave nothing behind, once every rank has gone on; rank 0 only."""
+    dist.PrefixStore(_PREFIX, store).delete_key(f"go/{nonce}")
+
+
+def _meet_as_host(store: dist.Store, size: int, deadline: Deadline) -> str:
     nonce = uuid.uuid4().hex
     answered: dict[int, bytes] = {}
-    missing = set(range(1, size))
+    missing = list(range(1, size))
     pause = _PAUSE_MIN_SECONDS
     while missing:
-        for peer in sorted(missing):
+        for peer in missing:
             if store.check([f"hello/{peer}"]):
                 number = store.get(f"hello/{peer}")
                 if answered.get(peer) != number:  # a stale hello is answered too, to nobody
                     store.set(f"welcome/{number.decode()}", nonce)
                     answered[peer] = number
                     pause = _PAUSE_MIN_SECONDS
-            if store.check([f"joined/{nonce}/{peer}"]):
-                missing.discard(peer)
+        missing = _not_joined(store, nonce, missing)
         if missing:
-            pause = _sleep(pause, deadline, tuple(sorted(missing)))
+            pause = _sleep(pause, deadline, missing)
     for peer, number in answered.items():
         for key in (f"hello/{peer}", f"welcome/{number.decode()}", f"joined/{nonce}/{peer}"):
             store.delete_key(key)
+    store.set(f"go/{nonce}", "")
     return nonce
 
 
-def _guest(store: dist.Store, rank: int, deadline: Deadline) -> str:
-    number = uuid.uuid4().hex
-    store.set(f"hello/{rank}", number)
-    pause = _PAUSE_MIN_SECONDS
-    while not store.check([f"welcome/{number}"]):
-        pause = _sleep(pause, deadline, (0,))
-    nonce = store.get(f"welcome/{number}").decode()
-    store.set(f"joined/{nonce}/{rank}", "")
-    return nonce
+class _Guest:
+    """A rank that waits for rank 0's answer, and then for the others."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, deadline: Deadline) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._deadline = deadline
+
+    def meet(self) -> str:
+        number = uuid.uuid4().hex
+        self._store.set(f"hello/{self._rank}", number)
+        self._wait_for(f"welcome/{number}", lambda: [0])
+        nonce = self._store.get(f"welcome/{number}").decode()
+        self._store.set(f"joined/{nonce}/{self._rank}", "")
+        others = [peer for peer in range(1, self._size) if peer != self._rank]
+        self._wait_for(f"go/{nonce}", lambda: _not_joined(self._store, nonce, others) or [0])
+        return nonce
+
+    def _wait_for(self, key: str, absent: Callable[[], list[int]]) -> None:
+        pause = _PAUSE_MIN_SECONDS
+        while not self._store.check([key]):
+            missing = absent() if self._deadline.has_passed else []
+            pause = _sleep(pause, self._deadline, missing)
 
 
-def _sleep(pause: float, deadline: Deadline, missing: tuple[int, ...]) -> float:
+def _not_joined(store: dist.Store, nonce: str, peers: list[int]) -> list[int]:
+    return [peer for peer in peers if not store.check([f"joined/{nonce}/{peer}"])]
+
+
+def _sleep(pause: float, deadline: Deadline, missing: list[int]) -> float:
     if deadline.has_passed:
-        raise TransportTimeout("first use of the group", missing, deadline.seconds)
+        raise TransportTimeout(FIRST_USE, tuple(missing), deadline.seconds)
     time.sleep(pause)
     return min(2 * pause, _PAUSE_MAX_SECONDS)

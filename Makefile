@@ -1,0 +1,62 @@
+# Everything happens in .venv inside this checkout; Python 3.11 and make are all it needs.
+# Another interpreter: make PYTHON=/path/to/python3.11 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= demo-out
+
+# -c: the versions that the suite was run with. The variable pins what builds the package, too.
+INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet \
+	--disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test lint format types docs bench bench-smoke clean
+
+help:
+	@echo 'make demo    four ranks train and evaluate on real data; results in $(OUT)/'
+	@echo 'make test    the whole test suite'
+	@echo 'make lint    ruff and codespell          make format   let ruff mend what it can'
+	@echo 'make types   mypy, strict                make docs     build the site into site/'
+	@echo 'make bench   measure everything and write docs/benchmarks.md; takes long'
+	@echo 'make clean   remove .venv and all that was built'
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m objcomm.demo --config objcomm/demo/digits.toml --nproc 4 --out $(OUT)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.dev
+	mkdir -p bench-out
+	$(BIN)/python -m bench all --json bench-out/all.jsonl
+	$(BIN)/python -m bench report bench-out/all.jsonl -o docs/benchmarks.md
+
+bench-smoke: $(VENV)/.dev
+	$(BIN)/python -m bench broadcast --world 2 --smoke
+
+clean:
+	rm -rf $(VENV) site build dist demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# One empty file per installed extra, so that an unchanged checkout installs nothing twice.
+$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing objcomm[$*] into $(VENV); torch makes this take a few minutes at first'
+	@$(INSTALL) --editable '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -m venv $(VENV)

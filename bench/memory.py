@@ -1,0 +1,138 @@
+"""Memory: what one call costs a process beyond what it held before.
+
+Each measure runs in processes made for it, after one call on a small object has connected
+everything, and returns this rank's figures by name. Linux only: it reads ``/proc/self``.
+"""
+
+import contextlib
+import ctypes
+import gc
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import objcomm
+from bench.payloads import same
+
+_PR_SET_THP_DISABLE = 41  # <linux/prctl.h>
+_RESET_PEAK = "5"  # proc(5), /proc/pid/clear_refs
+#: Messages below this size are headers and metadata, not the object's memory.
+_BULK_FROM_NBYTES = 64 << 10
+_WIRE_CALLS = (
+    *("send", "recv", "recv_anysource", "broadcast", "gather", "scatter"),
+    *("allgather", "alltoall", "alltoall_base", "reduce", "allreduce"),
+)
+
+
+class Measure(Protocol):
+    """Runs the call once and gives this rank's figures."""
+
+    def __call__(self, call: Callable[[], object], mine: Any) -> dict[str, float]:
+        """``mine`` is this rank's payload: what it sends, or what it expects to receive."""
+
+
+def peak(call: Callable[[], object], mine: Any) -> dict[str, float]:
+    """Peak resident memory during the call, less what was resident before it."""
+    del mine
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+    before = _status_nbytes("VmRSS")
+    result = call()
+    extra = _status_nbytes("VmHWM") - before
+    del result
+    return {"peak_nbytes": float(max(0, extra))}
+
+
+def copies(call: Callable[[], object], mine: Any) -> dict[str, float]:
+    """Fresh memory touched during the call, and bytes the wire took from or put elsewhere.
+
+    Fresh memory is counted in page faults, with huge pages switched off for the process, so an
+    allocation counts although it was freed again. ``elsewhere`` counts bulk memory handed to
+    Gloo that lies neither in this rank's payload nor in its result: a staging buffer, however
+    often it is used again. Where Gloo was given no bulk at all, everything counts as elsewhere.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
+    with _watched_wire() as seen:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        result = call()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    known = [_span(mine), _span(result)]
+    elsewhere = sum(end - start for start, end in seen if not _inside((start, end), known))
+    return {
+        "fresh_nbytes": float(faults * resource.getpagesize()),
+        "elsewhere_nbytes": float(elsewhere if seen else mine.nbytes),
+    }
+
+
+def sent(call: Callable[[], object], mine: Any) -> dict[str, float]:
+    """Bytes that objcomm says this rank sent, and whether the result equals the payload."""
+    before = _sent_nbytes()
+    result = call()
+    return {"sent_nbytes": _sent_nbytes() - before, "mistakes": float(not same(result, mine))}
+
+
+def exact(call: Callable[[], object], mine: Any) -> dict[str, float]:
+    """Whether the result equals the payload."""
+    return {"mistakes": float(not same(call(), mine))}
+
+
+MEASURES: dict[str, Measure] = {"peak": peak, "copies": copies, "sent": sent, "exact": exact}
+
+
+def _status_nbytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        label, _, amount = line.partition(":")
+        if label == name:
+            return int(amount.split()[0]) * 1024
+    raise LookupError(f"/proc/self/status has no {name}")
+
+
+def _sent_nbytes() -> float:
+    return float(sum(operation.sent_nbytes for operation in objcomm.stats().values()))
+
+
+def _span(array: Any) -> tuple[int, int]:
+    return np.lib.array_utils.byte_bounds(array)
+
+
+def _inside(inner: tuple[int, int], spans: list[tuple[int, int]]) -> bool:
+    return any(start <= inner[0] and inner[1] <= end for start, end in spans)
+
+
+@contextlib.contextmanager
+def _watched_wire() -> Iterator[list[tuple[int, int]]]:
+    """Note the addresses of all bulk tensors that any Gloo group is given, in either direction."""
+    seen: list[tuple[int, int]] = []
+    originals = {name: getattr(dist.ProcessGroupGloo, name) for name in _WIRE_CALLS}
+    for name, original in originals.items():
+        setattr(dist.ProcessGroupGloo, name, _noting(original, seen))
+    try:
+        yield seen
+    finally:
+        for name, original in originals.items():
+            setattr(dist.ProcessGroupGloo, name, original)
+
+
+def _noting(original: Callable[..., Any], seen: list[tuple[int, int]]) -> Callable[..., Any]:
+    def noted(*args: Any, **named: Any) -> Any:
+        seen.extend(
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+            for tensor in _tensors_in([*args, *named.values()])
+            if tensor.nbytes >= _BULK_FROM_NBYTES
+        )
+        return original(*args, **named)
+
+    return noted
+
+
+def _tensors_in(values: list[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(list(value))

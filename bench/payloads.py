@@ -1,0 +1,143 @@
+"""Named, sized objects for the cases to send.
+
+A payload is built on every rank from that rank's number alone, and equal calls build equal
+objects, so that a receiver can check what it got without a second transfer.
+"""
+
+import random
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+MIB = 1 << 20
+HUGE_NBYTES = 2**31 + 1  # one more than a signed 32-bit length can say, twice over
+VIEWED_NBYTES = 10**9
+COPIED_NBYTES = 100 * 10**6
+
+
+@dataclass(slots=True)
+class Tally:
+    """A small object of a user's own, merged in rank order."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    seen: int = 0
+
+    def merge(self, other: "Tally") -> "Tally":
+        """Both tallies in one; neither changes."""
+        counts = dict(self.counts)
+        for label, count in other.counts.items():
+            counts[label] = counts.get(label, 0) + count
+        return Tally(counts, self.seen + other.seen)
+
+
+def _config(_rank: int, _shrink: int) -> dict[str, Any]:
+    # About 1 KiB when pickled, in the mixture a training script has.
+    return {
+        "model": {"name": "resnet50", "width": 64, "blocks": [3, 4, 6, 3], "dropout": 0.1},
+        "optimizer": {"name": "adamw", "lr": 3e-4, "betas": (0.9, 0.999), "decay": None},
+        "data": {f"shard_{i}": f"train/part-{i:05d}.parquet" for i in range(16)},
+        "steps": 100_000,
+        "resume": False,
+        "notes": string.ascii_lowercase * 6,
+    }
+
+
+def _result(rank: int, _shrink: int) -> dict[str, Any]:
+    return {"rank": rank, "correct": 1797 + rank, "loss": 0.25 / (rank + 1), "split": "test"}
+
+
+def _tally(rank: int, _shrink: int) -> Tally:
+    return Tally({f"class_{label}": label * rank + 1 for label in range(10)}, seen=rank)
+
+
+def _scalar(rank: int, _shrink: int) -> float:
+    return 0.1 * (rank + 1)
+
+
+def _array(nbytes: int) -> Callable[[int, int], np.ndarray]:
+    def build(rank: int, shrink: int) -> np.ndarray:
+        return np.arange(nbytes // shrink // 8, dtype=np.int64) + rank
+
+    return build
+
+
+def _state(nbytes: int) -> Callable[[int, int], dict[str, np.ndarray]]:
+    def build(_rank: int, shrink: int) -> dict[str, np.ndarray]:
+        return {"w": _array(nbytes)(0, shrink)}
+
+    return build
+
+
+def _tensor(nbytes: int) -> Callable[[int, int], torch.Tensor]:
+    def build(_rank: int, shrink: int) -> torch.Tensor:
+        return torch.from_numpy(_array(nbytes)(0, shrink))
+
+    return build
+
+
+def _noise(nbytes: int) -> Callable[[int, int], bytes]:
+    def build(rank: int, shrink: int) -> bytes:
+        return random.Random(rank).randbytes(nbytes // shrink)  # noqa: S311  # no secret
+
+    return build
+
+
+def _skewed(
+    build: Callable[[int, int], Any], small: Callable[[int, int], Any]
+) -> Callable[[int, int], Any]:
+    def pick(rank: int, shrink: int) -> Any:
+        return build(rank, shrink) if rank == 1 else small(rank, 1)
+
+    return pick
+
+
+def _huge(_rank: int, shrink: int) -> bytes:
+    if shrink > 1:
+        return b"\x01" * (HUGE_NBYTES // shrink)
+    # A repeated block of odd content; two halves, because randbytes() stops at 2**31 bits.
+    block = random.Random(0).randbytes(MIB)  # noqa: S311  # no secret
+    return block * (HUGE_NBYTES // MIB) + block[: HUGE_NBYTES % MIB]
+
+
+def _view(_rank: int, shrink: int) -> torch.Tensor:
+    # zeros() maps pages that nothing has touched: a gigabyte to view costs no memory here.
+    whole = torch.zeros(VIEWED_NBYTES // shrink // 4)
+    whole[5] = 3.5
+    return whole[5:6]
+
+
+#: What a name builds: ``build(rank, shrink)``; a smoke run shrinks the large ones.
+PAYLOADS: dict[str, Callable[[int, int], Any]] = {
+    "nothing": lambda _rank, _shrink: None,
+    "config dict, 1 KiB": _config,
+    "small dict": _result,
+    "small custom object": _tally,
+    "float": _scalar,
+    '{"w": 128 MiB ndarray}': _state(128 * MIB),
+    "128 MiB tensor": _tensor(128 * MIB),
+    "8 MiB array per rank": _array(8 * MIB),
+    "64 MiB of bytes on rank 1, 1 KiB elsewhere": _skewed(_noise(64 * MIB), _noise(1024)),
+    "64 MiB array on rank 1, 1 KiB elsewhere": _skewed(_array(64 * MIB), _array(1024)),
+    "one element of a 1 GB tensor": _view,
+    "2^31 + 1 bytes": _huge,
+    "100 MB array": _array(COPIED_NBYTES),
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two received objects are equal, arrays and tensors inside them included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

@@ -1,0 +1,287 @@
+"""The libraries compared, each behind one signature.
+
+Every method is a whole operation as a user would write it with that library; what the library
+lacks is composed from what it has. Ranks are those of the world. mpi4py is imported only where
+its peer is made, because importing it starts MPI.
+"""
+
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import objcomm
+
+Merge = Callable[[Any, Any], Any]
+
+# What torch's object collectives call; there is no public way to serialise without sending.
+_to_tensor: Callable[..., tuple[torch.Tensor, torch.Tensor]] = distributed_c10d._object_to_tensor  # noqa: SLF001
+_from_tensor: Callable[..., Any] = distributed_c10d._tensor_to_object  # noqa: SLF001
+
+
+class Peer(Protocol):
+    """What a case may ask of a library; see the module's docstring."""
+
+    rank: int
+    world: int
+    sends_objects: bool  # False where only as many raw bytes travel
+
+    def prepare(self, mine: Any) -> Any:
+        """This rank's payload as the peer takes it, made once and outside the measurement."""
+
+    def broadcast(self, obj: Any) -> Any:
+        """Rank 0's object on every rank."""
+
+    def gather(self, obj: Any) -> Any:
+        """Every rank's object on rank 0."""
+
+    def all_gather(self, obj: Any) -> Any:
+        """Every rank's object on every rank."""
+
+    def scatter(self, obj: Any) -> Any:
+        """One of rank 0's objects on each rank; here they are all the same one."""
+
+    def all_reduce(self, obj: Any, merge: Merge) -> Any:
+        """All objects merged in rank order, on every rank."""
+
+    def gather_scalar(self, value: Any) -> Any:
+        """One number per rank on rank 0."""
+
+    def reduce_and_broadcast(self, produce: Callable[[], Any], combine: Callable[..., Any]) -> Any:
+        """``combine`` of all that ``produce`` gave, computed once and given to every rank."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called."""
+
+    def round_trip(self, obj: Any) -> Any:
+        """Serialise and back, in one process."""
+
+
+class _Objcomm:
+    """This package."""
+
+    sends_objects = True
+
+    def __init__(self, codec: str | None = None) -> None:
+        self.rank, self.world, self._codec = dist.get_rank(), dist.get_world_size(), codec
+
+    def prepare(self, mine: Any) -> Any:
+        return mine
+
+    def broadcast(self, obj: Any) -> Any:
+        return objcomm.broadcast(obj, codec=self._codec)
+
+    def gather(self, obj: Any) -> Any:
+        return objcomm.gather(obj, codec=self._codec)
+
+    def all_gather(self, obj: Any) -> Any:
+        return objcomm.all_gather(obj, codec=self._codec)
+
+    def scatter(self, obj: Any) -> Any:
+        return objcomm.scatter([obj] * self.world if self.rank == 0 else None, codec=self._codec)
+
+    def all_reduce(self, obj: Any, merge: Merge) -> Any:
+        return objcomm.all_reduce(obj, merge, codec=self._codec)
+
+    def gather_scalar(self, value: Any) -> Any:
+        return objcomm.gather_scalar(value)
+
+    def reduce_and_broadcast(self, produce: Callable[[], Any], combine: Callable[..., Any]) -> Any:
+        return objcomm.reduce_and_broadcast(produce, combine, codec=self._codec)
+
+    def barrier(self) -> None:
+        objcomm.barrier()
+
+    def round_trip(self, obj: Any) -> Any:
+        return objcomm.from_tensor(objcomm.to_tensor(obj, codec=self._codec))
+
+
+class _Torch:
+    """The object collectives of ``torch.distributed``."""
+
+    sends_objects = True
+
+    def __init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def prepare(self, mine: Any) -> Any:
+        return mine
+
+    def broadcast(self, obj: Any) -> Any:
+        box = [obj if self.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, obj: Any) -> Any:
+        boxes = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(obj, boxes, dst=0)
+        return boxes
+
+    def all_gather(self, obj: Any) -> Any:
+        boxes = [None] * self.world
+        dist.all_gather_object(boxes, obj)
+        return boxes
+
+    def scatter(self, obj: Any) -> Any:
+        box = [None]
+        dist.scatter_object_list(box, [obj] * self.world if self.rank == 0 else None, src=0)
+        return box[0]
+
+    def all_reduce(self, obj: Any, merge: Merge) -> Any:
+        return functools.reduce(merge, self.all_gather(obj))
+
+    def gather_scalar(self, value: Any) -> Any:
+        return self.gather(value)
+
+    def reduce_and_broadcast(self, produce: Callable[[], Any], combine: Callable[..., Any]) -> Any:
+        parts = self.gather(produce())
+        return self.broadcast(combine(parts) if self.rank == 0 else None)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def round_trip(self, obj: Any) -> Any:
+        cpu = torch.device("cpu")
+        return _from_tensor(*_to_tensor(obj, cpu, dist.group.WORLD), dist.group.WORLD)
+
+
+class _Raw:
+    """The tensor collectives of ``torch.distributed``, moving as many bytes as the object has.
+
+    Shapes must be equal on all ranks and known beforehand, so uneven payloads are padded to the
+    largest. Receives into memory allocated in the call, or with ``warm`` into the same each time.
+    """
+
+    sends_objects = False
+
+    def __init__(self, *, warm: bool = False) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._memory = functools.cache(torch.empty_like) if warm else torch.empty_like
+
+    def prepare(self, mine: Any) -> torch.Tensor:
+        flat = _flat_bytes(mine)
+        nbytes = torch.tensor(flat.numel())
+        dist.all_reduce(nbytes, op=dist.ReduceOp.MAX)
+        missing = int(nbytes) - flat.numel()
+        return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+
+    def broadcast(self, obj: torch.Tensor) -> torch.Tensor:
+        box = obj if self.rank == 0 else self._memory(obj)
+        dist.broadcast(box, src=0)
+        return box
+
+    def gather(self, obj: torch.Tensor) -> list[torch.Tensor] | None:
+        boxes = [torch.empty_like(obj) for _ in range(self.world)] if self.rank == 0 else None
+        dist.gather(obj, boxes, dst=0)
+        return boxes
+
+    def all_gather(self, obj: torch.Tensor) -> list[torch.Tensor]:
+        boxes = [torch.empty_like(obj) for _ in range(self.world)]
+        dist.all_gather(boxes, obj)
+        return boxes
+
+    def scatter(self, obj: torch.Tensor) -> torch.Tensor:
+        box = torch.empty_like(obj)
+        dist.scatter(box, [obj] * self.world if self.rank == 0 else None, src=0)
+        return box
+
+    def all_reduce(self, obj: torch.Tensor, merge: Merge) -> torch.Tensor:
+        del merge  # a tensor collective sums
+        summed = obj.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    def gather_scalar(self, value: torch.Tensor) -> list[torch.Tensor] | None:
+        return self.gather(value)
+
+    def reduce_and_broadcast(
+        self, produce: Callable[[], torch.Tensor], combine: Callable[..., Any]
+    ) -> torch.Tensor:
+        del combine
+        return self.all_reduce(produce(), max)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def round_trip(self, obj: torch.Tensor) -> torch.Tensor:
+        return obj.clone()
+
+
+class _Mpi4py:
+    """The lower-case methods of an mpi4py communicator."""
+
+    sends_objects = True
+
+    def __init__(self, *, out_of_band: bool = False) -> None:
+        from mpi4py import MPI  # noqa: PLC0415  # starts MPI
+        from mpi4py.util import pkl5  # noqa: PLC0415
+
+        self._comm = pkl5.Intracomm(MPI.COMM_WORLD) if out_of_band else MPI.COMM_WORLD
+        self._pickle = MPI.pickle
+        self.rank, self.world = self._comm.rank, self._comm.size
+
+    def prepare(self, mine: Any) -> Any:
+        return mine
+
+    def broadcast(self, obj: Any) -> Any:
+        return self._comm.bcast(obj if self.rank == 0 else None, root=0)
+
+    def gather(self, obj: Any) -> Any:
+        return self._comm.gather(obj, root=0)
+
+    def all_gather(self, obj: Any) -> Any:
+        return self._comm.allgather(obj)
+
+    def scatter(self, obj: Any) -> Any:
+        return self._comm.scatter([obj] * self.world if self.rank == 0 else None, root=0)
+
+    def all_reduce(self, obj: Any, merge: Merge) -> Any:
+        return self._comm.allreduce(obj, op=merge)
+
+    def gather_scalar(self, value: Any) -> Any:
+        return self._comm.gather(value, root=0)
+
+    def reduce_and_broadcast(self, produce: Callable[[], Any], combine: Callable[..., Any]) -> Any:
+        parts = self._comm.gather(produce(), root=0)
+        return self._comm.bcast(combine(parts) if parts is not None else None, root=0)
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+    def round_trip(self, obj: Any) -> Any:
+        return self._pickle.loads(self._pickle.dumps(obj))
+
+
+#: Makers of the peers, by the name that cases and reports use.
+PEERS: dict[str, Callable[[], Peer]] = {
+    "objcomm": _Objcomm,
+    "objcomm msgpack": lambda: _Objcomm("msgpack"),
+    "torch": _Torch,
+    "raw": _Raw,
+    "raw warm": lambda: _Raw(warm=True),
+    "mpi4py": _Mpi4py,
+    "mpi4py pkl5": lambda: _Mpi4py(out_of_band=True),
+}
+
+
+def needs_mpi(peer: str) -> bool:
+    """Whether a peer can be made only in processes that ``mpiexec`` started."""
+    return peer.startswith("mpi4py")
+
+
+def _flat_bytes(obj: Any) -> torch.Tensor:
+    # The bytes a tensor program would send for it: its numbers, or else its pickle.
+    if isinstance(obj, dict) and set(obj) == {"w"}:
+        return _flat_bytes(obj["w"])
+    if isinstance(obj, torch.Tensor):
+        return obj.contiguous().view(torch.uint8)
+    if isinstance(obj, np.ndarray):
+        return torch.from_numpy(obj).view(torch.uint8)
+    if isinstance(obj, bytes):
+        return torch.frombuffer(bytearray(obj), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)

@@ -1,0 +1,39 @@
+"""Import time, measured in fresh interpreters that alternate.
+
+Knows nothing of ranks: one interpreter imports torch, the next torch and then objcomm.
+"""
+
+import json
+import subprocess
+import sys
+
+_TORCH = "torch"
+_ADDED = "objcomm"
+_TOGETHER = "torch, then objcomm"
+_PROGRAM = """
+import json, sys, time
+taken = []
+for name in sys.argv[1:]:
+    began = time.perf_counter()
+    __import__(name)
+    taken.append(time.perf_counter() - began)
+print(json.dumps(taken))
+"""
+
+
+def import_seconds(samples: int) -> dict[str, list[float]]:
+    """Seconds to import torch alone, objcomm once torch is there, and the two together."""
+    taken: dict[str, list[float]] = {_TORCH: [], _ADDED: [], _TOGETHER: []}
+    _imports(_TORCH, _ADDED)  # compiles their bytecode and fills the page cache
+    for _ in range(samples):
+        taken[_TORCH] += _imports(_TORCH)
+        both = _imports(_TORCH, _ADDED)
+        taken[_ADDED].append(both[1])
+        taken[_TOGETHER].append(sum(both))
+    return taken
+
+
+def _imports(*modules: str) -> list[float]:
+    command = [sys.executable, "-c", _PROGRAM, *modules]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603
+    return [float(seconds) for seconds in json.loads(printed)]

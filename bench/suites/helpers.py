@@ -1,0 +1,25 @@
+"""The conveniences on top of the collectives."""
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.case import Target, case
+from bench.peers import Peer
+
+
+@case("float", targets=(Target(0.20, against="torch"),))
+def gather_scalar(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Collect one number per rank on rank 0."""
+    return lambda: peer.gather_scalar(mine)
+
+
+@case("float")
+def reduce_and_broadcast(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Compute once from every rank's number and tell all."""
+    return lambda: peer.reduce_and_broadcast(lambda: mine, sum)
+
+
+@case("nothing", peers=("objcomm", "torch", "mpi4py"))
+def barrier(peer: Peer, _mine: Any) -> Callable[[], object]:
+    """Wait for every rank."""
+    return peer.barrier

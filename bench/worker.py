@@ -1,0 +1,127 @@
+"""One rank: joins the others, measures what the plan says, and rank 0 writes the rows.
+
+Run as ``python -m bench.worker PLAN`` by ``bench.launch``, never by hand.
+"""
+
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import bench.suites  # noqa: F401  # declares the cases
+from bench import measure
+from bench.case import CASES, SECONDS, Case, chosen
+from bench.launch import DEADLINE_SECONDS, RANK_VARIABLE, ROWS, Plan
+from bench.payloads import PAYLOADS, same
+from bench.peers import PEERS, Peer
+
+_SMOKE_SHRINK = 64
+_SMOKE_SAMPLES = 3
+_TIMEOUT = timedelta(seconds=120)
+_LAST_WORDS_SECONDS = 10  # before it is ended, a rank that hangs shows where it is
+
+
+def main(plan_file: Path) -> None:
+    """Join, measure, write, leave."""
+    faulthandler.dump_traceback_later(DEADLINE_SECONDS - _LAST_WORDS_SECONDS)
+    fields = json.loads(plan_file.read_text())
+    single = fields.pop("single")
+    plan = Plan(**fields, single=tuple(single) if single else None)
+    _join(plan, plan_file.parent)
+    ruler = measure.Ruler()
+    with plan_file.with_name(ROWS).open("a", buffering=1) as rows:
+        for row in _in_own_processes(plan, ruler) if plan.single else _timed(plan, ruler):
+            if dist.get_rank() == 0:
+                rows.write(json.dumps(row) + "\n")
+    dist.destroy_process_group()
+
+
+def _join(plan: Plan, scratch: Path) -> None:
+    # Some MPI launchers pin each rank to a core, and its Gloo threads with it.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    torch.set_num_threads(1)
+    rank = int(os.environ.get(RANK_VARIABLE, "0"))
+    if plan.mpi:
+        from mpi4py import MPI  # noqa: PLC0415  # starts MPI
+
+        rank = MPI.COMM_WORLD.rank
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{scratch / 'rendezvous'}",
+        rank=rank,
+        world_size=plan.world,
+        timeout=_TIMEOUT,
+    )
+
+
+def _timed(plan: Plan, ruler: measure.Ruler) -> Iterator[dict[str, Any]]:
+    peers = {name: PEERS[name]() for name in plan.peers}
+    for case in chosen(plan.operation, plan.world, timed=True):
+        for payload in case.payloads:
+            present = {name: peers[name] for name in case.peers if name in peers}
+            for record in _time_case(case, payload, present, plan, ruler):
+                yield dataclasses.asdict(record)
+
+
+def _time_case(
+    case: Case, payload: str, peers: dict[str, Peer], plan: Plan, ruler: measure.Ruler
+) -> list[measure.Record]:
+    mine = PAYLOADS[payload](dist.get_rank(), _shrink(plan))
+    calls = {name: case.bind(peer, peer.prepare(mine)) for name, peer in peers.items()}
+    _check_agreement(calls, peers)
+    samples = _SMOKE_SAMPLES if plan.smoke else case.samples
+    summaries = measure.alternate(calls, samples, warm_up=1 + samples // 10, ruler=ruler)
+    return [
+        measure.Record(
+            case.operation, payload, plan.world, name, SECONDS, *summary, smoke=plan.smoke
+        )
+        for name, summary in summaries.items()
+    ]
+
+
+def _check_agreement(calls: dict[str, Callable[[], object]], peers: dict[str, Peer]) -> None:
+    """Call every peer once; those that send objects must all give the same."""
+    expected: list[Any] = []
+    for name, call in calls.items():
+        result = call()
+        if not peers[name].sends_objects:
+            continue
+        if expected and not same(result, expected[0]):
+            raise RuntimeError(f"{name} gave another result than the peers before it")
+        expected = expected or [result]
+
+
+def _in_own_processes(plan: Plan, ruler: measure.Ruler) -> Iterator[dict[str, float]]:
+    from bench.memory import MEASURES  # noqa: PLC0415  # Linux only
+
+    if plan.single is None:
+        raise ValueError("the plan names no single case")
+    position, payload, name = plan.single
+    case, peer = CASES[position], PEERS[name]()
+    small = PAYLOADS["small dict"](peer.rank, 1)
+    case.bind(peer, peer.prepare(small))()  # connects, imports, allocates what stays
+    mine = PAYLOADS[payload](peer.rank, _shrink(plan))
+    call = case.bind(peer, peer.prepare(mine))
+    ruler.start_together()
+    figures = MEASURES[case.measure](call, mine)
+    everyone = ruler.of_all_ranks(list(figures.values()))
+    yield {f"root {metric}": everyone[0][at] for at, metric in enumerate(figures)} | {
+        f"others {metric}": max(rank[at] for rank in everyone[1:])
+        for at, metric in enumerate(figures)
+    }
+
+
+def _shrink(plan: Plan) -> int:
+    return _SMOKE_SHRINK if plan.smoke else 1
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

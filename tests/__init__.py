@@ -1,0 +1,1 @@
+"""objcomm's tests; `python -m pytest` runs them all."""

@@ -1,0 +1,117 @@
+"""Objects that hold CUDA tensors, over NCCL in a world of one and over Gloo between ranks."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from tests.group.helpers import assert_group_works
+from tests.ranks import ranks, solo
+from tests.same import assert_same
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+def weights() -> dict[str, Any]:
+    """Tensors small and large, on both kinds of device, tied and with holes."""
+    large = torch.arange(1_000_000, device="cuda")
+    return {
+        "small": torch.ones(3, device="cuda", dtype=torch.bfloat16),
+        "large": large,
+        "tied": [large],
+        "column": large.view(1000, 1000)[:, 0],
+        "parameter": torch.nn.Parameter(torch.ones(70_000, device="cuda")),
+        "on the host": torch.arange(50_000),
+        "lr": 0.1,
+    }
+
+
+@pytest.fixture
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def _join_nccl(folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+
+
+@solo(deadline=120)
+def test_cuda_tensors_survive_the_way_through_bytes() -> None:
+    for codec in ("pickle", "msgpack"):
+        got = objcomm.from_tensor(objcomm.to_tensor(weights(), codec=codec))
+        assert_same(got, weights(), sharing=False)
+        assert got["large"].device == torch.device("cuda", torch.cuda.current_device())
+        assert got["on the host"].device.type == "cpu"
+        on_host = objcomm.from_tensor(objcomm.to_tensor(weights(), codec=codec), device="cpu")
+        assert on_host["large"].device.type == "cpu"
+
+
+@solo(deadline=120)
+def test_every_operation_works_on_an_nccl_group_of_one(_folder: Path) -> None:  # noqa: PT019
+    _join_nccl(_folder)
+    mine = weights()
+    assert objcomm.broadcast(mine) is mine
+    assert objcomm.all_gather(mine)[0] is mine
+    assert objcomm.broadcast(mine, device="cuda") is mine
+    assert torch.equal(objcomm.all_reduce(mine["large"]), mine["large"])
+    assert objcomm.all_gather_scalar(mine["large"][3]) == [mine["large"][3]]
+    objcomm.barrier()
+    dist.destroy_process_group()
+
+
+@solo(deadline=120)
+def test_plain_objects_on_an_nccl_group_take_no_device_memory(_folder: Path) -> None:  # noqa: PT019
+    _join_nccl(_folder)
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        objcomm.broadcast({"lr": 0.1, "data": bytes(1_000_000)})
+        objcomm.barrier()
+    assert torch.cuda.memory_allocated() == before
+    dist.destroy_process_group()
+
+
+@ranks(2, disposable=True, deadline=120)
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+def test_a_gloo_group_carries_cuda_tensors(codec: str) -> None:
+    for src in (0, 1):
+        mine: Any = weights() if objcomm.rank() == src else None
+        got = objcomm.broadcast(mine, src=src, codec=codec)
+        assert_same(got, weights(), sharing=False)
+        assert got["large"].device == torch.device("cuda", torch.cuda.current_device())
+    for got in objcomm.all_gather(weights(), codec=codec):
+        assert_same(got, weights(), sharing=False)
+    mine = weights() if objcomm.rank() == 0 else None
+    on_host = objcomm.broadcast(mine, device="cpu")
+    if objcomm.rank() == 1:
+        assert on_host["large"].device.type == "cpu"
+    assert_group_works()
+
+
+@ranks(2, disposable=True, deadline=120)
+def test_what_is_sent_is_what_the_current_stream_will_have_computed() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        numbers = torch.zeros(4_000_000, device="cuda")
+        for _ in range(50):
+            numbers += 1
+        got = objcomm.all_gather(numbers)
+        for each in got:
+            assert float(each.sum()) == 50 * 4_000_000
+    assert_group_works()
+
+
+@ranks(2, disposable=True, deadline=120)
+def test_cuda_tensors_are_reduced() -> None:
+    got = objcomm.all_reduce(torch.full((1_000_000,), objcomm.rank() + 1, device="cuda"))
+    assert got.device.type == "cuda"
+    assert bool((got == 3).all())

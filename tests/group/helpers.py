@@ -1,0 +1,97 @@
+"""What tests on ranks share: groups, objects that fail, and talk that bypasses objcomm."""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch.distributed as dist
+
+import objcomm
+from tests.workers import here
+
+
+@contextlib.contextmanager
+def subgroup(*members: int) -> Iterator[dist.ProcessGroup]:
+    """A new group of these global ranks; every rank of the world must enter."""
+    group = dist.new_group(list(members))
+    if group is None:
+        raise RuntimeError("torch made no group")
+    try:
+        yield group
+    finally:
+        if dist.get_rank() in members:
+            dist.destroy_process_group(group)
+
+
+def assert_group_works(group: dist.ProcessGroup | None = None) -> None:
+    """Prove it in both directions, with a small message and one beyond the inline window."""
+    mine, size = objcomm.rank(group), objcomm.world_size(group)
+    assert objcomm.all_gather(mine, group=group) == list(range(size))
+    last = objcomm.broadcast(bytes([mine]) * 100_000, group_src=size - 1, group=group)
+    assert last == bytes([size - 1]) * 100_000
+
+
+def tell_all(topic: str, text: str) -> list[str]:
+    """Exchange texts between all ranks through a store, where objcomm is what is being broken."""
+    place = here()
+    store = place.store("tell_all")
+    store.set(f"{topic}{place.rank}", text)
+    return [store.get(f"{topic}{rank}").decode() for rank in range(place.world_size)]
+
+
+def outcome_of(call: Callable[[], object]) -> str:
+    """The name of the error that a call raises, or ``"returned"``."""
+    try:
+        call()
+    except objcomm.ObjcommError as error:
+        return type(error).__name__
+    return "returned"
+
+
+def when_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
+    """Run `action` in a thread as soon as the main thread has stopped moving."""
+
+    def watch() -> None:
+        main = threading.main_thread().ident
+        last, still = None, 0
+        while still < 15:
+            frame = sys._current_frames()[main or 0]  # noqa: SLF001  # documented, if not public
+            now = (id(frame), frame.f_lasti)
+            still = still + 1 if now == last else 0
+            last = now
+            threading.Event().wait(0.01)
+        action()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+class RefusesToPickle:
+    """Raises what it was given when it is to be sent."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> NoReturn:
+        raise self.error
+
+
+class RefusesToArrive:
+    """Can be sent, and raises on the ranks that it names when it arrives there."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def __setstate__(self, state: dict[str, tuple[int, ...]]) -> None:
+        self.__dict__.update(state)
+        if here().rank in self.ranks:
+            raise LookupError(f"cannot be rebuilt on rank {here().rank}")
+
+
+def exit_at_once() -> NoReturn:
+    """End this process as a crash would: no destructors, no goodbyes."""
+    os._exit(1)

@@ -1,0 +1,62 @@
+"""Every public operation, called in one way, for tests that hold for all of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import objcomm
+
+Call = Callable[..., Any]
+
+
+def _scatter(obj: Any, **options: Any) -> Any:
+    return objcomm.scatter([obj] * objcomm.world_size(options.get("group")), **options)
+
+
+def _reduce(obj: Any, **options: Any) -> Any:
+    return objcomm.reduce(obj, first, **options)
+
+
+def _all_reduce(obj: Any, **options: Any) -> Any:
+    return objcomm.all_reduce(obj, first, **options)
+
+
+def _barrier(_: Any, **options: Any) -> Any:
+    return objcomm.barrier(**options)
+
+
+def _reduce_and_broadcast(obj: Any, **options: Any) -> Any:
+    return objcomm.reduce_and_broadcast(lambda: obj, lambda objs: objs[0], **options)
+
+
+def first(left: Any, _right: Any) -> Any:
+    """An associative operation on anything."""
+    return left
+
+
+#: Takes an object, and the options that all operations share.
+OPERATIONS: dict[str, Call] = {
+    "broadcast": objcomm.broadcast,
+    "gather": objcomm.gather,
+    "all_gather": objcomm.all_gather,
+    "scatter": _scatter,
+    "reduce": _reduce,
+    "all_reduce": _all_reduce,
+    "barrier": _barrier,
+    "gather_scalar": objcomm.gather_scalar,
+    "all_gather_scalar": objcomm.all_gather_scalar,
+    "reduce_and_broadcast": _reduce_and_broadcast,
+}
+
+#: Those of them that carry objects of any type.
+OBJECT_OPERATIONS = [
+    name for name in OPERATIONS if name not in {"barrier", "gather_scalar", "all_gather_scalar"}
+]
+
+#: Those with one rank that sends to or receives from all others, and the name of that argument.
+ROOTED = {
+    "broadcast": "src",
+    "gather": "dst",
+    "scatter": "src",
+    "reduce": "dst",
+    "gather_scalar": "dst",
+}

@@ -1,0 +1,92 @@
+"""Every sample arrives as it was sent, whatever its size, codec and route."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import objcomm
+from tests import samples
+from tests.group.helpers import assert_group_works
+from tests.ranks import ranks
+from tests.same import assert_same
+
+_CASES = [(codec, name) for codec in ("pickle", "msgpack") for name in samples.names(codec)]
+
+
+@ranks(2)
+@pytest.mark.parametrize(("codec", "name"), _CASES)
+def test_broadcast_is_exact(codec: str, name: str) -> None:
+    mine = samples.make(name) if objcomm.rank() == 1 else None
+    got = objcomm.broadcast(mine, src=1, codec=codec)
+    if objcomm.rank() == 0:
+        assert_same(got, samples.make(name), sharing=codec == "pickle")
+
+
+@ranks(3)
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+def test_all_samples_at_once_are_exact_in_every_operation(codec: str) -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    want = {name: samples.make(name) for name in samples.names(codec)}
+    others = [i for i in range(size) if i != rank]
+    gathered = objcomm.all_gather({**want}, codec=codec)
+    collected = objcomm.gather({**want}, dst=2, codec=codec)
+    arrived = objcomm.scatter([{**want}] * size if rank == 1 else None, src=1, codec=codec)
+    joined = objcomm.all_reduce([{**want}], lambda a, b: a + b, codec=codec)
+    for i in others:
+        assert_same(gathered[i], want, sharing=codec == "pickle")
+        if collected is not None:
+            assert_same(collected[i], want, sharing=codec == "pickle")
+        if rank != 1:
+            assert_same(arrived, want, sharing=codec == "pickle")
+        assert_same(joined[i], want, sharing=False)
+
+
+@ranks(1, 2)
+def test_what_arrives_under_inference_mode_can_be_trained_on() -> None:
+    rows = torch.arange(30_000.0).view(3, -1)
+    with torch.inference_mode():
+        mine: Any = (rows, torch.ones(2)) if objcomm.rank() == 0 else None
+        large, small = objcomm.broadcast(mine)
+    for tensor in (large, small):
+        if objcomm.rank() != 0:
+            assert not tensor.is_inference()
+            weight = torch.ones_like(tensor, requires_grad=True)
+            (weight * tensor).sum().backward()
+            assert weight.grad is not None
+            assert torch.equal(weight.grad, tensor)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_device_says_where_received_tensors_land(device: str) -> None:
+    weights = {"w": torch.ones(3), "n": [torch.arange(20_000)]}
+    mine: Any = weights if objcomm.rank() == 0 else None
+    got = objcomm.broadcast(mine, device=device)
+    if objcomm.rank() != 0:
+        assert got["w"].device.type == got["n"][0].device.type == device
+        assert got["n"][0].shape == (20_000,)
+
+
+@ranks(2)
+def test_a_class_of_a_test_module_keeps_its_identity_beside_a_lambda() -> None:
+    mine: dict[str, Any] = {
+        "key": lambda x: x,
+        "colour": samples.Colour.RED,
+        "run": samples.Run("a", []),
+    }
+    got = objcomm.broadcast(mine, src=1)
+    assert got["colour"] is samples.Colour.RED
+    assert type(got["run"]) is samples.Run
+    assert got["key"](3) == 3
+
+
+@ranks(2)
+def test_a_class_registered_on_one_rank_only_is_refused_by_the_other() -> None:
+    if objcomm.rank() == 0:
+        objcomm.register(samples.TwoArgumentError, encode=lambda e: list(e.args), decode=tuple)
+        objcomm.broadcast([samples.TwoArgumentError(1, "a")], codec="msgpack")
+    else:
+        with pytest.raises(objcomm.ForbiddenTypeError, match="TwoArgumentError"):
+            objcomm.broadcast(None, codec="msgpack")
+    assert_group_works()

@@ -1,0 +1,106 @@
+"""Random programs: any operations, sizes, roots, codecs and failures in a row stay in step."""
+
+import random
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import objcomm
+from objcomm import CollectiveError
+from tests.group.helpers import assert_group_works, subgroup
+from tests.ranks import ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Small, around the edges of the first message, and large.
+SIZES = (0, 1, 100, 32_400, 32_768, 33_000, 65_536, 200_000, 1_000_001)
+
+
+def content(rank: int, nbytes: int, turn: int) -> dict[str, Any]:
+    """What a rank contributes to a turn; every rank can make every other's."""
+    fill = (rank * 31 + turn) % 251
+    return {
+        "raw": bytes([fill]) * nbytes,
+        "tensor": torch.full((nbytes // 8,), fill, dtype=torch.int64),
+        "from": (rank, turn),
+    }
+
+
+def same(got: Any, want: dict[str, Any]) -> bool:
+    """Whether a contribution arrived whole."""
+    return bool(
+        got["raw"] == want["raw"]
+        and torch.equal(got["tensor"], want["tensor"])
+        and got["from"] == want["from"]
+    )
+
+
+def run_turn(turn: int, chance: random.Random, group: Any) -> None:
+    """Do one operation; all ranks draw the same numbers."""
+    rank, size = objcomm.rank(group), objcomm.world_size(group)
+    wants = [content(i, chance.choice(SIZES), turn) for i in range(size)]
+    root = chance.randrange(size)
+    options: dict[str, Any] = {"group": group, "codec": chance.choice(["pickle", "msgpack"])}
+    failing: Any = chance.choice([None, None, None, *range(size)])
+    mine: Any = threading.Lock() if rank == failing else wants[rank]
+
+    def gather() -> None:
+        got = objcomm.gather(mine, group_dst=root, **options)
+        assert (got is None) == (rank != root)
+        assert got is None or all(map(same, got, wants))
+
+    def broadcast() -> None:
+        assert same(objcomm.broadcast(mine, group_src=root, **options), wants[root])
+
+    def all_gather() -> None:
+        assert all(map(same, objcomm.all_gather(mine, **options), wants))
+
+    def scatter() -> None:
+        chunks: list[Any] = [*wants]
+        if failing not in {None, root}:  # what the source gives itself is never encoded
+            chunks[failing] = threading.Lock()
+        got = objcomm.scatter(chunks if rank == root else None, group_src=root, **options)
+        assert same(got, wants[rank])
+
+    def all_reduce() -> None:
+        got = objcomm.all_reduce([mine], lambda a, b: a + b, **options)
+        assert all(map(same, got, wants))
+
+    def reduce() -> None:
+        got = objcomm.reduce([mine], lambda a, b: a + b, group_dst=root, **options)
+        assert got is None or all(map(same, got, wants))
+
+    steps: list[Callable[[], None]] = [gather, broadcast, all_gather, scatter, all_reduce, reduce]
+    try:
+        chance.choice(steps)()
+    except CollectiveError as error:
+        told = error.failures
+        assert set(told) <= {failing, root}
+        assert "lock" in next(iter(told.values())).message
+    if chance.random() < 0.3:
+        objcomm.barrier(f"after {turn}", group=group)
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_program_stays_in_step(seed: int) -> None:
+    chance = random.Random(seed)
+    for turn in range(40):
+        run_turn(turn, chance, None)
+    assert_group_works()
+
+
+@ranks(4)
+@pytest.mark.parametrize("seed", range(2))
+def test_any_program_on_two_groups_at_once_stays_in_step(seed: int) -> None:
+    chance = random.Random(seed)
+    with subgroup(1, 2, 3) as upper:
+        for turn in range(30):
+            if chance.random() < 0.5:
+                run_turn(turn, random.Random(turn), None)
+            elif objcomm.rank() > 0:
+                run_turn(turn, random.Random(turn), upper)
+    assert_group_works()

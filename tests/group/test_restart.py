@@ -1,0 +1,109 @@
+"""Process groups that are made again, and processes that are forked: nothing stale is seen."""
+
+import os
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import TransportTimeout
+from tests.group.helpers import assert_group_works, outcome_of, tell_all
+from tests.ranks import ranks
+from tests.workers import here, join
+
+
+def forget_torchs_own_keys(topic: str, store: dist.Store) -> None:
+    """Leave only objcomm's keys of an earlier group: torch's own would mislead Gloo, not us."""
+    tell_all(f"{topic} is over", "")
+    if here().rank == 0:
+        for key in store.list_keys():
+            if "objcomm" not in key:
+                store.delete_key(key)
+    tell_all(f"{topic} is forgotten", "")
+
+
+@ranks(2, joined=False)
+@pytest.mark.parametrize("same_store", [True, False])
+def test_a_process_group_made_again_under_its_name_starts_clean(*, same_store: bool) -> None:
+    place = here()
+    for turn in range(4):
+        name = "rendezvous" if same_store else f"rendezvous {turn}"
+        join(place, name)
+        # Another number of calls in each turn: a sequence number of the old group would show.
+        for _ in range(turn):
+            objcomm.barrier()
+        assert objcomm.all_gather((turn, place.rank)) == [(turn, 0), (turn, 1)]
+        assert objcomm.broadcast(bytes(100_000 + turn), src=1) == bytes(100_000 + turn)
+        assert objcomm.stats()["all_gather"].calls == 1
+        dist.destroy_process_group()
+        forget_torchs_own_keys(f"turn {turn}", place.store(name))
+
+
+@ranks(2, disposable=True)
+def test_a_process_group_that_broke_can_be_made_again_under_its_name() -> None:
+    place = here()
+    objcomm.barrier()
+    if place.rank == 0:
+        with pytest.raises(TransportTimeout):
+            objcomm.all_gather(1, timeout=0.5)
+    tell_all("broken", "")
+    dist.destroy_process_group()
+    forget_torchs_own_keys("the broken one", place.store("rendezvous"))
+    join(place, "rendezvous")
+    assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_a_subgroup_made_again_under_its_name_starts_clean() -> None:
+    names = set()
+    for turn in range(4):
+        group: Any = dist.new_group([0, 1], use_local_synchronization=True)
+        names.add(group.group_name)
+        for _ in range(turn):
+            objcomm.barrier(group=group)
+        assert objcomm.all_gather((turn, here().rank), group=group) == [(turn, 0), (turn, 1)]
+        dist.destroy_process_group(group)
+        del group
+        forget_torchs_own_keys(f"turn {turn}", here().store("rendezvous"))
+    assert len(names) == 1
+
+
+@ranks(2, disposable=True)
+def test_after_a_timeout_a_new_group_carries_objects_again() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        with pytest.raises(TransportTimeout):
+            objcomm.all_gather(1, timeout=0.5)
+    tell_all("broken", "")
+    group = dist.new_group([0, 1])
+    assert_group_works(group)
+
+
+@ranks(2, disposable=True)
+def test_a_forked_child_is_refused_its_parents_sockets() -> None:
+    assert objcomm.all_gather(here().rank) == [0, 1]
+    child = os.fork()
+    if child == 0:
+        told = outcome_of(lambda: objcomm.all_gather("from the child", timeout=3))
+        os._exit(0 if told == "UsageError" else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert_group_works()
+
+
+@ranks(2, joined=False)
+def test_a_group_over_a_tcp_store_works_as_one_over_a_file() -> None:
+    place = here()
+    told = place.store("port")
+    if place.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        told.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(told.get("port")), 2, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=2)
+    assert_group_works()
+    group: Any = dist.new_group([0, 1])
+    assert_group_works(group)
+    dist.destroy_process_group()
+    tell_all("the store may close", "")

@@ -1,0 +1,189 @@
+"""Lanes: what keeps the calls of two threads apart, and who may use which."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import objcomm
+from objcomm import UsageError
+from tests.group.helpers import assert_group_works, subgroup
+from tests.ranks import ranks
+from tests.workers import here
+
+
+def in_thread(body: Callable[[], object]) -> threading.Thread:
+    """Start a thread whose `join` raises what it raised."""
+    thread = _Raising(body)
+    thread.start()
+    return thread
+
+
+class _Raising(threading.Thread):
+    def __init__(self, body: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._body = body
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._body()
+        except BaseException as error:  # noqa: BLE001  # raised again by join
+            self._error = error
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(timeout)
+        if self._error is not None:
+            raise self._error
+
+
+@ranks(2, 3)
+def test_a_background_lane_runs_beside_the_main_threads_barriers() -> None:
+    size, rank = objcomm.world_size(), objcomm.rank()
+
+    def evaluate() -> None:
+        with objcomm.lane("eval"):
+            for turn in range(200):
+                assert objcomm.all_gather((turn, rank)) == [(turn, i) for i in range(size)]
+
+    thread = in_thread(evaluate)
+    for _ in range(200):
+        objcomm.barrier()
+    thread.join()
+    assert_group_works()
+
+
+@ranks(2)
+def test_lanes_carry_large_objects_beside_each_other() -> None:
+    def send(lane: str, fill: int) -> None:
+        with objcomm.lane(lane):
+            for src in (0, 1) * 5:
+                want = bytes([fill]) * (200_000 + fill)
+                assert objcomm.broadcast(want if objcomm.rank() == src else b"", src=src) == want
+
+    with ThreadPoolExecutor(3) as pool:
+        sent = [pool.submit(send, f"lane {i}", i) for i in range(3)]
+        for future in sent:
+            future.result()
+    assert_group_works()
+
+
+@ranks(1, 2)
+def test_a_second_live_thread_without_a_lane_is_refused() -> None:
+    objcomm.barrier()
+    for call in (lambda: objcomm.all_gather(1), objcomm.barrier, lambda: objcomm.broadcast(1)):
+        if objcomm.world_size() == 1:
+            in_thread(call).join()  # there is nobody to get out of step with
+        else:
+            with pytest.raises(UsageError, match="lane"):
+                in_thread(call).join()
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_thread_with_a_group_of_its_own_needs_no_lane() -> None:
+    objcomm.barrier()
+    with subgroup(0, 1) as group:
+
+        def checkpoint() -> None:
+            for _ in range(20):
+                assert objcomm.all_gather("saved", group=group) == ["saved"] * 2
+
+        thread = in_thread(checkpoint)
+        for _ in range(20):
+            objcomm.barrier()
+        thread.join()
+        objcomm.barrier()
+
+
+@ranks(2, disposable=True)
+def test_the_default_lane_may_be_taken_over_when_its_thread_has_ended() -> None:
+    in_thread(lambda: objcomm.all_gather("first")).join()
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_named_lane_may_be_taken_over_when_its_thread_has_ended() -> None:
+    def gather_in_lane() -> None:
+        with objcomm.lane("shared"):
+            assert objcomm.all_gather(here().rank) == [0, 1]
+
+    for _ in range(3):
+        in_thread(gather_in_lane).join()
+    gather_in_lane()
+    assert_group_works()
+
+
+@ranks(2)
+def test_two_live_threads_cannot_hold_one_lane() -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with objcomm.lane("mine"):
+            objcomm.barrier()
+            held.set()
+            done.wait()
+            objcomm.barrier()
+
+    thread = in_thread(hold)
+    held.wait()
+    try:
+        with pytest.raises(UsageError, match="lane"), objcomm.lane("mine"):
+            objcomm.barrier()
+    finally:
+        done.set()
+        thread.join()
+    assert_group_works()
+
+
+@ranks(2)
+def test_the_main_thread_may_use_a_lane_and_leave_it() -> None:
+    assert objcomm.all_gather("default") == ["default"] * 2
+    with objcomm.lane("side"):
+        assert objcomm.all_gather("side") == ["side"] * 2
+        with objcomm.lane("inner"):
+            assert objcomm.broadcast("inner", src=1) == "inner"
+        assert objcomm.all_gather("side again") == ["side again"] * 2
+    assert_group_works()
+
+
+@ranks(2)
+def test_an_error_inside_a_lane_leaves_the_lane() -> None:
+    with pytest.raises(KeyError), objcomm.lane("left early"):
+        raise KeyError("inside")
+    assert_group_works()
+    with objcomm.lane("left early"):
+        assert objcomm.all_gather(1) == [1, 1]
+
+
+@ranks(2)
+def test_a_lane_does_not_leak_into_other_threads() -> None:
+    objcomm.barrier()
+    with objcomm.lane("outer"), pytest.raises(UsageError, match="lane"):
+        in_thread(objcomm.barrier).join()
+    assert_group_works()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", ["", None], ids=repr)
+def test_a_lane_needs_a_name(name: str) -> None:
+    with pytest.raises(UsageError), objcomm.lane(name):
+        objcomm.barrier()
+    assert_group_works()
+
+
+@ranks(2)
+def test_one_failing_lane_leaves_the_others_in_step() -> None:
+    def fail() -> None:
+        with objcomm.lane("failing"):
+            for turn in range(20):
+                mine = threading.Lock() if objcomm.rank() == turn % 2 else turn
+                with pytest.raises(objcomm.CollectiveError):
+                    objcomm.all_gather(mine)
+
+    thread = in_thread(fail)
+    for turn in range(50):
+        assert objcomm.all_gather(turn) == [turn, turn]
+    thread.join()
+    assert_group_works()

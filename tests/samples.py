@@ -1,0 +1,293 @@
+"""Objects that must arrive as they were sent, by name; the rest of them in `tensor_samples`.
+
+Each is made anew on every rank, so that a receiver can compare with one of its own.
+"""
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import operator
+import pathlib
+import struct
+import sys
+import types
+import uuid
+import zoneinfo
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import objcomm
+
+
+class Colour(enum.Enum):
+    """An enum without functions of its own."""
+
+    RED = 1
+    GREEN = "green"
+
+
+class Level(enum.IntEnum):
+    """Members that are ints."""
+
+    LOW = 1
+    HIGH = 2**70
+
+
+class Rights(enum.Flag):
+    """Members that combine."""
+
+    READ = enum.auto()
+    WRITE = enum.auto()
+
+
+class Point(NamedTuple):
+    """A tuple with names."""
+
+    x: int
+    y: float
+
+
+@dataclasses.dataclass
+class Run:
+    """A dataclass that holds others."""
+
+    name: str
+    points: list[Point]
+    parent: "Run | None" = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """A dataclass that forbids assignment and has no ``__dict__``."""
+
+    lr: float
+    betas: tuple[float, float]
+
+
+class Plain:
+    """A class with nothing but attributes."""
+
+    def __init__(self, **attributes: object) -> None:
+        self.__dict__.update(attributes)
+
+
+class TwoArgumentError(Exception):
+    """An exception that cannot be rebuilt from one argument."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+
+for _class in (Colour, Level, Rights, Point, Run, Settings, Plain):
+    objcomm.register(_class)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """How to make an object, and whether the codec of plain data takes it."""
+
+    make: Callable[[], Any]
+    is_plain: bool
+
+
+SAMPLES: dict[str, Sample] = {}
+
+
+def plain(name: str, make: Callable[[], Any]) -> None:
+    """Add an object that every codec carries."""
+    SAMPLES[name] = Sample(make, is_plain=True)
+
+
+def pickled(name: str, make: Callable[[], Any]) -> None:
+    """Add an object that only pickle carries."""
+    SAMPLES[name] = Sample(make, is_plain=False)
+
+
+def _always(obj: Any) -> Callable[[], Any]:
+    return lambda: obj
+
+
+def names(codec: str = "pickle") -> list[str]:
+    """The samples that a codec carries."""
+    from tests import tensor_samples  # noqa: F401, PLC0415  # adds its own to SAMPLES
+
+    return [name for name, sample in SAMPLES.items() if codec == "pickle" or sample.is_plain]
+
+
+def make(name: str) -> Any:
+    """A new object of that name."""
+    from tests import tensor_samples  # noqa: F401, PLC0415  # adds its own to SAMPLES
+
+    return SAMPLES[name].make()
+
+
+for _value in (None, True, False, 0, -1, 2**24 + 1, 2**31, 2**53 + 1, 2**63, -(2**63) - 1, 2**70):
+    plain(f"{_value}", _always(_value))
+plain("int of 4000 bits", lambda: -(7**1425))
+for _number in ("0.0", "-0.0", "1.0", "0.1", "nan", "inf", "-inf", "5e-324", "16777217.0"):
+    plain(f"float {_number}", functools.partial(float, _number))
+plain("complex", lambda: complex(-0.0, float("nan")))
+
+for _text in (
+    "",
+    "a",
+    "\0",
+    "a\0b\0",
+    "é",
+    "日本語",
+    "\N{GRINNING FACE}",
+    "\ud800 alone",
+    "\u2028",
+):
+    plain(f"str {_text!a}", _always(_text))
+plain("str of 100 kB", lambda: "ü\0" * 50_000)
+plain("bytes that look like a frame", lambda: b"\x95" + struct.pack("<Q", 99_991) + bytes(99_991))
+plain("bytes that look like opcodes", lambda: b"\x80\x05B\xff\xff\xff\xff." * 20_000)
+
+
+def _bytes_that_differ(nbytes: int) -> bytes:
+    return bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256)
+
+
+# Around every power of two where a layer may change its mind, and in the megabytes.
+SIZES = (0, 1, 255, 256, 4096, 32_000, 32_767, 32_768, 32_769, 65_535, 65_536, 65_537, 5_000_000)
+for _size in SIZES:
+    plain(f"{_size} bytes", functools.partial(_bytes_that_differ, _size))
+plain("bytearray", lambda: bytearray(b"ab"))
+plain("bytearray of 0", bytearray)
+plain("bytearray of 300 kB", lambda: bytearray(b"abc") * 100_000)
+
+plain("list of 0", list)
+plain("tuple of 0", tuple)
+plain("dict of 0", dict)
+plain("set of 0", set)
+plain("frozenset", lambda: frozenset({1, "a", (2, None)}))
+plain("set of tuples", lambda: {(1, 2), (), (3,), None, "x", 2.5, frozenset({1})})
+plain("nested", lambda: {"a": [1, (2.0, {"b": {3}}), [[], ()]], "c": {"d": (None, True)}})
+plain("dict with keys of many types", lambda: {1: "a", "1": "b", (1, 2): "c", None: 0, b"k": 1})
+plain("dict in its own order", lambda: {"z": 1, "a": 2, "m": 3})
+plain("1 and True as values", lambda: [1, True, 1.0, 0, False, 0.0])
+plain("list of 10000 ints", lambda: list(range(10_000)))
+plain("range", lambda: range(1, 10, 3))
+
+_NAIVE = datetime.datetime(2024, 2, 29, 23, 59, 59, 999_999)  # noqa: DTZ001  # it must stay so
+plain("datetime", lambda: _NAIVE)
+plain("datetime utc", lambda: datetime.datetime(1, 1, 1, tzinfo=datetime.UTC))
+plain(
+    "datetime in a zone with fold",
+    lambda: datetime.datetime(
+        2024, 10, 27, 2, 30, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "X"), fold=1
+    ),
+)
+plain("date", lambda: datetime.date(9999, 12, 31))
+plain("time", lambda: datetime.time(23, 59, 59, 1, fold=1))
+plain("timedelta", lambda: datetime.timedelta(days=-1, seconds=1, microseconds=999_999))
+plain("zoneinfo", lambda: zoneinfo.ZoneInfo("UTC"))
+plain("decimal", lambda: [decimal.Decimal(text) for text in ("0.10", "-0", "NaN", "1E+400")])
+plain("fraction", lambda: fractions.Fraction(-1, 3))
+plain("path", lambda: pathlib.Path("/a/é b/../c"))
+plain("windows path", lambda: pathlib.PureWindowsPath("C:/a"))
+plain("uuid", lambda: uuid.UUID(int=2**127 + 1))
+
+plain("enums", lambda: [Colour.RED, Colour.GREEN, Level.HIGH, Rights.READ | Rights.WRITE])
+plain("enum as a key", lambda: {Colour.RED: 1, Point(1, 2.0): 2})
+plain("namedtuple", lambda: Point(1, 2.0))
+plain("dataclasses", lambda: Run("é", [Point(1, float("nan"))], Run("root", [])))
+plain("frozen dataclass with slots", lambda: Settings(0.1, (0.9, 0.999)))
+plain("registered class", lambda: Plain(a=1, b=[Plain(c=(2,))]))
+
+pickled("OrderedDict", lambda: collections.OrderedDict([("b", 1), ("a", 2)]))
+pickled("defaultdict", lambda: collections.defaultdict(list, {"a": [1]}))
+pickled("Counter", lambda: collections.Counter("hello"))
+pickled("deque", lambda: collections.deque([1, 2, 3], maxlen=3))
+pickled("Ellipsis and NotImplemented", lambda: [..., NotImplemented])
+pickled("classes", lambda: [int, Colour, Plain, collections.OrderedDict])
+pickled("builtin functions", lambda: [len, operator.add, functools.reduce])
+pickled("module", lambda: types)
+pickled("exception", lambda: ValueError("é", 1))
+pickled("exception of two arguments", lambda: TwoArgumentError(3, "no"))
+pickled("exception group", lambda: ExceptionGroup("g", [ValueError(1), TwoArgumentError(1, "x")]))
+
+
+def _noted() -> Exception:
+    error = KeyError("k")
+    error.add_note("a note")
+    return error
+
+
+pickled("exception with a note", _noted)
+
+
+def _twice() -> list[Any]:
+    inner: list[Any] = [1]
+    blob = b"x" * 100_000
+    return [inner, inner, {"inner": inner}, blob, blob]
+
+
+def _cyclic_list() -> list[Any]:
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    return cycle
+
+
+def _cyclic_objects() -> Plain:
+    parent = Plain(name="parent")
+    parent.child = Plain(parent=parent, pair=({"up": parent}, parent))  # type: ignore[attr-defined]
+    return parent
+
+
+pickled("the same object twice", _twice)
+pickled("cyclic list", _cyclic_list)
+pickled("cyclic objects", _cyclic_objects)
+
+
+def _local_class() -> Any:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    return [Local(1), Local, Colour.RED]
+
+
+_SCRIPT = """
+import dataclasses
+
+@dataclasses.dataclass
+class Config:
+    lr: float
+    tags: list
+"""
+
+
+def _script_class() -> Any:
+    """An instance of a class whose module no other process can import, like a script's."""
+    module = types.ModuleType("a_script_that_nobody_can_import")
+    sys.modules[module.__name__] = module
+    try:
+        exec(_SCRIPT, module.__dict__)  # noqa: S102  # as running a script does
+    finally:
+        del sys.modules[module.__name__]
+    return module.Config(0.1, ["a"])
+
+
+def _closure() -> Callable[[int], int]:
+    factor = 3
+
+    def shifted(number: int, offset: int = 1) -> int:
+        return number * factor + offset
+
+    return shifted
+
+
+pickled("function with closure and default", _closure)
+pickled("lambda", lambda: lambda number: number + 1)
+pickled("class made in a function", _local_class)
+pickled("dataclass of a script", _script_class)
+pickled(
+    "lambda beside importable members", lambda: {"f": lambda: 1, "c": Colour, "run": Run("r", [])}
+)

@@ -1,0 +1,184 @@
+"""The benchmarks: their statistics, their verdicts, and one real run of the command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bench.suites  # noqa: F401  # declares the cases
+from bench.case import CASES, SECONDS
+from bench.machine import short_mpi_name
+from bench.measure import Record, slowest, summarise, turns
+from bench.payloads import PAYLOADS, Tally, same
+from bench.peers import PEERS
+from bench.report import amount, one_line, page
+from bench.results import Results
+
+_REPOSITORY = Path(__file__).parent.parent
+_ABOUT = {"about": {"processor": "abacus", "cores": "2"}}
+
+
+def _row(peer: str, median: float, **changed: object) -> dict[str, object]:
+    row: dict[str, object] = {"operation": "gather", "payload": "small dict", "world": 4}
+    row |= {"peer": peer, "metric": SECONDS, "n": 9, "median": median}
+    return row | {"p10": median, "p90": median} | changed
+
+
+def test_a_summary_is_the_median_and_the_outer_deciles() -> None:
+    assert summarise([float(value) for value in range(11)]) == (11, 5.0, 1.0, 9.0)
+
+
+def test_a_single_sample_is_its_own_summary() -> None:
+    assert summarise([0.5]) == (1, 0.5, 0.5, 0.5)
+
+
+def test_one_slow_sample_does_not_move_the_median() -> None:
+    assert summarise([1.0, 1.0, 1.0, 1.0, 99.0]).median == 1.0
+
+
+def test_the_slowest_rank_of_each_call_counts() -> None:
+    assert slowest([[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]]) == [2.0, 5.0, 3.0]
+
+
+def test_ranks_with_unequal_numbers_of_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        slowest([[1.0], [1.0, 2.0]])
+
+
+def test_peers_alternate_and_each_begins_a_round_in_turn() -> None:
+    order = turns(["a", "b", "c"], rounds=3)
+    assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+
+
+def test_the_declared_cases_name_payloads_and_peers_that_exist() -> None:
+    for case in CASES:
+        assert case.measure == "import" or set(case.payloads) <= set(PAYLOADS)
+        assert case.measure == "import" or set(case.peers) <= set(PEERS)
+        assert all(target.world in case.worlds for target in case.targets)
+        against = {target.against for target in case.targets if isinstance(target.against, str)}
+        assert against <= set(case.peers)
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_payload_is_built_alike_each_time(name: str) -> None:
+    build = PAYLOADS[name]
+    assert same(build(1, 64), build(1, 64))
+
+
+def test_the_config_has_about_a_kibibyte() -> None:
+    assert 900 < len(json.dumps(PAYLOADS["config dict, 1 KiB"](0, 1))) < 1150
+
+
+def test_sameness_looks_into_arrays_tensors_and_their_types() -> None:
+    assert same({"a": [np.arange(3)]}, {"a": [np.arange(3)]})
+    assert not same({"a": [np.arange(3)]}, {"a": [np.arange(1, 4)]})
+    assert not same(np.arange(3), np.arange(3.0))
+    assert not same(torch.ones(1), np.ones(1))
+    assert not same([1], (1,))
+
+
+def test_merging_tallies_changes_neither() -> None:
+    left, right = Tally({"a": 1}, 1), Tally({"a": 2, "b": 3}, 1)
+    assert left.merge(right) == Tally({"a": 3, "b": 3}, 2)
+    assert (left, right) == (Tally({"a": 1}, 1), Tally({"a": 2, "b": 3}, 1))
+
+
+@pytest.mark.parametrize(("ours", "met"), [(0.19, True), (0.20, True), (0.21, False)])
+def test_a_target_is_met_at_its_limit_and_missed_above(ours: float, met: bool) -> None:  # noqa: FBT001  # parametrised
+    results = Results.of([_ABOUT, _row("objcomm", ours), _row("torch", 1.0)])
+    (found,) = results.judgements()
+    assert (found.value, found.is_met) == (ours, met)
+
+
+def test_a_target_is_judged_at_its_own_world_only() -> None:
+    rows = [_row("objcomm", 1.0, world=8), _row("torch", 1.0, world=8)]
+    assert Results.of([_ABOUT, *rows]).judgements() == []
+
+
+def test_losses_are_named_with_the_worst_first() -> None:
+    rows = [_row("objcomm", 2.0), _row("torch", 9.0), _row("raw", 1.0), _row("mpi4py", 0.1)]
+    losses = Results.of([_ABOUT, *rows]).losses()
+    assert [(loss.theirs.peer, loss.ratio) for loss in losses] == [("mpi4py", 20.0), ("raw", 2.0)]
+
+
+def test_of_two_runs_of_one_case_the_later_counts() -> None:
+    results = Results.of([_ABOUT, _row("objcomm", 1.0), _ABOUT, _row("objcomm", 2.0)])
+    assert [record.median for record in results] == [2.0]
+
+
+def test_figures_of_different_machines_are_not_mixed() -> None:
+    with pytest.raises(ValueError, match="one machine"):
+        Results.of([_ABOUT, {"about": {"processor": "slide rule"}}])
+
+
+@pytest.mark.parametrize(
+    ("value", "metric", "text"),
+    [
+        (1.234, "seconds", "1.23 s"),
+        (0.0123, "seconds", "12.3 ms"),
+        (0.000456, "seconds", "456 µs"),
+        (3e-7, "seconds", "0.30 µs"),
+        (67.1e6, "root peak_nbytes", "67.1 MB"),
+        (1234, "root sent_nbytes", "1,234 B"),
+        (0, "others mistakes", "0"),
+    ],
+)
+def test_amounts_have_three_digits_and_a_unit(value: float, metric: str, text: str) -> None:
+    assert amount(value, metric) == text
+
+
+def test_the_page_says_what_is_met_missed_and_lost() -> None:
+    rows = [_row("objcomm", 0.3), _row("torch", 1.0), _row("mpi4py", 0.1)]
+    written = page(Results.of([_ABOUT, *rows]))
+    assert "| processor | abacus |" in written
+    assert "0 of 1 met." in written
+    assert "| gather | small dict | 4 | time | 0.30 × torch | 0.20 | **missed** |" in written
+    assert "| gather | small dict | 4 | time | mpi4py | 3.00 |" in written
+
+
+def test_smoke_figures_are_marked_and_never_judged() -> None:
+    rows = [_row("objcomm", 0.1, smoke=True), _row("torch", 1.0, smoke=True)]
+    results = Results.of([_ABOUT, *rows])
+    assert results.judgements() == []
+    assert "These figures mean nothing" in page(results)
+
+
+def test_an_mpi_is_named_without_the_host_that_built_it() -> None:
+    assert short_mpi_name("MPICH Version:      5.0.2\nMPICH Release date: x") == "MPICH 5.0.2"
+    assert short_mpi_name("Open MPI v5.0.11, package: Open MPI me@home") == "Open MPI v5.0.11"
+
+
+def test_a_smoke_run_at_world_two_measures_every_peer_and_reports(tmp_path: Path) -> None:
+    figures, written = tmp_path / "figures.jsonl", tmp_path / "benchmarks.md"
+    peers = ["--peers", "objcomm", "torch", "raw"]
+    _bench("gather", "--world", "2", "--smoke", *peers, "--json", str(figures))
+    rows = [json.loads(line) for line in figures.read_text().splitlines()]
+    assert {row["peer"] for row in rows[1:]} == {"objcomm", "torch", "raw"}
+    assert all(row["smoke"] and 0 < row["p10"] <= row["median"] <= row["p90"] for row in rows[1:])
+    _bench("report", str(figures), "-o", str(written))
+    assert "### gather" in written.read_text()
+    assert one_line(Record(**rows[1])).startswith("gather")
+
+
+def test_a_smoke_run_of_the_memory_cases_finds_no_wrong_result(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.jsonl"
+    _bench("memory", "--world", "2", "--smoke", "--peers", "objcomm", "--json", str(figures))
+    rows = [json.loads(line) for line in figures.read_text().splitlines()][1:]
+    by_metric = {row["metric"]: row["median"] for row in rows}
+    assert by_metric["others mistakes"] == 0
+    assert by_metric["root elsewhere_nbytes"] == by_metric["others elsewhere_nbytes"] == 0
+
+
+def _bench(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
+        cwd=_REPOSITORY,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

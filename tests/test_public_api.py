@@ -1,0 +1,200 @@
+"""The public names, and what importing them costs and needs."""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import objcomm
+
+_ROOT = Path(__file__).parents[1]
+
+WANTED = {
+    "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
+    "rank", "world_size", "is_initialized", "is_main", "to_tensor", "from_tensor",
+    "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
+    "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",
+}  # fmt: skip
+
+
+def run_python(source: str, *options: str) -> str:
+    """What a fresh interpreter prints; fails with what it wrote if it failed."""
+    done = subprocess.run(  # our own interpreter, our own text
+        [sys.executable, *options, "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=_ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_is_sorted_complete_and_true() -> None:
+    assert list(objcomm.__all__) == sorted(objcomm.__all__)
+    assert set(objcomm.__all__) >= WANTED
+    for name in objcomm.__all__:
+        assert getattr(objcomm, name) is not None
+    public = {name for name in vars(objcomm) if not name.startswith("_")}
+    modules = {name for name in public if inspect.ismodule(getattr(objcomm, name))}
+    assert public - modules == set(objcomm.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("name", sorted(set(objcomm.__all__) - {"__version__"}))
+def test_every_public_name_is_documented(name: str) -> None:
+    member = getattr(objcomm, name)
+    doc = inspect.getdoc(member)
+    assert doc
+    if inspect.isfunction(member):
+        assert member.__module__.startswith("objcomm")
+        for parameter in set(inspect.signature(member).parameters) - {"options"}:
+            assert f"{parameter}:" in doc, f"{name} does not say what {parameter} is"
+
+
+OPTIONS = {"group", "timeout", "codec", "device"}
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [
+        ("broadcast", set()),
+        ("gather", set()),
+        ("all_gather", set()),
+        ("scatter", set()),
+        ("reduce", set()),
+        ("all_reduce", set()),
+        ("reduce_and_broadcast", set()),
+        ("barrier", {"codec", "device"}),
+        ("gather_scalar", {"codec", "device"}),
+        ("all_gather_scalar", {"codec", "device"}),
+    ],
+)
+def test_options_are_keyword_only(name: str, lacking: set[str]) -> None:
+    parameters = inspect.signature(getattr(objcomm, name)).parameters
+    keywords = {p.name for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert keywords >= OPTIONS - lacking
+    for root in {"src", "dst"} & set(parameters):
+        assert f"group_{root}" in keywords
+        assert parameters[root].default is None
+
+
+def test_importing_does_not_import_what_is_slow() -> None:
+    lacking = ("torch._dynamo", "cloudpickle", "torch._inductor", "numpy.testing", "sklearn")
+    printed = run_python(
+        f"""
+        import sys, torch, torch.distributed
+        before = set(sys.modules)
+        import objcomm
+        print(*(name for name in {lacking!r} if name in set(sys.modules) - before))
+        """
+    )
+    assert printed.split() == []
+
+
+def test_importing_starts_no_thread_and_joins_no_group() -> None:
+    printed = run_python(
+        """
+        import signal, threading
+        handler = signal.getsignal(signal.SIGINT)
+        import objcomm, torch.distributed
+        assert threading.active_count() == 1
+        assert not torch.distributed.is_initialized()
+        assert signal.getsignal(signal.SIGINT) is handler
+        print(objcomm.__version__)
+        """
+    )
+    assert printed.strip() == objcomm.__version__
+
+
+def test_numpy_is_not_needed() -> None:
+    run_python(
+        """
+        import sys, warnings
+        sys.modules["numpy"] = None
+        warnings.simplefilter("ignore")  # torch tells of the missing numpy
+        import torch
+        warnings.simplefilter("error")
+        import objcomm
+        for codec in ("pickle", "msgpack"):
+            sent = {"w": torch.arange(50_000), "tiny": torch.ones(2, dtype=torch.bfloat16)}
+            sent.update(b=bytes(70_000), a=bytearray(70_000), n=2**70)
+            got = objcomm.from_tensor(objcomm.to_tensor(sent, codec=codec))
+            assert torch.equal(got["w"], sent["w"]) and torch.equal(got["tiny"], sent["tiny"])
+            assert (got["b"], got["a"], got["n"]) == (sent["b"], sent["a"], sent["n"])
+            got["w"][0] = 1
+        assert objcomm.all_gather_scalar(0.5) == [0.5]
+        assert objcomm.all_reduce(torch.ones(2), "sum").tolist() == [1, 1]
+        assert objcomm.all_reduce(3, "mean") == 3.0
+        """
+    )
+
+
+def test_a_torch_without_distributed_serves_a_world_of_one() -> None:
+    run_python(
+        """
+        import importlib.abc, importlib.machinery, sys
+
+        class WithoutDistributed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+            '''Gives torch._C as a build without USE_DISTRIBUTED has it.'''
+
+            def find_spec(self, name, path, target=None):
+                if name != "torch._C":
+                    return None
+                spec = importlib.machinery.PathFinder.find_spec(name, path)
+                self.loader, spec.loader = spec.loader, self
+                return spec
+
+            def create_module(self, spec):
+                return self.loader.create_module(spec)
+
+            def exec_module(self, module):
+                self.loader.exec_module(module)
+                for part in ("c10d", "rpc", "dist_autograd", "faulty_agent"):
+                    if hasattr(module, f"_{part}_init"):
+                        delattr(module, f"_{part}_init")
+
+        sys.meta_path.insert(0, WithoutDistributed())
+        import torch.distributed
+        assert not torch.distributed.is_available()
+        import objcomm
+        mine = {"w": torch.ones(2)}
+        assert objcomm.broadcast(mine) is mine
+        assert objcomm.gather(mine)[0] is objcomm.all_gather(mine)[0] is mine
+        assert objcomm.scatter([mine]) is mine
+        assert objcomm.reduce(2) == objcomm.all_reduce(2, "max") == 2
+        assert objcomm.reduce_and_broadcast(lambda: 2, sum) == 2
+        assert objcomm.gather_scalar(2) == objcomm.all_gather_scalar(2) == [2]
+        assert objcomm.ddp_broadcast(mine) is mine
+        objcomm.barrier()
+        assert (objcomm.rank(), objcomm.world_size()) == (0, 1)
+        assert objcomm.is_main() and not objcomm.is_initialized()
+        assert torch.equal(objcomm.from_tensor(objcomm.to_tensor(mine))["w"], mine["w"])
+        """
+    )
+
+
+def test_a_program_that_used_a_group_ends_by_itself(tmp_path: Path) -> None:
+    printed = run_python(
+        f"""
+        import torch.distributed as dist, objcomm, threading, os
+        store = dist.FileStore({str(tmp_path / "store")!r}, 2)
+        child = os.fork()
+        dist.init_process_group("gloo", store=store, rank=int(child == 0), world_size=2)
+        def background():
+            with objcomm.lane("side"):
+                objcomm.all_gather(bytes(100_000))
+        assert objcomm.all_gather(objcomm.rank()) == [0, 1]
+        thread = threading.Thread(target=background)
+        thread.start()
+        objcomm.barrier()
+        thread.join()
+        if child:
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        # Neither destroys its group: many programs do not.
+        """
+    )
+    assert printed.split()[-1:] == ["0"]

@@ -1,0 +1,1 @@
+"""What mypy must infer at the public edge."""

@@ -1,0 +1,93 @@
+"""What mypy infers at the public edge; checked by `mypy`, never run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, assert_type
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import objcomm
+
+
+@dataclass
+class Config:
+    """Any class of a user's."""
+
+    lr: float
+
+    def merge(self, other: "Config") -> "Config":
+        """An operation for reduce."""
+        return Config(self.lr + other.lr)
+
+
+def collectives(config: Config, configs: list[Config]) -> None:
+    """Values in, values of the same type out."""
+    assert_type(objcomm.broadcast(config), Config)
+    assert_type(objcomm.broadcast(config, 1), Config)
+    assert_type(objcomm.broadcast({"lr": 0.1}, group_src=1), dict[str, float])
+    assert_type(objcomm.gather(config), list[Config] | None)
+    assert_type(objcomm.gather(config, dst=1, timeout=3), list[Config] | None)
+    assert_type(objcomm.all_gather(config), list[Config])
+    assert_type(objcomm.scatter(configs), Config)
+    assert_type(objcomm.scatter(tuple(configs)), Config)
+    assert_type(objcomm.reduce(config, Config.merge), Config | None)
+    assert_type(objcomm.all_reduce(config, lambda a, b: a.merge(b)), Config)
+    assert_type(objcomm.all_reduce(torch.ones(3), "max"), torch.Tensor)
+    objcomm.barrier("name", timeout=timedelta(seconds=3))
+
+
+def helpers(config: Config) -> None:
+    """The functions on top."""
+    assert_type(objcomm.ddp_broadcast(config, 1), Config)
+    assert_type(objcomm.gather_scalar(0.5), list[float] | None)
+    assert_type(objcomm.all_gather_scalar(0.5), list[float])
+    assert_type(objcomm.reduce_and_broadcast(lambda: 1, lambda parts: str(sum(parts))), str)
+
+    def total(parts: list[Config]) -> float:
+        return sum(part.lr for part in parts)
+
+    assert_type(objcomm.reduce_and_broadcast(lambda: config, total), float)
+
+
+def groups(group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> None:
+    """Every spelling of a group and a device."""
+    assert_type(objcomm.rank(), int)
+    assert_type(objcomm.rank(group), int)
+    assert_type(objcomm.world_size(mesh), int)
+    assert_type(objcomm.is_main(group), bool)
+    assert_type(objcomm.is_initialized(), bool)
+    assert_type(objcomm.all_gather(1, group=mesh, device=device, codec="msgpack"), list[int])
+    assert_type(objcomm.all_gather(1, group=group, device="cpu", confirm=True), list[int])
+    assert_type(objcomm.stats(group), dict[str, objcomm.OperationStats])
+    with objcomm.lane("eval"):
+        assert_type(objcomm.stats()["gather"].sent_nbytes, int)
+
+
+def bytes_of_objects(config: Config) -> None:
+    """The layer by itself; what bytes hold is not known."""
+    assert_type(objcomm.to_tensor(config), torch.Tensor)
+    assert_type(objcomm.to_tensor(config, codec="msgpack"), torch.Tensor)
+    assert_type(objcomm.from_tensor(torch.empty(0), device="cpu"), Any)
+
+
+assert_type(objcomm.register(Config), type[Config])
+
+
+@objcomm.register
+class Registered:
+    """The decorator keeps the class what it is."""
+
+
+assert_type(Registered(), Registered)
+
+
+def failures(error: objcomm.CollectiveError) -> None:
+    """Errors keep facts as attributes."""
+    assert_type(error.failures, dict[int, objcomm.RankFailure])
+    assert_type(error.failures[0].traceback, str)
+
+
+operation: Callable[[Config, Config], Config] = Config.merge

@@ -1,0 +1,178 @@
+"""Codecs in one process: what they carry, what they refuse, and what they cost."""
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import objcomm
+from objcomm import CodecError, EncodeError, UsageError
+from objcomm.codecs.base import codec_named
+from tests import samples
+from tests.contracts import check_codec
+from tests.same import assert_same
+
+_CASES = [(codec, name) for codec in ("pickle", "msgpack") for name in samples.names(codec)]
+
+
+@pytest.mark.parametrize(("codec", "name"), _CASES)
+def test_a_sample_survives_the_way_through_bytes(codec: str, name: str) -> None:
+    tensor = objcomm.to_tensor(samples.make(name), codec=codec)
+    assert tensor.dtype is torch.uint8
+    assert tensor.dim() == 1
+    assert tensor.device.type == "cpu"
+    got = objcomm.from_tensor(tensor)
+    assert_same(got, samples.make(name), sharing=codec == "pickle")
+    tensor.zero_()
+    assert_same(got, samples.make(name), sharing=codec == "pickle")
+
+
+def test_codecs_keep_their_contract(codec: str) -> None:
+    values = ["nested", "tensor of 1 MB", "tensor column", "array", "32768 bytes", "bytearray"]
+    check_codec(
+        lambda: codec_named(codec),
+        lambda: [samples.make(name) for name in values],
+        refused=[1, threading.Lock()],
+    )
+
+
+def _in_object(culprit: Any) -> Any:
+    return samples.Plain(model=samples.Plain(head=culprit))
+
+
+def _subclass_of(cls: type) -> Any:
+    return type(cls.__name__, (cls,), {})
+
+
+class Unregistered:
+    """A class that the codec of plain data does not know."""
+
+
+_POINT = samples.Point(1, 2.0)
+
+CULPRITS: dict[str, Callable[[Any], Any]] = {
+    "obj": lambda culprit: culprit,
+    "obj['cb']": lambda culprit: {"a": 1, "cb": culprit},
+    "obj[1][2]": lambda culprit: [0, (1, 2, culprit)],
+    "obj['a'][0]['b']": lambda culprit: {"a": [{"b": culprit}]},
+    "obj.model.head": _in_object,
+    "obj.points[1].y": lambda culprit: samples.Run("r", [_POINT, _POINT._replace(y=culprit)]),
+}
+
+
+@pytest.mark.parametrize("path", CULPRITS)
+def test_a_refusal_names_the_member_and_where_it_sits(codec: str, path: str) -> None:
+    with pytest.raises(EncodeError) as caught:
+        objcomm.to_tensor(CULPRITS[path](threading.Lock()), codec=codec)
+    error = caught.value
+    assert (error.codec, error.path, error.type_name) == (codec, path, "lock")
+    assert error.reason
+    for told in (codec, path, "lock"):
+        assert told in str(error)
+
+
+@pytest.mark.parametrize(
+    "culprit",
+    [
+        pytest.param(Unregistered(), id="unregistered class"),
+        pytest.param(Unregistered, id="class"),
+        pytest.param(len, id="function"),
+        pytest.param(lambda: 1, id="lambda"),
+        pytest.param(ValueError(1), id="exception"),
+        pytest.param(collections.OrderedDict(a=1), id="OrderedDict"),
+        pytest.param(collections.deque([1]), id="deque"),
+        pytest.param(_subclass_of(str)("a"), id="subclass of str"),
+        pytest.param(_subclass_of(int)(1), id="subclass of int"),
+        pytest.param(_subclass_of(samples.Run)("a", []), id="subclass of a registered class"),
+        pytest.param(np.array([1, "a"], object), id="array of objects"),
+        pytest.param(np.ma.masked_array([1], [True]), id="masked array"),
+        pytest.param(torch.eye(2).to_sparse(), id="sparse tensor"),
+    ],
+)
+def test_plain_data_refuses_rather_than_change_a_type(culprit: Any) -> None:
+    with pytest.raises(EncodeError) as caught:
+        objcomm.to_tensor({"x": [culprit]}, codec="msgpack")
+    assert caught.value.path.startswith("obj['x'][0]")
+
+
+def test_plain_data_refuses_a_cycle(codec: str) -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    if codec == "msgpack":
+        with pytest.raises(EncodeError):
+            objcomm.to_tensor(cycle, codec=codec)
+    else:
+        got = objcomm.from_tensor(objcomm.to_tensor(cycle, codec=codec))
+        assert got[0] is got
+
+
+@pytest.mark.parametrize("depth", [100, 100_000])
+def test_deep_nesting_arrives_or_is_refused(codec: str, depth: int) -> None:
+    deep: Any = None
+    for _ in range(depth):
+        deep = [deep]
+    try:
+        got = objcomm.from_tensor(objcomm.to_tensor(deep, codec=codec))
+    except CodecError:
+        assert depth > 100
+    else:
+        while got is not None:
+            (got,) = got
+            depth -= 1
+        assert depth == 0
+    while deep:  # taken apart by hand: its destructor would recurse, too
+        deep = deep[0]
+
+
+def test_only_the_viewed_elements_are_encoded(codec: str) -> None:
+    huge = torch.empty(250_000_000)  # 1 GB, of which no page is ever touched
+    assert objcomm.to_tensor(huge[3:4], codec=codec).numel() < 4096
+    array = np.empty((1000, 1000))
+    assert objcomm.to_tensor(array[:, 0], codec=codec).numel() < 8000 + 4096
+    assert objcomm.to_tensor(torch.zeros(()).expand(9, 9, 9**4), codec=codec).numel() < 4096
+
+
+def test_tied_tensors_are_encoded_once_and_stay_tied(codec: str) -> None:
+    weight = torch.arange(1_000_000, dtype=torch.float32)
+    sent = objcomm.to_tensor({"a": weight, "b": weight[:], "c": [weight]}, codec=codec)
+    assert sent.numel() < 4_100_000
+    got = objcomm.from_tensor(sent)
+    got["a"][0] = 5.0
+    assert got["b"][0] == 5.0
+    assert got["c"][0][0] == 5.0
+
+
+def test_what_is_decoded_is_writable_and_aligned(codec: str) -> None:
+    for size in (1, 1000, 100_000):
+        sent = objcomm.to_tensor([torch.ones(size), np.ones(size), bytearray(size)], codec=codec)
+        tensor, array, raw = objcomm.from_tensor(sent)
+        assert tensor.data_ptr() % 64 == array.ctypes.data % 64 == 0
+        tensor[0], array[0], raw[0] = 2, 2, 2
+
+
+def test_device_moves_the_tensors_of_an_object() -> None:
+    sent = objcomm.to_tensor({"a": [torch.ones(3)], "n": np.ones(2)})
+    got = objcomm.from_tensor(sent, device="meta")
+    assert got["a"][0].is_meta
+    assert isinstance(got["n"], np.ndarray)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(300), torch.ones(20, 20, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)],
+    ids=["floats", "two dimensions", "empty"],
+)
+def test_a_tensor_that_is_no_message_is_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises((UsageError, objcomm.WireError)):
+        objcomm.from_tensor(tensor)
+
+
+def test_a_message_may_lie_in_memory_with_steps() -> None:
+    sent = objcomm.to_tensor({"a": torch.arange(50_000)})
+    apart = torch.zeros(sent.numel() * 2, dtype=torch.uint8)
+    apart[::2] = sent
+    assert torch.equal(objcomm.from_tensor(apart[::2])["a"], torch.arange(50_000))

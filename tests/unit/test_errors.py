@@ -1,0 +1,120 @@
+"""The error tree: its shape, its facts, and that every error survives pickling."""
+
+import copy
+import pickle
+
+import pytest
+
+import objcomm
+from objcomm import errors
+from objcomm.errors import Position, RankFailure
+
+_SIDE = Position(rank=0, operation="broadcast", sequence=3, root=1, call_site="train.py:10")
+_OTHER = Position(rank=1, operation="gather", sequence=3, root=-1, call_site="é.py:2")
+_FAILED = RankFailure(
+    2, "builtins.ValueError", "no \N{GRINNING FACE}", "Traceback …\nValueError: no"
+)
+
+# One error of every class, and what its text must tell.
+EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
+    type(error): (error, told)
+    for error, told in (
+        (errors.ObjcommError("text"), ["text"]),
+        (errors.UsageError("give one root"), ["give one root"]),
+        (errors.NotInGroupError("rank 0 is outside"), ["rank 0 is outside"]),
+        (errors.MissingDependencyError("numpy", "demo"), ["numpy", "objcomm[demo]"]),
+        (errors.CodecError("text"), ["text"]),
+        (
+            errors.EncodeError("pickle", "lock", "obj['cb']", "why"),
+            ["pickle", "lock", "obj['cb']", "why"],
+        ),
+        (errors.DecodeError("msgpack", "why"), ["msgpack", "why"]),
+        (errors.ForbiddenTypeError("msgpack", "class 'a.B'"), ["msgpack", "a.B"]),
+        (errors.WireError("text"), ["text"]),
+        (
+            errors.DesyncError(_SIDE, _OTHER, "other operations"),
+            ["rank 0", "broadcast", "train.py:10", "rank 1", "gather", "é.py:2", "3"],
+        ),
+        (errors.TransportError("gather", (1,), "closed"), ["gather", "rank 1", "closed"]),
+        (errors.TransportTimeout("barrier", (1, 3), 2.5), ["barrier", "1, 3", "2.5 s", "timeout="]),
+        (errors.BrokenGroupError("gather", "rank 1 died"), ["gather", "rank 1 died"]),
+        (
+            errors.CollectiveError("gather", {2: _FAILED}),
+            ["gather", "rank 2", "ValueError", "no \N{GRINNING FACE}", "Traceback …"],
+        ),
+    )
+}
+
+
+def _all_errors(root: type[BaseException]) -> list[type[BaseException]]:
+    return [root, *(each for child in root.__subclasses__() for each in _all_errors(child))]
+
+
+@pytest.mark.parametrize("cls", _all_errors(errors.ObjcommError), ids=lambda cls: cls.__name__)
+def test_every_error_survives_pickling_with_its_facts(cls: type[BaseException]) -> None:
+    error, told = EXAMPLES[cls]
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        got = pickle.loads(pickle.dumps(error, protocol))  # noqa: S301  # made here
+        assert type(got) is cls
+        assert vars(got) == vars(error)
+        assert got.args == error.args
+        assert str(got) == str(error)
+    assert str(copy.copy(error)) == str(error)
+    for fact in told:
+        assert fact in str(error)
+
+
+@pytest.mark.parametrize("cls", _all_errors(errors.ObjcommError), ids=lambda cls: cls.__name__)
+def test_every_error_is_public_and_documented(cls: type[BaseException]) -> None:
+    assert getattr(objcomm, cls.__name__) is cls
+    assert cls.__name__ in objcomm.__all__
+    assert cls.__doc__
+
+
+def test_the_tree_is_the_documented_one() -> None:
+    parents = {
+        "UsageError": (errors.ObjcommError, ValueError),
+        "NotInGroupError": (errors.UsageError,),
+        "MissingDependencyError": (errors.ObjcommError, ImportError),
+        "CodecError": (errors.ObjcommError,),
+        "EncodeError": (errors.CodecError,),
+        "DecodeError": (errors.CodecError,),
+        "ForbiddenTypeError": (errors.DecodeError,),
+        "WireError": (errors.ObjcommError,),
+        "DesyncError": (errors.WireError,),
+        "TransportError": (errors.ObjcommError, RuntimeError),
+        "TransportTimeout": (errors.TransportError, TimeoutError),
+        "BrokenGroupError": (errors.TransportError,),
+        "CollectiveError": (errors.ObjcommError,),
+    }
+    for name, bases in parents.items():
+        assert getattr(errors, name).__bases__ == bases
+    assert len(_all_errors(errors.ObjcommError)) == len(parents) + 1
+
+
+def test_failures_cannot_be_changed_from_outside() -> None:
+    failures = {2: _FAILED}
+    error = errors.CollectiveError("gather", failures)
+    failures.clear()
+    assert list(error.failures) == [2]
+
+
+def test_several_failures_are_told_in_rank_order() -> None:
+    other = RankFailure(0, "builtins.KeyError", "'k'", "Traceback of zero")
+    text = str(errors.CollectiveError("gather", {2: _FAILED, 0: other}))
+    assert text.index("rank 0: builtins.KeyError") < text.index("rank 2: builtins.ValueError")
+    assert "Traceback of zero" in text
+
+
+def test_errors_can_be_caught_as_their_builtin_kin() -> None:
+    for error, builtin in (
+        (errors.UsageError("x"), ValueError),
+        (errors.TransportTimeout("x", (), 1.0), TimeoutError),
+        (errors.TransportTimeout("x", (), 1.0), OSError),
+        (errors.TransportError("x", (), ""), RuntimeError),
+        (errors.MissingDependencyError("x", "y"), ImportError),
+    ):
+        with pytest.raises(builtin):
+            raise error
+        with pytest.raises(objcomm.ObjcommError):
+            raise error

@@ -1,0 +1,258 @@
+"""Bytes that are right, damaged or hostile: what comes out is an object or an objcomm error."""
+
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+import objcomm
+from objcomm import CodecError, DesyncError, ObjcommError, WireError, frames
+from objcomm.frames import HEADER_NBYTES, Header
+from tests.ranks import solo
+from tests.same import assert_same
+
+settings.register_profile("objcomm", deadline=None, derandomize=True, max_examples=150)
+settings.load_profile("objcomm")
+
+_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters(exclude_categories=()))
+    | st.binary()
+    | st.binary().map(bytearray)
+    | st.datetimes(timezones=st.none() | st.timezones())
+    | st.decimals()
+    | st.fractions()
+    | st.uuids()
+    | st.timedeltas()
+)
+_KEYS = (
+    st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.tuples(st.integers())
+)
+# A field may have a title besides its name; plain data has no word for it and refuses.
+_STRUCTS: st.SearchStrategy[Any] = npst.array_dtypes()
+_STRUCTS = _STRUCTS.filter(lambda dtype: all(len(field) == 2 for field in dtype.fields.values()))
+_DTYPES = (
+    npst.boolean_dtypes()
+    | npst.integer_dtypes()
+    | npst.floating_dtypes()
+    | npst.complex_number_dtypes()
+    | npst.datetime64_dtypes()
+    | npst.unicode_string_dtypes()
+    | _STRUCTS
+)
+_ARRAYS = npst.arrays(_DTYPES, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
+_TENSORS = npst.arrays(
+    st.sampled_from([np.float32, np.float64, np.int64, np.uint8, np.bool_, np.complex64]),
+    npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
+).map(torch.from_numpy)
+_OBJECTS = st.recursive(
+    _SCALARS | _ARRAYS | _TENSORS,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(_KEYS, inner)
+        | st.sets(_KEYS)
+        | st.frozensets(_KEYS)
+    ),
+    max_leaves=12,
+)
+_CODECS = st.sampled_from(["pickle", "msgpack"])
+
+
+@given(_OBJECTS, _CODECS)
+def test_any_object_survives_the_way_through_bytes(obj: Any, codec: str) -> None:
+    got = objcomm.from_tensor(objcomm.to_tensor(obj, codec=codec))
+    assert_same(got, obj, sharing=False)
+
+
+def _message(obj: Any, codec: str) -> bytearray:
+    return bytearray(objcomm.to_tensor(obj, codec=codec).tolist())
+
+
+def _decoded(raw: bytes | bytearray) -> Any:
+    return objcomm.from_tensor(torch.tensor(list(raw), dtype=torch.uint8))
+
+
+@given(_OBJECTS, _CODECS, st.data())
+def test_a_changed_byte_is_noticed(obj: Any, codec: str, data: st.DataObject) -> None:
+    raw = _message(obj, codec)
+    position = data.draw(st.integers(0, len(raw) - 1))
+    raw[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises((WireError, CodecError)):
+        _decoded(raw)
+
+
+@given(_OBJECTS, _CODECS, st.data())
+def test_a_message_that_was_cut_or_lengthened_is_noticed(
+    obj: Any, codec: str, data: st.DataObject
+) -> None:
+    raw = _message(obj, codec)
+    length = data.draw(st.integers(0, len(raw) - 1))
+    with pytest.raises((WireError, CodecError)):
+        _decoded(raw[:length])
+    with pytest.raises((WireError, CodecError)):
+        _decoded(raw + data.draw(st.binary(min_size=1)))
+
+
+@pytest.mark.parametrize("cut", [1, 100_000, 399_999])
+def test_a_large_buffer_that_was_cut_is_noticed(codec: str, cut: int) -> None:
+    raw = objcomm.to_tensor({"w": torch.arange(100_000, dtype=torch.int32)}, codec=codec)
+    with pytest.raises((WireError, CodecError)):
+        objcomm.from_tensor(raw[:-cut])
+
+
+@given(st.binary(max_size=2000))
+def test_bytes_of_another_program_are_no_message(raw: bytes) -> None:
+    with pytest.raises(WireError):
+        _decoded(raw)
+    with pytest.raises(WireError):
+        _decoded(frames.MAGIC + raw)
+
+
+_UNSIGNED = {32: st.integers(0, 2**32 - 1), 64: st.integers(0, 2**64 - 1)}
+_SIGNED = st.integers(-(2**31), 2**31 - 1)
+_HEADERS = st.builds(
+    Header,
+    status=st.integers(0, 255),
+    operation=st.integers(0, 255),
+    sender=_SIGNED,
+    root=_SIGNED,
+    lane=_UNSIGNED[32],
+    epoch=_UNSIGNED[32],
+    group=_UNSIGNED[64],
+    sequence=_UNSIGNED[64],
+    fingerprint=_UNSIGNED[64],
+    codec=st.text("abc-5", max_size=16),
+    call_site=st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=15),
+    buffer_count=st.just(0),
+    meta_nbytes=st.integers(0, 1000),
+    body_nbytes=st.integers(1000, 2**64 - 1),
+    payload_nbytes=_UNSIGNED[64],
+    tag=_UNSIGNED[64],
+    body_checksum=_UNSIGNED[32],
+)
+
+
+@given(_HEADERS)
+def test_a_header_survives_the_way_through_bytes(header: Header) -> None:
+    packed = header.pack()
+    assert len(packed) == HEADER_NBYTES
+    assert Header.unpack(packed) == header
+    assert Header.unpack(bytearray(packed) + b"body") == header
+
+
+@given(_HEADERS, st.integers(0, 8 * HEADER_NBYTES - 1))
+def test_one_flipped_bit_of_a_header_is_noticed(header: Header, bit: int) -> None:
+    packed = bytearray(header.pack())
+    packed[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(WireError):
+        Header.unpack(packed)
+
+
+@pytest.mark.parametrize(
+    "call_site", ["é" * 200 + "/train.py:12", "/" + "x" * 500 + "/train.py:12"]
+)
+def test_a_long_call_site_keeps_its_end(call_site: str) -> None:
+    header = Header.unpack(objcomm.to_tensor(1).numpy().tobytes())
+    got = Header.unpack(header._replace(call_site=call_site).pack()).call_site
+    assert got.endswith("/train.py:12")
+
+
+@given(_OBJECTS, _CODECS, _HEADERS)
+def test_a_wellformed_header_with_senseless_sizes_gives_an_error(
+    obj: Any, codec: str, header: Header
+) -> None:
+    raw = _message(obj, codec)
+    true = Header.unpack(raw)
+    hostile = header._replace(
+        status=true.status, codec=true.codec, body_checksum=true.body_checksum
+    )
+    assume(hostile[12:16] != true[12:16])
+    raw[:HEADER_NBYTES] = hostile.pack()
+    with pytest.raises((WireError, CodecError)):
+        _decoded(raw)
+
+
+@given(_OBJECTS, st.data())
+def test_hostile_plain_data_with_right_checksums_gives_an_object_or_an_error(
+    obj: Any, data: st.DataObject
+) -> None:
+    raw = _message(obj, "msgpack")
+    body = raw[HEADER_NBYTES:]
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    header = Header.unpack(raw)._replace(body_checksum=zlib.crc32(body))
+    try:
+        _decoded(header.pack() + body)
+    except ObjcommError as error:
+        assert isinstance(error, (WireError, CodecError))  # noqa: PT017  # decoding may succeed
+
+
+@solo()
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+@pytest.mark.parametrize("exponent", [33, 40, 60, 63])
+def test_an_announced_size_is_not_believed_before_it_is_checked(codec: str, exponent: int) -> None:
+    raw = _message({"w": torch.arange(20_000)}, codec)
+    true = Header.unpack(raw)
+    before = _address_space()
+    for field in ("buffer_count", "meta_nbytes", "body_nbytes", "payload_nbytes"):
+        size = min(2**exponent, 2**32 - 1) if field == "buffer_count" else 2**exponent
+        hostile = true._replace(**{field: size}).pack() + raw[HEADER_NBYTES:]
+        with pytest.raises((WireError, CodecError)):
+            _decoded(hostile)
+    rows = bytearray(raw)
+    rows[HEADER_NBYTES : HEADER_NBYTES + 8] = (2**exponent).to_bytes(8, "little")
+    body = rows[HEADER_NBYTES : HEADER_NBYTES + true.body_nbytes]
+    lie = true._replace(payload_nbytes=2**exponent, body_checksum=zlib.crc32(body))
+    with pytest.raises((WireError, CodecError)):
+        _decoded(lie.pack() + rows[HEADER_NBYTES:])
+    assert _address_space() - before < 2**30
+
+
+def _address_space() -> int:
+    """The most address space that this process ever had, from Linux."""
+    found = re.search(r"VmPeak:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def _header(**changed: Any) -> Header:
+    return Header.unpack(objcomm.to_tensor(1).numpy().tobytes())._replace(
+        **{"sender": 0, "sequence": 5, "operation": 1, "root": 0, **changed}
+    )
+
+
+def test_the_same_call_of_another_rank_is_accepted() -> None:
+    frames.check_same_call(_header(), _header(sender=2, call_site="other.py:3"), sender=2)
+
+
+@pytest.mark.parametrize(
+    "difference", [{"operation": 2}, {"sequence": 6}, {"root": 1}, {"fingerprint": 7}]
+)
+def test_another_call_is_a_desync_that_names_both_sides(difference: dict[str, int]) -> None:
+    theirs = _header(sender=2, call_site="b.py:9", **difference)
+    with pytest.raises(DesyncError) as caught:
+        frames.check_same_call(_header(call_site="a.py:1"), theirs, sender=2)
+    assert caught.value.mine.rank == 0
+    assert caught.value.theirs.rank == 2
+    for told in ("rank 0", "a.py:1", "rank 2", "b.py:9"):
+        assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("difference", [{"group": 1}, {"epoch": 1}, {"lane": 1}, {"sender": 3}])
+def test_a_message_of_another_group_or_lane_is_a_wire_error(difference: dict[str, int]) -> None:
+    theirs = _header(**{"sender": 2, **difference})
+    with pytest.raises(WireError) as caught:
+        frames.check_same_call(_header(), theirs, sender=2)
+    assert not isinstance(caught.value, DesyncError)

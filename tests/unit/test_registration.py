@@ -1,0 +1,135 @@
+"""What a user adds: codecs of their own, and classes for the codec of plain data."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import objcomm
+from objcomm import CodecError, DecodeError, EncodeError, ForbiddenTypeError, UsageError
+from objcomm.codecs.base import Codec, Encoded
+from objcomm.frames import HEADER_NBYTES, Header
+from tests import samples
+from tests.contracts import check_codec
+from tests.ranks import solo
+
+
+class Json:
+    """A codec of a user's own."""
+
+    name = "json"
+
+    def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
+        del device_type
+        try:
+            return Encoded(json.dumps(obj).encode())
+        except (TypeError, ValueError) as error:
+            raise EncodeError(self.name, type(obj).__name__, "obj", str(error)) from error
+
+    def decode(
+        self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+    ) -> Any:
+        del buffers, device
+        try:
+            return json.loads(bytes(meta))
+        except ValueError as error:
+            raise DecodeError(self.name, str(error)) from error
+
+
+def test_a_registered_codec_of_the_users_keeps_the_same_contract() -> None:
+    objcomm.register_codec(Json())
+    check_codec(Json, lambda: [{"lr": 0.1, "é": [1, None]}, "text"], refused={1, 2})
+    with objcomm.configure(codec="json"):
+        assert objcomm.from_tensor(objcomm.to_tensor((1, 2))) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["", "a name that is too long", "é", "new\nline"])
+def test_a_codec_whose_name_no_header_can_hold_is_refused(name: str) -> None:
+    codec: Codec = Json()
+    codec.name = name
+    with pytest.raises(UsageError):
+        objcomm.register_codec(codec)
+
+
+def test_an_unknown_codec_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"msgpack.*pickle"):
+        objcomm.to_tensor(1, codec="morse")
+
+
+class Unregistered:
+    """A class that the codec of plain data does not know."""
+
+
+def test_a_class_is_registered_once_under_one_name() -> None:
+    assert objcomm.register(samples.Point) is samples.Point
+    with pytest.raises(UsageError, match=r"tests\.samples\.Point"):
+        objcomm.register(Unregistered, name="tests.samples.Point", encode=vars, decode=dict)
+    for half in ({"encode": vars}, {"decode": dict}):
+        with pytest.raises(UsageError):
+            objcomm.register(Unregistered, **half)
+    with pytest.raises(EncodeError):
+        objcomm.to_tensor(Unregistered(), codec="msgpack")
+
+
+@solo()
+def test_registration_works_as_a_decorator_and_with_functions() -> None:
+    @objcomm.register(encode=vars, decode=lambda state: Money(**state))
+    class Money:
+        def __init__(self, cents: int) -> None:
+            self.cents = cents
+
+    @objcomm.register(name="bag")
+    class Bag:
+        def __init__(self) -> None:
+            raise AssertionError("decoding does not call __init__")
+
+    bag = object.__new__(Bag)
+    bag.__dict__.update(money=Money(2**70))
+    got = objcomm.from_tensor(objcomm.to_tensor([bag], codec="msgpack"))
+    assert type(got[0]) is Bag
+    assert vars(got[0])["money"].cents == 2**70
+
+
+class _Slotted:
+    __slots__ = ("value",)
+
+
+def test_a_class_whose_state_cannot_be_found_needs_functions() -> None:
+    for cls in (_Slotted, type("Odd", (dict,), {})):
+        with pytest.raises(UsageError, match="encode="):
+            objcomm.register(cls)
+
+
+class Touches:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_decoding_plain_data_runs_no_code(tmp_path: Path) -> None:
+    bomb = tmp_path / "was run"
+    pickled = objcomm.to_tensor(Touches(bomb), codec="pickle")
+    raw = bytes(pickled.tolist())
+    disguised = Header.unpack(raw)._replace(codec="msgpack").pack() + raw[HEADER_NBYTES:]
+    with pytest.raises(CodecError):
+        objcomm.from_tensor(torch.tensor(list(disguised), dtype=torch.uint8))
+    assert not bomb.exists()
+    objcomm.from_tensor(pickled)
+    assert bomb.exists()
+
+
+def test_a_class_that_the_receiver_did_not_register_is_refused() -> None:
+    sent = objcomm.to_tensor([samples.Point(1, 2.0)], codec="msgpack")
+    raw = bytes(sent.tolist()).replace(b"tests.samples.Point", b"tests.samples.Joint")
+    body = raw[HEADER_NBYTES:]
+    header = Header.unpack(bytes(sent.tolist()))._replace(body_checksum=zlib.crc32(body))
+    with pytest.raises(ForbiddenTypeError, match=r"tests\.samples\.Joint"):
+        objcomm.from_tensor(torch.tensor(list(header.pack() + body), dtype=torch.uint8))

@@ -1,0 +1,268 @@
+"""Processes that stand for ranks, and the messages that drive them.
+
+Knows pipes, deadlines and how to join a process group; knows nothing of pytest's collection, and
+nothing of objcomm. A fork server that has torch imported makes a process cost some 10 ms.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# objcomm is left out: each worker imports it itself, under its own environment.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"])
+
+# What a launcher would have set; a worker has only what its test asks for.
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+
+#: Modules besides ``test_*`` whose asserts show their values.
+EXPLAINED = ("tests.same", "tests.contracts", "tests.group.helpers")
+
+# After one rank has failed, the others get this long to report: they may wait for that rank.
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands.
+
+    Attributes:
+        folder: a folder that all workers of the pool share.
+        joined: whether the worker joined a process group before its first order.
+        environment: variables to set.
+    """
+
+    rank: int
+    world_size: int
+    folder: Path
+    joined: bool
+    environment: Mapping[str, str]
+
+    def store(self, name: str) -> dist.FileStore:
+        """A store that all workers of the pool reach under ``name``, as often as they like."""
+        # Told how many workers there are, a store deletes its file when that many objects died.
+        return dist.FileStore(str(self.folder / name))
+
+
+@dataclass(frozen=True)
+class Order:
+    """One function to call: what stands in ``module`` under ``function``, or its ``body``."""
+
+    module: str
+    function: str
+    arguments: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Report:
+    """How an order went on one rank: ``passed``, ``skipped``, ``failed``, ``died`` or ``hung``."""
+
+    rank: int
+    outcome: str
+    text: str = ""
+
+
+_place: Place | None = None
+
+
+def here() -> Place:
+    """The place of the worker that runs this."""
+    if _place is None:
+        raise RuntimeError("this runs in no worker")
+    return _place
+
+
+class Worker:
+    """The parent's end of one process."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.orders, orders = _CONTEXT.Pipe()
+        self._stacks, stacks = _CONTEXT.Pipe(duplex=False)
+        self._log = place.folder / f"rank{place.rank}.log"
+        self._process = _CONTEXT.Process(
+            target=_work, args=(place, orders, stacks, self._log), daemon=True
+        )
+        self._process.start()
+        # With our copies closed, a worker that dies shows as the end of its pipe.
+        orders.close()
+        stacks.close()
+
+    def report(self) -> Report:
+        """Read the report that is ready, or find that the worker has died."""
+        try:
+            received = self.orders.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(_GRACE_S)
+            text = f"exit code {self._process.exitcode}\n{self._written()}"
+            return Report(self.place.rank, "died", text)
+        if not isinstance(received, Report):
+            raise TypeError(f"rank {self.place.rank} sent {received!r}")
+        if received.outcome == "failed":
+            return Report(received.rank, "failed", received.text + self._written(wait_s=0.0))
+        return received
+
+    def hung(self) -> Report:
+        """Ask a worker that missed the deadline for its stacks."""
+        # The process may end between the deadline and here.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        return Report(self.place.rank, "hung", "missed the deadline\n" + self._written())
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        if self._process.pid is None:
+            raise RuntimeError("the worker was not started")
+        return self._process.pid
+
+    def end(self, *, kindly: bool) -> bool:
+        """End the process, and say whether it ended when asked ``kindly``."""
+        if kindly:
+            with contextlib.suppress(BrokenPipeError):
+                self.orders.send(None)
+            self._process.join(_GRACE_S)
+        ended = self._process.exitcode == 0
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        self.orders.close()
+        self._stacks.close()
+        return ended
+
+    def _written(self, wait_s: float = 1.0) -> str:
+        """What faulthandler wrote to its pipe, and the end of what the worker printed."""
+        stacks = b""
+        while self._stacks.poll(0.2 if stacks else wait_s):
+            chunk = os.read(self._stacks.fileno(), 65536)
+            if not chunk:
+                break
+            stacks += chunk
+        return stacks.decode(errors="replace") + self._log.read_text(errors="replace")[-4000:]
+
+
+class Pool:
+    """The ranks of one world, ready for orders."""
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        joined: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="objcomm-ranks-"))
+        self._workers = [
+            Worker(Place(rank, world_size, self._folder, joined, environment or {}))
+            for rank in range(world_size)
+        ]
+        self.ruined = False
+
+    def run(self, order: Order, deadline: float) -> list[Report]:
+        """Send an order to every rank and collect the reports, in rank order."""
+        for worker in self._workers:
+            worker.orders.send(order)
+        waiting: dict[object, Worker] = {worker.orders: worker for worker in self._workers}
+        reports: list[Report] = []
+        expires = time.monotonic() + deadline
+        while waiting:
+            left = max(0.0, expires - time.monotonic())
+            ready = connection.wait([worker.orders for worker in waiting.values()], left)
+            arrived = [waiting.pop(pipe).report() for pipe in ready]
+            if not ready:
+                arrived = [worker.hung() for worker in waiting.values()]
+                waiting.clear()
+            reports += arrived
+            if any(report.outcome not in {"passed", "skipped"} for report in arrived):
+                self.ruined = True
+                expires = min(expires, time.monotonic() + max(_GRACE_S, deadline / 4))
+        return sorted(reports, key=lambda report: report.rank)
+
+    def close(self) -> list[int]:
+        """End all workers; name the ranks that had to be killed."""
+        kindly = not self.ruined
+        stubborn = [w.place.rank for w in self._workers if not w.end(kindly=kindly) and kindly]
+        shutil.rmtree(self._folder)
+        return stubborn
+
+
+def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> None:
+    global _place  # noqa: PLW0603  # the one fact that a worker has
+    _place = place
+    for name in _LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(place.environment)
+    with log.open("wb") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+    faulthandler.enable(stacks.fileno())
+    faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
+    torch.set_num_threads(1)
+    with _asserts_that_explain():
+        if place.joined:
+            join(place, "rendezvous")
+        for order in iter(orders.recv, None):
+            orders.send(_carry_out(order, place.rank))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join(place: Place, store: str) -> None:
+    """Initialise torch.distributed over Gloo; all workers of the pool meet in ``store``."""
+    dist.init_process_group(
+        "gloo", store=place.store(store), rank=place.rank, world_size=place.world_size
+    )
+
+
+def _carry_out(order: Order, rank: int) -> Report:
+    try:
+        function = getattr(importlib.import_module(order.module), order.function)
+        getattr(function, "body", function)(**order.arguments)
+    except pytest.skip.Exception as skipped:
+        return Report(rank, "skipped", str(skipped))
+    except BaseException:  # noqa: BLE001  # whatever a test raises is its report
+        return Report(rank, "failed", traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+    return Report(rank, "passed")
+
+
+@contextlib.contextmanager
+def _asserts_that_explain() -> Iterator[None]:
+    """Let failing asserts of test modules show their values, as they do in pytest's own process."""
+    # pytest offers this only to its own process, so these two are not public.
+    from _pytest.assertion import install_importhook  # noqa: PLC0415
+    from _pytest.config import get_config  # noqa: PLC0415
+
+    hook = install_importhook(get_config())
+    hook.mark_rewrite(*EXPLAINED)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(hook)
