@@ -23,10 +23,11 @@ from objcomm.errors import (
     UsageError,
     WireError,
 )
-from objcomm.group import is_initialized, is_main, lane, rank, reset_stats, stats, world_size
+from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
 from objcomm.reductions import all_reduce, reduce
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.world import is_initialized, is_main, rank, reset_stats, stats, world_size
 
 __version__ = "0.1.0"
 

@@ -17,14 +17,15 @@ from objcomm.codecs import codec_named, codec_of_message
 from objcomm.config import settings
 from objcomm.errors import CollectiveError, WireError
 from objcomm.frames import Header, Operation, Status, fingerprint
-from objcomm.group import GroupLike, Timeout, parse_device, resolve
-from objcomm.memory import duplicate, physical_nbytes
+from objcomm.group import Timeout
+from objcomm.memory import duplicate, parse_device, physical_nbytes
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.watch import interruptible
+from objcomm.world import GroupLike, resolve
 
 R = TypeVar("R")
 

@@ -8,9 +8,10 @@ import torch
 from objcomm.call import Call
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
-from objcomm.group import GroupLike, Timeout
+from objcomm.group import Timeout
 from objcomm.message import Message
 from objcomm.transport import routes
+from objcomm.world import GroupLike
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from objcomm.errors import WireError
+from objcomm.errors import UsageError, WireError
 
 #: Above this size a buffer's pages are asked for as huge pages. Filling 128 MiB of fresh memory
 #: took 17 ms so instead of 54 ms (warm memory: 12 ms): page faults cost more than the wire.
@@ -209,3 +209,17 @@ def _advise_huge_pages(flat: torch.Tensor) -> None:
 def physical_nbytes() -> int:
     """The machine's memory: no message can be larger."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def parse_device(device: torch.device | str | int | None) -> torch.device | None:
+    """What ``device=`` means.
+
+    Raises:
+        UsageError: torch knows no such device.
+    """
+    if device is None:
+        return None
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device={device!r}: {error}") from error

@@ -9,8 +9,9 @@ import torch
 from objcomm.call import Call
 from objcomm.collectives import all_gather_in, decode_others, gather_in
 from objcomm.frames import Operation
-from objcomm.group import GroupLike, Timeout
+from objcomm.group import Timeout
 from objcomm.transport import routes
+from objcomm.world import GroupLike
 
 T = TypeVar("T")
 A = TypeVar("A")

@@ -14,11 +14,12 @@ import torch
 
 from objcomm.call import Call
 from objcomm.frames import Operation, Status
-from objcomm.group import GroupLike, Timeout
+from objcomm.group import Timeout
 from objcomm.message import Message
 from objcomm.ops import Operator, operator_for
 from objcomm.transport import routes, topology
 from objcomm.transport.exchange import Exchange
+from objcomm.world import GroupLike
 
 T = TypeVar("T")
 

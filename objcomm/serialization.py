@@ -10,8 +10,7 @@ from objcomm.codecs import codec_named, codec_of_message
 from objcomm.config import settings
 from objcomm.errors import UsageError, WireError
 from objcomm.frames import HEADER_NBYTES, Header, Operation, Status
-from objcomm.group import parse_device
-from objcomm.memory import readable, to_bytes, view
+from objcomm.memory import parse_device, readable, to_bytes, view
 from objcomm.message import Message, compose, open_body
 
 _HEADER = Header(

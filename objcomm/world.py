@@ -1,0 +1,193 @@
+"""Which group a call means, and the questions about a group that need no traffic."""
+
+import os
+import threading
+import weakref
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from objcomm.counters import OperationStats
+from objcomm.errors import NotInGroupError, UsageError
+from objcomm.group import Group
+
+#: What ``group=`` takes: a process group, a one-dimensional device mesh, or None for the world.
+GroupLike: TypeAlias = Any
+
+
+class _Groups:
+    """The state of every live process group, by the object and never by its name, which recurs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+        self.solo = Group()
+
+    def of(self, process_group: Any) -> Group:
+        found = self._known.get(process_group)
+        if found is None:
+            with self._lock:
+                found = self._known.get(process_group) or Group(process_group)
+                self._known[process_group] = found
+        return found
+
+
+_groups = _Groups()
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed is there and ``init_process_group`` was called.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.is_initialized()
+        False
+    """
+    return dist.is_available() and dist.is_initialized()
+
+
+def resolve(group: GroupLike) -> Group:
+    """What ``group=`` means here.
+
+    Returns:
+        A world of one where torch.distributed is not initialised.
+
+    Raises:
+        UsageError: the environment promises other ranks, but nothing is initialised; or it is a
+            mesh of several dimensions, or no group at all.
+        NotInGroupError: this rank is no member.
+    """
+    if not is_initialized():
+        if group is None and _environment_world_size() > 1:
+            raise UsageError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} promises other ranks, but "
+                "torch.distributed is not initialised; call init_process_group first"
+            )
+        if group is not None:
+            raise UsageError("group= was given, but torch.distributed is not initialised")
+        return _groups.solo
+    process_group = _process_group(group)
+    if process_group is None or process_group.rank() < 0:
+        raise NotInGroupError(
+            f"global rank {dist.get_rank()} is no member of this group; "
+            "let only its members make this call"
+        )
+    return _groups.of(process_group)
+
+
+def _process_group(group: GroupLike) -> Any:
+    if group is None:
+        return dist.GroupMember.WORLD
+    if hasattr(group, "get_group") and hasattr(group, "mesh"):
+        if group.ndim != 1:
+            raise UsageError(f"a mesh of {group.ndim} dimensions is no group; slice it: mesh['dp']")
+        return group.get_group() if group.get_coordinate() is not None else None
+    if group is dist.GroupMember.NON_GROUP_MEMBER or group == dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"group={group!r} is neither a process group nor a device mesh")
+    return group
+
+
+def _environment_world_size() -> int:
+    try:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 1
+
+
+def rank(group: GroupLike = None) -> int:
+    """This process's rank within ``group``; 0 without torch.distributed, -1 outside the group.
+
+    Never raises and never communicates, so a logging filter may call it anywhere.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.rank()
+        0
+    """
+    try:
+        return _process_group(group).rank() if is_initialized() else 0
+    except (AttributeError, RuntimeError, UsageError):
+        return -1
+
+
+def world_size(group: GroupLike = None) -> int:
+    """Number of ranks in ``group``; 1 without torch.distributed, -1 outside the group.
+
+    Never raises and never communicates.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.world_size()
+        1
+    """
+    try:
+        return _process_group(group).size() if is_initialized() else 1
+    except (AttributeError, RuntimeError, UsageError):
+        return -1
+
+
+def is_main(group: GroupLike = None) -> bool:
+    """Whether this process is the first rank of ``group``; True without torch.distributed.
+
+    Never raises and never communicates. The environment's RANK plays no part, so a job started
+    without it still has exactly one main rank.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.is_main()
+        True
+    """
+    return rank(group) == 0
+
+
+def stats(group: GroupLike = None) -> dict[str, OperationStats]:
+    """What each operation on ``group`` has cost this rank so far.
+
+    Local: needs no other rank.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Returns:
+        Figures by operation, such as ``stats()["broadcast"].sent_nbytes``.
+
+    Raises:
+        NotInGroupError: this rank is no member of ``group``.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.reset_stats()
+        >>> objcomm.barrier()
+        >>> objcomm.stats()["barrier"].calls
+        1
+    """
+    return resolve(group).counters.snapshot()
+
+
+def reset_stats(group: GroupLike = None) -> None:
+    """Begin counting ``group``'s operations at zero, on this rank.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Raises:
+        NotInGroupError: this rank is no member of ``group``.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.reset_stats()
+        >>> objcomm.stats()
+        {}
+    """
+    resolve(group).counters.clear()

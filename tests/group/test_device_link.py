@@ -1,0 +1,112 @@
+"""The NCCL link's logic, driven with CPU tensors over Gloo: what goes where, in which order.
+
+The link knows nothing that is particular to CUDA. "cpu" stands for the accelerator here, so
+``device="cpu"`` stages every large member through the link, as ``device="cuda"`` does on NCCL.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from objcomm import group as group_module
+from objcomm.transport.nccl import NcclLink, device_link
+from tests.ranks import ranks
+
+LARGE = 100_000  # elements, so that the member does not fit into the window
+
+
+class CountingLink(NcclLink):
+    """Counts the bytes that this rank moved over the link."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.moved_nbytes = 0
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        self.moved_nbytes += flat.numel()
+        super().broadcast(flat, root)
+
+    def send(self, flat: torch.Tensor, peer: int) -> None:
+        self.moved_nbytes += flat.numel()
+        super().send(flat, peer)
+
+    def recv(self, flat: torch.Tensor, peer: int) -> None:
+        self.moved_nbytes += flat.numel()
+        super().recv(flat, peer)
+
+
+@contextlib.contextmanager
+def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
+    """A new group of all ranks that takes the CPU for its accelerator."""
+    process_group = dist.new_group()
+    link = CountingLink(process_group, torch.device("cpu"))
+    group_module.device_link = lambda _: link
+    try:
+        objcomm.barrier(group=process_group)  # makes the group's links
+    finally:
+        group_module.device_link = device_link
+    yield process_group, link
+
+
+@ranks(2, 3)
+def test_large_members_take_the_device_link_and_arrive_whole() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    with group_with_device_link() as (group, link):
+        mine = {"w": torch.full((LARGE,), rank), "n": np.full(LARGE, rank), "name": f"r{rank}"}
+        for root in range(size):
+            before = link.moved_nbytes
+            got = objcomm.broadcast(mine if rank == root else None, root, group=group, device="cpu")
+            assert (got["w"] == root).all()
+            assert (got["n"] == root).all()
+            assert got["name"] == f"r{root}"
+            assert link.moved_nbytes - before == 2 * 8 * LARGE
+            gathered = objcomm.gather(mine, root, group=group, device="cpu")
+            assert (gathered is not None) == (rank == root)
+            for sender, each in enumerate(gathered or []):
+                assert (each["w"] == sender).all()
+            objs = [torch.full((LARGE,), place) for place in range(size)]
+            part = objcomm.scatter(objs if rank == root else None, root, group=group, device="cpu")
+            assert (part == rank).all()
+        everyone = objcomm.all_gather(mine, group=group, device="cpu")
+        assert [int(each["n"][-1]) for each in everyone] == list(range(size))
+
+
+@ranks(2, 3)
+def test_reductions_take_it_too() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    with group_with_device_link() as (group, link):
+        total = objcomm.all_reduce(torch.full((LARGE,), rank), group=group, device="cpu")
+        assert (total == sum(range(size))).all()
+        last = size - 1
+        joined = objcomm.reduce(
+            [torch.full((LARGE,), rank)], lambda a, b: a + b, last, group=group, device="cpu"
+        )
+        assert (joined is None) == (rank != last)
+        assert [int(each[0]) for each in joined or []] == (list(range(size)) if joined else [])
+        assert link.moved_nbytes > 0
+
+
+@ranks(2)
+def test_without_device_nothing_in_cpu_memory_takes_it() -> None:
+    with group_with_device_link() as (group, link):
+        everyone = objcomm.all_gather(torch.full((LARGE,), objcomm.rank()), group=group)
+        assert [int(each[0]) for each in everyone] == [0, 1]
+        assert link.moved_nbytes == 0
+
+
+@ranks(2)
+def test_a_failure_leaves_the_device_link_in_step() -> None:
+    with group_with_device_link() as (group, _):
+        mine = torch.full((LARGE,), objcomm.rank())
+        generator = (each for each in ())  # can't be pickled
+        with pytest.raises(objcomm.CollectiveError) as caught:
+            objcomm.all_gather((mine, generator) if objcomm.is_main() else mine, group=group)
+        assert list(caught.value.failures) == [0]
+        everyone = objcomm.all_gather(mine, group=group, device="cpu")
+        assert [int(each[0]) for each in everyone] == [0, 1]
