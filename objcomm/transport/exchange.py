@@ -5,7 +5,7 @@ who has to send to whom.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -100,10 +100,7 @@ class Exchange:
                 standing.append(self._lane.standing(self._link, peer))
         messages = []
         for at, (peer, (raw, pending)) in enumerate(zip(peers, standing, strict=True)):
-            waited_for = [
-                (other[1], who) for who, other in zip(peers[at:], standing[at:], strict=True)
-            ]
-            self._wait(pending, peer, waited_for)
+            self._wait(pending, peer, lambda at=at: _absent(peers[at:], standing[at:]))
             with contextlib.suppress(RuntimeError):  # the peer left after this message: its right
                 self._lane.stand_again(self._link, peer)
             message = self.open(raw, peer if made_by is None else made_by)
@@ -202,19 +199,24 @@ class Exchange:
             self._wait(pending, peer)
 
     def _wait(
-        self, pending: Pending, peer: int, waited_for: Sequence[tuple[Pending, int]] = ()
+        self, pending: Pending, peer: int, absent: Callable[[], tuple[int, ...]] = tuple
     ) -> None:
-        with self._naming(peer, waited_for):
+        with self._naming(peer, absent):
             pending.wait(self._deadline.left())
 
     @contextlib.contextmanager
-    def _naming(self, peer: int, waited_for: Sequence[tuple[Pending, int]] = ()) -> Iterator[None]:
-        """Turn what a link raises into an error that names the ranks concerned."""
+    def _naming(self, peer: int, absent: Callable[[], tuple[int, ...]] = tuple) -> Iterator[None]:
+        """Turn what a link raises into an error that names the ranks concerned.
+
+        Args:
+            peer: the other end.
+            absent: all ranks that are waited for, asked only after the limit has passed.
+        """
         try:
             yield
         except RuntimeError as error:
             if self._deadline.has_passed:
-                missing = tuple(who for other, who in waited_for if not _is_done(other)) or (peer,)
+                missing = absent() or (peer,)
                 raise TransportTimeout(self._operation, missing, self._deadline.seconds) from error
             raise TransportError(self._operation, (peer,), _reason(error)) from error
 
@@ -225,6 +227,11 @@ def _reason(error: RuntimeError) -> str:
     if text.startswith("["):
         text = text.partition("] ")[2]
     return text.partition(". This is typically")[0]
+
+
+def _absent(peers: Sequence[int], standing: Sequence[tuple[bytearray, Pending]]) -> tuple[int, ...]:
+    waited_for = zip(peers, standing, strict=True)
+    return tuple(peer for peer, (_, pending) in waited_for if not _is_done(pending))
 
 
 def _is_done(pending: Pending) -> bool:
