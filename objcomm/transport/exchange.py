@@ -5,6 +5,7 @@ who has to send to whom.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
@@ -100,7 +101,7 @@ class Exchange:
                 standing.append(self._lane.standing(self._link, peer))
         messages = []
         for at, (peer, (raw, pending)) in enumerate(zip(peers, standing, strict=True)):
-            self._wait(pending, peer, lambda at=at: _absent(peers[at:], standing[at:]))
+            self._wait(pending, peer, functools.partial(_absent, peers, standing, at))
             with contextlib.suppress(RuntimeError):  # the peer left after this message: its right
                 self._lane.stand_again(self._link, peer)
             message = self.open(raw, peer if made_by is None else made_by)
@@ -229,8 +230,10 @@ def _reason(error: RuntimeError) -> str:
     return text.partition(". This is typically")[0]
 
 
-def _absent(peers: Sequence[int], standing: Sequence[tuple[bytearray, Pending]]) -> tuple[int, ...]:
-    waited_for = zip(peers, standing, strict=True)
+def _absent(
+    peers: Sequence[int], standing: Sequence[tuple[bytearray, Pending]], start: int
+) -> tuple[int, ...]:
+    waited_for = zip(peers[start:], standing[start:], strict=True)
     return tuple(peer for peer, (_, pending) in waited_for if not _is_done(pending))
 
 
