@@ -191,9 +191,10 @@ class Call:
             CollectiveError: at least one rank failed.
         """
         failures = failures_in(messages)
-        if self._own_error is not None and not failures:
-            failures = failures_in([self.failure(self._own_error)])
-        raise_together(self.name, failures, self._own_error)
+        own = self._own_error
+        if own is not None and not failures:
+            failures = {self.rank: failure_of(own, self.rank)}
+        raise_together(self.name, failures, own)
 
     def decode(self, message: Message) -> Any:
         """The object in a message that carries one.

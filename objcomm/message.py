@@ -51,6 +51,11 @@ class Message:
         return bytearray(self.header.pack()) + (self.body if self.header.is_inline else b"")
 
     @property
+    def is_all_head(self) -> bool:
+        """Whether nothing follows the head."""
+        return self.header.is_inline and not self.header.payload_nbytes
+
+    @property
     def meta(self) -> memoryview:
         """The codec's own bytes."""
         start = self.header.buffer_count * ROW_NBYTES

@@ -247,7 +247,7 @@ class _Reduction:
 
     def _fold_if_small(self, heads: list[Message] | None) -> Message | None:
         """Fold on this rank, if it has all operands and all came with their first messages."""
-        if heads is None or any(not head.header.is_inline or head.large for head in heads):
+        if heads is None or not all(head.is_all_head for head in heads):
             return None
         accumulator = _Accumulator(self._call, self._operator, self._mine)
         for head in heads:

@@ -1,20 +1,17 @@
-"""Objects that must arrive as they were sent, by name; the rest of them in `tensor_samples`.
+"""Objects that must arrive as they were sent, by name; more of them in the two modules beside.
 
 Each is made anew on every rank, so that a receiver can compare with one of its own.
 """
 
-import collections
 import dataclasses
 import datetime
 import decimal
 import enum
 import fractions
 import functools
-import operator
 import pathlib
+import pickle
 import struct
-import sys
-import types
 import uuid
 import zoneinfo
 from collections.abc import Callable
@@ -83,6 +80,17 @@ class TwoArgumentError(Exception):
         self.code = code
 
 
+class Blob:
+    """A class that hands its memory to pickle's protocol 5 itself."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = bytearray(content)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        assert protocol >= 5
+        return Blob, (pickle.PickleBuffer(self.content),)
+
+
 for _class in (Colour, Level, Rights, Point, Run, Settings, Plain):
     objcomm.register(_class)
 
@@ -114,14 +122,14 @@ def _always(obj: Any) -> Callable[[], Any]:
 
 def names(codec: str = "pickle") -> list[str]:
     """The samples that a codec carries."""
-    from tests import tensor_samples  # noqa: F401, PLC0415  # adds its own to SAMPLES
+    from tests import object_samples, tensor_samples  # noqa: F401, PLC0415  # they add their own
 
     return [name for name, sample in SAMPLES.items() if codec == "pickle" or sample.is_plain]
 
 
 def make(name: str) -> Any:
     """A new object of that name."""
-    from tests import tensor_samples  # noqa: F401, PLC0415  # adds its own to SAMPLES
+    from tests import object_samples, tensor_samples  # noqa: F401, PLC0415  # they add their own
 
     return SAMPLES[name].make()
 
@@ -200,94 +208,3 @@ plain("namedtuple", lambda: Point(1, 2.0))
 plain("dataclasses", lambda: Run("é", [Point(1, float("nan"))], Run("root", [])))
 plain("frozen dataclass with slots", lambda: Settings(0.1, (0.9, 0.999)))
 plain("registered class", lambda: Plain(a=1, b=[Plain(c=(2,))]))
-
-pickled("OrderedDict", lambda: collections.OrderedDict([("b", 1), ("a", 2)]))
-pickled("defaultdict", lambda: collections.defaultdict(list, {"a": [1]}))
-pickled("Counter", lambda: collections.Counter("hello"))
-pickled("deque", lambda: collections.deque([1, 2, 3], maxlen=3))
-pickled("Ellipsis and NotImplemented", lambda: [..., NotImplemented])
-pickled("classes", lambda: [int, Colour, Plain, collections.OrderedDict])
-pickled("builtin functions", lambda: [len, operator.add, functools.reduce])
-pickled("module", lambda: types)
-pickled("exception", lambda: ValueError("é", 1))
-pickled("exception of two arguments", lambda: TwoArgumentError(3, "no"))
-pickled("exception group", lambda: ExceptionGroup("g", [ValueError(1), TwoArgumentError(1, "x")]))
-
-
-def _noted() -> Exception:
-    error = KeyError("k")
-    error.add_note("a note")
-    return error
-
-
-pickled("exception with a note", _noted)
-
-
-def _twice() -> list[Any]:
-    inner: list[Any] = [1]
-    blob = b"x" * 100_000
-    return [inner, inner, {"inner": inner}, blob, blob]
-
-
-def _cyclic_list() -> list[Any]:
-    cycle: list[Any] = [1]
-    cycle.append(cycle)
-    return cycle
-
-
-def _cyclic_objects() -> Plain:
-    parent = Plain(name="parent")
-    parent.child = Plain(parent=parent, pair=({"up": parent}, parent))  # type: ignore[attr-defined]
-    return parent
-
-
-pickled("the same object twice", _twice)
-pickled("cyclic list", _cyclic_list)
-pickled("cyclic objects", _cyclic_objects)
-
-
-def _local_class() -> Any:
-    class Local:
-        def __init__(self, value: int) -> None:
-            self.value = value
-
-    return [Local(1), Local, Colour.RED]
-
-
-_SCRIPT = """
-import dataclasses
-
-@dataclasses.dataclass
-class Config:
-    lr: float
-    tags: list
-"""
-
-
-def _script_class() -> Any:
-    """An instance of a class whose module no other process can import, like a script's."""
-    module = types.ModuleType("a_script_that_nobody_can_import")
-    sys.modules[module.__name__] = module
-    try:
-        exec(_SCRIPT, module.__dict__)  # noqa: S102  # as running a script does
-    finally:
-        del sys.modules[module.__name__]
-    return module.Config(0.1, ["a"])
-
-
-def _closure() -> Callable[[int], int]:
-    factor = 3
-
-    def shifted(number: int, offset: int = 1) -> int:
-        return number * factor + offset
-
-    return shifted
-
-
-pickled("function with closure and default", _closure)
-pickled("lambda", lambda: lambda number: number + 1)
-pickled("class made in a function", _local_class)
-pickled("dataclass of a script", _script_class)
-pickled(
-    "lambda beside importable members", lambda: {"f": lambda: 1, "c": Colour, "run": Run("r", [])}
-)

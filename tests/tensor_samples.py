@@ -1,6 +1,8 @@
 """Tensors, modules and arrays that must arrive as they were sent. Adds to `samples.SAMPLES`."""
 
 import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,10 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+class Labelled(torch.Tensor):
+    """A subclass of a user's own."""
 
 
 def _every_byte(dtype: torch.dtype) -> torch.Tensor:
@@ -52,10 +58,12 @@ plain("dtype, device and size", lambda: [torch.bfloat16, torch.device("cpu"), to
 plain("meta tensor", lambda: torch.empty(1 << 40, device="meta"))
 
 pickled("tensor with attributes", lambda: _with_attribute(torch.ones(2)))
-pickled("sparse tensor", lambda: torch.eye(3).to_sparse())
-pickled("uncoalesced sparse tensor", lambda: _sparse([[0, 0]], [1.0, 2.0], 2))
-pickled("sparse tensor with dense dimensions", lambda: _sparse([[1]], [[1.0, 2.0]], 4, 2))
-pickled("sparse tensor of 0 elements", lambda: _sparse([[], []], [], 3, 4))
+plain("sparse tensor", lambda: torch.eye(3).to_sparse())
+plain("uncoalesced sparse tensor", lambda: _sparse([[0, 0]], [1.0, 2.0], 2))
+plain("sparse tensor with dense dimensions", lambda: _sparse([[1]], [[1.0, 2.0]], 4, 2))
+plain("sparse tensor of 0 elements", lambda: _sparse([[], []], [], 3, 4))
+pickled("compressed sparse tensor", lambda: _quietly(torch.eye(3).to_sparse_csr))
+pickled("tensor of a subclass", lambda: torch.ones(3).as_subclass(Labelled))
 pickled("linear layer", lambda: _seeded(torch.nn.Linear, 2, 3))
 pickled("batch norm with integer buffer", lambda: torch.nn.BatchNorm1d(3))
 pickled("state dict", lambda: _seeded(torch.nn.Linear, 2, 3).state_dict())
@@ -64,6 +72,13 @@ pickled("state dict", lambda: _seeded(torch.nn.Linear, 2, 3).state_dict())
 def _sparse(indices: list[Any], values: list[Any], *shape: int) -> torch.Tensor:
     at = torch.tensor(indices, dtype=torch.int64)
     return torch.sparse_coo_tensor(at, torch.tensor(values), shape, check_invariants=True)
+
+
+def _quietly(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make a tensor of a layout that torch warns about once, because it is new."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
 
 
 def _with_attribute(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,6 +147,7 @@ def _arrays() -> None:
     plain("numpy void", lambda: np.array([(1, (2.0, 3.0), b"abc")], record)[0])
     plain("numpy dtype", lambda: [np.dtype("float32"), np.dtype(">i2"), record])
     pickled("array of objects", lambda: np.array([1, "a", None, [2], {"b": 3}], object))
+    pickled("record array", lambda: np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", float)]))
     pickled("masked array", lambda: np.ma.masked_array([1, 2, 3], [False, True, False]))
     pickled("state of a generator", lambda: np.random.default_rng(0).bit_generator.state)
     pickled("the same array twice", lambda: [array := np.arange(50_000), array])

@@ -5,8 +5,7 @@ who has to send to whom.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -95,13 +94,13 @@ class Exchange:
             TransportTimeout: the limit passed; names all that are missing.
             TransportError: a peer is gone.
         """
-        standing = []
-        for peer in peers:
-            with self._naming(peer):
-                standing.append(self._lane.standing(self._link, peer))
+        standing = [self._standing(peer) for peer in peers]
         messages = []
         for at, (peer, (raw, pending)) in enumerate(zip(peers, standing, strict=True)):
-            self._wait(pending, peer, functools.partial(_absent, peers, standing, at))
+            try:
+                pending.wait(self._deadline.left())
+            except RuntimeError as error:
+                raise self._naming(error, _absent(peers, standing, at)) from error
             with contextlib.suppress(RuntimeError):  # the peer left after this message: its right
                 self._lane.stand_again(self._link, peer)
             message = self.open(raw, peer if made_by is None else made_by)
@@ -109,6 +108,12 @@ class Exchange:
             messages.append(message)
         self.rounds += 1
         return messages
+
+    def _standing(self, peer: int) -> tuple[bytearray, Pending]:
+        try:
+            return self._lane.standing(self._link, peer)
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
 
     def open(self, raw: bytearray | memoryview, sender: int) -> Message:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
@@ -121,12 +126,15 @@ class Exchange:
 
     def send_rest(self, message: Message, peers: Iterable[int]) -> None:
         """Begin to send what follows the head, to some ranks."""
+        if message.is_all_head:
+            return
         for peer in peers:
             for piece in self._body(message) + self._pieces(message):
                 self._send(piece, peer, self._payload_tag, message)
 
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
         """Wait for what follows the heads of some peers, from all at once."""
+        arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
         self._wait_for(
             [(peer, piece) for peer, message in arriving for piece in self._body(message)]
         )
@@ -139,6 +147,8 @@ class Exchange:
 
     def relay_rest(self, message: Message, root: int) -> None:
         """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks."""
+        if message.is_all_head:
+            return
         nbytes = message.header.body_nbytes + message.header.payload_nbytes
         route, chunk_nbytes = topology.for_payload(nbytes, self.size)
         parent, children = route(self.rank, root, self.size)
@@ -181,15 +191,20 @@ class Exchange:
                 self._send(piece, child, self._payload_tag, message)
 
     def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: Message) -> None:
+        try:
+            pending = self._link.send(flat, peer, tag)
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
         # The memory must outlive the transfer, so its owner is kept beside it.
-        with self._naming(peer):
-            self._sends.append((self._link.send(flat, peer, tag), peer, flat, owner))
+        self._sends.append((pending, peer, flat, owner))
         self.sent_nbytes += flat.numel()
 
     def _post(self, peer: int, flat: torch.Tensor) -> Pending:
         self.received_nbytes += flat.numel()
-        with self._naming(peer):
+        try:
             return self._link.recv(flat, peer, self._payload_tag)
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
 
     def _wait_for(self, arriving: Sequence[tuple[int, torch.Tensor]]) -> None:
         if not arriving:
@@ -199,27 +214,17 @@ class Exchange:
         for pending, peer in posted:
             self._wait(pending, peer)
 
-    def _wait(
-        self, pending: Pending, peer: int, absent: Callable[[], tuple[int, ...]] = tuple
-    ) -> None:
-        with self._naming(peer, absent):
-            pending.wait(self._deadline.left())
-
-    @contextlib.contextmanager
-    def _naming(self, peer: int, absent: Callable[[], tuple[int, ...]] = tuple) -> Iterator[None]:
-        """Turn what a link raises into an error that names the ranks concerned.
-
-        Args:
-            peer: the other end.
-            absent: all ranks that are waited for, asked only after the limit has passed.
-        """
+    def _wait(self, pending: Pending, peer: int) -> None:
         try:
-            yield
+            pending.wait(self._deadline.left())
         except RuntimeError as error:
-            if self._deadline.has_passed:
-                missing = absent() or (peer,)
-                raise TransportTimeout(self._operation, missing, self._deadline.seconds) from error
-            raise TransportError(self._operation, (peer,), _reason(error)) from error
+            raise self._naming(error, (peer,)) from error
+
+    def _naming(self, error: RuntimeError, peers: tuple[int, ...]) -> TransportError:
+        """What a link raised, as an error that names the ranks concerned."""
+        if self._deadline.has_passed:
+            return TransportTimeout(self._operation, peers, self._deadline.seconds)
+        return TransportError(self._operation, peers[:1], _reason(error))
 
 
 def _reason(error: RuntimeError) -> str:
@@ -233,8 +238,9 @@ def _reason(error: RuntimeError) -> str:
 def _absent(
     peers: Sequence[int], standing: Sequence[tuple[bytearray, Pending]], start: int
 ) -> tuple[int, ...]:
-    waited_for = zip(peers[start:], standing[start:], strict=True)
-    return tuple(peer for peer, (_, pending) in waited_for if not _is_done(pending))
+    """Of the ranks from ``start`` on, that one and all others whose message has not come."""
+    others = zip(peers[start + 1 :], standing[start + 1 :], strict=True)
+    return peers[start], *(peer for peer, (_, pending) in others if not _is_done(pending))
 
 
 def _is_done(pending: Pending) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import BrokenGroupError, TransportError, TransportTimeout
+from objcomm import BrokenGroupError, TransportError, TransportTimeout, WireError
 from tests.group.helpers import (
     assert_group_works,
     exit_at_once,
@@ -135,6 +135,10 @@ def test_ctrl_c_ends_a_waiting_rank_at_once(name: str) -> None:
             OPERATIONS[name](1, **options)
         # Promised within 1 s; a loaded machine gets more.
         assert time.monotonic() - pressed[0] < 5
+    tell_all("interrupted", "")
+    # The interrupted call's messages may lie anywhere: nobody takes them for the next call's.
+    with pytest.raises(TransportError):
+        objcomm.all_gather("next", timeout=SHORT_S)
     tell_all("the end", "")
 
 
@@ -155,4 +159,29 @@ def test_a_signal_handler_that_returns_lets_the_wait_go_on() -> None:
     else:
         here().store("go").get("go")
         assert objcomm.all_gather("x") == ["x", "x"]
+    assert_group_works()
+
+
+@ranks(2, disposable=True)
+@pytest.mark.parametrize("name", ["broadcast", "all_gather"])
+def test_a_message_beyond_the_receivers_limit_is_refused_before_it_is_allocated(name: str) -> None:
+    objcomm.barrier()
+    large = bytes(2_000_000) if here().rank == 0 else b""
+    if here().rank == 1:
+        with (
+            objcomm.configure(max_nbytes=1_000_000),
+            pytest.raises(WireError, match="more than the limit of 1000000") as caught,
+        ):
+            OPERATIONS[name](large, timeout=SHORT_S)
+        assert "rank 0" in str(caught.value)
+    else:
+        with pytest.raises(TransportError):
+            OPERATIONS[name](large, timeout=SHORT_S)
+    tell_all("the end", "")
+
+
+@ranks(2)
+def test_a_limit_that_is_kept_changes_nothing() -> None:
+    with objcomm.configure(max_nbytes=1_000_000):
+        assert objcomm.all_gather(bytes(900_000)) == [bytes(900_000)] * 2
     assert_group_works()

@@ -138,6 +138,14 @@ def test_barrier_releases_nobody_before_all_have_come(tmp_path: Path) -> None:
         assert len(list(tmp_path.glob(f"{turn} *"))) == objcomm.world_size()
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("name", [3, None, b"x"], ids=repr)
+def test_a_barriers_name_is_text(name: Any) -> None:
+    with pytest.raises(UsageError):
+        objcomm.barrier(name)
+    assert_group_works()
+
+
 @ranks(1, 3)
 def test_rank_and_size_are_the_groups() -> None:
     place = here()

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 import objcomm
-from objcomm import CodecError, CollectiveError, DecodeError, EncodeError
+from objcomm import CollectiveError, EncodeError
 from tests.group.helpers import (
-    RefusesToArrive,
     RefusesToPickle,
     assert_group_works,
     subgroup,
@@ -182,60 +181,6 @@ def test_whatever_is_raised_reaches_every_rank(kind: str, stage: str) -> None:
         assert told.type_name.endswith(named or type(error).__name__)
         assert str(caught.value)
     assert_group_works()
-
-
-@ranks(2, 3)
-def test_a_decode_error_stays_on_the_rank_that_sees_it() -> None:
-    obj = RefusesToArrive(1)
-    for turn in range(3):
-        if objcomm.rank() == 1:
-            with pytest.raises(DecodeError, match="cannot be rebuilt on rank 1"):
-                objcomm.broadcast(None, src=0)
-        else:
-            assert isinstance(objcomm.broadcast(obj, src=0), RefusesToArrive)
-        assert objcomm.all_gather(turn) == [turn] * objcomm.world_size()
-    assert_group_works()
-
-
-@ranks(2, 3)
-@pytest.mark.parametrize("name", ["broadcast", "all_gather", "scatter", "gather"])
-def test_with_confirm_a_decode_error_is_everybodys(name: str) -> None:
-    failing = 0 if name == "gather" else 1
-    with pytest.raises(CollectiveError) as caught:
-        OPERATIONS[name](RefusesToArrive(failing), confirm=True)
-    assert list(caught.value.failures) == [failing]
-    told = caught.value.failures[failing]
-    assert "DecodeError" in told.type_name
-    assert f"cannot be rebuilt on rank {failing}" in told.message
-    assert_group_works()
-
-
-@ranks(1, 2, 3)
-@pytest.mark.parametrize("name", ["broadcast", "gather", "all_gather", "scatter", "all_reduce"])
-def test_confirm_changes_nothing_where_all_is_well(name: str) -> None:
-    assert OPERATIONS[name]("x", confirm=True) == OPERATIONS[name]("x")
-    assert_group_works()
-
-
-@ranks(2)
-def test_a_receiver_that_accepts_plain_data_only_refuses_a_pickle_unread(tmp_path: Any) -> None:
-    bomb = tmp_path / "was run"
-    if objcomm.rank() == 0:
-        objcomm.broadcast(_Touches(str(bomb)), codec="pickle")
-    else:
-        with pytest.raises(CodecError), objcomm.configure(accept={"msgpack"}):
-            objcomm.broadcast(None)
-    objcomm.barrier()
-    assert not bomb.exists()
-    assert_group_works()
-
-
-class _Touches:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self.path, "w")
 
 
 @ranks(4)

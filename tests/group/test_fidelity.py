@@ -1,9 +1,12 @@
 """Every sample arrives as it was sent, whatever its size, codec and route."""
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import objcomm
 from tests import samples
@@ -79,6 +82,22 @@ def test_a_class_of_a_test_module_keeps_its_identity_beside_a_lambda() -> None:
     assert got["colour"] is samples.Colour.RED
     assert type(got["run"]) is samples.Run
     assert got["key"](3) == 3
+
+
+@ranks(2, disposable=True)
+def test_a_class_of_the_running_script_keeps_its_identity() -> None:
+    script = sys.modules["__main__"]
+    exec("class Config:\n    lr = 0.1", vars(script))  # noqa: S102  # every rank runs the script
+    got = objcomm.broadcast(script.Config(), src=1)
+    assert type(got) is script.Config
+
+
+@ranks(2, disposable=True)
+def test_a_shard_of_a_distributed_tensor_is_refused_with_advice() -> None:
+    shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(objcomm.CollectiveError, match="to_local"):
+        objcomm.all_gather({"w": shard})
+    assert_group_works()
 
 
 @ranks(2)

@@ -90,7 +90,8 @@ def test_a_refusal_names_the_member_and_where_it_sits(codec: str, path: str) -> 
         pytest.param(_subclass_of(samples.Run)("a", []), id="subclass of a registered class"),
         pytest.param(np.array([1, "a"], object), id="array of objects"),
         pytest.param(np.ma.masked_array([1], [True]), id="masked array"),
-        pytest.param(torch.eye(2).to_sparse(), id="sparse tensor"),
+        pytest.param(samples.make("compressed sparse tensor"), id="compressed sparse tensor"),
+        pytest.param(samples.make("tensor of a subclass"), id="tensor of a subclass"),
     ],
 )
 def test_plain_data_refuses_rather_than_change_a_type(culprit: Any) -> None:
