@@ -357,6 +357,8 @@ def barrier(name: str = "", *, group: GroupLike = None, timeout: Timeout = None)
         >>> import objcomm
         >>> objcomm.barrier("data is ready")
     """
+    if not isinstance(name, str):
+        raise UsageError(f"barrier: name={name!r} is no text")
     with Call(Operation.BARRIER, group=group, timeout=timeout, must_agree=name) as call:
         if not call.is_alone:
             with call.traffic() as exchange:

@@ -15,6 +15,8 @@ from objcomm.transport.exchange import Exchange
 #: The rank through which every rank's small messages reach all ranks.
 HUB = 0
 
+_PAIR = 2
+
 
 def broadcast(exchange: Exchange, message: Message | None, root: int) -> Message:
     """``root``'s message to every rank.
@@ -69,13 +71,10 @@ def gather(exchange: Exchange, message: Message, root: int) -> list[Message] | N
 def all_gather(exchange: Exchange, message: Message) -> list[Message]:
     """Every rank's message to every rank, in rank order.
 
-    Heads meet at one rank, which sends all of them to all: two rounds and few messages. What is
-    large then goes from each rank to each, at its own size. Where a rank failed nothing large
-    moves: all ranks see the failure in the heads.
+    First all heads go to all ranks. What is large then goes from each rank to each, at its own
+    size. Where a rank failed nothing large moves: all ranks see the failure in the heads.
     """
-    heads = gather_heads(exchange, message, HUB)
-    bundle = compose_bundle(exchange.header, heads) if heads is not None else None
-    messages = open_bundle(exchange, broadcast(exchange, bundle, HUB), message)
+    messages = all_gather_heads(exchange, message)
     if any(each.header.status == Status.FAILURE for each in messages):
         return messages
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
@@ -83,6 +82,27 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
     exchange.recv_rest([(peer, messages[peer]) for peer in others])
     for peer, each in enumerate(messages):
         exchange.device.broadcast(each, peer, is_root=peer == exchange.rank)
+    return messages
+
+
+def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:
+    """Every rank's first message to every rank, in rank order.
+
+    Two ranks swap them. More let one rank gather them and send all of them to all as one: two
+    rounds instead of one, but with 4 ranks 6 messages instead of 12.
+    """
+    if exchange.size == _PAIR:
+        return _swap_heads(exchange, message)
+    heads = gather_heads(exchange, message, HUB)
+    bundle = compose_bundle(exchange.header, heads) if heads is not None else None
+    return open_bundle(exchange, broadcast(exchange, bundle, HUB), message)
+
+
+def _swap_heads(exchange: Exchange, message: Message) -> list[Message]:
+    other = 1 - exchange.rank
+    exchange.send_head(message, [other])
+    messages = exchange.recv_heads([other])
+    messages.insert(exchange.rank, message)
     return messages
 
 
@@ -139,5 +159,8 @@ def recv(exchange: Exchange, peer: int) -> Message:
 
 def all_meet(exchange: Exchange, message: Message) -> None:
     """Return when every rank has called this; ``message`` is any small one."""
+    if exchange.size == _PAIR:
+        _swap_heads(exchange, message)
+        return
     gather_heads(exchange, message, HUB)
     broadcast(exchange, message if exchange.rank == HUB else None, HUB)
