@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from objcomm.codecs import codec_named, codec_of_message
+from objcomm.codecs import codec_named, decode, encode
 from objcomm.config import settings
 from objcomm.errors import CollectiveError, WireError
 from objcomm.frames import Header, Operation, Status, fingerprint
@@ -148,7 +148,7 @@ class Call:
         afterwards.
         """
         try:
-            encoded = self._codec.encode(produce(), device_type=self._device_type)
+            encoded = encode(self._codec, produce(), device_type=self._device_type)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error)
         header = self.exchange.header._replace(codec=self._codec.name)
@@ -205,9 +205,8 @@ class Call:
         """
         if message.header.status != Status.VALUE:
             raise WireError(f"{message.header.position} sent status {message.header.status}")
-        codec = codec_of_message(message.header.codec)
         owners = [buffer.owner for buffer in message.buffers]
-        return codec.decode(message.meta, owners, device=self._device)
+        return decode(message.header.codec, message.meta, owners, device=self._device)
 
     def settle(self, conclude: Callable[[], R]) -> R:
         """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from objcomm.codecs import codec_named, codec_of_message
+from objcomm.codecs import codec_named, decode, encode
 from objcomm.config import settings
 from objcomm.errors import UsageError, WireError
 from objcomm.frames import HEADER_NBYTES, Header, Operation, Status
@@ -60,7 +60,7 @@ def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
         {'step': 3}
     """
     chosen = codec_named(codec or settings().codec)
-    encoded = chosen.encode(obj)
+    encoded = encode(chosen, obj)
     message = compose(_HEADER._replace(codec=chosen.name), encoded.meta, encoded.buffers)
     header = message.header._replace(tag=_checksum(message.following_on_host))
     parts = [view(header.pack()), view(message.body), *message.following_on_host]
@@ -107,7 +107,7 @@ def from_tensor(tensor: torch.Tensor, *, device: torch.device | str | int | None
         large.copy_(payload[: large.numel()])
         payload = payload[large.numel() :]
     owners = [buffer.owner for buffer in message.buffers]
-    return codec_of_message(header.codec).decode(message.meta, owners, device=target)
+    return decode(header.codec, message.meta, owners, device=target)
 
 
 def _checksum(flats: Sequence[torch.Tensor]) -> int:

@@ -1,5 +1,7 @@
 """Fixtures for the whole suite."""
 
+import faulthandler
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,23 @@ from tests.workers import EXPLAINED
 pytest.register_assert_rewrite(*EXPLAINED)
 
 from tests.ranks import close_pools  # noqa: E402  # what it imports is to be rewritten
+
+# Tests on ranks have deadlines of their own; this one is for a hang of pytest's own process.
+_DEADLINE_S = 300.0
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the real stderr, which each test finds captured."""
+    config.stash[_STDERR] = os.dup(2)
+
+
+@pytest.fixture(autouse=True)
+def _deadline(pytestconfig: pytest.Config) -> Iterator[None]:
+    """End the run with all stacks rather than let one test hang it."""
+    faulthandler.dump_traceback_later(_DEADLINE_S, exit=True, file=pytestconfig.stash[_STDERR])
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(params=["pickle", "msgpack"])

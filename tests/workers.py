@@ -128,12 +128,12 @@ class Worker:
             return Report(received.rank, "failed", received.text + self._written(wait_s=0.0))
         return received
 
-    def hung(self) -> Report:
-        """Ask a worker that missed the deadline for its stacks."""
+    def hung(self, why: str) -> Report:
+        """Ask a worker that did not report for its stacks."""
         # The process may end between the deadline and here.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        return Report(self.place.rank, "hung", "missed the deadline\n" + self._written())
+        return Report(self.place.rank, "hung", f"{why}\n{self._written()}")
 
     @property
     def pid(self) -> int:
@@ -196,7 +196,10 @@ class Pool:
             ready = connection.wait([worker.orders for worker in waiting.values()], left)
             arrived = [waiting.pop(pipe).report() for pipe in ready]
             if not ready:
-                arrived = [worker.hung() for worker in waiting.values()]
+                why = (
+                    "another rank failed, this one waits" if self.ruined else "missed the deadline"
+                )
+                arrived = [worker.hung(why) for worker in waiting.values()]
                 waiting.clear()
             reports += arrived
             if any(report.outcome not in {"passed", "skipped"} for report in arrived):

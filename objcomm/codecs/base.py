@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from objcomm.config import settings
-from objcomm.errors import DecodeError, UsageError
+from objcomm.errors import DecodeError, EncodeError, UsageError, text_of
 from objcomm.memory import Buffer
 
 #: Members of this size or more leave a codec's bytes and become buffers.
@@ -54,7 +54,7 @@ class Codec(Protocol):
                 ``Kind.DEVICE`` buffers; all others become CPU buffers.
 
         Raises:
-            EncodeError: the codec refuses the object.
+            EncodeError: the codec refuses the object. Anything else that it raises becomes one.
         """
 
     def decode(
@@ -68,7 +68,7 @@ class Codec(Protocol):
             device: where its tensors shall lie; ``None`` keeps each tensor's type of device.
 
         Raises:
-            DecodeError: it can't be rebuilt here.
+            DecodeError: it can't be rebuilt here. Anything else that it raises becomes one.
         """
 
 
@@ -133,11 +133,28 @@ def codec_named(name: str) -> Codec:
     return codec
 
 
-def codec_of_message(name: str) -> Codec:
-    """The codec that a received message names.
+def encode(codec: Codec, obj: object, *, device_type: str | None = None) -> Encoded:
+    """Encode by any codec; whatever it raises is an EncodeError.
 
     Raises:
-        DecodeError: this process has none of that name, or does not accept it.
+        EncodeError: it refuses the object.
+    """
+    try:
+        return codec.encode(obj, device_type=device_type)
+    except EncodeError:
+        raise
+    except Exception as error:
+        kind = type(obj).__qualname__
+        raise EncodeError(codec.name, kind, "obj", text_of(error)) from error
+
+
+def decode(
+    name: str, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+) -> Any:
+    """Decode what a message carries, by the codec that it names; whatever it raises is one error.
+
+    Raises:
+        DecodeError: this process has no such codec, or does not accept it, or it failed.
     """
     accepted = settings().accept
     if accepted is not None and name not in accepted:
@@ -146,4 +163,9 @@ def codec_of_message(name: str) -> Codec:
     if codec is None:
         known = ", ".join(_registry.names())
         raise DecodeError(name, f"it is not registered on this rank, which has {known}")
-    return codec
+    try:
+        return codec.decode(meta, buffers, device=device)
+    except DecodeError:
+        raise
+    except Exception as error:
+        raise DecodeError(name, text_of(error)) from error

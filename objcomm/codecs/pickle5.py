@@ -21,7 +21,7 @@ import torch
 from objcomm.codecs import tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
 from objcomm.codecs.paths import blame
-from objcomm.errors import DecodeError, EncodeError, text_of
+from objcomm.errors import EncodeError, text_of
 from objcomm.memory import Buffer, Kind, view
 
 _NAME = "pickle"
@@ -76,12 +76,10 @@ class PickleCodec:
     def decode(
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
-        """Unpickle; an error of any ``__setstate__`` comes out as the cause of a DecodeError."""
+        """Unpickle; an error of any ``__setstate__`` comes out as it is."""
         token = tensors.target_device.set(device)
         try:
             return pickle.loads(meta, buffers=buffers)  # noqa: S301  # what this codec is for
-        except Exception as error:
-            raise DecodeError(_NAME, text_of(error)) from error
         finally:
             tensors.target_device.reset(token)
 

@@ -66,10 +66,6 @@ class PlainCodec:
         token = tensors.target_device.set(device)
         try:
             return _Decoder(buffers).decode(meta)
-        except DecodeError:
-            raise
-        except Exception as error:
-            raise DecodeError(_NAME, text_of(error)) from error
         finally:
             tensors.target_device.reset(token)
 

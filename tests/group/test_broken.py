@@ -86,6 +86,19 @@ def test_a_timeout_names_who_did_not_arrive(name: str) -> None:
     tell_all("the end", "")
 
 
+@ranks(2, disposable=True)
+def test_a_timeout_is_never_taken_for_a_death() -> None:
+    for turn in range(20):
+        group = dist.new_group([0, 1])
+        objcomm.barrier(group=group)
+        if here().rank == 0:
+            # Gloo counts in whole milliseconds, and may wake before or after the limit.
+            with pytest.raises(TransportTimeout) as caught:
+                objcomm.all_gather(1, group=group, timeout=0.05 + 0.0003 * turn)
+            assert caught.value.missing == (1,)
+        tell_all(f"turn {turn}", "")
+
+
 @ranks(3, disposable=True)
 def test_only_the_missing_rank_is_named() -> None:
     objcomm.barrier()
