@@ -29,6 +29,7 @@ class Target:
         unit: how the report writes the multiple's unit; by default the peer's name.
         metric: which figure is judged.
         world: where it is judged; elsewhere it is only shown.
+        why_missed: the measured reason, which the report gives where the target is missed.
     """
 
     at_most: float
@@ -36,6 +37,7 @@ class Target:
     unit: str = ""
     metric: str = SECONDS
     world: int = JUDGED_WORLD
+    why_missed: str = ""
 
     @property
     def unit_label(self) -> str:

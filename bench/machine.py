@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-_PACKAGES = ("torch", "objcomm", "numpy", "cloudpickle", "msgpack", "mpi4py")
+import objcomm
+
+_PACKAGES = ("torch", "numpy", "cloudpickle", "msgpack", "mpi4py")
 _GIB = 1 << 30
 
 
@@ -21,6 +23,7 @@ def about(*, mpi: bool) -> dict[str, str]:
         "memory": f"{memory:.0f} GiB",
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
+        "objcomm": objcomm.__version__,
         **{package: _version(package) for package in _PACKAGES},
         "MPI": mpi_library() if mpi else "absent: no mpiexec that works with mpi4py",
     }

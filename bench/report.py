@@ -1,12 +1,13 @@
 """From figures to ``docs/benchmarks.md``: targets, losses, and every median."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench import plot
 from bench.case import SECONDS
 from bench.measure import Record
+from bench.peers import PEERS
 from bench.results import OURS, Judgement, Loss, Results
 
 _BASELINE = "torch"
@@ -44,7 +45,8 @@ _METHOD = """\
   `broadcast_object_list`.
 - **mpi4py** passes bytes through shared memory between the processes of one machine, while Gloo
   uses TCP over the loopback device. Its small messages cost microseconds for that reason; between
-  machines both use the network. `mpi4py pkl5` is its out-of-band variant.
+  machines both use the network. It waits by polling, so with more ranks than cores it takes the
+  processor from the ranks it waits for. `mpi4py pkl5` is its out-of-band variant.
 - **Memory** is measured in processes of its own, after one small call. Peak extra memory is
   `VmHWM`, reset before the call, less `VmRSS` then. Fresh memory is page faults with huge pages
   switched off, so it counts what was allocated and freed again. Memory elsewhere is what Gloo was
@@ -143,11 +145,9 @@ def _digits(value: float) -> str:
 
 
 def _figure(record: Record) -> str:
-    middle = amount(record.median, record.metric)
-    if record.n == 1 or record.p10 == record.p90:
-        return middle
-    low, high = amount(record.p10, record.metric), amount(record.p90, record.metric)
-    return f"{middle} ({low} – {high})"
+    values = (record.median, record.p10, record.p90)
+    middle, low, high = (amount(value, record.metric) for value in values)
+    return middle if middle == low == high else f"{middle} ({low} – {high})"
 
 
 def _outcome(found: Judgement) -> str:
@@ -184,7 +184,13 @@ def _targets(found: list[Judgement]) -> str:
         for one in found
     ]
     head = ["operation", "payload", "world", "what", "measured", "at most", ""]
-    return f"{len(found) - missed} of {len(found)} met.\n\n" + _table(head, rows)
+    reasons = [
+        f"- {one.record.operation} of {one.record.payload}: {one.target.why_missed}\n"
+        for one in found
+        if one.target.why_missed and not one.is_met
+    ]
+    summary = f"{len(found) - missed} of {len(found)} met.\n\n"
+    return summary + _table(head, rows) + "".join(["\n", *reasons] if reasons else [])
 
 
 def _losses(losses: list[Loss]) -> str:
@@ -212,35 +218,43 @@ def _time_tables(results: Results) -> list[str]:
     parts: list[str] = []
     for operation in dict.fromkeys(record.operation for record in timed):
         ours = [record for record in timed if record.operation == operation]
-        peers = list(dict.fromkeys(record.peer for record in ours))
-        rows = {(record.payload, record.world): record for record in ours}
-        body = [
-            [payload, str(world), *(_cell(results, record, peer) for peer in peers)]
-            for (payload, world), record in sorted(rows.items(), key=lambda row: row[0])
-        ]
-        parts += [f"### {operation}\n", _table(["payload", "world", *peers], body)]
+        payloads = list(dict.fromkeys(record.payload for record in ours))
+        ours.sort(key=lambda record: payloads.index(record.payload))
+        label: dict[tuple[str, ...], Record] = {}
+        for record in ours:
+            label[record.payload, str(record.world)] = record
+        parts += [f"### {operation}\n", _by_peer(results, ["payload", "world"], label)]
     return parts
+
+
+def _other_figures(results: Results) -> str:
+    head = ["operation", "payload", "world", "what"]
+    label: dict[tuple[str, ...], Record] = {
+        (record.operation, record.payload, str(record.world), _METRICS[record.metric]): record
+        for record in results
+        if record.metric != SECONDS
+    }
+    return _by_peer(results, head, label)
+
+
+def _by_peer(results: Results, head: list[str], label: Mapping[tuple[str, ...], Record]) -> str:
+    """A table with a row per label and a column per peer that has a figure in one of them."""
+    peers = [
+        peer
+        for peer in dict.fromkeys([*PEERS, *(record.peer for record in results)])
+        if any(results.find(record, peer) for record in label.values())
+    ]
+    rows = [
+        [*words, *(_cell(results, record, peer) for peer in peers)]
+        for words, record in label.items()
+    ]
+    return _table([*head, *peers], rows)
 
 
 def _cell(results: Results, like: Record, peer: str) -> str:
     record, baseline = results.find(like, peer), results.find(like, _BASELINE)
     if record is None:
         return ""
-    share = f"; {record.median / baseline.median:.2f} × torch" if baseline else ""
-    return _figure(record) + (share if peer != _BASELINE else "")
-
-
-def _other_figures(results: Results) -> str:
-    others = [record for record in results if record.metric != SECONDS]
-    rows = [
-        [
-            record.operation,
-            record.payload,
-            str(record.world),
-            _METRICS.get(record.metric, record.metric),
-            record.peer,
-            _figure(record),
-        ]
-        for record in others
-    ]
-    return _table(["operation", "payload", "world", "what", "peer", "figure"], rows)
+    if like.metric != SECONDS or peer == _BASELINE or baseline is None:
+        return _figure(record)
+    return f"{_figure(record)}; {record.median / baseline.median:.2f} × torch"

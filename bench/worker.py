@@ -46,7 +46,8 @@ def main(plan_file: Path) -> None:
 
 def _join(plan: Plan, scratch: Path) -> None:
     # Some MPI launchers pin each rank to a core, and its Gloo threads with it.
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch.set_num_threads(1)
     rank = int(os.environ.get(RANK_VARIABLE, "0"))
     if plan.mpi:

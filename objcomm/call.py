@@ -254,6 +254,7 @@ class Call:
         traceback: TracebackType | None,
     ) -> None:
         exchange = self._exchange
+        self._own_error = None  # its traceback holds this call, and so the caller's object
         self._group.counters.add(
             self.name,
             exchanges=exchange.rounds if exchange else 0,

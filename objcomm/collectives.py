@@ -1,5 +1,6 @@
 """Objects in, objects out: broadcast, gather, all_gather, scatter and barrier."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -323,12 +324,16 @@ def _one_each(objs: Sequence[T] | None, size: int) -> Sequence[T]:
 
 def _encode_each(call: Call, objs: Sequence[Any] | None) -> list[Message]:
     """A message for each rank; where one can't be made all say why."""
+    try:
+        each = _one_each(objs, call.size)
+    except Exception as error:  # noqa: BLE001  # it travels, and is raised afterwards
+        return [call.failure(error)] * call.size
     messages = []
     for peer in range(call.size):
         if peer == call.rank:
-            message = call.message(lambda: _one_each(objs, call.size) and None)
+            message = call.announcement(Status.VALUE)  # stays here, as the object itself
         else:
-            message = call.message(lambda peer=peer: _one_each(objs, call.size)[peer])  # type: ignore[misc]
+            message = call.message(functools.partial(each.__getitem__, peer))
         if message.header.status == Status.FAILURE:
             return [message] * call.size
         messages.append(message)

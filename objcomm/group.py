@@ -67,6 +67,8 @@ class Group:
         Raises:
             UsageError: both were given, or there is no such rank in this group.
         """
+        if isinstance(global_rank, bool) or isinstance(group_rank, bool):
+            raise UsageError(f"{operation}: a rank is a number, not a bool")
         if global_rank is not None and group_rank is not None:
             raise UsageError(f"{operation}: give a global rank or a group rank, not both")
         if group_rank is not None:
@@ -90,8 +92,8 @@ class Group:
         """
         if timeout is None:
             return Deadline(self._timeout_seconds)
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        if not seconds > 0:
+        seconds: Any = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not isinstance(seconds, (int, float)) or not seconds > 0:
             raise UsageError(f"{operation}: timeout={timeout!r} is not a positive time")
         return Deadline(seconds)
 
@@ -138,8 +140,9 @@ class Group:
         with self._lock:
             lane = self._lanes.get(name) or self._new_lane(name, thread)
             if lane.owner is not thread and lane.owner.is_alive():
+                which = f"lane {name!r} of this group" if name else "this group"
                 raise UsageError(
-                    f"{operation}: thread {lane.owner.name!r} already uses this group; let "
+                    f"{operation}: thread {lane.owner.name!r} already uses {which}; let "
                     f"{thread.name!r} take a lane of its own: with objcomm.lane('…'):"
                 )
             lane.owner = thread

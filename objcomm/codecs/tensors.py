@@ -139,9 +139,8 @@ def _on_device(flat: torch.Tensor, device_type: str) -> torch.Tensor:
     try:
         return flat.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise DecodeError(
-            "tensor", f"a tensor came from a {device_type!r} device; pass device='cpu' ({error})"
-        ) from error
+        reason = f"a tensor belongs on device {str(device)!r}, which this rank cannot use ({error})"
+        raise DecodeError("tensor", f"{reason}; pass another device=") from error
 
 
 def is_coo_tensor(obj: object) -> bool:

@@ -4,6 +4,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +123,20 @@ def test_scatter_gives_each_rank_its_element() -> None:
         chunks: Any = [{"for": i, "data": sized(i, 50_000 * i)} for i in range(size)]
         assert objcomm.scatter(chunks if rank == root else None, src=root) == chunks[rank]
         assert objcomm.scatter(tuple(chunks), group_src=root) == chunks[rank]
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", ["tensor", "array", "range"])
+def test_scatter_takes_whatever_has_a_length_and_an_index(kind: str) -> None:
+    size, rank = objcomm.world_size(), objcomm.rank()
+    kinds: dict[str, Any] = {
+        "tensor": torch.arange(size * 2).view(size, 2),
+        "array": np.arange(size * 2).reshape(size, 2),
+        "range": [range(2 * i, 2 * i + 2) for i in range(size)],
+    }
+    row = objcomm.scatter(kinds[kind] if rank == size - 1 else None, src=size - 1)
+    assert list(row) == [2 * rank, 2 * rank + 1]
+    assert_group_works()
 
 
 @ranks(2, 3)

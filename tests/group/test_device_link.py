@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import group as group_module
-from objcomm.transport.nccl import NcclLink, device_link
+from objcomm.transport.nccl import NcclLink
 from tests.ranks import ranks
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
@@ -46,11 +45,9 @@ def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
     """A new group of all ranks that takes the CPU for its accelerator."""
     process_group = dist.new_group()
     link = CountingLink(process_group, torch.device("cpu"))
-    group_module.device_link = lambda _: link
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("objcomm.group.device_link", lambda _: link)
         objcomm.barrier(group=process_group)  # makes the group's links
-    finally:
-        group_module.device_link = device_link
     yield process_group, link
 
 
@@ -58,10 +55,12 @@ def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
 def test_large_members_take_the_device_link_and_arrive_whole() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     with group_with_device_link() as (group, link):
-        mine = {"w": torch.full((LARGE,), rank), "n": np.full(LARGE, rank), "name": f"r{rank}"}
+        mine: Any = {"w": torch.full((LARGE,), rank), "n": np.full(LARGE, rank), "name": f"r{rank}"}
         for root in range(size):
             before = link.moved_nbytes
-            got = objcomm.broadcast(mine if rank == root else None, root, group=group, device="cpu")
+            got: Any = objcomm.broadcast(
+                mine if rank == root else None, root, group=group, device="cpu"
+            )
             assert (got["w"] == root).all()
             assert (got["n"] == root).all()
             assert got["name"] == f"r{root}"
@@ -71,7 +70,9 @@ def test_large_members_take_the_device_link_and_arrive_whole() -> None:
             for sender, each in enumerate(gathered or []):
                 assert (each["w"] == sender).all()
             objs = [torch.full((LARGE,), place) for place in range(size)]
-            part = objcomm.scatter(objs if rank == root else None, root, group=group, device="cpu")
+            part: Any = objcomm.scatter(
+                objs if rank == root else None, root, group=group, device="cpu"
+            )
             assert (part == rank).all()
         everyone = objcomm.all_gather(mine, group=group, device="cpu")
         assert [int(each["n"][-1]) for each in everyone] == list(range(size))
@@ -104,7 +105,7 @@ def test_without_device_nothing_in_cpu_memory_takes_it() -> None:
 def test_a_failure_leaves_the_device_link_in_step() -> None:
     with group_with_device_link() as (group, _):
         mine = torch.full((LARGE,), objcomm.rank())
-        generator = (each for each in ())  # can't be pickled
+        generator = (number for number in [1])  # can't be pickled
         with pytest.raises(objcomm.CollectiveError) as caught:
             objcomm.all_gather((mine, generator) if objcomm.is_main() else mine, group=group)
         assert list(caught.value.failures) == [0]

@@ -110,7 +110,7 @@ def test_a_scatter_gives_each_rank_its_own(shape: str) -> None:
         assert content_of(message) == content_of(message_of(rank, shape))
 
 
-def _sizes(message: Message) -> dict[str, int]:
+def _sizes(message: Message) -> dict[str, Any]:
     names = ("buffer_count", "meta_nbytes", "body_nbytes", "payload_nbytes", "body_checksum")
     return {name: getattr(message.header, name) for name in names}
 
@@ -174,7 +174,7 @@ def test_members_on_the_device_go_over_the_device_link(route: str, *, is_staged:
 @pytest.mark.parametrize(
     "field", [{"operation": 3}, {"sequence": 1}, {"root": 2}, {"fingerprint": 9}]
 )
-def test_a_header_of_another_call_is_a_desync_that_names_both_sides(field: dict[str, int]) -> None:
+def test_a_header_of_another_call_is_a_desync_that_names_both_sides(field: dict[str, Any]) -> None:
     wires = Wires(2)
     other = exchange_on(MemoryLink(wires, 1), new_lane(), **field)
     other.send_head(compose(other.header, b""), [0])
