@@ -34,7 +34,7 @@ _OF_THE_ARRAY = "× the array"
     peers=("objcomm", "torch"),
     worlds=(2,),
     measure="copies",
-    samples=3,
+    samples=2,
     targets=(
         Target(0.02, COPIED_NBYTES, _OF_THE_ARRAY, metric="root fresh_nbytes", world=2),
         Target(0, COPIED_NBYTES, _OF_THE_ARRAY, metric="root elsewhere_nbytes", world=2),

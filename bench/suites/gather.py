@@ -17,7 +17,7 @@ _ARRAY_PEERS = ("objcomm", "torch", "raw", "mpi4py pkl5")  # out of band, as our
     peers=("objcomm", "torch", "mpi4py pkl5"),
     worlds=(4,),
     measure="peak",
-    samples=3,
+    samples=2,
     targets=(Target(1.3, 64 * MIB, "× 64 MiB", metric="root peak_nbytes"),),
 )
 @case(
@@ -25,7 +25,7 @@ _ARRAY_PEERS = ("objcomm", "torch", "raw", "mpi4py pkl5")  # out of band, as our
     peers=("objcomm", "torch", "mpi4py"),
     worlds=(4,),
     measure="peak",
-    samples=3,
+    samples=2,
     targets=(Target(2.1, 64 * MIB, "× 64 MiB", metric="root peak_nbytes"),),
 )
 @case(_SKEWED_ARRAY, peers=_ARRAY_PEERS, samples=LARGE)
