@@ -13,12 +13,12 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from objcomm.codecs import codec_named, decode, encode
+from objcomm.codecs import codec_named, copy, decode, encode
 from objcomm.config import settings
 from objcomm.errors import CollectiveError, WireError
-from objcomm.frames import Header, Operation, Status, fingerprint
+from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
-from objcomm.memory import duplicate, parse_device, physical_nbytes
+from objcomm.memory import parse_device, physical_nbytes
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
 from objcomm.transport import routes
@@ -88,11 +88,15 @@ class Call:
             self._exchange = self._begin(operation, self.root if has_root else -1, must_agree)
 
     def _begin(self, operation: Operation, root: int, must_agree: str) -> Exchange:
-        """Take the next number on this thread's lane."""
-        lane = self._group.lane(self.name)
+        """Take the next number on this thread's lane, last of all that can go wrong."""
+        lane = self._lane = self._group.lane(self.name)
         link = self._link = self._group.link(self.name, self._deadline)
+        device_link = self._group.device_link
+        self._device_type = None if device_link is None else device_link.device.type
+        is_staged = self._device is not None and self._device.type == self._device_type
         header = Header(
             status=Status.VALUE,
+            flags=Flag.STAGED if is_staged else 0,
             operation=operation,
             sender=self.rank,
             root=root,
@@ -100,7 +104,7 @@ class Call:
             epoch=0,
             group=fingerprint(link.nonce),
             sequence=lane.sequence,
-            fingerprint=fingerprint(must_agree),
+            fingerprint=fingerprint(must_agree + "\0confirm" * self._confirm),
             codec="",
             call_site=_call_site(),
             buffer_count=0,
@@ -110,19 +114,17 @@ class Call:
             tag=0,
             body_checksum=0,
         )
-        lane.sequence += 1
-        device_link = self._group.device_link
-        self._device_type = device_link.device.type if device_link is not None else None
-        is_staged = self._device is not None and self._device.type == self._device_type
-        return Exchange(
+        exchange = Exchange(
             link=link,
             lane=lane,
             header=header,
             operation=self.name,
             deadline=self._deadline,
             max_nbytes=settings().max_nbytes or physical_nbytes(),
-            device=DevicePath(device_link, is_staged=is_staged),
+            device=DevicePath(device_link),
         )
+        lane.sequence += 1
+        return exchange
 
     @property
     def is_alone(self) -> bool:
@@ -149,10 +151,10 @@ class Call:
         """
         try:
             encoded = encode(self._codec, produce(), device_type=self._device_type)
+            header = self.exchange.header._replace(codec=self._codec.name)
+            return compose(header, encoded.meta, encoded.buffers)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error)
-        header = self.exchange.header._replace(codec=self._codec.name)
-        return compose(header, encoded.meta, encoded.buffers)
 
     def failure(self, error: BaseException) -> Message:
         """The message that tells the others of this rank's error."""
@@ -172,13 +174,9 @@ class Call:
             raise_together(self.name, {0: failure_of(error, 0)}, error)
             raise
 
-    def copy(self, message: Message) -> Any:
-        """An independent copy of the object that this rank encoded into ``message``.
-
-        Decoding it as it is would give objects over the memory of the caller's own.
-        """
-        buffers = [duplicate(buffer) for buffer in message.buffers]
-        return self.decode(Message(message.header, message.body, buffers))
+    def copy(self, obj: object) -> Any:
+        """An independent copy of this rank's own operand, which an operator may change."""
+        return copy(self._codec, obj)
 
     def announcement(self, status: Status) -> Message:
         """A message that says all with its status."""
@@ -217,12 +215,12 @@ class Call:
             return conclude()
         try:
             result = conclude()
-        except CollectiveError as error:
-            mine = failure_message(self.exchange.header, error.failures.values())
+        except CollectiveError:
+            pass  # the ranks that failed say so themselves
         except BaseException as error:  # noqa: BLE001  # raised by raise_failures
-            mine = self.failure(error)
-        else:
-            mine = self.announcement(Status.VALUE)
+            self._own_error = error
+        own = self._own_error
+        mine = self.announcement(Status.VALUE) if own is None else self.failure(own)
         with self.traffic() as exchange:
             acknowledged = routes.all_gather(exchange, mine)
         self.raise_failures(acknowledged)
@@ -238,11 +236,14 @@ class Call:
         self._deadline.restart()  # a limit is for waiting, not for encoding or callbacks
         try:
             with interruptible(self._link):
+                self._lane.busy_with = f"{self.name} at {self.exchange.header.call_site}"
                 yield self.exchange
                 self.exchange.finish()
         except BaseException as error:
             self._group.give_up(error)
             raise
+        finally:
+            self._lane.busy_with = ""
 
     def __enter__(self) -> Self:
         return self

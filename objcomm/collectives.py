@@ -1,6 +1,7 @@
 """Objects in, objects out: broadcast, gather, all_gather, scatter and barrier."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -333,7 +334,7 @@ def _encode_each(call: Call, objs: Sequence[Any] | None) -> list[Message]:
         if peer == call.rank:
             message = call.announcement(Status.VALUE)  # stays here, as the object itself
         else:
-            message = call.message(functools.partial(each.__getitem__, peer))
+            message = call.message(functools.partial(operator.getitem, each, peer))
         if message.header.status == Status.FAILURE:
             return [message] * call.size
         messages.append(message)

@@ -62,11 +62,12 @@ class configure:  # noqa: N801  # used as a function and as a context
         if max_nbytes is not None and max_nbytes <= 0:
             raise UsageError(f"max_nbytes={max_nbytes} leaves no room for any message")
         before = settings()
+        names = [accept] if isinstance(accept, str) else accept or ()
         self._token: Token[Settings] | None = _settings.set(
             Settings(
                 codec or before.codec,
                 max_nbytes or before.max_nbytes,
-                before.accept if accept is None else frozenset(accept),
+                before.accept if accept is None else frozenset(names),
             )
         )
 

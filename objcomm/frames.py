@@ -7,7 +7,7 @@ The layout is described for other implementers in ``docs/wire-format.md``, and o
 import struct
 import zlib
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 from objcomm.errors import DesyncError, Position, WireError
@@ -20,7 +20,7 @@ VERSION = 1
 #: too small. 8 B and 64 KiB cost the same on the wire, so the window is generous.
 WINDOW_NBYTES = 32 * 1024
 
-_HEADER = struct.Struct("<4sBBBxiiIIQQQ16s64sIQQQQ32sII")
+_HEADER = struct.Struct("<4sBBBBiiIIQQQ16s64sIQQQQ32sII")
 _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _HEADER.size
 
@@ -55,10 +55,17 @@ class Status(IntEnum):
     TREE = 3  # nothing: "operands are large, combine them along a tree"
 
 
+class Flag(IntFlag):
+    """What else a header says of its message."""
+
+    STAGED = 1  # large members in CPU memory travel over the device link as well
+
+
 class Header(NamedTuple):
     """What a receiver must know before it can allocate."""
 
     status: int
+    flags: int  # of ``Flag``
     operation: int
     sender: int  # group rank
     root: int  # group rank of source or destination, -1 where there is none
@@ -93,11 +100,11 @@ class Header(NamedTuple):
         packed = _HEADER.pack(
             MAGIC,
             VERSION,
-            *self[:9],
+            *self[:10],
             self.codec.encode(),
             # The end of a path tells more than its beginning.
             self.call_site.encode("utf-8", "replace")[-64:],
-            *self[11:16],
+            *self[12:17],
             _UNSIGNED,
             self.body_checksum,
             0,
@@ -126,9 +133,9 @@ class Header(NamedTuple):
             )
         if zlib.crc32(memoryview(raw)[: HEADER_NBYTES - _CHECKSUM.size]) != fields[-1]:
             raise WireError("the header's checksum is wrong: the message was damaged")
-        codec = fields[11].rstrip(b"\0").decode("ascii", "replace")
-        call_site = fields[12].rstrip(b"\0").decode("utf-8", "replace")
-        header = cls._make([*fields[2:11], codec, call_site, *fields[13:18], fields[19]])
+        codec = fields[12].rstrip(b"\0").decode("ascii", "replace")
+        call_site = fields[13].rstrip(b"\0").decode("utf-8", "replace")
+        header = cls._make([*fields[2:12], codec, call_site, *fields[14:19], fields[20]])
         table_nbytes = header.buffer_count * ROW_NBYTES
         if table_nbytes + header.meta_nbytes > header.body_nbytes:
             raise WireError(
@@ -201,7 +208,7 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
         WireError: the message is of another group, lane or sender.
     """
     # Operation to fingerprint stand together, the sender among them.
-    if theirs[1:9] == (mine.operation, sender, *mine[3:9]):
+    if theirs[2:10] == (mine.operation, sender, *mine[4:10]):
         return
     if (theirs.group, theirs.epoch, theirs.lane) != (mine.group, mine.epoch, mine.lane):
         raise WireError(f"a message of another group or lane arrived: {theirs.position}")

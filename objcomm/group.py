@@ -3,6 +3,7 @@
 The only place where global ranks become group ranks. Knows nothing of operations.
 """
 
+import operator
 import os
 import threading
 import weakref
@@ -67,22 +68,22 @@ class Group:
         Raises:
             UsageError: both were given, or there is no such rank in this group.
         """
-        if isinstance(global_rank, bool) or isinstance(group_rank, bool):
-            raise UsageError(f"{operation}: a rank is a number, not a bool")
         if global_rank is not None and group_rank is not None:
             raise UsageError(f"{operation}: give a global rank or a group rank, not both")
         if group_rank is not None:
-            if not 0 <= group_rank < self.size:
-                raise UsageError(f"{operation}: a group of {self.size} has no rank {group_rank}")
-            return group_rank
+            rank = _index(operation, group_rank)
+            if not 0 <= rank < self.size:
+                raise UsageError(f"{operation}: a group of {self.size} has no rank {rank}")
+            return rank
         if global_rank is None:
             return 0
-        if global_rank not in self.ranks:
+        rank = _index(operation, global_rank)
+        if rank not in self.ranks:
             raise UsageError(
-                f"{operation}: global rank {global_rank} is not in this group, which has "
+                f"{operation}: global rank {rank} is not in this group, which has "
                 f"{list(self.ranks)}; a rank within the group goes into group_src= or group_dst="
             )
-        return self.ranks.index(global_rank)
+        return self.ranks.index(rank)
 
     def deadline(self, operation: str, timeout: Timeout) -> Deadline:
         """The time limit of one call.
@@ -117,8 +118,9 @@ class Group:
                 if self._link is None:
                     process_group = self._own()
                     store = process_group.get_group_store()
-                    self._link = GlooLink(store, self.rank, self.size, deadline)
+                    # The link last: a thread that sees it needs no lock.
                     self._device_link = device_link(process_group)
+                    self._link = GlooLink(store, self.rank, self.size, deadline)
         return self._link
 
     @property
@@ -130,12 +132,17 @@ class Group:
         """The lane of the calling thread.
 
         Raises:
-            UsageError: another thread, which still lives, uses it; or another lane's name has the
-                same number.
+            UsageError: another thread, which still lives, uses it; or this thread does, and waits
+                for a callback; or another lane's name has the same number.
         """
         name, thread = _lane_name.get(), threading.current_thread()
         lane = self._lanes.get(name)
         if lane is not None and lane.owner is thread:
+            if lane.busy_with:
+                raise UsageError(
+                    f"{operation}: a callback of {lane.busy_with} cannot use the group that waits "
+                    "for it; communicate before or after that call"
+                )
             return lane
         with self._lock:
             lane = self._lanes.get(name) or self._new_lane(name, thread)
@@ -170,6 +177,20 @@ class Group:
         return process_group
 
 
+def _index(operation: str, rank: object) -> int:
+    """A rank as a number, numpy's integers included.
+
+    Raises:
+        UsageError: it is none; a float or a bool is a mistake of the caller's.
+    """
+    try:
+        if not isinstance(rank, bool):
+            return operator.index(rank)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        pass
+    raise UsageError(f"{operation}: {rank!r} is no rank")
+
+
 def _timeout_seconds(process_group: Any) -> float:
     for device in process_group._device_types:  # noqa: SLF001  # torch has no public way to ask
         backend = process_group._get_backend(device)  # noqa: SLF001
@@ -186,7 +207,8 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
     threads do meanwhile. The first thread to use a group needs no lane.
 
     Args:
-        name: the same on every rank.
+        name: the same on every rank. Use few names, again and again: each keeps 32 KiB for every
+            peer, and of some hundred names two may collide, which raises UsageError.
 
     Example:
         >>> import objcomm
@@ -200,10 +222,10 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
         if not name:
             raise UsageError("a lane needs a name")
         self._name = name
-        self._token: Token[str] | None = None
+        self._tokens: list[Token[str]] = []
 
     def __enter__(self) -> None:
-        self._token = _lane_name.set(self._name)
+        self._tokens.append(_lane_name.set(self._name))
 
     def __exit__(
         self,
@@ -211,5 +233,4 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._token is not None:
-            _lane_name.reset(self._token)
+        _lane_name.reset(self._tokens.pop())

@@ -16,11 +16,6 @@ import torch
 
 from objcomm.errors import UsageError, WireError
 
-#: Above this size a buffer's pages are asked for as huge pages. Filling 128 MiB of fresh memory
-#: took 17 ms so instead of 54 ms (warm memory: 12 ms): page faults cost more than the wire.
-_HUGE_PAGES_FROM_NBYTES = 4 << 20
-_HUGE_PAGE_NBYTES = 2 << 20
-_PAGE_NBYTES = 4096
 _ALIGNMENT = 64  # as torch's own allocator gives
 _MADV_HUGEPAGE = 14  # Linux, <asm-generic/mman-common.h>
 
@@ -72,18 +67,23 @@ _get_buffer = ctypes.PYFUNCTYPE(
 _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
     ("PyBuffer_Release", ctypes.pythonapi)
 )
+# A fixed type for all sizes: ctypes makes a class of each array's length, 17 µs and 3 KiB.
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_READABLE, _WRITABLE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 
 
 def at_address(address: int, nbytes: int, owner: object) -> torch.Tensor:
-    """A flat view of ``nbytes`` bytes, which keeps their owner alive."""
+    """A flat view of ``nbytes`` bytes, which keeps their owner alive; slices of it do not."""
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    exporter = (ctypes.c_char * nbytes).from_address(address)
-    exporter.owner = owner  # type: ignore[attr-defined]  # the tensor holds the exporter
-    return torch.frombuffer(exporter, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat = torch.frombuffer(_memory_at(address, nbytes, _WRITABLE), dtype=torch.uint8)
+    flat.objcomm_owner = owner  # type: ignore[attr-defined]  # a tensor takes any attribute
+    return flat
 
 
 def view(readable: Any) -> torch.Tensor:
@@ -106,24 +106,22 @@ def to_bytes(flat: torch.Tensor) -> bytes:
 
 def readable(flat: torch.Tensor) -> Any:
     """An object with the buffer protocol over a flat tensor, which must outlive it."""
-    return (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    return _memory_at(flat.data_ptr(), flat.numel(), _READABLE)
 
 
 def empty(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """A fresh flat tensor, 64-byte aligned, on huge pages where that pays.
+    """A fresh flat tensor, 64-byte aligned; on the CPU unless ``device`` says otherwise.
 
-    Never an inference tensor: autograd must be able to save what was received.
+    Never an inference tensor, because autograd must be able to save what was received; and never
+    on ``torch.set_default_device``'s device.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
             return empty(nbytes, device)
     try:
-        flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")
     except RuntimeError as error:
         raise WireError(f"no memory for a buffer of {nbytes} bytes that a peer sends") from error
-    if nbytes >= _HUGE_PAGES_FROM_NBYTES and flat.device.type == "cpu":
-        _advise_huge_pages(flat)
-    return flat
 
 
 def allocate(kind: int, nbytes: int, device: torch.device | None) -> Buffer:
@@ -187,25 +185,6 @@ def _aligned_bytearray(nbytes: int) -> memoryview:
 
 
 @functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    libc = ctypes.CDLL(None)
-    advise: Any = getattr(libc, "madvise", None)
-    if advise is not None:
-        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return advise  # type: ignore[no-any-return]  # ctypes has no type for it
-
-
-def _advise_huge_pages(flat: torch.Tensor) -> None:
-    advise = _madvise()
-    if advise is None:
-        return
-    start = -(-flat.data_ptr() // _HUGE_PAGE_NBYTES) * _HUGE_PAGE_NBYTES
-    end = (flat.data_ptr() + flat.numel()) // _PAGE_NBYTES * _PAGE_NBYTES
-    # Advice only: where the kernel refuses it, small pages serve as well, slower.
-    advise(start, max(0, end - start), _MADV_HUGEPAGE)
-
-
-@functools.cache
 def physical_nbytes() -> int:
     """The machine's memory: no message can be larger."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -221,5 +200,5 @@ def parse_device(device: torch.device | str | int | None) -> torch.device | None
         return None
     try:
         return torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UsageError(f"device={device!r}: {error}") from error

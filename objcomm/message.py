@@ -38,16 +38,20 @@ class Message:
         body: table, codec's bytes and small buffers; on a receiver not filled before it came.
         buffers: all buffers in the codec's order; on a receiver only after ``open_body``.
         large: those of them that travel by themselves.
+        arrived: the head as it came, on a receiver.
     """
 
     header: Header
     body: bytearray
     buffers: Sequence[Buffer] = ()
     large: Sequence[Buffer] = ()
+    arrived: bytearray | None = None
 
     @property
     def head(self) -> bytearray:
-        """What is sent first."""
+        """What is sent first; a message that arrived is passed on as it came."""
+        if self.arrived is not None:
+            return self.arrived
         return bytearray(self.header.pack()) + (self.body if self.header.is_inline else b"")
 
     @property
@@ -129,9 +133,10 @@ def open_head(raw: bytearray | memoryview, header: Header, max_nbytes: int) -> M
             f"{header.position} announces a message of {nbytes} bytes, more than the limit of "
             f"{max_nbytes}; see objcomm.configure(max_nbytes=)"
         )
-    if header.is_inline:
-        return Message(header, bytearray(raw[HEADER_NBYTES : HEADER_NBYTES + header.body_nbytes]))
-    return Message(header, bytearray(header.body_nbytes))
+    head_nbytes = HEADER_NBYTES + (header.body_nbytes if header.is_inline else 0)
+    head = bytearray(raw[:head_nbytes])
+    body = head[HEADER_NBYTES:] if header.is_inline else bytearray(header.body_nbytes)
+    return Message(header, body, arrived=head)
 
 
 def open_body(message: Message, device: torch.device | None) -> None:

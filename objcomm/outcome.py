@@ -13,8 +13,10 @@ from objcomm.errors import CollectiveError, RankFailure, WireError, text_of
 from objcomm.frames import Header, Status
 from objcomm.message import Message, compose
 
-# A failure must fit into the window, also beside others in a bundle.
-_TEXT_MAX_CHARACTERS = 4000
+# A rank's own failure fits into the window with its header, whatever its characters are.
+_TEXT_MAX_NBYTES = 8000
+_NAME_MAX_NBYTES = 500
+_ERRORS = "surrogatepass"
 
 
 def failure_of(error: BaseException, rank: int) -> RankFailure:
@@ -26,21 +28,27 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
         remote = "".join(traceback.format_exception(error))
     except Exception as second:  # noqa: BLE001  # any __str__ of a user's may raise
         remote = f"<its traceback can't be formatted: {type(second).__name__}>"
-    return RankFailure(rank, name, _head(message), _tail(remote))
+    return RankFailure(
+        rank,
+        _shortened(name, _NAME_MAX_NBYTES),
+        _shortened(message, _TEXT_MAX_NBYTES),
+        _shortened(remote, _TEXT_MAX_NBYTES),
+    )
 
 
-def _head(text: str) -> str:
-    return text if len(text) <= _TEXT_MAX_CHARACTERS else text[:_TEXT_MAX_CHARACTERS] + " […]"
-
-
-def _tail(text: str) -> str:
-    return text if len(text) <= _TEXT_MAX_CHARACTERS else "[…] " + text[-_TEXT_MAX_CHARACTERS:]
+def _shortened(text: str, nbytes: int) -> str:
+    """Beginning and end of a text that is too long: the end of a traceback tells most."""
+    raw = text.encode("utf-8", _ERRORS)
+    if len(raw) <= nbytes:
+        return text
+    half = nbytes // 2
+    return raw[:half].decode("utf-8", "ignore") + " […] " + raw[-half:].decode("utf-8", "ignore")
 
 
 def failure_message(header: Header, failures: Iterable[RankFailure]) -> Message:
     """A message that says: these ranks failed, there is no value."""
     texts = [(each.rank, each.type_name, each.message, each.traceback) for each in failures]
-    meta = msgpack.packb(texts, unicode_errors="surrogatepass")
+    meta = msgpack.packb(texts, unicode_errors=_ERRORS)
     return compose(header._replace(status=Status.FAILURE, codec=""), meta)
 
 
@@ -54,7 +62,7 @@ def failures_in(messages: Iterable[Message]) -> dict[int, RankFailure]:
     for message in messages:
         if message.header.status == Status.FAILURE:
             try:
-                texts = msgpack.unpackb(message.meta, unicode_errors="surrogatepass")
+                texts = msgpack.unpackb(message.meta, unicode_errors=_ERRORS)
                 found = [RankFailure(*fields) for fields in texts]
             except (ValueError, TypeError) as error:
                 sender = message.header.sender

@@ -163,10 +163,11 @@ def _alone(operator: Operator, obj: T) -> T:
 class _Accumulator:
     """Operands of consecutive ranks, combined as they come, or the failures among them."""
 
-    def __init__(self, call: Call, operator: Operator, mine: Message) -> None:
+    def __init__(self, call: Call, operator: Operator, mine: Message, operand: Any) -> None:
         self._call = call
         self._operator = operator
         self._mine = mine
+        self._operand = operand
         self._failed: list[Message] = []
         self._combined: Any = None
         self._is_empty = True
@@ -180,7 +181,7 @@ class _Accumulator:
         try:
             # The operator may change what it gets, but not what the caller passed in.
             is_mine = message is self._mine
-            obj = self._call.copy(message) if is_mine else self._call.decode(message)
+            obj = self._call.copy(self._operand) if is_mine else self._call.decode(message)
             self._combined = obj if self._is_empty else self._operator.combine(self._combined, obj)
             self._is_empty = False
         except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
@@ -206,7 +207,8 @@ class _Reduction:
     def __init__(self, call: Call, operator: Operator, obj: Any) -> None:
         self._call = call
         self._operator = operator
-        self._mine = call.message(lambda: operator.prepare(obj))
+        self._operand: Any = None
+        self._mine = call.message(lambda: self._prepare(obj))
         self._computed: tuple[Message, Any] | None = None
 
     def onto(self, exchange: Exchange, root: int) -> Message | None:
@@ -245,11 +247,15 @@ class _Reduction:
             return self._computed[1]
         return self._call.decode(message)
 
+    def _prepare(self, obj: Any) -> Any:
+        self._operand = self._operator.prepare(obj)
+        return self._operand
+
     def _fold_if_small(self, heads: list[Message] | None) -> Message | None:
         """Fold on this rank, if it has all operands and all came with their first messages."""
         if heads is None or not all(head.is_all_head for head in heads):
             return None
-        accumulator = _Accumulator(self._call, self._operator, self._mine)
+        accumulator = _Accumulator(self._call, self._operator, self._mine, self._operand)
         for head in heads:
             accumulator.add(head)
         self._computed = accumulator.result()
@@ -257,7 +263,7 @@ class _Reduction:
 
     def _along_tree(self, exchange: Exchange) -> Message | None:
         """The binomial tree to rank 0: at each step a rank takes its right neighbour's partial."""
-        accumulator = _Accumulator(self._call, self._operator, self._mine)
+        accumulator = _Accumulator(self._call, self._operator, self._mine, self._operand)
         is_leaf = True
         step = 1
         while step < exchange.size:

@@ -15,6 +15,7 @@ from objcomm.message import Message, compose, open_body
 
 _HEADER = Header(
     status=Status.VALUE,
+    flags=0,
     operation=Operation.NONE,
     sender=0,
     root=-1,

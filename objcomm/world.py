@@ -82,7 +82,7 @@ def _process_group(group: GroupLike) -> Any:
         if group.ndim != 1:
             raise UsageError(f"a mesh of {group.ndim} dimensions is no group; slice it: mesh['dp']")
         return group.get_group() if group.get_coordinate() is not None else None
-    if group is dist.GroupMember.NON_GROUP_MEMBER or group == dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         return None
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"group={group!r} is neither a process group nor a device mesh")

@@ -3,12 +3,12 @@
 Knows nothing of groups, ranks or messages.
 """
 
-from objcomm.codecs.base import codec_named, decode, encode, register_codec
+from objcomm.codecs.base import codec_named, copy, decode, encode, register_codec
 from objcomm.codecs.pickle5 import PickleCodec
 from objcomm.codecs.plain import PlainCodec
 from objcomm.codecs.registry import register
 
-__all__ = ["codec_named", "decode", "encode", "register", "register_codec"]
+__all__ = ["codec_named", "copy", "decode", "encode", "register", "register_codec"]
 
 register_codec(PickleCodec())
 register_codec(PlainCodec())

@@ -5,7 +5,7 @@ Buffers travel as they are, from the sender's memory into memory that the receiv
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ import torch
 
 from objcomm.config import settings
 from objcomm.errors import DecodeError, EncodeError, UsageError, text_of
-from objcomm.memory import Buffer
+from objcomm.memory import Buffer, duplicate
 
 #: Members of this size or more leave a codec's bytes and become buffers.
 OUT_OF_BAND_FROM_NBYTES = 64 * 1024
@@ -140,12 +140,16 @@ def encode(codec: Codec, obj: object, *, device_type: str | None = None) -> Enco
         EncodeError: it refuses the object.
     """
     try:
-        return codec.encode(obj, device_type=device_type)
+        encoded = codec.encode(obj, device_type=device_type)
     except EncodeError:
         raise
     except Exception as error:
         kind = type(obj).__qualname__
         raise EncodeError(codec.name, kind, "obj", text_of(error)) from error
+    if not isinstance(encoded, Encoded):
+        reason = f"its encode() returned a {type(encoded).__name__}, not an Encoded"
+        raise EncodeError(codec.name, type(obj).__qualname__, "obj", reason)
+    return encoded
 
 
 def decode(
@@ -169,3 +173,20 @@ def decode(
         raise
     except Exception as error:
         raise DecodeError(name, text_of(error)) from error
+
+
+def copy(codec: Codec, obj: object) -> Any:
+    """An independent copy of what this rank would send.
+
+    Raises:
+        CodecError: the codec refuses the object, or can't rebuild it.
+    """
+    make: Callable[[object], Any] | None = getattr(codec, "copy", None)
+    if make is not None:
+        try:
+            return make(obj)
+        except Exception as error:
+            raise DecodeError(codec.name, text_of(error)) from error
+    encoded = encode(codec, obj)
+    owners = [duplicate(buffer).owner for buffer in encoded.buffers]
+    return decode(codec.name, memoryview(encoded.meta), owners)

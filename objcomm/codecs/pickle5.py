@@ -8,12 +8,17 @@ Decoding runs code that the sender chose. See ``docs/guide/codecs.md`` before us
 processes that do not trust each other.
 """
 
+import abc
+import dataclasses
 import pickle
 import struct
 import sys
 import types
+import typing
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,7 +27,7 @@ from objcomm.codecs import tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
 from objcomm.codecs.paths import blame
 from objcomm.errors import EncodeError, text_of
-from objcomm.memory import Buffer, Kind, view
+from objcomm.memory import Buffer, Kind, duplicate, view
 
 _NAME = "pickle"
 
@@ -45,12 +50,20 @@ _BY_VALUE = frozenset(
         types.CellType,
         types.MappingProxyType,
         types.GetSetDescriptorType,
+        typing.TypeVar,
+        type(dataclasses._FIELD),  # type: ignore[attr-defined]  # noqa: SLF001  # known by identity
         property,
         classmethod,
         staticmethod,
         type({}.keys()),
         type({}.values()),
         type({}.items()),
+        type(OrderedDict().keys()),
+        type(OrderedDict().values()),
+        type(OrderedDict().items()),
+        abc.abstractclassmethod,
+        abc.abstractstaticmethod,
+        abc.abstractproperty,
         weakref.WeakSet,
     }
 )
@@ -73,6 +86,22 @@ class PickleCodec:
             raise EncodeError(_NAME, type(culprit).__qualname__, path, text_of(error)) from error
         return Encoded(b"".join(sink.parts), sink.buffers)
 
+    def copy(self, obj: object) -> Any:
+        """An independent copy of ``obj`` for this process itself.
+
+        What would travel by value is the very same object here: rebuilding a class by value in the
+        process that has it would write over its attributes.
+        """
+        kept: list[Any] = []
+        sink = _Sink()
+        _Pickler(sink, None, kept).dump(obj)
+        token = _kept.set(kept)
+        try:
+            owners = [duplicate(buffer).owner for buffer in sink.buffers]
+            return pickle.loads(b"".join(sink.parts), buffers=owners)  # noqa: S301  # its own
+        finally:
+            _kept.reset(token)
+
     def decode(
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
@@ -82,6 +111,14 @@ class PickleCodec:
             return pickle.loads(meta, buffers=buffers)  # noqa: S301  # what this codec is for
         finally:
             tensors.target_device.reset(token)
+
+
+#: While a copy is made: the members that it shares with what it is a copy of.
+_kept: ContextVar[list[Any]] = ContextVar("objcomm_kept")
+
+
+def _kept_at(position: int) -> Any:
+    return _kept.get()[position]
 
 
 class _Sink:
@@ -109,7 +146,8 @@ class _Sink:
                 if announced and before.endswith(announced):
                     self.parts[-1] = before[: -len(announced)] + _NEXT_BUFFER
                     made = Kind.BYTES if kind is bytes else Kind.BYTEARRAY
-                    self.buffers.append(Buffer(made, chunk, view(chunk)))
+                    locked = memoryview(chunk)  # nobody can resize a bytearray meanwhile
+                    self.buffers.append(Buffer(made, locked, view(locked)))
                     return
         self.parts.append(chunk)
 
@@ -150,8 +188,9 @@ class _Carrier(bytearray):
 class _Pickler(pickle.Pickler):
     """Decides member by member; see the module."""
 
-    def __init__(self, sink: _Sink, device_type: str | None) -> None:
+    def __init__(self, sink: _Sink, device_type: str | None, kept: list[Any] | None = None) -> None:
         super().__init__(sink, protocol=5, buffer_callback=sink.take)
+        self._kept = kept
         self._sink = sink
         self._device_type = device_type
         self._memories: dict[tuple[Any, ...], _Memory] = {}
@@ -203,6 +242,9 @@ class _Pickler(pickle.Pickler):
         return self._memories.setdefault(key, _Memory(buffer))
 
     def _reduce_by_value(self, obj: Any) -> Any:
+        if self._kept is not None:
+            self._kept.append(obj)
+            return _kept_at, (len(self._kept) - 1,)
         if self._by_value is None:
             import cloudpickle  # noqa: PLC0415  # most streams never need it
 

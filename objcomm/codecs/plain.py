@@ -165,7 +165,8 @@ class _Encoder:
         if type(content) is bytes and len(content) < OUT_OF_BAND_FROM_NBYTES:
             return content
         made = Kind.BYTES if type(content) is bytes else Kind.BYTEARRAY
-        return _extended("buffer", self._buffer(Buffer(made, content, view(content))))
+        locked = memoryview(content)  # nobody can resize a bytearray meanwhile
+        return _extended("buffer", self._buffer(Buffer(made, locked, view(locked))))
 
     def _lower_dict(self, mapping: dict[Any, Any]) -> Any:
         if _NATIVE_KEYS.issuperset(map(type, mapping)) and _all_fit(mapping):

@@ -129,7 +129,7 @@ def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     if dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls)]
         return (
-            lambda obj: [getattr(obj, name) for name in names],
+            lambda obj: [getattr(obj, name) for name in _all_of(obj, names)],
             lambda values: _filled(cls, dict(zip(names, values, strict=True))),
         )
     if any("__slots__" in vars(base) for base in cls.__mro__[:-1]) or cls.__basicsize__ > 32:  # noqa: PLR2004
@@ -144,3 +144,14 @@ def _filled(cls: Any, state: dict[str, Any]) -> Any:
     for name, value in state.items():
         object.__setattr__(obj, name, value)  # also where the class is frozen
     return obj
+
+
+def _all_of(obj: Any, names: list[str]) -> list[str]:
+    """The fields of a dataclass, if they are all that it holds.
+
+    Raises:
+        TypeError: it was given further attributes, which would be lost.
+    """
+    if further := getattr(obj, "__dict__", {}).keys() - set(names):
+        raise TypeError(f"attributes {sorted(further)} are no fields; register with encode=")
+    return names

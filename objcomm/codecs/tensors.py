@@ -102,7 +102,7 @@ def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torc
         isinstance(tensor, torch.nn.Parameter),
     )
     if tensor.is_meta:
-        return about, torch.empty(0, dtype=torch.uint8)
+        return about, torch.empty(0, dtype=torch.uint8, device="cpu")
     if tensor.device.type not in ("cpu", device_type):
         elements = elements.cpu()
     # ``as_strided``: a one-element view may have any stride, which ``view`` would keep.
@@ -170,7 +170,12 @@ def rebuild_coo(
 ) -> torch.Tensor:
     """The tensor that ``describe_coo`` saw."""
     tensor = torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=is_coalesced, check_invariants=True
+        indices,
+        values,
+        shape,
+        device=values.device,
+        is_coalesced=is_coalesced,
+        check_invariants=True,
     )
     return tensor.requires_grad_(requires_grad)
 
@@ -193,7 +198,7 @@ def describe_array(array: "np.ndarray[Any, Any]") -> tuple[str, torch.Tensor, An
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     owner = array if array.flags.forc else array.copy(order="C")
     if not owner.nbytes:
-        return order, torch.empty(0, dtype=torch.uint8), owner
+        return order, torch.empty(0, dtype=torch.uint8, device="cpu"), owner
     if not owner.flags.writeable:  # torch.from_numpy warns of those
         address = owner.__array_interface__["data"][0]
         return order, at_address(address, owner.nbytes, owner), owner
@@ -221,7 +226,9 @@ def rebuild_scalar(dtype: Any, raw: bytes) -> Any:
     """A numpy scalar from its ``tobytes()``."""
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
-    return np.frombuffer(raw, array_dtype_named(dtype))[0]
+    named = array_dtype_named(dtype)
+    # Empty text has items of no bytes, which frombuffer refuses.
+    return np.frombuffer(raw, named)[0] if raw else np.zeros((), named)[()]
 
 
 def array_dtype_name(dtype: "np.dtype[Any]") -> Any:

@@ -51,6 +51,7 @@ class Link(Protocol):
 
     rank: int
     size: int
+    is_one_host: bool
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """Begin to send; ``flat`` may not change before the end."""

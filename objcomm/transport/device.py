@@ -1,11 +1,17 @@
 """Which of a message's large members travel over the device link, and how.
 
-Members that lie on the accelerator always do; with ``device="cuda"`` those in CPU memory do too,
-staged through it. Where a group has no device link a codec leaves nothing on the device.
+Members that lie on the accelerator always do; where the message's header says so, those in CPU
+memory do too, staged through it. What a rank was asked for by its own ``device=`` decides only how
+it sends. Where a group has no device link a codec leaves nothing on the device.
 """
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 
+from objcomm.errors import TransportError, WireError
+from objcomm.frames import Flag
 from objcomm.memory import empty
 from objcomm.message import Message
 from objcomm.transport.base import DeviceLink
@@ -20,58 +26,61 @@ class DevicePath:
         device: where members that stay on the accelerator are received; ``None`` without a link.
     """
 
-    def __init__(
-        self,
-        link: DeviceLink | None = None,
-        *,
-        is_staged: bool = False,
-    ) -> None:
-        """Begin.
-
-        Args:
-            link: what carries them.
-            is_staged: whether members in CPU memory go this way as well.
-        """
+    def __init__(self, link: DeviceLink | None = None) -> None:
         self._link = link
-        self._is_staged = is_staged and link is not None
         self.device = None if link is None else link.device
 
     def not_carried(self, message: Message) -> list[torch.Tensor]:
         """Flat tensors of ``message`` that must go over the CPU's link."""
-        return [] if self._is_staged else message.following_on_host
+        return [] if message.header.flags & Flag.STAGED else message.following_on_host
 
     def send(self, message: Message, peer: int) -> None:
         """This rank's part towards one other."""
-        if self._link is not None:
-            for flat in self._carried(message):
-                self._link.send(flat.to(self._link.device), peer)
+        for flat, link in self._carried(message):
+            with _naming(peer):
+                link.send(flat.to(link.device), peer)
 
     def recv(self, message: Message, peer: int) -> None:
         """One other's part towards this rank, into ``message``'s memory."""
-        if self._link is not None:
-            for flat in self._carried(message):
-                staged = self._landing(flat)
-                self._link.recv(staged, peer)
-                _land(flat, staged)
+        for flat, link in self._carried(message):
+            with _naming(peer), _landing(flat, link) as staged:
+                link.recv(staged, peer)
 
     def broadcast(self, message: Message, root: int, *, is_root: bool) -> None:
         """From one rank into all others' memory."""
-        if self._link is not None:
-            for flat in self._carried(message):
-                staged = flat.to(self._link.device) if is_root else self._landing(flat)
-                self._link.broadcast(staged, root)
-                if not is_root:
-                    _land(flat, staged)
+        for flat, link in self._carried(message):
+            with _naming(root), _landing(flat, link, is_sent=is_root) as staged:
+                link.broadcast(staged, root)
 
-    def _carried(self, message: Message) -> list[torch.Tensor]:
-        staged = message.following_on_host if self._is_staged else []
-        return [*staged, *message.following_on_device]
+    def _carried(self, message: Message) -> Iterator[tuple[torch.Tensor, DeviceLink]]:
+        is_staged = message.header.flags & Flag.STAGED
+        flats = (message.following_on_host if is_staged else []) + message.following_on_device
+        for flat in flats:
+            if self._link is None:
+                raise WireError(
+                    f"{message.header.position} sends over a device link, which this rank lacks"
+                )
+            yield flat, self._link
 
-    def _landing(self, flat: torch.Tensor) -> torch.Tensor:
-        is_there = self.device is None or flat.device.type == self.device.type
-        return flat if is_there else empty(flat.numel(), self.device)
 
-
-def _land(flat: torch.Tensor, staged: torch.Tensor) -> None:
-    if staged is not flat:
+@contextlib.contextmanager
+def _landing(
+    flat: torch.Tensor, link: DeviceLink, *, is_sent: bool = False
+) -> Iterator[torch.Tensor]:
+    """``flat``, or a stand-in for it on the link's device whose content ends in ``flat``."""
+    if flat.device.type == link.device.type:
+        yield flat
+    elif is_sent:
+        yield flat.to(link.device)
+    else:
+        staged = empty(flat.numel(), link.device)
+        yield staged
         flat.copy_(staged)
+
+
+@contextlib.contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError("device link", (peer,), str(error)) from error

@@ -100,7 +100,9 @@ class Exchange:
             try:
                 pending.wait(self._deadline.left())
             except RuntimeError as error:
-                raise self._naming(error, _absent(peers, standing, at)) from error
+                is_late = self._has_timed_out(error)
+                missing = _absent(peers, standing, at) if is_late else (peer,)
+                raise self._naming(error, missing) from error
             with contextlib.suppress(RuntimeError):  # the peer left after this message: its right
                 self._lane.stand_again(self._link, peer)
             message = self.open(raw, peer if made_by is None else made_by)
@@ -150,7 +152,8 @@ class Exchange:
         if message.is_all_head:
             return
         nbytes = message.header.body_nbytes + message.header.payload_nbytes
-        route, chunk_nbytes = topology.for_payload(nbytes, self.size)
+        is_one_host = self._link.is_one_host
+        route, chunk_nbytes = topology.for_payload(nbytes, self.size, is_one_host=is_one_host)
         parent, children = route(self.rank, root, self.size)
         if not message.header.is_inline:
             self._relay(view(message.body).split(chunk_nbytes), parent, children, message)
@@ -222,10 +225,13 @@ class Exchange:
 
     def _naming(self, error: RuntimeError, peers: tuple[int, ...]) -> TransportError:
         """What a link raised, as an error that names the ranks concerned."""
-        # Gloo counts whole milliseconds, so its limit may pass before ours.
-        if self._deadline.has_passed or "Timed out" in str(error):
+        if self._has_timed_out(error):
             return TransportTimeout(self._operation, peers, self._deadline.seconds)
-        return TransportError(self._operation, peers[:1], _reason(error))
+        return TransportError(self._operation, peers, _reason(error))
+
+    def _has_timed_out(self, error: RuntimeError) -> bool:
+        # Gloo counts whole milliseconds, so its limit may pass before ours.
+        return self._deadline.has_passed or "Timed out" in str(error)
 
 
 def _reason(error: RuntimeError) -> str:

@@ -7,15 +7,22 @@ of theirs (on a shared Gloo group it would close them all, and end DDP).
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
+import threading
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from objcomm.errors import TransportError
 from objcomm.transport.base import POKE_TAG, Deadline, Pending
-from objcomm.transport.rendezvous import FIRST_USE, agree_on_nonce, forget
+from objcomm.transport.rendezvous import FIRST_USE, forget, meet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+R = TypeVar("R")
 
 
 class GlooLink:
@@ -26,17 +33,20 @@ class GlooLink:
     Attributes:
         rank: rank within the group.
         size: number of ranks.
+        is_one_host: whether all ranks run on one machine.
         nonce: a name that only this link ever had, the same on each rank.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, deadline: Deadline) -> None:
         self.rank = rank
         self.size = size
-        self.nonce = agree_on_nonce(store, rank, size, deadline)
+        self.nonce, self.is_one_host = meet(store, rank, size, deadline)
         prefixed = dist.PrefixStore(f"objcomm/{self.nonce}", store)
         try:
             # Any: torch's stubs leave out point-to-point of a backend.
-            self._mesh: Any = dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
+            self._mesh: Any = _interruptibly(
+                lambda: dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
+            )
         except RuntimeError as error:
             others = tuple(peer for peer in range(size) if peer != rank)
             raise TransportError(FIRST_USE, others, str(error)) from error
@@ -62,5 +72,19 @@ class GlooLink:
             # To each in turn: a connection that is closed already refuses, and closes no other.
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8)
+                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                     self._mesh.recv([nothing], peer, POKE_TAG).wait(timedelta(milliseconds=1))
+
+
+def _interruptibly(make: Callable[[], R]) -> R:
+    """Call ``make``, which blocks in C++, so that Ctrl-C ends the wait for it."""
+    made: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="objcomm-connect", daemon=True).start()
+    return made.result()  # waits in Python, where signals are handled

@@ -20,6 +20,7 @@ class Lane:
         number: what its tags and headers carry.
         sequence: operations started on it so far.
         owner: the thread that uses it.
+        busy_with: the operation whose ranks wait for each other just now, or nothing.
     """
 
     def __init__(self, name: str, number: int, owner: threading.Thread) -> None:
@@ -27,6 +28,7 @@ class Lane:
         self.number = number
         self.sequence = 0
         self.owner = owner
+        self.busy_with = ""
         self._standing: dict[int, tuple[bytearray, Pending]] = {}
 
     def standing(self, link: Link, peer: int) -> tuple[bytearray, Pending]:

@@ -7,6 +7,8 @@ says ``device="cuda"``. Headers, and so every agreement on what follows, stay on
 
 from __future__ import annotations  # torch may be built without distributed
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
@@ -21,20 +23,27 @@ class NcclLink:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        # Weak: objcomm keeps this link by its group, and would never let either go.
+        self._group = weakref.ref(group)
         self.device = device
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """See ``base.DeviceLink``. NCCL's ``wait`` blocks the current stream, not the caller."""
-        self._group.broadcast(flat, root).wait()
+        self._own().broadcast(flat, root).wait()
 
     def send(self, flat: torch.Tensor, peer: int) -> None:
         """See ``base.DeviceLink``."""
-        self._group.send([flat], peer, 0).wait()
+        self._own().send([flat], peer, 0).wait()
 
     def recv(self, flat: torch.Tensor, peer: int) -> None:
         """See ``base.DeviceLink``."""
-        self._group.recv([flat], peer, 0).wait()
+        self._own().recv([flat], peer, 0).wait()
+
+    def _own(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group
 
 
 def device_link(group: dist.ProcessGroup) -> NcclLink | None:

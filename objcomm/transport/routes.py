@@ -94,8 +94,10 @@ def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:
     if exchange.size == _PAIR:
         return _swap_heads(exchange, message)
     heads = gather_heads(exchange, message, HUB)
-    bundle = compose_bundle(exchange.header, heads) if heads is not None else None
-    return open_bundle(exchange, broadcast(exchange, bundle, HUB), message)
+    if heads is not None:
+        broadcast(exchange, compose_bundle(exchange.header, heads), HUB)
+        return heads
+    return open_bundle(exchange, broadcast(exchange, None, HUB), message)
 
 
 def _swap_heads(exchange: Exchange, message: Message) -> list[Message]:

@@ -15,9 +15,10 @@ Topology = Callable[[int, int, int], Place]
 STAR_MAX_SIZE = 8
 
 _CHUNK_MIN_NBYTES = 1 << 20
-#: Pieces of this size are still in the processor's cache when they are passed on: 128 MiB to 3
-#: ranks took 96 ms so, 108 ms in one piece.
+#: Large payloads are passed on in pieces of at most this size, which are still in the processor's
+#: cache then.
 CHUNK_MAX_NBYTES = 4 << 20
+_CHUNK_MIN_NBYTES = 1 << 20
 
 
 def star(rank: int, root: int, size: int) -> Place:
@@ -48,13 +49,16 @@ def for_head(size: int) -> Topology:
     return star if size <= STAR_MAX_SIZE else binomial
 
 
-def for_payload(nbytes: int, size: int) -> tuple[Topology, int]:
+def for_payload(nbytes: int, size: int, *, is_one_host: bool) -> tuple[Topology, int]:
     """How ``nbytes`` reach all ranks, and in pieces of how many bytes they are passed on.
 
-    A chain is as fast as one copy once it is filled, which takes as many pieces as there are
-    ranks; where there are fewer pieces, the route of small messages has fewer hops.
+    On one host every copy costs the same memory traffic, and a tree has the fewest hops. Between
+    hosts each network card is the limit: a chain lets it carry everything once, and is as fast as
+    one copy once it is filled, which takes as many pieces as there are ranks.
     """
     chunk_nbytes = min(max(nbytes // (4 * size), _CHUNK_MIN_NBYTES), CHUNK_MAX_NBYTES)
+    if is_one_host:
+        return binomial, chunk_nbytes
     return (chain if nbytes >= size * chunk_nbytes else for_head(size)), chunk_nbytes
 
 

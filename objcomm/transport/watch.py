@@ -4,10 +4,12 @@ Python runs signal handlers between bytecodes of the main thread only, and a wai
 long call. So while the main thread waits, the interpreter writes each signal's number into a
 socket; a thread that sleeps on it aborts the link, the wait raises, and the handler runs.
 
-Only SIGINT aborts: its handler raises, so the operation is lost anyway, whereas a SIGTERM handler
-usually sets a flag ("checkpoint after this step") and must not cost the job its connections.
+Only SIGINT aborts: its handler usually raises, so the operation is lost anyway (one that does not
+costs the connections too), whereas a SIGTERM handler usually sets a flag ("checkpoint after this
+step") and must not cost them.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -25,9 +27,18 @@ class _Waker(threading.Thread):
         self.pid = os.getpid()
         self.target: Link | None = None  # these two are written by the main thread only
         self.forward_to = -1
-        self._receiving, self.sending = socket.socketpair()
-        self.sending.setblocking(False)  # noqa: FBT003  # socket's own signature
+        self._receiving, self._sending = socket.socketpair()
+        self._sending.setblocking(False)  # noqa: FBT003  # socket's own signature
         self.start()
+
+    def listen(self) -> None:
+        """Let the interpreter write signals' numbers here."""
+        self.forward_to = signal.set_wakeup_fd(self._sending.fileno(), warn_on_full_buffer=False)
+
+    def rest(self) -> None:
+        """Give the descriptor back to whoever had it."""
+        signal.set_wakeup_fd(self.forward_to)
+        self.forward_to = -1
 
     def run(self) -> None:
         while True:
@@ -36,7 +47,8 @@ class _Waker(threading.Thread):
             if signal.SIGINT in numbers and target is not None:
                 target.abort()
             if self.forward_to != -1:
-                os.write(self.forward_to, numbers)  # asyncio finds its signals there
+                with contextlib.suppress(OSError):  # its owner may have closed it
+                    os.write(self.forward_to, numbers)  # asyncio finds its signals there
 
 
 class _Wakers:
@@ -62,21 +74,19 @@ class interruptible:  # noqa: N801  # used as a function, like contextlib's
     afterwards.
     """
 
-    __slots__ = ("_before", "_link", "_waker")
+    __slots__ = ("_link", "_outer", "_waker")
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._waker: _Waker | None = None
-        self._before = -1
+        self._outer: Link | None = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._waker = _wakers.get()
-            self._waker.target = self._link
-            self._before = signal.set_wakeup_fd(
-                self._waker.sending.fileno(), warn_on_full_buffer=False
-            )
-            self._waker.forward_to = self._before
+            self._outer, self._waker.target = self._waker.target, self._link
+            if self._outer is None:
+                self._waker.listen()
 
     def __exit__(
         self,
@@ -85,6 +95,6 @@ class interruptible:  # noqa: N801  # used as a function, like contextlib's
         traceback: TracebackType | None,
     ) -> None:
         if self._waker is not None:
-            signal.set_wakeup_fd(self._before)
-            self._waker.target = None
-            self._waker.forward_to = -1
+            if self._outer is None:
+                self._waker.rest()
+            self._waker.target = self._outer  # a callback's call on another group ends here

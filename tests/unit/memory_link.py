@@ -21,8 +21,9 @@ JOIN_SECONDS = 20.0
 class Wires:
     """What all ranks' links share: a queue for each pair, direction and tag."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, is_one_host: bool = True) -> None:
         self.size = size
+        self.is_one_host = is_one_host
         self._lock = threading.Lock()
         self._queues: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = defaultdict(
             queue.Queue
@@ -70,6 +71,7 @@ class MemoryLink:
     def __init__(self, wires: Wires, rank: int) -> None:
         self.rank = rank
         self.size = wires.size
+        self.is_one_host = wires.is_one_host
         self.sent: list[tuple[int, int]] = []  # bytes and tag of each transfer
         self._wires = wires
 
@@ -122,7 +124,6 @@ def exchange_on(
     lane: Lane,
     *,
     device_link: DeviceLink | None = None,
-    is_staged: bool = False,
     seconds: float = JOIN_SECONDS,
     **fields: Any,
 ) -> Exchange:
@@ -133,7 +134,7 @@ def exchange_on(
         operation="gather",
         deadline=Deadline(seconds),
         max_nbytes=1 << 30,
-        device=DevicePath(device_link, is_staged=is_staged),
+        device=DevicePath(device_link),
     )
 
 

@@ -125,6 +125,7 @@ _SIGNED = st.integers(-(2**31), 2**31 - 1)
 _HEADERS = st.builds(
     Header,
     status=st.integers(0, 255),
+    flags=st.integers(0, 255),
     operation=st.integers(0, 255),
     sender=_SIGNED,
     root=_SIGNED,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from objcomm.errors import DesyncError, TransportTimeout, WireError
-from objcomm.frames import HEADER_NBYTES, WINDOW_NBYTES, Status
+from objcomm.frames import HEADER_NBYTES, WINDOW_NBYTES, Flag, Status
 from objcomm.memory import Buffer, Kind, to_bytes
 from objcomm.message import Message, compose
 from objcomm.transport import routes
@@ -27,7 +27,7 @@ SIZES = [2, 3, 8, 9, 13]
 SHAPES = ["inline", "body", "buffers", "both"]
 
 
-def message_of(rank: int, shape: str, kind: Kind = Kind.TENSOR) -> Message:
+def message_of(rank: int, shape: str, kind: Kind = Kind.TENSOR, flags: int = 0) -> Message:
     """A message whose content depends on ``rank`` and whose way depends on ``shape``."""
     meta = bytes([rank]) * (40_000 if shape in ("body", "both") else 10)
     buffers = []
@@ -35,19 +35,19 @@ def message_of(rank: int, shape: str, kind: Kind = Kind.TENSOR) -> Message:
         for nbytes in (5, 50_000 + rank, 0, 3 << 20):
             flat = torch.full((nbytes,), rank, dtype=torch.uint8)
             buffers.append(Buffer(kind, flat, flat))
-    return compose(header_of(rank), meta, buffers)
+    return compose(header_of(rank, flags=flags), meta, buffers)
 
 
 def content_of(message: Message) -> tuple[bytes, list[bytes]]:
     return bytes(message.meta), [to_bytes(buffer.flat) for buffer in message.buffers]
 
 
-def run(size: int, body: Callable[[Exchange], Any], **options: Any) -> list[Any]:
+def run(size: int, body: Callable[[Exchange], Any], *, is_one_host: bool = True) -> list[Any]:
     """Run one operation on every rank; nothing may be left on the wires."""
-    wires = Wires(size)
+    wires = Wires(size, is_one_host=is_one_host)
 
     def on_rank(rank: int) -> Any:
-        exchange = exchange_on(MemoryLink(wires, rank), new_lane(), **options)
+        exchange = exchange_on(MemoryLink(wires, rank), new_lane())
         result = body(exchange)
         exchange.finish()
         return result
@@ -57,16 +57,17 @@ def run(size: int, body: Callable[[Exchange], Any], **options: Any) -> list[Any]
     return results
 
 
+@pytest.mark.parametrize("is_one_host", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str) -> None:
+def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, *, is_one_host: bool) -> None:
     for root in {0, 1, size - 1}:
 
         def body(exchange: Exchange, root: int = root) -> Message:
             mine = message_of(root, shape) if exchange.rank == root else None
             return routes.broadcast(exchange, mine, root)
 
-        for message in run(size, body):
+        for message in run(size, body, is_one_host=is_one_host):
             assert content_of(message) == content_of(message_of(root, shape))
 
 
@@ -144,22 +145,21 @@ def test_every_first_message_fits_into_the_posted_receive() -> None:
 def test_members_on_the_device_go_over_the_device_link(route: str, *, is_staged: bool) -> None:
     # The "device" is the CPU: what is under test is who moves what, in which order.
     kind = Kind.TENSOR if is_staged else Kind.DEVICE
+    flags = Flag.STAGED if is_staged else 0
     host_wires, device_wires = Wires(3), Wires(3)
     links = [MemoryLink(host_wires, rank) for rank in range(3)]
     device_links = [MemoryDeviceLink(device_wires, rank) for rank in range(3)]
 
     def body(rank: int) -> Any:
-        exchange = exchange_on(
-            links[rank], new_lane(), device_link=device_links[rank], is_staged=is_staged
-        )
-        mine = message_of(rank, "buffers", kind)
+        exchange = exchange_on(links[rank], new_lane(), device_link=device_links[rank])
+        mine = message_of(rank, "buffers", kind, flags)
         if route == "broadcast":
             return [routes.broadcast(exchange, mine if rank == 0 else None, 0)]
         if route == "gather":
             return routes.gather(exchange, mine, 0)
         if route == "all_gather":
             return routes.all_gather(exchange, mine)
-        copies = [message_of(0, "buffers", kind) for _ in range(3)]
+        copies = [message_of(0, "buffers", kind, flags) for _ in range(3)]
         return [routes.scatter(exchange, copies if rank == 0 else None, 0)]
 
     for messages in on_every_rank(3, body):

@@ -31,15 +31,16 @@ def test_a_binomial_tree_is_as_deep_as_the_logarithm(size: int) -> None:
             assert hops <= size.bit_length()
 
 
-def test_a_large_payload_goes_along_a_chain_and_a_small_one_as_its_head_does() -> None:
-    assert topology.for_payload(128 << 20, 4)[0] is topology.chain
-    assert topology.for_payload(40_000, 4)[0] is topology.star
-    assert topology.for_payload(40_000, 9)[0] is topology.binomial
+def test_a_large_payload_goes_along_a_tree_on_one_host_and_a_chain_between_hosts() -> None:
+    assert topology.for_payload(128 << 20, 4, is_one_host=True)[0] is topology.binomial
+    assert topology.for_payload(128 << 20, 4, is_one_host=False)[0] is topology.chain
+    assert topology.for_payload(40_000, 4, is_one_host=False)[0] is topology.star
+    assert topology.for_payload(40_000, 9, is_one_host=False)[0] is topology.binomial
 
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 20, 100 << 20, 1 << 40])
 def test_a_chain_has_pieces_for_all_its_ranks(nbytes: int) -> None:
     for size in SIZES:
-        route, chunk_nbytes = topology.for_payload(nbytes, size)
+        route, chunk_nbytes = topology.for_payload(nbytes, size, is_one_host=False)
         assert (1 << 20) <= chunk_nbytes <= (4 << 20)
         assert (route is topology.chain) == (nbytes >= size * chunk_nbytes)

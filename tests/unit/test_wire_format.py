@@ -12,6 +12,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encodin
 
 HEADER = Header(
     status=Status.TREE,
+    flags=1,
     operation=Operation.ALL_GATHER_SCALAR,
     sender=7,
     root=-1,

@@ -1,0 +1,68 @@
+"""Callbacks that communicate themselves, and errors too long for one message."""
+
+from typing import Any
+
+import pytest
+
+import objcomm
+from objcomm import CollectiveError
+from tests.group.helpers import assert_group_works
+from tests.ranks import ranks
+
+
+@ranks(2, 3)
+def test_a_callback_that_uses_the_waiting_group_fails_the_call_on_every_rank() -> None:
+    def nested(left: Any, right: Any) -> Any:
+        objcomm.barrier()
+        return left + right
+
+    for call in (
+        lambda: objcomm.all_reduce(1, nested),
+        lambda: objcomm.reduce_and_broadcast(objcomm.rank, lambda _: objcomm.all_gather(1)),
+    ):
+        with pytest.raises(CollectiveError, match="communicate before or after") as caught:
+            call()
+        assert list(caught.value.failures) == [0]
+        assert_group_works()
+
+
+@ranks(2, 3)
+def test_what_runs_before_the_traffic_may_communicate() -> None:
+    total = objcomm.reduce_and_broadcast(lambda: objcomm.all_reduce(1), sum)
+    assert total == objcomm.world_size() ** 2
+    assert_group_works()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("letter", ["x", "😀"])
+def test_long_errors_of_all_ranks_reach_all_ranks(letter: str) -> None:
+    class Verbose:
+        def __reduce__(self) -> Any:
+            raise ValueError(letter * 50_000)
+
+    for confirm in (False, True):
+        with pytest.raises(CollectiveError) as caught:
+            objcomm.all_gather(Verbose(), confirm=confirm)
+        assert sorted(caught.value.failures) == list(range(objcomm.world_size()))
+        assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("rank", [1.0, True, "0", None])
+def test_what_is_no_rank_is_refused_before_any_traffic(rank: Any) -> None:
+    if rank is not None:
+        for call in (
+            lambda: objcomm.broadcast(1, group_src=rank),
+            lambda: objcomm.gather(1, rank),
+        ):
+            with pytest.raises(objcomm.UsageError, match="is no rank"):
+                call()
+    assert_group_works()
+
+
+@ranks(2)
+def test_large_integers_and_nans_have_extremes() -> None:
+    rank = objcomm.rank()
+    assert objcomm.all_reduce(10**400 + rank, "max") == 10**400 + 1
+    lowest = objcomm.all_reduce(float("nan") if rank else 1.0, "min")
+    assert lowest != lowest  # noqa: PLR0124  # not a number

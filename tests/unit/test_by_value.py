@@ -1,0 +1,104 @@
+"""What travels by value: cloudpickle's rules, and nothing of the sender's own is written over."""
+
+import dataclasses
+import io
+import logging
+import types
+from typing import Any, Generic, TypeVar
+
+import cloudpickle
+import pytest
+import torch
+
+import objcomm
+from objcomm.codecs import codec_named, copy
+from objcomm.codecs.pickle5 import _BY_VALUE
+
+# Cloudpickle has rules for these as well. Open files and views of memory are refused on purpose: it
+# would send their content. Plain pickle has a rule for the others.
+LEFT_TO_PICKLE = {
+    io.TextIOWrapper,
+    memoryview,
+    logging.Logger,
+    logging.RootLogger,
+    types.MethodType,
+}
+
+
+def test_every_rule_of_cloudpickle_is_known() -> None:
+    rules = {rule for rule in cloudpickle.Pickler._dispatch_table if isinstance(rule, type)}  # noqa: SLF001
+    assert rules - LEFT_TO_PICKLE == set(_BY_VALUE)
+
+
+def local_dataclass() -> Any:
+    @dataclasses.dataclass
+    class Conf:
+        lr: float
+        tags: list[str]
+
+    return Conf
+
+
+@pytest.mark.parametrize(
+    "carry",
+    [
+        lambda obj: objcomm.from_tensor(objcomm.to_tensor(obj)),
+        lambda obj: copy(codec_named("pickle"), obj),
+    ],
+)
+def test_a_local_dataclass_stays_one_on_both_sides(carry: Any) -> None:
+    cls = local_dataclass()
+    got = carry(cls(0.5, ["a"]))
+    assert dataclasses.asdict(got) == {"lr": 0.5, "tags": ["a"]}
+    assert dataclasses.replace(got, lr=1.0).lr == 1.0
+    assert [field.name for field in dataclasses.fields(cls)] == ["lr", "tags"]
+
+
+def test_a_frozen_local_dataclass_with_slots_keeps_its_attributes() -> None:
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Conf:
+        lr: float
+
+    assert objcomm.from_tensor(objcomm.to_tensor(Conf(0.5))).lr == 0.5
+
+
+def test_a_local_generic_class_travels() -> None:
+    item = TypeVar("item")
+
+    class Box(Generic[item]):
+        content = 3
+
+    assert objcomm.from_tensor(objcomm.to_tensor(Box())).content == 3
+
+
+def test_a_copy_within_a_process_leaves_its_classes_alone() -> None:
+    class Registry:
+        known: list[str] = []  # noqa: RUF012  # shared on purpose: it must stay the same list
+
+    known = Registry.known
+    duplicate = copy(codec_named("pickle"), Registry())
+    assert type(duplicate) is Registry
+    assert Registry.known is known
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+def test_nothing_lands_on_the_default_device(codec: str) -> None:
+    with torch.device("meta"):
+        small = objcomm.from_tensor(objcomm.to_tensor(torch.ones(3, device="cpu"), codec=codec))
+        large = objcomm.from_tensor(objcomm.to_tensor(torch.ones(9999, device="cpu"), codec=codec))
+    assert small.tolist() == [1.0] * 3
+    assert large.device.type == "cpu"
+    assert float(large.sum()) == 9999.0
+
+
+def test_a_bytearray_cannot_be_resized_while_it_is_encoded() -> None:
+    content = bytearray(100_000)
+
+    class Clears:
+        def __reduce__(self) -> Any:
+            content.clear()
+            return int, ()
+
+    with pytest.raises(objcomm.EncodeError, match="BufferError"):
+        objcomm.to_tensor([content, Clears()])
+    content.clear()  # nothing holds it any longer
