@@ -42,7 +42,7 @@ class Message:
     """
 
     header: Header
-    body: bytearray
+    body: bytearray | memoryview
     buffers: Sequence[Buffer] = ()
     large: Sequence[Buffer] = ()
     arrived: bytearray | None = None
@@ -134,9 +134,11 @@ def open_head(raw: bytearray | memoryview, header: Header, max_nbytes: int) -> M
             f"{max_nbytes}; see objcomm.configure(max_nbytes=)"
         )
     head_nbytes = HEADER_NBYTES + (header.body_nbytes if header.is_inline else 0)
-    head = bytearray(raw[:head_nbytes])
-    body = head[HEADER_NBYTES:] if header.is_inline else bytearray(header.body_nbytes)
-    return Message(header, body, arrived=head)
+    # A copy, and the only one: the memory that it arrived in is used again.
+    head = bytearray(memoryview(raw)[:head_nbytes])
+    if header.is_inline:
+        return Message(header, memoryview(head)[HEADER_NBYTES:], arrived=head)
+    return Message(header, bytearray(header.body_nbytes), arrived=head)
 
 
 def open_body(message: Message, device: torch.device | None) -> None:

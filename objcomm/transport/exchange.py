@@ -17,7 +17,7 @@ from objcomm.message import Message, open_body, open_head
 from objcomm.transport import topology
 from objcomm.transport.base import Deadline, Link, Pending, head_tag, payload_tag
 from objcomm.transport.device import DevicePath
-from objcomm.transport.lane import Lane
+from objcomm.transport.lane import Lane, Standing
 
 # A transfer that is done says so even after the link has broken, so any limit serves to ask it;
 # Gloo takes zero for its own default.
@@ -96,22 +96,22 @@ class Exchange:
         """
         standing = [self._standing(peer) for peer in peers]
         messages = []
-        for at, (peer, (raw, pending)) in enumerate(zip(peers, standing, strict=True)):
+        for at, (peer, each) in enumerate(zip(peers, standing, strict=True)):
             try:
-                pending.wait(self._deadline.left())
+                each.pending.wait(self._deadline.left())
             except RuntimeError as error:
                 is_late = self._has_timed_out(error)
                 missing = _absent(peers, standing, at) if is_late else (peer,)
                 raise self._naming(error, missing) from error
+            message = self.open(each.raw, peer if made_by is None else made_by)
             with contextlib.suppress(RuntimeError):  # the peer left after this message: its right
-                self._lane.stand_again(self._link, peer)
-            message = self.open(raw, peer if made_by is None else made_by)
+                each.post()
             self.received_nbytes += message.head_nbytes
             messages.append(message)
         self.rounds += 1
         return messages
 
-    def _standing(self, peer: int) -> tuple[bytearray, Pending]:
+    def _standing(self, peer: int) -> Standing:
         try:
             return self._lane.standing(self._link, peer)
         except RuntimeError as error:
@@ -242,12 +242,10 @@ def _reason(error: RuntimeError) -> str:
     return text.partition(". This is typically")[0]
 
 
-def _absent(
-    peers: Sequence[int], standing: Sequence[tuple[bytearray, Pending]], start: int
-) -> tuple[int, ...]:
+def _absent(peers: Sequence[int], standing: Sequence[Standing], start: int) -> tuple[int, ...]:
     """Of the ranks from ``start`` on, that one and all others whose message has not come."""
     others = zip(peers[start + 1 :], standing[start + 1 :], strict=True)
-    return peers[start], *(peer for peer, (_, pending) in others if not _is_done(pending))
+    return peers[start], *(peer for peer, each in others if not _is_done(each.pending))
 
 
 def _is_done(pending: Pending) -> bool:

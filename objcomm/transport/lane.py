@@ -5,7 +5,7 @@ import threading
 import torch
 
 from objcomm.frames import WINDOW_NBYTES
-from objcomm.transport.base import Link, Pending, head_tag
+from objcomm.transport.base import Link, head_tag
 
 
 class Lane:
@@ -29,17 +29,32 @@ class Lane:
         self.sequence = 0
         self.owner = owner
         self.busy_with = ""
-        self._standing: dict[int, tuple[bytearray, Pending]] = {}
+        self._standing: dict[int, Standing] = {}
 
-    def standing(self, link: Link, peer: int) -> tuple[bytearray, Pending]:
+    def standing(self, link: Link, peer: int) -> "Standing":
         """The receive that is posted for ``peer``'s next first message."""
-        if peer not in self._standing:
-            raw = bytearray(WINDOW_NBYTES)
-            flat = torch.frombuffer(raw, dtype=torch.uint8)
-            self._standing[peer] = raw, link.recv(flat, peer, head_tag(self.number))
-        return self._standing[peer]
+        standing = self._standing.get(peer)
+        if standing is None:
+            standing = self._standing[peer] = Standing(link, peer, head_tag(self.number))
+        return standing
 
-    def stand_again(self, link: Link, peer: int) -> None:
-        """Post the next one, now that the last one's message has arrived."""
-        del self._standing[peer]
-        self.standing(link, peer)
+
+class Standing:
+    """A receive that is posted again and again into the same memory.
+
+    Attributes:
+        raw: where the message arrives; whoever takes it copies it out before ``post``.
+        pending: the receive under way.
+    """
+
+    def __init__(self, link: Link, peer: int, tag: int) -> None:
+        self.raw = bytearray(WINDOW_NBYTES)
+        self._flat = torch.frombuffer(self.raw, dtype=torch.uint8)
+        self._link = link
+        self._peer = peer
+        self._tag = tag
+        self.post()
+
+    def post(self) -> None:
+        """Post the next one, now that the last one's message was taken."""
+        self.pending = self._link.recv(self._flat, self._peer, self._tag)

@@ -1,5 +1,6 @@
 """Callbacks that communicate themselves, and errors too long for one message."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +17,17 @@ def test_a_callback_that_uses_the_waiting_group_fails_the_call_on_every_rank() -
         objcomm.barrier()
         return left + right
 
-    for call in (
+    def one() -> int:
+        return 1
+
+    def wrong(_: list[int]) -> list[int]:
+        return objcomm.all_gather(1)
+
+    calls: list[Callable[[], object]] = [
         lambda: objcomm.all_reduce(1, nested),
-        lambda: objcomm.reduce_and_broadcast(objcomm.rank, lambda _: objcomm.all_gather(1)),
-    ):
+        lambda: objcomm.reduce_and_broadcast(one, wrong),
+    ]
+    for call in calls:
         with pytest.raises(CollectiveError, match="communicate before or after") as caught:
             call()
         assert list(caught.value.failures) == [0]
