@@ -49,7 +49,16 @@ def gather(peer: Peer, mine: Any) -> Callable[[], object]:
 @case(
     "small dict",
     peers=("objcomm", "objcomm msgpack", "torch", "raw", "mpi4py"),
-    targets=(Target(0.16, against="torch"),),
+    targets=(
+        Target(
+            0.16,
+            against="torch",
+            why_missed=(
+                "Two rounds, each with the Python of four ranks on two cores; see broadcast. With "
+                "each peer's calls in a block of their own it was 1.04 ms against 7.22 ms (0.14)."
+            ),
+        ),
+    ),
 )
 def all_gather(peer: Peer, mine: Any) -> Callable[[], object]:
     """Collect every rank's object on every rank."""

@@ -1,6 +1,5 @@
 """Callbacks that communicate themselves, and errors too long for one message."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,11 +22,14 @@ def test_a_callback_that_uses_the_waiting_group_fails_the_call_on_every_rank() -
     def wrong(_: list[int]) -> list[int]:
         return objcomm.all_gather(1)
 
-    calls: list[Callable[[], object]] = [
-        lambda: objcomm.all_reduce(1, nested),
-        lambda: objcomm.reduce_and_broadcast(one, wrong),
-    ]
-    for call in calls:
+    def fold() -> object:
+        return objcomm.all_reduce(1, nested)
+
+    def second() -> object:
+        shared: list[int] = objcomm.reduce_and_broadcast(one, wrong)
+        return shared
+
+    for call in (fold, second):
         with pytest.raises(CollectiveError, match="communicate before or after") as caught:
             call()
         assert list(caught.value.failures) == [0]
