@@ -84,6 +84,7 @@ class Call:
         self._confirm = confirm
         self._own_error: BaseException | None = None
         self._exchange: Exchange | None = None
+        self._has_met = False
         if self.size > 1:
             self._exchange = self._begin(operation, self.root if has_root else -1, must_agree)
 
@@ -239,6 +240,7 @@ class Call:
                 self._lane.busy_with = f"{self.name} at {self.exchange.header.call_site}"
                 yield self.exchange
                 self.exchange.finish()
+            self._has_met = True
         except BaseException as error:
             self._group.give_up(error)
             raise
@@ -255,6 +257,9 @@ class Call:
         traceback: TracebackType | None,
     ) -> None:
         exchange = self._exchange
+        if error is not None and exchange is not None and not self._has_met:
+            # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
+            self._group.give_up(error)
         self._own_error = None  # its traceback holds this call, and so the caller's object
         self._group.counters.add(
             self.name,

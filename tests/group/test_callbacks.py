@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
@@ -38,7 +39,13 @@ def test_a_callback_that_uses_the_waiting_group_fails_the_call_on_every_rank() -
 
 @ranks(2, 3)
 def test_what_runs_before_the_traffic_may_communicate() -> None:
-    total = objcomm.reduce_and_broadcast(lambda: objcomm.all_reduce(1), sum)
+    def count() -> int:
+        return objcomm.all_reduce(1)
+
+    def add(counts: list[int]) -> int:
+        return sum(counts)
+
+    total = objcomm.reduce_and_broadcast(count, add)
     assert total == objcomm.world_size() ** 2
     assert_group_works()
 
@@ -76,3 +83,22 @@ def test_large_integers_and_nans_have_extremes() -> None:
     assert objcomm.all_reduce(10**400 + rank, "max") == 10**400 + 1
     lowest = objcomm.all_reduce(float("nan") if rank else 1.0, "min")
     assert lowest != lowest  # noqa: PLR0124  # not a number
+
+
+@ranks(2)
+def test_an_interrupt_between_two_steps_leaves_nobody_waiting() -> None:
+    group = dist.new_group()
+    objcomm.barrier(group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        if objcomm.rank() == 0:
+            patch.setattr("objcomm.call.Call.announcement", _interrupted)
+        with pytest.raises((KeyboardInterrupt, objcomm.TransportError)) as caught:
+            objcomm.barrier(group=group)
+    assert caught.type is (KeyboardInterrupt if objcomm.rank() == 0 else objcomm.TransportError)
+    with pytest.raises(objcomm.BrokenGroupError):
+        objcomm.barrier(group=group)
+    assert_group_works()
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
