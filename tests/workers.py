@@ -225,6 +225,8 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
     faulthandler.enable(stacks.fileno())
+    # A shell starts its background jobs with SIGINT ignored, and their children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
     torch.set_num_threads(1)
     with _asserts_that_explain():
