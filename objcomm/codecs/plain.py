@@ -181,7 +181,7 @@ class _Encoder:
             position = self._buffer(Buffer(kind, flat, flat))
             return _extended("tensor", position, *map(_listed, about))
         if tensors.is_coo_tensor(obj):
-            return _extended("coo", *map(self._lower, tensors.describe_coo(obj)))
+            return _extended("sparse", *map(self._lower, tensors.describe_coo(obj)))
         if isinstance(obj, torch.Tensor):
             raise _RefusedError(
                 "a tensor of this class or layout is no plain data; send its parts, or use "
@@ -241,7 +241,7 @@ class _Decoder:
             "buffer": self._raise_buffer,
             "tensor": self._raise_tensor,
             "ndarray": self._raise_array,
-            "coo": tensors.rebuild_coo,
+            "sparse": tensors.rebuild_coo,
             "scalar": tensors.rebuild_scalar,
             "dtype": tensors.array_dtype_named,
             "object": _raise_object,
