@@ -102,18 +102,10 @@ class Call:
             sender=self.rank,
             root=root,
             lane=lane.number,
-            epoch=0,
             group=fingerprint(link.nonce),
             sequence=lane.sequence,
             fingerprint=fingerprint(must_agree + "\0confirm" * self._confirm),
-            codec="",
             call_site=_call_site(),
-            buffer_count=0,
-            meta_nbytes=0,
-            body_nbytes=0,
-            payload_nbytes=0,
-            tag=0,
-            body_checksum=0,
         )
         exchange = Exchange(
             link=link,

@@ -64,24 +64,24 @@ class Flag(IntFlag):
 class Header(NamedTuple):
     """What a receiver must know before it can allocate."""
 
-    status: int
-    flags: int  # of ``Flag``
-    operation: int
-    sender: int  # group rank
-    root: int  # group rank of source or destination, -1 where there is none
-    lane: int  # fingerprint of the lane's name, 32 bit
-    epoch: int  # how often the group's mesh was rebuilt
-    group: int  # fingerprint of the mesh
-    sequence: int  # operations that the sender started before on this lane
-    fingerprint: int  # of what must agree besides: a barrier's name, a named op
-    codec: str
-    call_site: str
-    buffer_count: int
-    meta_nbytes: int  # the codec's own bytes
-    body_nbytes: int  # table, codec's bytes and small buffers
-    payload_nbytes: int  # large buffers, which follow one by one
-    tag: int  # of a point-to-point message; 0 in collectives
-    body_checksum: int  # CRC-32 of the body
+    status: int = 0
+    flags: int = 0  # of ``Flag``
+    operation: int = 0
+    sender: int = 0  # group rank
+    root: int = -1  # group rank of source or destination, -1 where there is none
+    lane: int = 0  # fingerprint of the lane's name, 32 bit
+    epoch: int = 0  # how often the group's mesh was rebuilt
+    group: int = 0  # fingerprint of the mesh
+    sequence: int = 0  # operations that the sender started before on this lane
+    fingerprint: int = 0  # of what must agree besides: a barrier's name, a named op
+    codec: str = ""
+    call_site: str = ""
+    buffer_count: int = 0
+    meta_nbytes: int = 0  # the codec's own bytes
+    body_nbytes: int = 0  # table, codec's bytes and small buffers
+    payload_nbytes: int = 0  # large buffers, which follow one by one
+    tag: int = 0  # of a point-to-point message; 0 in collectives
+    body_checksum: int = 0  # CRC-32 of the body
 
     @property
     def position(self) -> Position:
@@ -94,6 +94,11 @@ class Header(NamedTuple):
     def is_inline(self) -> bool:
         """Whether the body came with the header."""
         return HEADER_NBYTES + self.body_nbytes <= WINDOW_NBYTES
+
+    @property
+    def head_nbytes(self) -> int:
+        """Length of the message's first part."""
+        return HEADER_NBYTES + (self.body_nbytes if self.is_inline else 0)
 
     def pack(self) -> bytes:
         """Lay the header out in ``HEADER_NBYTES`` bytes."""

@@ -193,7 +193,7 @@ def _index(operation: str, rank: object) -> int:
 
 def _timeout_seconds(process_group: Any) -> float:
     for device in process_group._device_types:  # noqa: SLF001  # torch has no public way to ask
-        backend = process_group._get_backend(device)  # noqa: SLF001
+        backend = process_group._get_backend(device)  # noqa: SLF001  # likewise
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if timeout is not None:
             return float(timeout.total_seconds())

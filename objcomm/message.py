@@ -75,11 +75,6 @@ class Message:
         """Flat tensors of the large buffers that lie on the accelerator."""
         return [buffer.flat for buffer in self.large if buffer.kind is Kind.DEVICE]
 
-    @property
-    def head_nbytes(self) -> int:
-        """Length of ``head``."""
-        return HEADER_NBYTES + (self.header.body_nbytes if self.header.is_inline else 0)
-
 
 def compose(header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] = ()) -> Message:
     """Make a message to send.
@@ -101,7 +96,7 @@ def compose(header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] =
             if row.is_packed
         ]
         body = bytearray().join([pack_table(rows), meta, *small])
-        large = [buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed]
+        large = _large(rows, buffers)
         payload_nbytes = sum(row.nbytes for row in rows if not row.is_packed)
     complete = header._replace(
         buffer_count=len(buffers),
@@ -133,9 +128,8 @@ def open_head(raw: bytearray | memoryview, header: Header, max_nbytes: int) -> M
             f"{header.position} announces a message of {nbytes} bytes, more than the limit of "
             f"{max_nbytes}; see objcomm.configure(max_nbytes=)"
         )
-    head_nbytes = HEADER_NBYTES + (header.body_nbytes if header.is_inline else 0)
     # A copy, and the only one: the memory that it arrived in is used again.
-    head = bytearray(memoryview(raw)[:head_nbytes])
+    head = bytearray(memoryview(raw)[: header.head_nbytes])
     if header.is_inline:
         return Message(header, memoryview(head)[HEADER_NBYTES:], arrived=head)
     return Message(header, bytearray(header.body_nbytes), arrived=head)
@@ -164,4 +158,9 @@ def open_body(message: Message, device: torch.device | None) -> None:
         else:
             buffers.append(memory.allocate(row.kind, row.nbytes, device))
     message.buffers = buffers
-    message.large = [buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed]
+    message.large = _large(rows, buffers)
+
+
+def _large(rows: Sequence[Row], buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The buffers that travel by themselves."""
+    return [buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed]

@@ -86,14 +86,17 @@ def _alike(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def checked(left: Any, right: Any) -> Any:
         if not (_is_array(left) or _is_array(right)):
             return combine(left, right)
-        ours, theirs = _form(left), _form(right)
-        if ours != theirs:
-            raise UsageError(f"the ranks gave {ours} and {theirs}; give the same on every rank")
+        _must_match(_form(left), _form(right))
         combined = combine(left, right)
         # NumPy turns arrays without dimensions into scalars.
         return combined if _is_array(combined) else _with_no_dimensions(combined)
 
     return checked
+
+
+def _must_match(ours: str, theirs: str) -> None:
+    if ours != theirs:
+        raise UsageError(f"the ranks gave {ours} and {theirs}; give the same on every rank")
 
 
 def _with_no_dimensions(scalar: Any) -> Any:
@@ -131,10 +134,7 @@ class _Sum(NamedTuple):
 
 def _add_sums(left: _Sum, right: _Sum) -> _Sum:
     if _is_array(left.total) or _is_array(right.total):
-        if left.form != right.form:
-            raise UsageError(
-                f"the ranks gave {left.form} and {right.form}; give the same on every rank"
-            )
+        _must_match(left.form, right.form)
         return left._replace(total=_alike(operator.add)(left.total, right.total))
     same = left.dtype == right.dtype
     return _Sum(left.form, left.dtype if same else None, left.total + right.total)
@@ -161,7 +161,7 @@ def _extreme(of_tensors: Callable[..., Any], of_arrays: str, of_numbers: Callabl
             return getattr(np, of_arrays)(left, right)
         # Not a number is contagious, as in the other two, wherever it stands.
         for member in (left, right):
-            if isinstance(member, numbers.Number) and member != member:  # noqa: PLR0124
+            if isinstance(member, numbers.Number) and member != member:  # noqa: PLR0124  # only a NaN
                 return member
         return of_numbers(left, right)
 

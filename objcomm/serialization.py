@@ -13,26 +13,7 @@ from objcomm.frames import HEADER_NBYTES, Header, Operation, Status
 from objcomm.memory import parse_device, readable, to_bytes, view
 from objcomm.message import Message, compose, open_body
 
-_HEADER = Header(
-    status=Status.VALUE,
-    flags=0,
-    operation=Operation.NONE,
-    sender=0,
-    root=-1,
-    lane=0,
-    epoch=0,
-    group=0,
-    sequence=0,
-    fingerprint=0,
-    codec="",
-    call_site="",
-    buffer_count=0,
-    meta_nbytes=0,
-    body_nbytes=0,
-    payload_nbytes=0,
-    tag=0,
-    body_checksum=0,
-)
+_HEADER = Header(status=Status.VALUE, operation=Operation.NONE)
 
 
 def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:

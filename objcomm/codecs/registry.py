@@ -10,6 +10,9 @@ from objcomm.errors import UsageError
 
 C = TypeVar("C", bound=type)
 
+# An object's own part where all its state is in __dict__; a builtin base makes it larger.
+_PLAIN_BASICSIZE = 32
+
 
 class Entry(NamedTuple):
     """How one class is taken apart and rebuilt."""
@@ -132,7 +135,8 @@ def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
             lambda obj: [getattr(obj, name) for name in _all_of(obj, names)],
             lambda values: _filled(cls, dict(zip(names, values, strict=True))),
         )
-    if any("__slots__" in vars(base) for base in cls.__mro__[:-1]) or cls.__basicsize__ > 32:  # noqa: PLR2004
+    has_slots = any("__slots__" in vars(base) for base in cls.__mro__[:-1])
+    if has_slots or cls.__basicsize__ > _PLAIN_BASICSIZE:
         raise UsageError(
             f"{cls!r} keeps state outside of __dict__; register it with encode= and decode="
         )

@@ -154,7 +154,7 @@ def describe_coo(
     """What ``rebuild_coo`` takes; a tensor that was not coalesced stays so."""
     return (
         tensor._indices(),  # noqa: SLF001  # indices() refuses uncoalesced ones
-        tensor._values(),  # noqa: SLF001
+        tensor._values(),  # noqa: SLF001  # likewise
         tuple(tensor.shape),
         tensor.is_coalesced(),
         tensor.requires_grad,
@@ -166,7 +166,7 @@ def rebuild_coo(
     values: torch.Tensor,
     shape: tuple[int, ...],
     is_coalesced: bool,  # noqa: FBT001  # positional: a stream calls it
-    requires_grad: bool,  # noqa: FBT001
+    requires_grad: bool,  # noqa: FBT001  # likewise
 ) -> torch.Tensor:
     """The tensor that ``describe_coo`` saw."""
     tensor = torch.sparse_coo_tensor(

@@ -106,7 +106,7 @@ class Exchange:
             message = self.open(each.raw, peer if made_by is None else made_by)
             with contextlib.suppress(RuntimeError):  # the peer left after this message: its right
                 each.post()
-            self.received_nbytes += message.head_nbytes
+            self.received_nbytes += message.header.head_nbytes
             messages.append(message)
         self.rounds += 1
         return messages

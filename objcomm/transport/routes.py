@@ -124,7 +124,7 @@ def open_bundle(exchange: Exchange, bundle: Message, mine: Message) -> list[Mess
         is_mine = peer == exchange.rank
         message = mine if is_mine else exchange.open(rest, peer)
         messages.append(message)
-        rest = rest[message.head_nbytes :]
+        rest = rest[message.header.head_nbytes :]
     return messages
 
 
