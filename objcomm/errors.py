@@ -9,8 +9,9 @@ Knows nothing of the other modules. The tree::
     ├─ CodecError
     │  ├─ EncodeError                        a codec refused an object; nothing was sent
     │  └─ DecodeError                        received bytes did not become an object
-    │     └─ ForbiddenTypeError              the safe codec met a type it does not know
+    │     └─ ForbiddenTypeError              a class or function that is not admitted
     ├─ WireError                             bytes break the layout
+    │  ├─ AuthenticationError                a message's origin is not proved
     │  └─ DesyncError                        ranks are in different operations
     ├─ TransportError (RuntimeError)         a peer died, a connection closed
     │  ├─ TransportTimeout (TimeoutError)    names who did not arrive
@@ -99,11 +100,15 @@ class DecodeError(CodecError):
 
 
 class ForbiddenTypeError(DecodeError):
-    """The sender used a class that this process has not registered; none of its code ran."""
+    """The sender used what this process did not admit; none of its code ran."""
 
 
 class WireError(ObjcommError):
     """Received bytes are no message of objcomm's, or a damaged one."""
+
+
+class AuthenticationError(WireError):
+    """A message is not signed with this rank's key, or is an old one; nothing of it was decoded."""
 
 
 @dataclass(frozen=True)
