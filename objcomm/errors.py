@@ -22,7 +22,7 @@ Each keeps its facts as attributes and survives pickling, because ``args`` holds
 ``__init__`` takes. Ranks in errors are ranks within the group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -97,6 +97,12 @@ class DecodeError(CodecError):
 
     def __str__(self) -> str:
         return f"codec {self.codec!r} cannot decode what arrived: {self.reason}"
+
+
+def not_accepted(codec: str, accepted: Collection[str]) -> DecodeError:
+    """The error of a message whose codec its receiver does not accept."""
+    names = ", ".join(sorted(accepted)) or "no codec"
+    return DecodeError(codec, f"this rank accepts only {names}")
 
 
 class ForbiddenTypeError(DecodeError):

@@ -11,8 +11,17 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A floor may import from all floors above it in this list, never from its own or from below.
 FLOORS: list[list[str]] = [
     ["errors"],
-    ["config", "counters", "frames", "memory", "ops"],
-    ["codecs.base", "codecs.paths", "codecs.registry", "codecs.tensors", "message"],
+    ["authentication", "counters", "frames", "memory", "ops"],
+    ["config"],
+    [
+        "codecs.base",
+        "codecs.nesting",
+        "codecs.paths",
+        "codecs.registry",
+        "codecs.tensors",
+        "message",
+    ],
+    ["admission", "codecs.restricted"],
     ["codecs.pickle5", "codecs.plain"],
     ["codecs"],
     ["outcome", "serialization", "transport.base", "transport.topology"],
