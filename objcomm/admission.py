@@ -63,7 +63,7 @@ class Gate:
         if message.header.digest == BLANK:
             digest = self.signer.digest(message.content())
             message.header = message.header._replace(digest=digest)
-        header = message.header._replace(destination=destination, index=self._sent)
+        header = message.header._replace(destination=destination, number=self._sent)
         return message.head_with(header.pack(self.signer.sign))
 
     def header_in(self, raw: bytes | bytearray | memoryview) -> Header:
@@ -113,7 +113,7 @@ class Gate:
         if not is_old:
             signer.newest[place] = theirs.sequence
             check_same_call(mine, theirs, sender)
-        message = (theirs.sender, theirs.index)
+        message = (theirs.sender, theirs.number)
         if is_old or message in self._seen or (mine.flags ^ theirs.flags) & Flag.ACKNOWLEDGEMENT:
             raise AuthenticationError(f"an old message came again: {theirs.position}")
         if theirs.destination not in (EVERYONE, self._rank):

@@ -21,7 +21,7 @@ FLOORS: list[list[str]] = [
         "codecs.tensors",
         "message",
     ],
-    ["admission", "codecs.restricted"],
+    ["admission", "codecs.restricted", "codecs.rules"],
     ["codecs.pickle5", "codecs.plain"],
     ["codecs"],
     ["outcome", "serialization", "transport.base", "transport.topology"],
