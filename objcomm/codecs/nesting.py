@@ -62,12 +62,15 @@ def check_nesting(meta: memoryview, max_depth: int) -> None:
     openers = len(raw) - len(raw.translate(None, _OPENERS))
     if openers <= max_depth and not any(mark in raw for mark in _LONG_LISTS):
         return
-    stops = list(_stops(raw))
-    containers = [stop.members for stop in stops if stop.members is not None]
-    if sum(containers) > len(raw):
-        raise DecodeError(_NAME, f"{len(raw)} bytes claim to hold {sum(containers)} members")
-    if len(containers) > max_depth:
-        _check_depth(raw, stops, max_depth)
+    containers = members = 0
+    for stop in _stops(raw):
+        if stop.members is not None:
+            containers += 1
+            members += stop.members
+            if members > len(raw):
+                raise DecodeError(_NAME, f"{len(raw)} bytes claim to hold {members} members")
+    if containers > max_depth:
+        _check_depth(raw, max_depth)
 
 
 def _stops(raw: bytes) -> Iterator[_Stop]:
@@ -93,9 +96,9 @@ def _stops(raw: bytes) -> Iterator[_Stop]:
             return  # cut off, or the byte that means nothing
 
 
-def _check_depth(raw: bytes, stops: list[_Stop], max_depth: int) -> None:
+def _check_depth(raw: bytes, max_depth: int) -> None:
     due = [1]  # members that each open container still lacks
-    for stop in stops:
+    for stop in _stops(raw):
         scalars = len(_ONE.findall(raw, stop.run_from, stop.run_until)) + (stop.members is None)
         while scalars and due[0]:
             taken = min(scalars, due[-1])

@@ -172,7 +172,8 @@ class _Encoder:
                 "its class is not registered; use objcomm.register(cls), or codec='pickle'"
             )
         notes = getattr(obj, "__notes__", [])
-        return _extended("exception", *map(self._lower, (name, obj.args, notes, str(obj))))
+        args = obj.__reduce__()[1]  # an OSError's has the file's name
+        return _extended("exception", *map(self._lower, (name, args, notes, str(obj))))
 
     def _buffer(self, buffer: Buffer) -> int:
         """The position of a buffer; members over exactly the same bytes share one."""
