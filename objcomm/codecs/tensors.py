@@ -230,6 +230,9 @@ def rebuild_array(
         raise DecodeError("array", f"{shape!r} is no shape, or {dtype!r} no dtype")
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
         raise DecodeError("array", f"{flat.numel()} bytes are no {dtype} array of shape {shape}")
+    if flat.numel() == 0 and not dtype.itemsize:
+        # As a view, because numpy would give texts of no length room for one letter each.
+        return np.ndarray(shape, dtype, buffer=b"", order=order)
     if flat.numel() == 0:
         return np.empty(shape, dtype, order)
     return np.ndarray(shape, dtype, buffer=flat.numpy(), order=order)
