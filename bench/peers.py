@@ -67,8 +67,9 @@ class _Objcomm:
 
     sends_objects = True
 
-    def __init__(self, codec: str | None = None) -> None:
+    def __init__(self, codec: str | None = None, **options: Any) -> None:
         self.rank, self.world, self._codec = dist.get_rank(), dist.get_world_size(), codec
+        self._options = options
 
     def prepare(self, mine: Any) -> Any:
         return mine

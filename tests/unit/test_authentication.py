@@ -213,7 +213,7 @@ def test_every_route_carries_signatures(size: int, *, is_large: bool) -> None:
 
 
 def test_bytes_without_a_group_are_signed() -> None:
-    obj = {"w": torch.arange(50_000.0), "name": "x"}
+    obj: dict[str, Any] = {"w": torch.arange(50_000.0), "name": "x"}
     unsigned = objcomm.to_tensor(1)
     with objcomm.configure(key=KEY):
         flat = objcomm.to_tensor(obj)
