@@ -67,9 +67,8 @@ class _Objcomm:
 
     sends_objects = True
 
-    def __init__(self, codec: str | None = None, **options: Any) -> None:
+    def __init__(self, codec: str | None = None) -> None:
         self.rank, self.world, self._codec = dist.get_rank(), dist.get_world_size(), codec
-        self._options = options
 
     def prepare(self, mine: Any) -> Any:
         return mine
@@ -100,6 +99,26 @@ class _Objcomm:
 
     def round_trip(self, obj: Any) -> Any:
         return objcomm.from_tensor(objcomm.to_tensor(obj, codec=self._codec))
+
+
+class _Guarded(_Objcomm):
+    """This package with options of ``objcomm.configure`` in force during each call."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(options.get("codec"))
+        self._options = options
+
+    def broadcast(self, obj: Any) -> Any:
+        with objcomm.configure(**self._options):
+            return super().broadcast(obj)
+
+    def all_gather(self, obj: Any) -> Any:
+        with objcomm.configure(**self._options):
+            return super().all_gather(obj)
+
+    def round_trip(self, obj: Any) -> Any:
+        with objcomm.configure(**self._options):
+            return super().round_trip(obj)
 
 
 class _Torch:
@@ -262,6 +281,8 @@ class _Mpi4py:
 PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm": _Objcomm,
     "objcomm msgpack": lambda: _Objcomm("msgpack"),
+    "objcomm key": lambda: _Guarded(key="a benchmark guards no secret"),
+    "objcomm allow": lambda: _Guarded(allow=()),
     "torch": _Torch,
     "raw": _Raw,
     "raw warm": lambda: _Raw(warm=True),
