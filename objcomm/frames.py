@@ -224,6 +224,6 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
         ("other names", mine.fingerprint, theirs.fingerprint),
     ):
         if ours != other:
-            raise DesyncError(mine.position, theirs.position, reason)
+            raise DesyncError(reason, (mine.position, theirs.position))
     if theirs.sender != sender:
         raise WireError(f"a message of rank {sender} was expected, but {theirs.position}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from objcomm.frames import Header, Operation
+from objcomm.history import Entry
 from objcomm.transport.base import Deadline, DeviceLink
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -130,8 +131,7 @@ def exchange_on(
     return Exchange(
         link=link,
         lane=lane,
-        header=header_of(link.rank, **fields),
-        operation="gather",
+        entry=Entry(header_of(link.rank, **fields), "gather"),
         deadline=Deadline(seconds),
         max_nbytes=1 << 30,
         device=DevicePath(device_link),
