@@ -27,6 +27,7 @@ from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
 from objcomm.reductions import all_reduce, reduce
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.together import fail_together
 from objcomm.world import is_initialized, is_main, rank, reset_stats, stats, world_size
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [
     "broadcast",
     "configure",
     "ddp_broadcast",
+    "fail_together",
     "from_tensor",
     "gather",
     "gather_scalar",

@@ -145,6 +145,14 @@ class Call:
         return self.rank == self.root
 
     @property
+    def place(self) -> str:
+        """A name of this call that is the same on every rank and means no other call."""
+        if self._exchange is None:
+            return ""
+        header = self._exchange.header
+        return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
+
+    @property
     def exchange(self) -> Exchange:
         """The traffic."""
         if self._exchange is None:

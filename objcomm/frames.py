@@ -44,6 +44,7 @@ class Operation(IntEnum):
     REDUCE_AND_BROADCAST = 8
     GATHER_SCALAR = 9
     ALL_GATHER_SCALAR = 10
+    FAIL_TOGETHER = 11
 
 
 class Status(IntEnum):

@@ -37,7 +37,7 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
         ),
         (errors.TransportError("gather", (1,), "closed"), ["gather", "rank 1", "closed"]),
         (
-            errors.TransportTimeout("barrier", (1, 3), 2.5, (_SIDE,), (3,), True),
+            errors.TransportTimeout("barrier", (1, 3), 2.5, (_SIDE,), (3,), *[True]),
             [
                 *("barrier", "1, 3", "2.5 s", "timeout=", "rank 0 is in broadcast (call 3)"),
                 *("train.py:10", "rank 3: no answer", "store: no answer"),
