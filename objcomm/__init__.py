@@ -6,6 +6,7 @@ from objcomm.config import configure
 from objcomm.control import ddp_broadcast
 from objcomm.counters import OperationStats
 from objcomm.errors import (
+    AuthenticationError,
     BrokenGroupError,
     CodecError,
     CollectiveError,
@@ -33,6 +34,7 @@ from objcomm.world import is_initialized, is_main, rank, reset_stats, stats, wor
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuthenticationError",
     "BrokenGroupError",
     "CodecError",
     "CollectiveError",

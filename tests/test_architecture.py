@@ -11,8 +11,18 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A floor may import from all floors above it in this list, never from its own or from below.
 FLOORS: list[list[str]] = [
     ["errors"],
-    ["config", "counters", "frames", "memory", "ops"],
-    ["codecs.base", "codecs.paths", "codecs.registry", "codecs.tensors", "history", "message"],
+    ["authentication", "counters", "frames", "memory", "ops"],
+    ["config"],
+    [
+        "codecs.base",
+        "codecs.nesting",
+        "codecs.paths",
+        "codecs.registry",
+        "codecs.tensors",
+        "history",
+        "message",
+    ],
+    ["admission", "codecs.restricted"],
     ["codecs.pickle5", "codecs.plain"],
     ["codecs"],
     [

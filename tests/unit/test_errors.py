@@ -31,6 +31,7 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
         (errors.DecodeError("msgpack", "why"), ["msgpack", "why"]),
         (errors.ForbiddenTypeError("msgpack", "class 'a.B'"), ["msgpack", "a.B"]),
         (errors.WireError("text"), ["text"]),
+        (errors.AuthenticationError("not signed"), ["not signed"]),
         (
             errors.DesyncError("other operations", (_SIDE, _OTHER)),
             ["rank 0", "broadcast", "train.py:10", "rank 1", "gather", "é.py:2", "3"],
@@ -87,6 +88,7 @@ def test_the_tree_is_the_documented_one() -> None:
         "DecodeError": (errors.CodecError,),
         "ForbiddenTypeError": (errors.DecodeError,),
         "WireError": (errors.ObjcommError,),
+        "AuthenticationError": (errors.WireError,),
         "DesyncError": (errors.WireError,),
         "TransportError": (errors.ObjcommError, RuntimeError),
         "TransportTimeout": (errors.TransportError, TimeoutError),
