@@ -2,7 +2,7 @@
 
 from objcomm.codecs import register, register_codec
 from objcomm.collectives import all_gather, barrier, broadcast, gather, scatter
-from objcomm.config import configure
+from objcomm.config import check, configure
 from objcomm.control import ddp_broadcast
 from objcomm.counters import OperationStats
 from objcomm.errors import (
@@ -57,6 +57,7 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "check",
     "configure",
     "ddp_broadcast",
     "fail_together",

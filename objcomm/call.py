@@ -104,6 +104,7 @@ class Call:
         self._own_error: BaseException | None = None
         self._exchange: Exchange | None = None
         self._has_met = False
+        self._must_meet = self._settings.is_checked
         if self.size > 1:
             self._exchange = self._begin(operation, self.root if has_root else -1, must_agree)
 
@@ -125,7 +126,9 @@ class Call:
             lane=lane.number,
             group=mesh.number,
             sequence=lane.sequence,
-            fingerprint=fingerprint(must_agree + "\0confirm" * self._confirm),
+            fingerprint=fingerprint(
+                must_agree + "\0confirm" * self._confirm + "\0check" * self._must_meet
+            ),
             call_site=call_site,
         )
         entry = self._entry = Entry(header, self.name, self._codec.name)
@@ -266,6 +269,9 @@ class Call:
         lane.entry = entry
         try:
             with interruptible(self._mesh):
+                if self._must_meet:
+                    routes.all_meet(self.exchange, self.announcement(Status.VALUE))
+                    self._must_meet = False
                 yield self.exchange
                 self.exchange.finish()
             self._has_met = True
