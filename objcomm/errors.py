@@ -26,6 +26,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_PAIR = 2
+
 
 class ObjcommError(Exception):
     """The root: ``except objcomm.ObjcommError`` catches all that objcomm raises itself.
@@ -176,7 +178,8 @@ class DesyncError(WireError):
         self.positions = {position.rank: position for position in listed}
 
     def __str__(self) -> str:
-        where = ", but ".join(str(self.positions[rank]) for rank in sorted(self.positions))
+        each = [str(self.positions[rank]) for rank in sorted(self.positions)]
+        where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
         return (
             f"ranks are out of step ({self.reason}): {where}; "
             "every rank must make the same calls in the same order"
