@@ -16,16 +16,29 @@ import torch
 from objcomm.admission import Gate
 from objcomm.codecs import codec_named, copy, decode, encode
 from objcomm.config import Allowed, settings_with, using
-from objcomm.errors import CollectiveError, WireError
+from objcomm.errors import (
+    CodecError,
+    CollectiveError,
+    DesyncError,
+    ObjcommError,
+    Position,
+    TransportError,
+    TransportTimeout,
+    WireError,
+    text_of,
+)
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
+from objcomm.history import RETURNED, Entry
 from objcomm.memory import parse_device
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
-from objcomm.transport.watch import interruptible
+from objcomm.transport.regions import regions
+from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.watch import end_elsewhere, interruptible
 from objcomm.world import GroupLike, resolve
 
 R = TypeVar("R")
@@ -91,16 +104,18 @@ class Call:
         self._own_error: BaseException | None = None
         self._exchange: Exchange | None = None
         self._has_met = False
+        self._must_meet = self._settings.is_checked
         if self.size > 1:
             self._exchange = self._begin(operation, self.root if has_root else -1, must_agree)
 
     def _begin(self, operation: Operation, root: int, must_agree: str) -> Exchange:
         """Take the next number on this thread's lane, last of all that can go wrong."""
-        lane = self._lane = self._group.lane(self.name)
-        link = self._link = self._group.link(self.name, self._deadline)
+        call_site = _call_site()
+        mesh, lane = self._group.enter(self.name, self._deadline, call_site)
+        self._mesh, self._lane = mesh, lane
         device_link = self._group.device_link
         self._device_type = None if device_link is None else device_link.device.type
-        gate = Gate(self._settings, link.nonce, self.rank)
+        gate = Gate(self._settings, mesh.nonce, self.rank)
         is_staged = self._device is not None and self._device.type == self._device_type
         header = Header(
             status=Status.VALUE,
@@ -109,21 +124,24 @@ class Call:
             sender=self.rank,
             root=root,
             lane=lane.number,
-            group=fingerprint(link.nonce),
+            group=mesh.number,
             sequence=lane.sequence,
-            fingerprint=fingerprint(must_agree + "\0confirm" * self._confirm),
-            call_site=_call_site(),
+            fingerprint=fingerprint(
+                must_agree + "\0confirm" * self._confirm + "\0check" * self._must_meet
+            ),
+            call_site=call_site,
         )
+        entry = self._entry = Entry(header, self.name, self._codec.name)
         exchange = Exchange(
-            link=link,
+            link=mesh.connections,
             lane=lane,
-            header=header,
-            operation=self.name,
+            entry=entry,
             deadline=self._deadline,
             gate=gate,
             device=DevicePath(device_link),
         )
         lane.sequence += 1
+        self._group.history.add(entry)
         return exchange
 
     @property
@@ -135,6 +153,14 @@ class Call:
     def is_root(self) -> bool:
         """Whether this rank is the source or destination."""
         return self.rank == self.root
+
+    @property
+    def place(self) -> str:
+        """A name of this call that is the same on every rank and means no other call."""
+        if self._exchange is None:
+            return ""
+        header = self._exchange.header
+        return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
 
     @property
     def exchange(self) -> Exchange:
@@ -234,21 +260,54 @@ class Call:
     def traffic(self) -> Iterator[Exchange]:
         """The part of a call during which ranks wait for each other, and Ctrl-C ends a wait.
 
-        After an error in it nobody knows what the other ranks wait for, and the only way to tell
-        them is to close the connections: they raise too, instead of waiting.
+        After an error in it nobody knows what the other ranks wait for, so all are told, and every
+        connection is closed: they raise too, instead of waiting.
         """
-        self._deadline.restart()  # a limit is for waiting, not for encoding or callbacks
+        lane, entry = self._lane, self._entry
+        lane.regions = regions.get()
+        self._deadline.apply(entry)  # a limit is for waiting, not for encoding or callbacks
+        lane.entry = entry
         try:
-            with interruptible(self._link):
-                self._lane.busy_with = f"{self.name} at {self.exchange.header.call_site}"
+            with interruptible(self._mesh):
+                if self._must_meet:
+                    routes.all_meet(self.exchange, self.announcement(Status.VALUE))
+                    self._must_meet = False
                 yield self.exchange
                 self.exchange.finish()
             self._has_met = True
         except BaseException as error:
-            self._group.give_up(error)
+            self._raise_verdict(error)
             raise
         finally:
-            self._lane.busy_with = ""
+            lane.entry = None
+
+    def _raise_verdict(self, error: BaseException) -> None:
+        """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""
+        self._lane.owes = False
+        proposal = self._proposal(error)
+        verdict = self._mesh.settle(proposal)
+        end_elsewhere(verdict)
+        if isinstance(error, TransportError):
+            raise self._mesh.local(verdict, error).error(self.name, self._position()) from error
+        if verdict.name != proposal.name and isinstance(error, Exception):
+            raise verdict.error(self.name, self._position()) from error
+
+    def _position(self) -> Position:
+        return self.exchange.header.position
+
+    def _proposal(self, error: BaseException) -> Verdict:
+        """What this rank says of an error, if nobody has said anything before."""
+        if isinstance(error, DesyncError):
+            positions = tuple(error.positions.values())
+            return Verdict.of(Cause.DESYNC, reason=error.reason, positions=positions)
+        if isinstance(error, TransportTimeout):
+            return Verdict.of(Cause.TIMEOUT, ranks=error.missing, seconds=error.seconds)
+        if isinstance(error, TransportError):
+            return Verdict.of(Cause.LOST, ranks=error.peers, reason=error.reason)
+        if isinstance(error, (WireError, CodecError)):
+            return Verdict.of(Cause.REFUSED, failures=(failure_of(error, self.rank),))
+        reason = f"it left after {text_of(error)}"
+        return Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=reason)
 
     def __enter__(self) -> Self:
         return self
@@ -260,17 +319,30 @@ class Call:
         traceback: TracebackType | None,
     ) -> None:
         exchange = self._exchange
-        if error is not None and exchange is not None and not self._has_met:
-            # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
-            self._group.give_up(error)
+        seconds = time.perf_counter() - self._began
         self._own_error = None  # its traceback holds this call, and so the caller's object
+        if exchange is not None:
+            entry = self._entry
+            if error is not None:
+                self._end_by(error)
+            entry.sent_nbytes = exchange.sent_nbytes
+            entry.received_nbytes = exchange.received_nbytes
+            entry.outcome = RETURNED if error is None else type(error).__name__
+            entry.seconds = seconds
         self._group.counters.add(
             self.name,
             exchanges=exchange.rounds if exchange else 0,
             sent_nbytes=exchange.sent_nbytes if exchange else 0,
             received_nbytes=exchange.received_nbytes if exchange else 0,
-            seconds=time.perf_counter() - self._began,
+            seconds=seconds,
         )
+
+    def _end_by(self, error: BaseException) -> None:
+        if not self._has_met:
+            # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
+            self._mesh.settle(self._proposal(error))
+        if isinstance(error, ObjcommError):
+            error.recent = tuple(each.position() for each in self._group.history.entries())
 
 
 def _call_site() -> str:

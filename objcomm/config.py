@@ -4,6 +4,8 @@ A call's own options come first, then those of its thread or task, then those of
 environment can add a key where the program has set none; it can take nothing back.
 """
 
+import functools
+import os
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
@@ -32,6 +34,7 @@ class Settings:
         accept: codecs whose messages this rank decodes; ``None`` means all.
         allow: what a pickle may name, by its name; ``None`` means everything.
         secret: of the key that signs messages, if the program has set one.
+        check: whether ranks agree on each operation first; ``None`` leaves it to the environment.
     """
 
     codec: str = "pickle"
@@ -42,6 +45,12 @@ class Settings:
     accept: frozenset[str] | None = None
     allow: Mapping[str, Any] | None = None
     secret: bytes | None = field(default=None, repr=False)
+    check: bool | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether ranks agree on each operation before it."""
+        return _environment_check() if self.check is None else self.check
 
 
 class _Process:
@@ -111,6 +120,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         max_depth: how deep containers may lie in each other, in what this rank sends by msgpack,
             and in what it receives by msgpack or with ``allow``; at first 200.
         max_buffers: how many buffers a received message may have; at first 2**19.
+        check: see ``objcomm.check``.
         everywhere: also for threads that have set no options, whenever they were started. The
             last one to say so counts.
 
@@ -136,6 +146,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         max_operation_nbytes: int | None = None,
         max_depth: int | None = None,
         max_buffers: int | None = None,
+        check: bool | None = None,
         everywhere: bool = False,
     ) -> None:
         given: dict[str, int | None] = {
@@ -149,6 +160,8 @@ class configure:  # noqa: N801  # used as a function and as a context
             if limit < (name != "max_buffers"):
                 raise UsageError(f"{name}={limit} leaves no room for any message")
         changed: dict[str, Any] = {"codec": codec, **limits} if codec else {**limits}
+        if check is not None:
+            changed["check"] = check
         if key is not None:
             changed["secret"] = secret_of(key)
         self._before = _Process.settings if everywhere else None
@@ -172,6 +185,36 @@ class configure:  # noqa: N801  # used as a function and as a context
         if self._before is not None:
             _Process.settings = self._before
             self._before = None
+
+
+def check(*, everywhere: bool = False) -> configure:
+    """Let all ranks agree on each operation before it begins; for debugging.
+
+    A rank that only sends returns from its call without having heard of the others, so it learns
+    only in its next call that they were in another one. With this, each operation begins with a
+    meeting, and every rank raises DesyncError in the very call that differs. It costs about a
+    barrier per call. Every rank must set it; ``OBJCOMM_CHECK=1`` in the environment does so for a
+    whole job, where the program does not say ``configure(check=False)``.
+
+    Args:
+        everywhere: as in ``configure``.
+
+    Returns:
+        What ``configure(check=True)`` gives: it holds for all that follows in this thread or task,
+        or for a ``with`` block.
+
+    Example:
+        >>> import objcomm
+        >>> with objcomm.check():
+        ...     objcomm.broadcast("checked")
+        'checked'
+    """
+    return configure(check=True, everywhere=everywhere)
+
+
+@functools.cache
+def _environment_check() -> bool:
+    return os.environ.get("OBJCOMM_CHECK", "") not in {"", "0"}
 
 
 def _codecs(accept: Iterable[str]) -> frozenset[str]:

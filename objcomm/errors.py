@@ -22,12 +22,21 @@ Each keeps its facts as attributes and survives pickling, because ``args`` holds
 ``__init__`` takes. Ranks in errors are ranks within the group.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+_PAIR = 2
 
 
 class ObjcommError(Exception):
-    """The root: ``except objcomm.ObjcommError`` catches all that objcomm raises itself."""
+    """The root: ``except objcomm.ObjcommError`` catches all that objcomm raises itself.
+
+    Attributes:
+        recent: this rank's last calls on the group, oldest first; empty where none was made.
+    """
+
+    recent: tuple["Position", ...] = ()
 
 
 class UsageError(ObjcommError, ValueError):
@@ -117,9 +126,8 @@ class AuthenticationError(WireError):
     """A message is not signed with this rank's key, or is an old one; nothing of it was decoded."""
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where one rank is in its program, as its message's header says.
+class Position(NamedTuple):
+    """Where one rank is in its program.
 
     Attributes:
         rank: rank within the group.
@@ -127,6 +135,9 @@ class Position:
         sequence: how many operations the rank started on this lane before.
         root: group rank of source or destination, -1 where there is none.
         call_site: the user's ``file:line``.
+        seconds: how long ago the call began, or ended if it is over; 0 where nobody measured it.
+        is_over: whether the rank has left that call, its last one.
+        group: the group's name, where it is not the one whose error this is.
     """
 
     rank: int
@@ -134,42 +145,54 @@ class Position:
     sequence: int
     root: int
     call_site: str
+    seconds: float = 0.0
+    is_over: bool = False
+    group: str = ""
 
     def __str__(self) -> str:
         root = "" if self.root < 0 else f" with root {self.root}"
+        group = f" of group {self.group!r}" if self.group else ""
         where = f" at {self.call_site}" if self.call_site else ""
-        return f"rank {self.rank} is in {self.operation} (call {self.sequence}){root}{where}"
+        call = f"{self.operation} (call {self.sequence}){root}{group}{where}"
+        if self.is_over:
+            return f"rank {self.rank} is in no call; its last was {call}, {self.seconds:.1f} s ago"
+        since = f" for {self.seconds:.1f} s" if self.seconds else ""
+        return f"rank {self.rank} is in {call}{since}"
 
 
 class DesyncError(WireError):
-    """Two ranks are in different operations.
+    """Ranks are in different operations; raised once by every rank, and the group works on.
+
+    A rank that had nothing to wait for in its call has returned from it, and raises this in its
+    next one.
 
     Attributes:
-        mine: what this rank waits in.
-        theirs: what the message it received belongs to.
-        reason: the first field that differs.
+        reason: what differs.
+        positions: where each rank is that is known to differ, and this rank, by rank.
     """
 
-    def __init__(self, mine: Position, theirs: Position, reason: str) -> None:
-        super().__init__(mine, theirs, reason)
-        self.mine = mine
-        self.theirs = theirs
+    def __init__(self, reason: str, positions: Iterable[Position]) -> None:
+        listed = tuple(positions)
+        super().__init__(reason, listed)
         self.reason = reason
+        self.positions = {position.rank: position for position in listed}
 
     def __str__(self) -> str:
+        each = [str(self.positions[rank]) for rank in sorted(self.positions)]
+        where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
         return (
-            f"ranks are out of step ({self.reason}): {self.mine}, but {self.theirs}; "
+            f"ranks are out of step ({self.reason}): {where}; "
             "every rank must make the same calls in the same order"
         )
 
 
 class TransportError(ObjcommError, RuntimeError):
-    """The connection to a peer ended: it died, exited or closed its sockets.
+    """A peer is gone: it died, exited, or left this operation after an error of its own.
 
     Attributes:
         operation: the collective this rank was in.
-        peers: group ranks of the peers concerned.
-        reason: what the transport said.
+        peers: group ranks of the peers that are gone.
+        reason: what is known of it.
     """
 
     def __init__(self, operation: str, peers: tuple[int, ...], reason: str) -> None:
@@ -179,10 +202,7 @@ class TransportError(ObjcommError, RuntimeError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return (
-            f"{self.operation}: the connection to {_ranks(self.peers)} ended: it exited, or left "
-            f"after an error of its own ({self.reason})"
-        )
+        return f"{self.operation}: the connection to {_ranks(self.peers)} ended: {self.reason}"
 
 
 class TransportTimeout(TransportError, TimeoutError):
@@ -190,19 +210,39 @@ class TransportTimeout(TransportError, TimeoutError):
 
     Attributes:
         missing: group ranks that had not arrived, as far as this rank could tell.
-        seconds: the limit.
+        seconds: the limit that passed first, on whichever rank.
+        positions: where the ranks that could be asked are, by rank.
+        silent: group ranks that did not answer: stopped, dead or unreachable.
+        is_store_silent: whether the process group's store did not answer, so nobody was asked.
     """
 
-    def __init__(self, operation: str, missing: tuple[int, ...], seconds: float) -> None:
+    def __init__(  # noqa: PLR0917  # what is known of all ranks, as args holds it
+        self,
+        operation: str,
+        missing: tuple[int, ...],
+        seconds: float,
+        positions: Iterable[Position] = (),
+        silent: tuple[int, ...] = (),
+        is_store_silent: bool = False,  # noqa: FBT001, FBT002  # args is positional
+    ) -> None:
+        listed = tuple(positions)
         super().__init__(operation, missing, "timed out")
-        self.args = (operation, missing, seconds)
+        self.args = (operation, missing, seconds, listed, silent, is_store_silent)
         self.missing = missing
         self.seconds = seconds
+        self.positions = {position.rank: position for position in listed}
+        self.silent = silent
+        self.is_store_silent = is_store_silent
 
     def __str__(self) -> str:
+        answers = {rank: str(position) for rank, position in self.positions.items()}
+        answers |= {rank: f"rank {rank}: no answer" for rank in self.silent}
+        where = [answers[rank] for rank in sorted(answers)]
+        where += ["store: no answer"] * self.is_store_silent
+        told = f"; {'; '.join(where)}" if where else ""
         return (
-            f"{self.operation}: {_ranks(self.missing)} did not arrive within {self.seconds:g} s; "
-            "if the work before this call may take longer, pass a larger timeout="
+            f"{self.operation}: {_ranks(self.missing)} did not arrive within {self.seconds:g} s"
+            f"{told}; if the work before this call may take longer, pass a larger timeout="
         )
 
 

@@ -51,6 +51,7 @@ class Operation(IntEnum):
     REDUCE_AND_BROADCAST = 8
     GATHER_SCALAR = 9
     ALL_GATHER_SCALAR = 10
+    FAIL_TOGETHER = 11
 
 
 class Status(IntEnum):
@@ -252,6 +253,6 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
         ("other names", mine.fingerprint, theirs.fingerprint),
     ):
         if ours != other:
-            raise DesyncError(mine.position, theirs.position, reason)
+            raise DesyncError(reason, (mine.position, theirs.position))
     if theirs.sender != sender:
         raise WireError(f"a message of rank {sender} was expected, but {theirs.position}")

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from objcomm.counters import Counters
 from objcomm.errors import BrokenGroupError, UsageError, text_of
 from objcomm.frames import fingerprint
+from objcomm.history import History
 from objcomm.transport.base import LANE_BITS, Deadline, DeviceLink
-from objcomm.transport.gloo import GlooLink
 from objcomm.transport.lane import Lane
+from objcomm.transport.mesh import Mesh
 from objcomm.transport.nccl import device_link
+from objcomm.transport.verdict import Verdict
+from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
 
 #: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.
 Timeout: TypeAlias = float | timedelta | None
@@ -39,9 +42,10 @@ class Group:
         size: number of ranks.
         ranks: their global ranks, in group order.
         counters: what its operations cost this rank.
+        history: its last operations on this rank.
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, world: Any = None) -> None:
         self.rank = 0
         self.ranks: tuple[int, ...] = (0,)
         if process_group is None:
@@ -55,12 +59,13 @@ class Group:
             self._timeout_seconds = _timeout_seconds(process_group)
         self.size = len(self.ranks)
         self.counters = Counters()
+        self.history = History()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._lanes: dict[str, Lane] = {}
-        self._link: GlooLink | None = None
+        self._world: Any = None if world is None else weakref.ref(world)
+        self._mesh: Mesh | None = None
+        self._owed: dict[str, Verdict] = {}  # by lane, what ended an earlier mesh
         self._device_link: DeviceLink | None = None
-        self._broken_by = ""
 
     def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
         """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
@@ -98,54 +103,114 @@ class Group:
             raise UsageError(f"{operation}: timeout={timeout!r} is not a positive time")
         return Deadline(seconds)
 
-    def link(self, operation: str, deadline: Deadline) -> GlooLink:
-        """What joins the ranks; the first use makes it, which all ranks must join.
+    def enter(self, operation: str, deadline: Deadline, call_site: str) -> tuple[Mesh, Lane]:
+        """The connections and the calling thread's lane; the first use makes all ranks meet.
 
         Raises:
-            BrokenGroupError: an earlier error ended it.
-            UsageError: this process was forked from the one that made it.
+            BrokenGroupError: an earlier error ended the group.
+            ObjcommError: what ended the connections since this lane's last call, once.
+            UsageError: this process was forked from the one that made the group; or another live
+                thread has the lane, or this one has it and waits for a callback.
             TransportTimeout: not every rank came.
         """
-        if self._broken_by:
-            raise BrokenGroupError(operation, self._broken_by)
         if self._pid != os.getpid():
             raise UsageError(
                 f"{operation}: a forked process cannot use its parent's connections; "
                 "call objcomm from the process that called init_process_group"
             )
-        if self._link is None:
-            with self._lock:
-                if self._link is None:
-                    process_group = self._own()
-                    store = process_group.get_group_store()
-                    # The link last: a thread that sees it needs no lock.
-                    self._device_link = device_link(process_group)
-                    self._link = GlooLink(store, self.rank, self.size, deadline)
-        return self._link
+        name, mesh = _lane_name.get(), self._mesh
+        if mesh is None or mesh.verdict is not None or self._owed:
+            mesh = self._settled(operation, name)
+        lane = mesh.lanes.get(name)
+        if lane is None or lane.owner is not threading.current_thread():
+            lane = self._taken(operation, mesh, name)
+        if lane.entry is not None:
+            waiting = f"{lane.entry.operation} at {lane.entry.header.call_site}"
+            raise UsageError(
+                f"{operation}: a callback of {waiting} cannot use the group that waits "
+                "for it; communicate before or after that call"
+            )
+        if mesh.link is None:
+            store = self._own().get_group_store()
+            mesh.connect(store, deadline, lane, operation, call_site)
+        return mesh, lane
 
     @property
     def device_link(self) -> DeviceLink | None:
-        """What joins the ranks' accelerators, once ``link`` was called."""
+        """What joins the ranks' accelerators, once ``enter`` was called."""
         return self._device_link
 
-    def lane(self, operation: str) -> Lane:
-        """The lane of the calling thread.
+    @property
+    def verdict(self) -> Verdict | None:
+        """What has ended the connections, if anything has."""
+        return None if self._mesh is None else self._mesh.verdict
 
-        Raises:
-            UsageError: another thread, which still lives, uses it; or this thread does, and waits
-                for a callback; or another lane's name has the same number.
-        """
-        name, thread = _lane_name.get(), threading.current_thread()
-        lane = self._lanes.get(name)
-        if lane is not None and lane.owner is thread:
-            if lane.busy_with:
-                raise UsageError(
-                    f"{operation}: a callback of {lane.busy_with} cannot use the group that waits "
-                    "for it; communicate before or after that call"
-                )
-            return lane
+    @property
+    def is_broken(self) -> bool:
+        """Whether the group can carry no more objects."""
+        mesh = self._mesh
+        return mesh is not None and mesh.verdict is not None and not mesh.can_be_replaced
+
+    def fail(self, key: str, verdict: Verdict) -> Verdict:
+        """Tell all ranks in the block ``key`` that this one failed; returns what all raise."""
+        return verdict if self._mesh is None else self._mesh.fail(key, verdict)
+
+    def failed(self, key: str) -> Verdict | None:
+        """What some rank has told of the block ``key``, where its mesh has been replaced since."""
+        mesh = self._mesh
+        is_same = mesh is None or (mesh.verdict is None and key.startswith(mesh.nonce))
+        return None if mesh is None or is_same else mesh.failed(key)
+
+    def leave(self, key: str) -> None:
+        """Forget the block ``key``, which this rank leaves by an error."""
+        if self._mesh is not None:
+            self._mesh.leave(key)
+
+    def absolve(self, verdict: Verdict) -> None:
+        """End the connections by a verdict that all members raise elsewhere."""
         with self._lock:
-            lane = self._lanes.get(name) or self._new_lane(name, thread)
+            if self._mesh is not None and self._mesh.stop(verdict).name == verdict.name:
+                self._owed.clear()
+                for lane in self._mesh.lanes.values():
+                    lane.owes = False
+
+    def _settled(self, operation: str, lane_name: str) -> Mesh:
+        """A mesh that nothing has ended, once the lane has raised what ended the last one."""
+        with self._lock:
+            owed = self._owed.pop(lane_name, None)
+            mesh = self._mesh
+            if owed is None and mesh is not None and mesh.verdict is not None:
+                lane = mesh.lanes.get(lane_name)
+                if lane is not None and lane.owes:
+                    lane.owes, owed = False, mesh.verdict
+            if owed is not None:
+                end_elsewhere(owed)
+                raise owed.error(operation)
+            if mesh is None or mesh.verdict is not None:
+                mesh = self._mesh = self._renewed(operation, mesh)
+            return mesh
+
+    def _renewed(self, operation: str, ended: Mesh | None) -> Mesh:
+        """A new mesh in the place of one that has ended."""
+        if ended is not None and ended.verdict is not None:
+            if not ended.can_be_replaced:
+                raise BrokenGroupError(operation, text_of(ended.verdict.error("an earlier call")))
+            owing = [name for name, lane in ended.lanes.items() if lane.owes]
+            self._owed.update(dict.fromkeys(owing, ended.verdict))
+        process_group = self._own()
+        self._device_link = device_link(process_group)
+        bulletin = bulletin_of(self._world())
+        mesh = Mesh(process_group.group_name, self.ranks, self.rank, self.history, bulletin)
+        if ended is not None and ended.link is None:
+            mesh.failed_meeting = ended.nonce
+        watch(mesh)
+        return mesh
+
+    def _taken(self, operation: str, mesh: Mesh, name: str) -> Lane:
+        """The lane of that name for the calling thread."""
+        thread = threading.current_thread()
+        with self._lock:
+            lane = mesh.lanes.get(name) or self._new_lane(mesh, name, thread)
             if lane.owner is not thread and lane.owner.is_alive():
                 which = f"lane {name!r} of this group" if name else "this group"
                 raise UsageError(
@@ -155,20 +220,13 @@ class Group:
             lane.owner = thread
             return lane
 
-    def _new_lane(self, name: str, thread: threading.Thread) -> Lane:
+    def _new_lane(self, mesh: Mesh, name: str, thread: threading.Thread) -> Lane:
         number = fingerprint(name) % (1 << LANE_BITS)
-        for other in self._lanes.values():
+        for other in mesh.lanes.values():
             if other.number == number:
                 raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
-        self._lanes[name] = Lane(name, number, thread)
-        return self._lanes[name]
-
-    def give_up(self, error: BaseException) -> None:
-        """Close this group's connections because of ``error``, so that no rank waits for this."""
-        if not self._broken_by:
-            self._broken_by = text_of(error)
-            if self._link is not None:
-                self._link.abort()
+        mesh.lanes[name] = Lane(name, number, thread)
+        return mesh.lanes[name]
 
     def _own(self) -> Any:
         process_group = self._process_group and self._process_group()

@@ -27,12 +27,21 @@ class _Groups:
         found = self._known.get(process_group)
         if found is None:
             with self._lock:
-                found = self._known.get(process_group) or Group(process_group)
-                self._known[process_group] = found
+                made = Group(process_group, dist.GroupMember.WORLD)
+                found = self._known.setdefault(process_group, made)
         return found
+
+    def all(self) -> list[Group]:
+        with self._lock:
+            return list(self._known.values())
 
 
 _groups = _Groups()
+
+
+def known_groups() -> list[Group]:
+    """Every group that this process has used and that still lives."""
+    return _groups.all()
 
 
 def is_initialized() -> bool:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from objcomm.history import Entry
+
 # Tags have 31 bits. First messages of a lane share one tag, so that mismatched operations meet
 # instead of waiting for each other; what follows is told apart by its operation's number.
 LANE_BITS = 12
@@ -19,6 +21,7 @@ POKE_TAG = (1 << 31) - 1  # nothing is ever sent with it
 
 # Gloo adds the limit to a clock; a limit of many years would overflow it.
 _LIMIT_MAX_SECONDS = 1e7
+_GRACE_SECONDS = 2.0
 
 
 def head_tag(lane: int) -> int:
@@ -93,11 +96,22 @@ class Deadline:
         """Count from now."""
         self._end = time.monotonic() + min(self.seconds, _LIMIT_MAX_SECONDS)
 
+    def apply(self, entry: Entry) -> None:
+        """Count from now, and let the watcher know that ``entry`` waits, and until when."""
+        now = entry.waits_since = time.monotonic()
+        self._end = entry.waits_until = now + min(self.seconds, _LIMIT_MAX_SECONDS)
+        entry.limit_seconds = self.seconds
+
     @property
     def has_passed(self) -> bool:
         """Whether nothing is left."""
         return time.monotonic() >= self._end
 
     def left(self) -> timedelta:
-        """What is left, at least a millisecond: to Gloo, zero means its own default."""
-        return timedelta(seconds=max(0.001, self._end - time.monotonic()))
+        """How long a link may wait.
+
+        Two seconds more than is left: the watcher ends a wait whose limit has passed, and tells
+        the other ranks before the connections close. The link's own limit closes them at once, and
+        is there for the case that the watcher's thread gets no turn.
+        """
+        return timedelta(seconds=max(0.0, self._end - time.monotonic()) + _GRACE_SECONDS)

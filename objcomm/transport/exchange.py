@@ -12,7 +12,8 @@ import torch
 
 from objcomm.admission import Gate
 from objcomm.errors import TransportError, TransportTimeout
-from objcomm.frames import EVERYONE, Header
+from objcomm.frames import EVERYONE
+from objcomm.history import Entry
 from objcomm.memory import view
 from objcomm.message import Message, open_body
 from objcomm.transport import topology
@@ -44,8 +45,7 @@ class Exchange:
         *,
         link: Link,
         lane: Lane,
-        header: Header,
-        operation: str,
+        entry: Entry,
         deadline: Deadline,
         gate: Gate,
         device: DevicePath,
@@ -55,13 +55,12 @@ class Exchange:
         Args:
             link: joins the ranks.
             lane: whose turn it is.
-            header: what must agree on all ranks, with this rank as the sender.
-            operation: its name, for errors.
+            entry: the call, whose header has what must agree on all ranks.
             deadline: for all waits together.
             gate: signs this rank's messages and judges the others'.
             device: see ``device.DevicePath``.
         """
-        self.header = header
+        self.header = header = entry.header
         self.device = device
         self.rank = link.rank
         self.size = link.size
@@ -70,7 +69,7 @@ class Exchange:
         self.received_nbytes = 0
         self._link = link
         self._lane = lane
-        self._operation = operation
+        self._entry = entry
         self._deadline = deadline
         self.gate = gate
         self._head_tag = head_tag(lane.number)
@@ -102,6 +101,7 @@ class Exchange:
         standing = [self._standing(peer) for peer in peers]
         messages = []
         for at, (peer, each) in enumerate(zip(peers, standing, strict=True)):
+            self._entry.awaits = peer
             try:
                 each.pending.wait(self._deadline.left())
             except RuntimeError as error:
@@ -223,6 +223,7 @@ class Exchange:
             self._wait(pending, peer)
 
     def _wait(self, pending: Pending, peer: int) -> None:
+        self._entry.awaits = peer
         try:
             pending.wait(self._deadline.left())
         except RuntimeError as error:
@@ -231,8 +232,9 @@ class Exchange:
     def _naming(self, error: RuntimeError, peers: tuple[int, ...]) -> TransportError:
         """What a link raised, as an error that names the ranks concerned."""
         if self._has_timed_out(error):
-            return TransportTimeout(self._operation, peers, self._deadline.seconds)
-        return TransportError(self._operation, peers, _reason(error))
+            return TransportTimeout(self._entry.operation, peers, self._deadline.seconds)
+        reason = f"it died, exited or lost its network ({_reason(error)})"
+        return TransportError(self._entry.operation, peers, reason)
 
     def _has_timed_out(self, error: RuntimeError) -> bool:
         # Gloo counts whole milliseconds, so its limit may pass before ours.

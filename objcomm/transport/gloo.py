@@ -6,23 +6,20 @@ of theirs (on a shared Gloo group it would close them all, and end DDP).
 
 from __future__ import annotations  # torch may be built without distributed
 
-import contextlib
-import threading
-from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from objcomm.errors import TransportError
 from objcomm.transport.base import POKE_TAG, Deadline, Pending
-from objcomm.transport.rendezvous import FIRST_USE, forget, meet
+from objcomm.transport.rendezvous import Progress, forget, meet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-R = TypeVar("R")
+# What Gloo says of connections that it closed because a wait of this rank's own timed out.
+_OWN_DOING = "Application timeout"
 
 
 class GlooLink:
@@ -34,24 +31,24 @@ class GlooLink:
         rank: rank within the group.
         size: number of ranks.
         is_one_host: whether all ranks run on one machine.
-        nonce: a name that only this link ever had, the same on each rank.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, deadline: Deadline) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, deadline: Deadline, progress: Progress
+    ) -> None:
+        """Meet the other ranks and connect to each; may block in C++ up to the limit.
+
+        Raises:
+            GivenUpError: ``progress`` was ended from outside.
+            RuntimeError: the ranks met, but a connection failed.
+        """
         self.rank = rank
         self.size = size
-        self.nonce, self.is_one_host = meet(store, rank, size, deadline)
-        prefixed = dist.PrefixStore(f"objcomm/{self.nonce}", store)
-        try:
-            # Any: torch's stubs leave out point-to-point of a backend.
-            self._mesh: Any = _interruptibly(
-                lambda: dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
-            )
-        except RuntimeError as error:
-            others = tuple(peer for peer in range(size) if peer != rank)
-            raise TransportError(FIRST_USE, others, str(error)) from error
-        if rank == 0:
-            forget(store, self.nonce)
+        self.is_one_host = meet(store, rank, size, progress)
+        prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", store)
+        # Any: torch's stubs leave out point-to-point of a backend.
+        self._mesh: Any = dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
+        forget(store, progress.nonce, size)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""
@@ -71,20 +68,18 @@ class GlooLink:
         for peer in range(self.size):
             # To each in turn: a connection that is closed already refuses, and closes no other.
             if peer != self.rank:
-                with contextlib.suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                    self._mesh.recv([nothing], peer, POKE_TAG).wait(timedelta(milliseconds=1))
+                self._poke(peer)
 
+    def closed_by(self) -> Sequence[int]:
+        """The peers that had closed their connections before this rank did."""
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        return [peer for peer in others if _OWN_DOING not in self._poke(peer)]
 
-def _interruptibly(make: Callable[[], R]) -> R:
-    """Call ``make``, which blocks in C++, so that Ctrl-C ends the wait for it."""
-    made: Future[R] = Future()
-
-    def run() -> None:
+    def _poke(self, peer: int) -> str:
+        """Begin a receive that ends at once, and say how."""
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
-            made.set_result(make())
-        except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
-            made.set_exception(error)
-
-    threading.Thread(target=run, name="objcomm-connect", daemon=True).start()
-    return made.result()  # waits in Python, where signals are handled
+            self._mesh.recv([nothing], peer, POKE_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            return str(error)
+        return ""

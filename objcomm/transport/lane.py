@@ -1,11 +1,18 @@
 """An ordered sequence of operations over one link, and the receives that stand ready for it."""
 
-import threading
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from objcomm.frames import WINDOW_NBYTES
 from objcomm.transport.base import Link, head_tag
+
+if TYPE_CHECKING:
+    import threading
+
+    from objcomm.history import Entry
 
 
 class Lane:
@@ -20,7 +27,9 @@ class Lane:
         number: what its tags and headers carry.
         sequence: operations started on it so far.
         owner: the thread that uses it.
-        busy_with: the operation whose ranks wait for each other just now, or nothing.
+        entry: the call whose ranks wait for each other just now, if there is one.
+        regions: the keys of the ``fail_together`` blocks around that call.
+        owes: whether its thread has yet to raise the verdict that ended the link.
     """
 
     def __init__(self, name: str, number: int, owner: threading.Thread) -> None:
@@ -28,10 +37,12 @@ class Lane:
         self.number = number
         self.sequence = 0
         self.owner = owner
-        self.busy_with = ""
+        self.entry: Entry | None = None
+        self.regions: tuple[str, ...] = ()
+        self.owes = True
         self._standing: dict[int, Standing] = {}
 
-    def standing(self, link: Link, peer: int) -> "Standing":
+    def standing(self, link: Link, peer: int) -> Standing:
         """The receive that is posted for ``peer``'s next first message."""
         standing = self._standing.get(peer)
         if standing is None:

@@ -11,16 +11,12 @@ from __future__ import annotations  # torch may be built without distributed
 import socket
 import time
 import uuid
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from objcomm.errors import TransportTimeout
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from objcomm.transport.base import Deadline
+    from objcomm.history import Entry
 
 #: What errors call the meeting.
 FIRST_USE = "first use of the group"
@@ -32,36 +28,64 @@ _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
 
 
-class Meeting(NamedTuple):
-    """What all ranks know once they have met.
+class GivenUpError(Exception):
+    """Nobody waits for this meeting any more."""
+
+
+class Progress:
+    """How far a meeting has come, for whoever watches it from another thread.
 
     Attributes:
-        nonce: a name that no earlier group had.
-        is_one_host: whether all ranks run on one machine.
+        nonce: the name, once this rank knows it.
+        is_over: set from outside to end the meeting.
+        has_begun: whether a thread is at it.
     """
 
-    nonce: str
-    is_one_host: bool
+    def __init__(self) -> None:
+        self.nonce = ""
+        self.is_over = False
+        self.has_begun = False
+        self._entries: list[Entry] = []
+        self._missing = (0,)
+
+    def watch(self, entry: Entry) -> None:
+        """Let ``entry`` tell whom this rank awaits."""
+        self._entries.append(entry)
+        entry.awaits = self._missing[0]
+
+    def await_rank(self, peer: int) -> None:
+        """Say whom this rank awaits.
+
+        Raises:
+            GivenUpError: it need not.
+        """
+        if self.is_over:
+            raise GivenUpError
+        for entry in self._entries:
+            entry.awaits = peer
 
 
-def meet(store: dist.Store, rank: int, size: int, deadline: Deadline) -> Meeting:
-    """Meet all ranks and agree on a name that is new, and on where they are.
+def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> bool:
+    """Meet all ranks and agree on a name that is new, which ``progress`` gets, and on the place.
 
-    Every rank of the group must call this. Waits in Python, so Ctrl-C works.
+    Every rank of the group must call this. It has no limit of its own: see ``Progress.is_over``.
 
     Args:
         store: the group's own.
         rank: rank within the group.
         size: number of ranks.
-        deadline: how long to wait for the last one.
+        progress: tells others how far it has come.
+
+    Returns:
+        Whether all ranks run on one machine.
 
     Raises:
-        TransportTimeout: some ranks did not come; all that did know which.
+        GivenUpError: it was ended from outside.
     """
     ours = dist.PrefixStore(_PREFIX, store)
     if rank != 0:
-        return _Guest(ours, rank, size, deadline).meet()
-    return _meet_as_host(ours, size, deadline)
+        return _meet_as_guest(ours, rank, progress)
+    return _meet_as_host(ours, size, progress)
 
 
 def _machine() -> str:
@@ -69,18 +93,26 @@ def _machine() -> str:
     return f"{socket.gethostname()}/{uuid.getnode():x}"
 
 
-def forget(store: dist.Store, nonce: str) -> None:
-    """Leave nothing behind, once every rank has gone on; rank 0 only."""
-    dist.PrefixStore(_PREFIX, store).delete_key(f"go/{nonce}")
+def forget(store: dist.Store, nonce: str, size: int) -> None:
+    """Leave nothing behind; every rank calls this when it is connected, the last one cleans up."""
+    ours = dist.PrefixStore(_PREFIX, store)
+    if ours.add(f"connected/{nonce}", 1) < size:
+        return
+    for key in (f"connected/{nonce}", f"go/{nonce}"):
+        ours.delete_key(key)
+    for rank in range(size):
+        # Where Gloo leaves its addresses (c10d::ProcessGroupGloo, first context).
+        store.delete_key(f"{_PREFIX}/{nonce}/0/{rank}")
 
 
-def _meet_as_host(store: dist.Store, size: int, deadline: Deadline) -> Meeting:
-    nonce = uuid.uuid4().hex
+def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> bool:
+    nonce = progress.nonce = uuid.uuid4().hex
     answered: dict[int, str] = {}
     machines = {0: _machine()}
     missing = list(range(1, size))
     pause = _PAUSE_MIN_SECONDS
     while missing:
+        progress.await_rank(missing[0])
         for peer in missing:
             if store.check([f"hello/{peer}"]):
                 number, _, machine = store.get(f"hello/{peer}").decode().partition(" ")
@@ -89,49 +121,34 @@ def _meet_as_host(store: dist.Store, size: int, deadline: Deadline) -> Meeting:
                     answered[peer] = number
                     machines[peer] = machine
                     pause = _PAUSE_MIN_SECONDS
-        missing = _not_joined(store, nonce, missing)
+        missing = [peer for peer in missing if not store.check([f"joined/{nonce}/{peer}"])]
         if missing:
-            pause = _sleep(pause, deadline, missing)
+            pause = _sleep(pause)
     for peer, number in answered.items():
         for key in (f"hello/{peer}", f"welcome/{number}", f"joined/{nonce}/{peer}"):
             store.delete_key(key)
     is_one_host = len(set(machines.values())) == 1
     store.set(f"go/{nonce}", _ONE_HOST if is_one_host else _SEVERAL_HOSTS)
-    return Meeting(nonce, is_one_host)
+    return is_one_host
 
 
-class _Guest:
-    """A rank that waits for rank 0's answer, and then for the others."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, deadline: Deadline) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._deadline = deadline
-
-    def meet(self) -> Meeting:
-        number = uuid.uuid4().hex
-        self._store.set(f"hello/{self._rank}", f"{number} {_machine()}")
-        self._wait_for(f"welcome/{number}", lambda: [0])
-        nonce = self._store.get(f"welcome/{number}").decode()
-        self._store.set(f"joined/{nonce}/{self._rank}", "")
-        others = [peer for peer in range(1, self._size) if peer != self._rank]
-        self._wait_for(f"go/{nonce}", lambda: _not_joined(self._store, nonce, others) or [0])
-        return Meeting(nonce, self._store.get(f"go/{nonce}").decode() == _ONE_HOST)
-
-    def _wait_for(self, key: str, absent: Callable[[], list[int]]) -> None:
-        pause = _PAUSE_MIN_SECONDS
-        while not self._store.check([key]):
-            missing = absent() if self._deadline.has_passed else []
-            pause = _sleep(pause, self._deadline, missing)
+def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> bool:
+    number = uuid.uuid4().hex
+    store.set(f"hello/{rank}", f"{number} {_machine()}")
+    nonce = _wait_for(store, f"welcome/{number}", progress)
+    progress.nonce = nonce
+    store.set(f"joined/{nonce}/{rank}", "")
+    return _wait_for(store, f"go/{nonce}", progress) == _ONE_HOST
 
 
-def _not_joined(store: dist.Store, nonce: str, peers: list[int]) -> list[int]:
-    return [peer for peer in peers if not store.check([f"joined/{nonce}/{peer}"])]
+def _wait_for(store: dist.Store, key: str, progress: Progress) -> str:
+    pause = _PAUSE_MIN_SECONDS
+    while not store.check([key]):
+        progress.await_rank(0)
+        pause = _sleep(pause)
+    return store.get(key).decode()
 
 
-def _sleep(pause: float, deadline: Deadline, missing: list[int]) -> float:
-    if deadline.has_passed:
-        raise TransportTimeout(FIRST_USE, tuple(missing), deadline.seconds)
+def _sleep(pause: float) -> float:
     time.sleep(pause)
     return min(2 * pause, _PAUSE_MAX_SECONDS)

@@ -1,35 +1,100 @@
-"""Lets Ctrl-C end a wait that sits in C++.
+"""Sees to it that no wait is a silent one: one thread for all groups of a process.
 
-Python runs signal handlers between bytecodes of the main thread only, and a wait for a peer is one
-long call. So while the main thread waits, the interpreter writes each signal's number into a
-socket; a thread that sleeps on it aborts the link, the wait raises, and the handler runs.
+Four times a second it looks at the calls that wait. What has waited for half a second is
+investigated: where are the others, and has anybody ended this? What has passed its limit ends. The
+thread itself never talks to the store, which may not answer: that is the bulletin's work, and what
+the bulletin has not done after half a second is done here without it.
 
-Only SIGINT aborts: its handler usually raises, so the operation is lost anyway (one that does not
-costs the connections too), whereas a SIGTERM handler usually sets a flag ("checkpoint after this
-step") and must not cost them.
+It also lets Ctrl-C end a wait that sits in C++. Python runs signal handlers between bytecodes of
+the main thread only, and a wait for a peer is one long call. So while the main thread waits, the
+interpreter writes each signal's number into a socket that the watcher sleeps on; it ends the mesh,
+the wait raises, and the handler runs. Only SIGINT does that: its handler usually raises, so the
+operation is lost anyway, whereas a SIGTERM handler usually sets a flag ("checkpoint after this
+step") and must not cost the connections.
 """
 
+import atexit
 import contextlib
+import functools
 import os
+import select
 import signal
 import socket
 import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
 from types import TracebackType
 
-from objcomm.transport.base import Link
+import torch.distributed as dist
+
+from objcomm.history import Entry
+from objcomm.transport.bulletin import Board, Bulletin
+from objcomm.transport.inquiry import (
+    Waiting,
+    expire,
+    investigate,
+    settle,
+    timeout_verdict,
+    whereabouts,
+)
+from objcomm.transport.lane import Lane
+from objcomm.transport.mesh import Mesh
+from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.whereabouts import Whereabouts
+
+_TICK_SECONDS = 0.25
+#: A wait of this length is no surprise; a longer one is investigated.
+OVERDUE_SECONDS = 0.5
+# A wait this long will be longer still: one look a second does.
+_LONG_SECONDS = 4.0
+_TICKS_BETWEEN_LOOKS = 4
+_EXPIRY_SECONDS = 0.55
+_INTERRUPT_SECONDS = 0.3
+_FAREWELL_SECONDS = 0.5
+_NUDGE = b"\0"  # no signal's number
 
 
-class _Waker(threading.Thread):
-    """Sleeps on the signals' socket; one per process, made by the first wait."""
+class Watcher(threading.Thread):
+    """See the module; one per process, made by its first mesh."""
 
     def __init__(self) -> None:
-        super().__init__(name="objcomm-sigint", daemon=True)
+        super().__init__(name="objcomm-watch", daemon=True)
         self.pid = os.getpid()
-        self.target: Link | None = None  # these two are written by the main thread only
+        self.target: Mesh | None = None  # these two are written by the main thread only
         self.forward_to = -1
         self._receiving, self._sending = socket.socketpair()
         self._sending.setblocking(False)  # noqa: FBT003  # socket's own signature
+        self._lock = threading.Lock()
+        self._meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+        self._fallbacks: list[tuple[float, Mesh, Verdict]] = []
+        self._investigating: set[Bulletin] = set()
+        self._ticks = 0
+        self._is_closing = False
         self.start()
+        # A thread that is inside of torch when the interpreter ends would abort the process.
+        atexit.register(self._close)
+
+    def add(self, mesh: Mesh) -> None:
+        """Watch a mesh as long as it lives."""
+        with self._lock:
+            self._meshes.add(mesh)
+        self._nudge()
+
+    def meshes(self, bulletin: Bulletin) -> list[Mesh]:
+        """Those of one world."""
+        with self._lock:
+            return [mesh for mesh in self._meshes if mesh.bulletin is bulletin]
+
+    def named(self, nonces: Sequence[str]) -> list[Mesh]:
+        """The meshes of these names."""
+        with self._lock:
+            return [mesh for mesh in self._meshes if mesh.nonce in nonces]
+
+    def whereabouts(self, bulletin: Bulletin, asked: int) -> Whereabouts:
+        """Where this process is, in one world."""
+        return whereabouts(self.meshes(bulletin), asked)
 
     def listen(self) -> None:
         """Let the interpreter write signals' numbers here."""
@@ -41,52 +106,171 @@ class _Waker(threading.Thread):
         self.forward_to = -1
 
     def run(self) -> None:
-        while True:
-            numbers = self._receiving.recv(64)
-            target = self.target
-            if signal.SIGINT in numbers and target is not None:
-                target.abort()
-            if self.forward_to != -1:
-                with contextlib.suppress(OSError):  # its owner may have closed it
-                    os.write(self.forward_to, numbers)  # asyncio finds its signals there
+        """Look, sleep, and look again."""
+        while not self._is_closing:
+            if select.select([self._receiving], [], [], self._pause())[0]:
+                self._heed_signals(self._receiving.recv(64))
+            self._tick(time.monotonic())
+
+    def _pause(self) -> float | None:
+        """Until the next tick, or the next limit; without a mesh there is nothing to look at."""
+        if not self._meshes and not self._fallbacks:
+            return None
+        limits = [entry.waits_until for _, _, entry in self._waiting() if not entry.has_expired]
+        return max(0.0, min(_TICK_SECONDS, *[limit - time.monotonic() for limit in limits], 1.0))
+
+    def _heed_signals(self, numbers: bytes) -> None:
+        target, forward_to = self.target, self.forward_to
+        if signal.SIGINT in numbers and target is not None:
+            verdict = Verdict.of(Cause.LEFT, ranks=(target.rank,), reason="it was interrupted")
+            target.bulletin.submit(functools.partial(settle, mesh=target, proposal=verdict))
+            self._fall_back(_INTERRUPT_SECONDS, target, verdict)
+        if forward_to != -1 and (signals := numbers.replace(_NUDGE, b"")):
+            with contextlib.suppress(OSError):  # its owner may have closed it
+                os.write(forward_to, signals)  # asyncio finds its signals there
+
+    def _fall_back(self, seconds: float, mesh: Mesh, verdict: Verdict) -> None:
+        """End a mesh without the store's help unless it has ended by then."""
+        local = verdict._replace(is_store_silent=True)
+        self._fallbacks.append((time.monotonic() + seconds, mesh, local))
+
+    def _tick(self, now: float) -> None:
+        self._ticks += 1
+        overdue: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
+        for mesh, lane, entry in self._waiting():
+            waited = now - entry.waits_since
+            is_long = waited > _LONG_SECONDS
+            if now >= entry.waits_until:
+                self._expire(mesh, lane, entry)
+            elif waited >= OVERDUE_SECONDS and not (is_long and self._ticks % _TICKS_BETWEEN_LOOKS):
+                overdue[mesh.bulletin].append((mesh, lane, entry))
+        for bulletin, waiting in overdue.items():
+            self._investigate(bulletin, waiting)
+        for due, mesh, verdict in self._fallbacks:
+            if due <= now:
+                mesh.stop(verdict)
+        self._fallbacks = [each for each in self._fallbacks if each[0] > now]
+
+    def _waiting(self) -> list[Waiting]:
+        with self._lock:
+            meshes = [mesh for mesh in self._meshes if mesh.verdict is None]
+        return [
+            (mesh, lane, entry)
+            for mesh in meshes
+            for lane in tuple(mesh.lanes.values())
+            if (entry := lane.entry) is not None
+        ]
+
+    def _expire(self, mesh: Mesh, lane: Lane, entry: Entry) -> None:
+        if entry.has_expired:
+            return
+        entry.has_expired = True
+        meshes = self.meshes(mesh.bulletin)
+        mesh.bulletin.submit(lambda board: expire(board, meshes, mesh, lane, entry))
+        self._fall_back(_EXPIRY_SECONDS, mesh, timeout_verdict(mesh, lane, entry, None))
+
+    def _investigate(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
+        if bulletin in self._investigating:  # it still waits for the store
+            return
+        self._investigating.add(bulletin)
+        meshes = self.meshes(bulletin)
+
+        def job(board: Board) -> None:
+            try:
+                investigate(board, meshes, waiting)
+            finally:
+                self._investigating.discard(bulletin)
+
+        bulletin.submit(job)
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it is awake
+            self._sending.send(_NUDGE)
+
+    def _close(self) -> None:
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            bulletins = {mesh.bulletin for mesh in self._meshes}
+        for bulletin in bulletins:
+            bulletin.close(_FAREWELL_SECONDS)
+        self._is_closing = True
+        self._nudge()
+        self.join(_FAREWELL_SECONDS)
 
 
-class _Wakers:
-    """Holds this process's waker; a forked child, which has no threads, gets its own."""
+class _Watchers:
+    """This process's watcher, and a bulletin for each world; a forked child gets its own."""
 
     def __init__(self) -> None:
-        self._waker: _Waker | None = None
+        self._lock = threading.Lock()
+        self._watcher: Watcher | None = None
+        self._bulletins: weakref.WeakKeyDictionary[dist.ProcessGroup, Bulletin] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def get(self) -> _Waker:
-        # No lock: only the main thread comes here.
-        if self._waker is None or self._waker.pid != os.getpid():
-            self._waker = _Waker()
-        return self._waker
+    def watcher(self) -> Watcher:
+        with self._lock:
+            if self._watcher is None or self._watcher.pid != os.getpid():
+                self._watcher = Watcher()
+            return self._watcher
+
+    def bulletin(self, world: dist.ProcessGroup) -> Bulletin:
+        watcher = self.watcher()
+        with self._lock:
+            if world not in self._bulletins:
+                is_there = weakref.ref(world)
+                self._bulletins[world] = Bulletin(
+                    world.get_group_store(),
+                    world.rank(),
+                    world.size(),
+                    describe=watcher.whereabouts,
+                    is_alive=lambda: is_there() is not None,
+                )
+            return self._bulletins[world]
 
 
-_wakers = _Wakers()
+_watchers = _Watchers()
+
+
+def bulletin_of(world: dist.ProcessGroup) -> Bulletin:
+    """Where the ranks of a world tell each other what keeps them."""
+    return _watchers.bulletin(world)
+
+
+def watch(mesh: Mesh) -> None:
+    """See to it that no wait on ``mesh`` is a silent one, as long as it lives."""
+    _watchers.watcher().add(mesh)
+
+
+def end_elsewhere(verdict: Verdict) -> None:
+    """End the other meshes that a verdict names; the calling thread raises it for all of them."""
+    for mesh in _watchers.watcher().named(verdict.meshes):
+        mesh.stop(verdict)
+        for lane in tuple(mesh.lanes.values()):
+            lane.owes = lane.owes and lane.owner is not threading.current_thread()
 
 
 class interruptible:  # noqa: N801  # used as a function, like contextlib's
-    """While entered, Ctrl-C aborts ``link`` within moments; nothing on other threads.
+    """While entered, Ctrl-C ends ``mesh`` within moments; nothing on other threads.
 
     A wake-up descriptor that was set before (asyncio sets one) is served meanwhile and put back
     afterwards.
     """
 
-    __slots__ = ("_link", "_outer", "_waker")
+    __slots__ = ("_mesh", "_outer", "_watcher")
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._waker: _Waker | None = None
-        self._outer: Link | None = None
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._watcher: Watcher | None = None
+        self._outer: Mesh | None = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._waker = _wakers.get()
-            self._outer, self._waker.target = self._waker.target, self._link
+            self._watcher = _watchers.watcher()
+            self._outer, self._watcher.target = self._watcher.target, self._mesh
             if self._outer is None:
-                self._waker.listen()
+                self._watcher.listen()
 
     def __exit__(
         self,
@@ -94,7 +278,7 @@ class interruptible:  # noqa: N801  # used as a function, like contextlib's
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._waker is not None:
+        if self._watcher is not None:
             if self._outer is None:
-                self._waker.rest()
-            self._waker.target = self._outer  # a callback's call on another group ends here
+                self._watcher.rest()
+            self._watcher.target = self._outer  # a callback's call on another group ends here

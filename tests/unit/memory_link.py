@@ -12,6 +12,7 @@ import torch
 from objcomm.admission import Gate
 from objcomm.config import Settings
 from objcomm.frames import BLANK, EVERYONE, Header, Operation
+from objcomm.history import Entry
 from objcomm.transport.base import Deadline, DeviceLink
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -134,8 +135,7 @@ def exchange_on(
     return Exchange(
         link=link,
         lane=lane,
-        header=header_of(link.rank, **fields),
-        operation="gather",
+        entry=Entry(header_of(link.rank, **fields), "gather"),
         deadline=Deadline(seconds),
         gate=Gate(chosen or Settings(max_nbytes=1 << 30), "a mesh", link.rank),
         device=DevicePath(device_link),

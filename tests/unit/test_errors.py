@@ -33,11 +33,17 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
         (errors.WireError("text"), ["text"]),
         (errors.AuthenticationError("not signed"), ["not signed"]),
         (
-            errors.DesyncError(_SIDE, _OTHER, "other operations"),
+            errors.DesyncError("other operations", (_SIDE, _OTHER)),
             ["rank 0", "broadcast", "train.py:10", "rank 1", "gather", "é.py:2", "3"],
         ),
         (errors.TransportError("gather", (1,), "closed"), ["gather", "rank 1", "closed"]),
-        (errors.TransportTimeout("barrier", (1, 3), 2.5), ["barrier", "1, 3", "2.5 s", "timeout="]),
+        (
+            errors.TransportTimeout("barrier", (1, 3), 2.5, (_SIDE,), (3,), *[True]),
+            [
+                *("barrier", "1, 3", "2.5 s", "timeout=", "rank 0 is in broadcast (call 3)"),
+                *("train.py:10", "rank 3: no answer", "store: no answer"),
+            ],
+        ),
         (errors.BrokenGroupError("gather", "rank 1 died"), ["gather", "rank 1 died"]),
         (
             errors.CollectiveError("gather", {2: _FAILED}),

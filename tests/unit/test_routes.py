@@ -181,9 +181,7 @@ def test_a_header_of_another_call_is_a_desync_that_names_both_sides(field: dict[
     mine = exchange_on(MemoryLink(wires, 0), new_lane())
     with pytest.raises(DesyncError) as caught:
         mine.recv_heads([1])
-    assert caught.value.mine.rank == 0
-    assert caught.value.theirs.rank == 1
-    assert caught.value.theirs == other.header.position
+    assert caught.value.positions == {0: mine.header.position, 1: other.header.position}
     assert "train.py:1" in str(caught.value)
 
 

@@ -1,0 +1,187 @@
+"""What ranks tell each other when waiting gets long: whereabouts and verdicts, in the store.
+
+The store may be served by a process that is stopped, and then each operation on it blocks. So one
+thread for each world does nothing but talk to the store, and whoever needs an answer waits for
+that thread with a limit. A rank writes nothing here while its calls go well; it looks three
+times a second whether somebody asks where it is.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import contextlib
+import queue
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from objcomm.errors import WireError
+from objcomm.transport.verdict import Verdict
+from objcomm.transport.whereabouts import Whereabouts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+R = TypeVar("R")
+
+#: How often a rank that nobody waits for looks whether it is asked; for more than 300 ranks
+#: less often, so that the store serves 1,000 such looks a second at most.
+IDLE_SECONDS = 0.3
+_LOOKS_PER_SECOND = 1000
+#: How long a raising rank waits for the store.
+PATIENCE_SECONDS = 0.5
+
+_PREFIX = "objcomm"
+
+
+class StoreSilentError(Exception):
+    """The store did not answer in time, or its host is gone."""
+
+
+class Board:
+    """The store's operations; used by the bulletin's thread only, because each may block.
+
+    Attributes:
+        rank: this process's global rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        # Any: torch's stubs leave out clone, and that keys hold bytes.
+        self._store: Any = dist.PrefixStore(_PREFIX, store.clone())  # type: ignore[attr-defined]
+        self.rank = rank
+        self.answered = 0
+
+    def ask(self) -> int:
+        """Ask every rank where it is; returns the question's number."""
+        number: int = self._store.add("asked", 1)
+        return number
+
+    def asked(self) -> int:
+        """The number of the latest question."""
+        # add(key, 0) would do, but a FileStore would write each time.
+        return int(self._store.get("asked")) if self._store.check(["asked"]) else 0
+
+    def publish(self, whereabouts: Whereabouts) -> None:
+        """Tell where this process is."""
+        self._store.set(f"where/{self.rank}", whereabouts.pack())
+        self.answered = whereabouts.asked
+
+    def read(self, rank: int, asked: int) -> Whereabouts | None:
+        """Where another process is, if it has answered question ``asked`` or a later one."""
+        if not self._store.check([f"where/{rank}"]):
+            return None
+        try:
+            found = Whereabouts.unpack(self._store.get(f"where/{rank}"))
+        except WireError:
+            return None
+        return found if found.asked >= asked else None
+
+    def propose(self, key: str, verdict: Verdict) -> Verdict:
+        """Write a verdict unless there is one; returns the one that stands."""
+        return Verdict.unpack(self._store.compare_set(f"verdict/{key}", "", verdict.pack()))
+
+    def look(self, key: str) -> Verdict | None:
+        """The verdict that stands, if there is one."""
+        if not self._store.check([f"verdict/{key}"]):
+            return None
+        return Verdict.unpack(self._store.get(f"verdict/{key}"))
+
+    def acknowledge(self, key: str, awaited: int) -> None:
+        """Say that this rank knows a verdict; the last of ``awaited`` ranks removes it."""
+        if self._store.add(f"known/{key}", 1) >= awaited:
+            self.retract(key)
+
+    def retract(self, key: str) -> None:
+        """Remove a verdict that no rank will look for."""
+        self._store.delete_key(f"verdict/{key}")
+        self._store.delete_key(f"known/{key}")
+
+
+class Bulletin:
+    """The thread that talks to one world's store."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        describe: Callable[[Bulletin, int], Whereabouts],
+        is_alive: Callable[[], bool],
+    ) -> None:
+        """Begin.
+
+        Args:
+            store: the world's.
+            rank: this process's global rank.
+            size: number of ranks in the world.
+            describe: tells where this process is, given the number of the question.
+            is_alive: whether the world still exists; the thread ends with it.
+        """
+        self._jobs: queue.SimpleQueue[Callable[[Board], None]] = queue.SimpleQueue()
+        self._store: dist.Store | None = store
+        self._rank = rank
+        self._pause = max(IDLE_SECONDS, size / _LOOKS_PER_SECOND)
+        self._describe = describe
+        self._is_alive = is_alive
+        self._thread = threading.Thread(target=self._run, name="objcomm-bulletin", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[Board], None]) -> None:
+        """Have ``job`` done soon, on the bulletin's thread."""
+        self._jobs.put(job)
+
+    def call(self, job: Callable[[Board], R], seconds: float = PATIENCE_SECONDS) -> R:
+        """What ``job`` returns on the bulletin's thread.
+
+        Raises:
+            StoreSilentError: the store did not answer within ``seconds``.
+        """
+        answer: Future[R] = Future()
+
+        def run(board: Board) -> None:
+            try:
+                answer.set_result(job(board))
+            except Exception as error:  # noqa: BLE001  # raised by the thread that waits
+                answer.set_exception(error)
+
+        if not self._thread.is_alive():
+            raise StoreSilentError
+        self._jobs.put(run)
+        try:
+            return answer.result(seconds)
+        except (TimeoutError, RuntimeError) as error:
+            raise StoreSilentError from error
+
+    def close(self, seconds: float) -> None:
+        """End the thread, and wait for it so long; a blocked one is left behind."""
+        self._is_alive = lambda: False
+        self._jobs.put(lambda _: None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        store, self._store = self._store, None
+        if store is None:
+            return
+        # A store whose host is gone raises; then nobody can be told, and each job says so.
+        with contextlib.suppress(RuntimeError):
+            board = Board(store, self._rank)
+            del store
+            while self._is_alive():
+                try:
+                    job = self._jobs.get(timeout=self._pause)
+                except queue.Empty:
+                    job = self.answer
+                self._do(job, board)
+
+    def _do(self, job: Callable[[Board], None], board: Board) -> None:
+        # The store's host is gone, or a stranger wrote to it: the thread must go on, because an
+        # error here may not keep others from being told.
+        with contextlib.suppress(Exception):
+            job(board)
+
+    def answer(self, board: Board) -> None:
+        """Tell where this process is, if somebody has asked since it last did."""
+        asked = board.asked()
+        if asked > board.answered:
+            board.publish(self._describe(self, asked))

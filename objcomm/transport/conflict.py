@@ -1,0 +1,96 @@
+"""Finds out from the ranks' whereabouts whether a wait can ever end: pure reasoning, no traffic.
+
+A wait can't end if the awaited rank makes another call where this one is made, or if following who
+waits for whom leads in a circle. Whoever computes outside of objcomm may still come, so waiting
+for that is no conflict.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from objcomm.transport.whereabouts import LaneState, Step, Whereabouts
+
+
+class Conflict(NamedTuple):
+    """Two or more ranks whose calls can't meet.
+
+    Attributes:
+        reason: what differs.
+        found: each rank's lane and call.
+    """
+
+    reason: str
+    found: tuple[tuple[int, LaneState, Step], ...]
+
+    @property
+    def is_of_one_lane(self) -> bool:
+        """Whether it is two calls with the same number on one lane."""
+        calls = {(state.nonce, state.number, step.sequence) for _, state, step in self.found}
+        return len(calls) == 1
+
+
+Fetch = Callable[[int], Whereabouts | None]
+
+
+def find_conflict(  # noqa: PLR0911  # each step of the search may end it
+    rank: int, mine: Whereabouts, start: LaneState, fetch: Fetch
+) -> Conflict | None:
+    """Whether ``start``, a waiting lane of ``rank``, waits in vain.
+
+    Args:
+        rank: this process, as a global rank like all others here.
+        mine: its whereabouts.
+        start: one of its lanes, which waits.
+        fetch: reads another rank's whereabouts; ``None`` if it does not answer.
+    """
+    holder, here, lane = rank, mine, start
+    path: list[tuple[int, LaneState, Step]] = []
+    while lane.now is not None:
+        path.append((holder, lane, lane.now))
+        theirs = fetch(lane.awaits) if lane.awaits >= 0 else None
+        if theirs is None:
+            return None
+        their_lane = theirs.lane(lane.group, lane.number)
+        if their_lane is not None and their_lane.nonce == lane.nonce:
+            differing = _first_difference(lane, their_lane)
+            if differing is not None and lane.group == start.group:
+                reason = _difference(*differing)
+                ours, other = differing
+                return Conflict(reason, ((holder, lane, ours), (lane.awaits, their_lane, other)))
+            if their_lane.next_sequence > lane.now.sequence:
+                return None  # it has made this call, or makes it: what it sent is under way
+        following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
+        if following is None:
+            return None
+        holder, here, lane = lane.awaits, theirs, following
+        met = [(other, each.group, each.number) for other, each, _ in path]
+        if (holder, lane.group, lane.number) in met:
+            circle = path[met.index((holder, lane.group, lane.number)) :]
+            if any(each.group == start.group for _, each, _ in circle):
+                return Conflict("each waits for another", tuple(circle))
+            return None  # those ranks will raise, and may come here then
+    return None
+
+
+def _serving(
+    lane: LaneState, here: Whereabouts, theirs: LaneState | None, there: Whereabouts
+) -> int:
+    """The thread of the awaited process that would make the call that ``lane`` waits for."""
+    if theirs is not None:
+        return theirs.thread
+    return there.main_thread if lane.thread == here.main_thread else 0
+
+
+def _first_difference(mine: LaneState, theirs: LaneState) -> tuple[Step, Step] | None:
+    by_sequence = {step.sequence: step for step in theirs.past}
+    for step in mine.past:
+        other = by_sequence.get(step.sequence)
+        if other is not None and not step.agrees_with(other):
+            return step, other
+    return None
+
+
+def _difference(mine: Step, theirs: Step) -> str:
+    if mine.operation != theirs.operation:
+        return "other operations"
+    return "other roots" if mine.root != theirs.root else "other names"

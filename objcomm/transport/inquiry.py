@@ -1,0 +1,227 @@
+"""Asks where the other ranks are, and ends a mesh whose waits can't end.
+
+All of it runs on a bulletin's thread, because it talks to the store.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from objcomm.errors import Position
+from objcomm.frames import operation_name
+from objcomm.history import Entry
+from objcomm.transport.bulletin import Board
+from objcomm.transport.conflict import Conflict, find_conflict
+from objcomm.transport.lane import Lane
+from objcomm.transport.mesh import Mesh
+from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.whereabouts import MEETING, LaneState, Step, Whereabouts
+
+#: A call of one lane that waits for other ranks.
+Waiting = tuple[Mesh, Lane, Entry]
+
+# How many of a lane's latest calls are told: a rank that only sends can be some calls ahead.
+_PAST = 8
+# Ranks that are not waiting look three times a second whether they are asked.
+_ANSWERS_WITHIN_SECONDS = 0.4
+_PAUSE_SECONDS = 0.02
+
+
+def whereabouts(meshes: Iterable[Mesh], asked: int) -> Whereabouts:
+    """Where this process is.
+
+    Args:
+        meshes: all that it has; one that has ended counts where its group has no other.
+        asked: the number of the question.
+    """
+    in_order = sorted(meshes, key=lambda mesh: mesh.verdict is not None)
+    lanes = [_state(mesh, lane) for mesh in in_order for lane in tuple(mesh.lanes.values())]
+    return Whereabouts(asked, threading.main_thread().ident or 0, tuple(lanes))
+
+
+def _state(mesh: Mesh, lane: Lane) -> LaneState:
+    entry = lane.entry
+    entries = [
+        each
+        for each in mesh.history.entries()
+        if each.header.lane == lane.number and each.header.group == mesh.number
+    ]
+    if entry is not None:
+        seconds = time.monotonic() - entry.waits_since
+    else:
+        last = entries[-1] if entries else None
+        seconds = last.position().seconds if last is not None else 0.0
+    return LaneState(
+        group=mesh.name,
+        nonce=mesh.nonce,
+        number=lane.number,
+        thread=lane.owner.ident or 0,
+        next_sequence=lane.sequence,
+        now=None if entry is None else _step(entry),
+        awaits=mesh.ranks[entry.awaits] if entry is not None and entry.awaits >= 0 else -1,
+        seconds=seconds,
+        past=tuple(_step(each) for each in entries[-_PAST:]),
+    )
+
+
+def _step(entry: Entry) -> Step:
+    header = entry.header
+    return Step(
+        header.sequence,
+        header.operation,
+        header.root,
+        header.fingerprint,
+        header.call_site,
+        entry.operation,
+    )
+
+
+def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
+    """For each call that waits: has anybody ended it, and can it ever end?"""
+    asked = board.ask()
+    mine = whereabouts(meshes, asked)
+    board.publish(mine)
+    for mesh, lane, entry in waiting:
+        if mesh.verdict is not None or lane.entry is not entry:
+            continue
+        entry.first_asked = entry.first_asked or asked
+        if not _heed(board, mesh, lane):
+            _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
+
+
+def _heed(board: Board, mesh: Mesh, lane: Lane) -> bool:
+    """End the mesh if another rank has said so, or has failed in a block around this call."""
+    posted = board.look(mesh.nonce) if mesh.nonce else None
+    for region in lane.regions:
+        posted = posted or board.look(region)
+    if posted is not None:
+        settle(board, mesh, posted)
+    return posted is not None
+
+
+def _look_for_conflict(
+    board: Board, mine: Whereabouts, meshes: Sequence[Mesh], waiting: Waiting
+) -> None:
+    mesh, lane, entry = waiting
+    start = mine.lane(mesh.name, lane.number)
+    if start is None or start.now is None:
+        return
+    asked = entry.first_asked
+    conflict = find_conflict(board.rank, mine, start, lambda rank: board.read(rank, asked))
+    # What ranks have done does not change, but whereabouts are read one after another: who waits
+    # for whom must look the same twice.
+    calls = conflict and [(rank, *state[:3], step.sequence) for rank, state, step in conflict.found]
+    is_sure = conflict is not None and (conflict.is_of_one_lane or entry.suspicion == calls)
+    entry.suspicion = calls
+    if conflict is not None and is_sure and lane.entry is entry:
+        verdict = _desync(mesh, conflict)
+        for other in meshes:  # before any connection closes: the others look there
+            if other is not mesh and other.verdict is None and other.nonce in verdict.meshes:
+                board.propose(other.nonce, _desync(other, conflict))
+        settle(board, mesh, verdict)
+
+
+def _desync(mesh: Mesh, conflict: Conflict) -> Verdict:
+    positions = [
+        _position(mesh, mesh.ranks.index(rank), state, step, is_over=state.now is None)
+        for rank, state, step in conflict.found
+        if rank in mesh.ranks
+    ]
+    meshes = {state.nonce for _, state, _ in conflict.found if state.nonce}
+    return Verdict.of(
+        Cause.DESYNC,
+        reason=conflict.reason,
+        positions=tuple(positions),
+        meshes=tuple(sorted(meshes)),
+    )
+
+
+def settle(board: Board, mesh: Mesh, proposal: Verdict) -> None:
+    """End a mesh by ``proposal``, or by what another rank has posted before."""
+    mesh.stop(board.propose(mesh.nonce, proposal) if mesh.nonce else proposal)
+
+
+def expire(board: Board, meshes: Sequence[Mesh], mesh: Mesh, lane: Lane, entry: Entry) -> None:
+    """End a mesh because a call's limit has passed, and say where everybody is."""
+    asked = board.ask()
+    mine = whereabouts(meshes, asked)
+    board.publish(mine)
+    answers = {mesh.rank: mine}
+    others = [rank for rank in range(len(mesh.ranks)) if rank != mesh.rank]
+    until = time.monotonic() + _ANSWERS_WITHIN_SECONDS
+    while len(answers) <= len(others) and time.monotonic() < until:
+        for rank in others:
+            found = None
+            if rank not in answers:
+                found = board.read(mesh.ranks[rank], entry.first_asked or asked)
+            if found is not None:
+                answers[rank] = found
+        if mesh.verdict is not None or _heed(board, mesh, lane):
+            return
+        time.sleep(_PAUSE_SECONDS)
+        if board.asked() > board.answered:  # another rank's limit has passed as well
+            board.publish(whereabouts(meshes, board.asked()))
+    if lane.entry is entry:
+        settle(board, mesh, timeout_verdict(mesh, lane, entry, answers))
+
+
+def timeout_verdict(
+    mesh: Mesh, lane: Lane, entry: Entry, answers: dict[int, Whereabouts] | None
+) -> Verdict:
+    """What to raise when a limit has passed.
+
+    Args:
+        mesh: whose.
+        lane: which waits.
+        entry: its call.
+        answers: whereabouts by rank; ``None`` if the store did not answer.
+    """
+    awaited = (entry.awaits,) if entry.awaits >= 0 else ()
+    if answers is None:
+        return Verdict.of(
+            Cause.TIMEOUT, ranks=awaited, seconds=entry.limit_seconds, is_store_silent=True
+        )
+    ranks = range(len(mesh.ranks))
+    missing = tuple(
+        rank
+        for rank in ranks
+        if rank not in answers or not _has_arrived(mesh, lane, entry, answers[rank])
+    )
+    return Verdict.of(
+        Cause.TIMEOUT,
+        ranks=missing or awaited,
+        seconds=entry.limit_seconds,
+        positions=tuple(_where(mesh, lane, rank, answers[rank]) for rank in sorted(answers)),
+        silent=tuple(rank for rank in ranks if rank not in answers),
+    )
+
+
+def _has_arrived(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> bool:
+    state = answer.lane(mesh.name, lane.number)
+    if state is None or state.nonce != mesh.nonce:
+        return False
+    return state.next_sequence > entry.header.sequence
+
+
+def _where(mesh: Mesh, lane: Lane, rank: int, answer: Whereabouts) -> Position:
+    state = answer.lane(mesh.name, lane.number)
+    waiting = answer.waiting_of(answer.main_thread if state is None else state.thread)
+    if waiting is not None and waiting.now is not None:
+        return _position(mesh, rank, waiting, waiting.now, is_over=False)
+    if state is not None and state.past:
+        return _position(mesh, rank, state, state.past[-1], is_over=True)
+    return Position(rank, "", 0, -1, "", is_over=True)
+
+
+def _position(mesh: Mesh, rank: int, state: LaneState, step: Step, *, is_over: bool) -> Position:
+    is_meeting = step.sequence == MEETING
+    return Position(
+        rank=rank,
+        operation=step.operation_name or operation_name(step.operation),
+        sequence=0 if is_meeting else step.sequence,
+        root=step.root,
+        call_site=step.call_site,
+        seconds=state.seconds,
+        is_over=is_over,
+        group="" if state.group == mesh.name else state.group,
+    )

@@ -1,0 +1,209 @@
+"""One mesh of a group: its private connections from the ranks' meeting to the verdict that ends it.
+
+A group has one mesh at a time. After a verdict that all ranks outlive the next call makes a new
+one; nothing of the old one can reach it, because each has a name that no other ever had.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from objcomm.errors import ObjcommError, TransportError, TransportTimeout
+from objcomm.frames import Header, fingerprint
+from objcomm.history import Entry
+from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
+from objcomm.transport.gloo import GlooLink
+from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
+from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.whereabouts import MEETING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from objcomm.history import History
+    from objcomm.transport.base import Deadline
+    from objcomm.transport.lane import Lane
+
+
+class Mesh:
+    """See the module; every method may be called from any thread.
+
+    Attributes:
+        name: the group's.
+        ranks: global ranks of the members.
+        rank: this process's rank within the group.
+        history: the group's calls on this rank.
+        bulletin: where verdicts are posted.
+        lanes: by name.
+        link: the connections, once the ranks have met.
+        verdict: what ended it.
+        number: what headers carry of its nonce, once the ranks have met.
+        failed_meeting: the nonce of the group's last mesh, where not all ranks came to know it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        history: History,
+        bulletin: Bulletin,
+    ) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.rank = rank
+        self.history = history
+        self.bulletin = bulletin
+        self.lanes: dict[str, Lane] = {}
+        self.link: GlooLink | None = None
+        self.verdict: Verdict | None = None
+        self.number = 0
+        self.failed_meeting = ""
+        self._progress = Progress()
+        self._connected: Future[GlooLink] = Future()
+        self._lock = threading.Lock()
+
+    @property
+    def nonce(self) -> str:
+        """Its name among all meshes, once this rank knows it; the key of its verdict."""
+        return self._progress.nonce
+
+    @property
+    def connections(self) -> GlooLink:
+        """The link of a mesh whose ranks have met."""
+        return self._connected.result() if self.link is None else self.link
+
+    @property
+    def can_be_replaced(self) -> bool:
+        """Whether the group's next call may make a new mesh, once there is a verdict."""
+        return self.verdict is not None and (self.verdict.is_recoverable or self.link is None)
+
+    def connect(
+        self, store: dist.Store, deadline: Deadline, lane: Lane, operation: str, call_site: str
+    ) -> GlooLink:
+        """Meet the other ranks and connect to each; every rank must call this.
+
+        Blocks in Python, so Ctrl-C ends it; what may block in C++ is done by a thread.
+
+        Args:
+            store: the group's own.
+            deadline: how long to wait for the last rank.
+            lane: the calling thread's.
+            operation: which call needs the connections.
+            call_site: the user's line that made it.
+
+        Raises:
+            ObjcommError: the verdict, for instance that some ranks did not come.
+        """
+        header = Header(sender=self.rank, sequence=MEETING, call_site=call_site)
+        entry = lane.entry = Entry(header, operation)
+        deadline.apply(entry)
+        self._progress.watch(entry)
+        with self._lock:
+            if not self._progress.has_begun:
+                self._progress.has_begun = True
+                args = (store, deadline)
+                threading.Thread(
+                    target=self._meet, args=args, name="objcomm-connect", daemon=True
+                ).start()
+        try:
+            return self._connected.result()
+        except ObjcommError:
+            lane.owes = False
+            raise
+        finally:
+            lane.entry = None
+
+    def _meet(self, store: dist.Store, deadline: Deadline) -> None:
+        try:
+            link = GlooLink(store, self.rank, len(self.ranks), deadline, self._progress)
+        except GivenUpError:
+            return  # by ``stop``, whose verdict the callers raise
+        except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
+            others = tuple(peer for peer in range(len(self.ranks)) if peer != self.rank)
+            self.settle(Verdict.of(Cause.LOST, ranks=others, reason=str(error)))
+            return
+        with self._lock:
+            self.number = fingerprint(self.nonce)
+            self.link = link
+            if self.verdict is None:
+                self._connected.set_result(link)
+                if self.rank == 0 and self.failed_meeting:
+                    self.bulletin.submit(lambda board: board.retract(self.failed_meeting))
+                return
+        link.abort()  # the verdict came first
+
+    def settle(self, proposal: Verdict) -> Verdict:
+        """End the mesh by ``proposal``, or by whatever another rank has posted before.
+
+        Waits for the store half a second at most. What it returns is what this rank raises.
+        """
+        if self.verdict is not None:
+            return self.verdict
+        if not self.nonce:
+            return self.stop(proposal)
+        try:
+            winner = self.bulletin.call(lambda board: board.propose(self.nonce, proposal))
+        except StoreSilentError:
+            winner = proposal._replace(is_store_silent=True)
+        return self.stop(winner)
+
+    def fail(self, key: str, proposal: Verdict) -> Verdict:
+        """End the mesh because the block ``key`` failed here, and let it be known there, too."""
+
+        def post(board: Board) -> Verdict:
+            winner = board.propose(key, proposal)
+            if self.verdict is None:  # else all ranks may have read it, and nobody removes another
+                board.propose(self.nonce, winner)
+            return winner
+
+        try:
+            winner = self.bulletin.call(post)
+        except StoreSilentError:
+            winner = proposal._replace(is_store_silent=True)
+        self.stop(winner)
+        return winner
+
+    def failed(self, key: str) -> Verdict | None:
+        """What some rank has posted for the block ``key``, as far as the store answers."""
+        try:
+            return self.bulletin.call(lambda board: board.look(key))
+        except StoreSilentError:
+            return None
+
+    def leave(self, key: str) -> None:
+        """Say that this rank leaves the block ``key`` by its verdict."""
+        self.bulletin.submit(lambda board: board.acknowledge(key, len(self.ranks)))
+
+    def stop(self, verdict: Verdict) -> Verdict:
+        """Close the connections because of a verdict that is known to the other ranks.
+
+        The first one holds; it is returned.
+        """
+        with self._lock:
+            if self.verdict is not None:
+                return self.verdict
+            self.verdict = verdict
+            self._progress.is_over = True
+            if self.link is None:
+                self._connected.set_exception(verdict.error(FIRST_USE))
+                self._connected.exception()  # taken: nobody may be waiting for it
+        if self.link is not None:
+            self.link.abort()
+        if self.nonce and not verdict.is_store_silent:
+            lost = len(verdict.ranks) if verdict.cause is Cause.LOST else 0
+            key, awaited = self.nonce, len(self.ranks) - lost
+            self.bulletin.submit(lambda board: board.acknowledge(key, awaited))
+        return verdict
+
+    def local(self, verdict: Verdict, error: TransportError) -> Verdict:
+        """A verdict that no store confirmed, with what this rank's own connections tell."""
+        if not verdict.is_store_silent:
+            return verdict
+        if isinstance(error, TransportTimeout):
+            return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *error.missing})))
+        if verdict.cause is Cause.LOST and self.link is not None:
+            return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *self.link.closed_by()})))
+        return verdict

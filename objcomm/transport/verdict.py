@@ -1,0 +1,136 @@
+"""Why a mesh ended: one finding, the same on every rank, and the error that it means there.
+
+A verdict is first written to the store (the first one wins), then the connections are closed, so
+whoever finds a closed connection can look up why. Ranks in it are ranks within the mesh's group.
+"""
+
+import uuid
+from enum import IntEnum
+from typing import Any, NamedTuple, Self
+
+import msgpack
+
+from objcomm.errors import (
+    CollectiveError,
+    DesyncError,
+    ObjcommError,
+    Position,
+    RankFailure,
+    TransportError,
+    TransportTimeout,
+    WireError,
+)
+
+_TEXT_ERRORS = "surrogatepass"
+
+
+class Cause(IntEnum):
+    """What happened."""
+
+    DESYNC = 1  # ranks are in different operations
+    REFUSED = 2  # a rank refused a message after its header; others would wait for its payload
+    FAILED = 3  # an error inside of fail_together
+    TIMEOUT = 4  # a limit passed
+    LOST = 5  # a connection closed, and nobody had said why
+    LEFT = 6  # a rank gave its call up: Ctrl-C, or an error of objcomm's own
+
+
+#: After these all ranks live and know it, so they can meet again.
+_RECOVERABLE = frozenset({Cause.DESYNC, Cause.REFUSED, Cause.FAILED})
+
+
+class Verdict(NamedTuple):
+    """Why a mesh ended.
+
+    Attributes:
+        cause: what happened.
+        name: unlike any other verdict's.
+        ranks: whom it concerns: the missing, the dead, the one that left.
+        reason: in words.
+        seconds: the limit that passed.
+        positions: where ranks are.
+        failures: what went wrong on which rank.
+        silent: ranks that did not answer when asked where they are.
+        is_store_silent: whether the store did not answer; other ranks do not know this verdict.
+        operation: what failed, where it is not the operation that a rank is in.
+        meshes: the nonces of all meshes that it ends, where there are several.
+    """
+
+    cause: Cause
+    name: str
+    ranks: tuple[int, ...] = ()
+    reason: str = ""
+    seconds: float = 0.0
+    positions: tuple[Position, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
+    silent: tuple[int, ...] = ()
+    is_store_silent: bool = False
+    operation: str = ""
+    meshes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, cause: Cause, **fields: Any) -> Self:
+        """A new verdict."""
+        return cls(cause, uuid.uuid4().hex, **fields)
+
+    @property
+    def is_recoverable(self) -> bool:
+        """Whether the group's next call may connect its ranks anew."""
+        return self.cause in _RECOVERABLE
+
+    def error(self, operation: str, own: Position | None = None) -> ObjcommError:
+        """What a rank raises.
+
+        Args:
+            operation: the one that the rank is in.
+            own: where it is.
+        """
+        if self.cause is Cause.DESYNC:
+            known = {each.rank for each in self.positions}
+            added = () if own is None or own.rank in known else (own,)
+            return DesyncError(self.reason, (*self.positions, *added))
+        if self.cause in (Cause.REFUSED, Cause.FAILED):
+            return CollectiveError(
+                self.operation or operation, {each.rank: each for each in self.failures}
+            )
+        if self.cause is Cause.TIMEOUT:
+            return TransportTimeout(
+                operation,
+                self.ranks,
+                self.seconds,
+                self.positions,
+                self.silent,
+                self.is_store_silent,
+            )
+        silent = "; store: no answer" if self.is_store_silent else ""
+        return TransportError(operation, self.ranks, self.reason + silent)
+
+    def pack(self) -> bytes:
+        """As bytes for the store."""
+        failures = [
+            (each.rank, each.type_name, each.message, each.traceback) for each in self.failures
+        ]
+        fields = self._replace(failures=failures)  # type: ignore[arg-type]  # plain lists travel
+        packed: bytes = msgpack.packb(list(fields), unicode_errors=_TEXT_ERRORS)
+        return packed
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """The inverse of ``pack``.
+
+        Raises:
+            WireError: another program wrote it.
+        """
+        try:
+            fields = cls(*msgpack.unpackb(raw, unicode_errors=_TEXT_ERRORS))
+            return fields._replace(
+                cause=Cause(fields.cause),
+                ranks=tuple(fields.ranks),
+                seconds=float(fields.seconds),
+                positions=tuple(Position(*each) for each in fields.positions),
+                failures=tuple(RankFailure(*each) for each in fields.failures),  # type: ignore[misc]  # plain lists travel
+                silent=tuple(fields.silent),
+                meshes=tuple(fields.meshes),
+            )
+        except (ValueError, TypeError) as error:
+            raise WireError("the store holds a verdict that can't be read") from error
