@@ -1,0 +1,78 @@
+"""What one process holds, and whether it grew."""
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+MEBIBYTE = 1 << 20
+
+# A closed connection's descriptors and a thread's end show after a moment.
+_SETTLED_SECONDS = 0.3
+_SETTLE_MAX_SECONDS = 5.0
+
+
+class Figures(NamedTuple):
+    """One process at one moment, when nothing is under way.
+
+    Attributes:
+        seconds: since the start.
+        turns: operations that this rank has done.
+        errors: how many of them had to raise on this rank.
+        groups: subgroups made and destroyed so far, by any rank.
+        resident_nbytes: physical memory, after free memory was given back.
+        blocks: objects that Python's allocator holds; unlike memory, no matter of chance.
+        threads: of the whole process, those of torch included.
+        descriptors: open files and sockets.
+        keys: in the store, less those that torch leaves for each group.
+    """
+
+    seconds: float
+    turns: int
+    errors: int
+    groups: int
+    resident_nbytes: int
+    blocks: int
+    threads: int
+    descriptors: int
+    keys: int
+
+
+def held() -> tuple[int, int, int, int]:
+    """Resident bytes, Python's blocks, threads and descriptors, once they stand still."""
+    gc.collect()
+    expires = time.monotonic() + _SETTLE_MAX_SECONDS
+    before, now = (-1, -1), _handles()
+    while before != now and time.monotonic() < expires:
+        time.sleep(_SETTLED_SECONDS)
+        before, now = now, _handles()
+    with contextlib.suppress(AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+    return _resident_nbytes(), sys.getallocatedblocks(), *now
+
+
+def _handles() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _resident_nbytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def trend(values: Sequence[float]) -> float:
+    """How much a series grew from its first third to its last, by their medians."""
+    third = max(1, len(values) // 3)
+    return statistics.median(values[-third:]) - statistics.median(values[:third])
+
+
+def changes(values: Sequence[int]) -> list[int]:
+    """Each value's difference from the one before."""
+    return [after - before for before, after in itertools.pairwise(values)]
