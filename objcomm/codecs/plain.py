@@ -78,6 +78,13 @@ def _can_encode(obj: object) -> bool:
     return True
 
 
+def _fraction(numerator: Any, denominator: Any) -> fractions.Fraction:
+    # Fraction reads texts and decimals too, and would compute 10**999999999 for "1e999999999".
+    if type(numerator) is not int or type(denominator) is not int:
+        raise DecodeError(_NAME, "a fraction is made of two integers")
+    return fractions.Fraction(numerator, denominator)
+
+
 # How each further type is taken apart: its name on the wire, its members, and the way back.
 _RULES: tuple[tuple[type, str, Callable[[Any], Sequence[Any]], Callable[..., Any]], ...] = (
     (tuple, "tuple", tuple, lambda *members: members),
@@ -87,7 +94,7 @@ _RULES: tuple[tuple[type, str, Callable[[Any], Sequence[Any]], Callable[..., Any
     (range, "range", lambda r: (r.start, r.stop, r.step), range),
     (slice, "slice", lambda s: (s.start, s.stop, s.step), slice),
     (decimal.Decimal, "decimal", lambda d: (str(d),), decimal.Decimal),
-    (fractions.Fraction, "fraction", lambda f: f.as_integer_ratio(), fractions.Fraction),
+    (fractions.Fraction, "fraction", lambda f: f.as_integer_ratio(), _fraction),
     (uuid.UUID, "uuid", lambda u: (u.bytes,), lambda raw: uuid.UUID(bytes=raw)),
     (datetime.date, "date", lambda d: (d.year, d.month, d.day), datetime.date),
     (

@@ -223,10 +223,16 @@ def rebuild_array(
 
 
 def rebuild_scalar(dtype: Any, raw: bytes) -> Any:
-    """A numpy scalar from its ``tobytes()``."""
+    """A numpy scalar from its ``tobytes()``.
+
+    Raises:
+        DecodeError: the bytes are not as many as the dtype has, which might be gigabytes.
+    """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     named = array_dtype_named(dtype)
+    if named.itemsize != len(raw):
+        raise DecodeError("array", f"{len(raw)} bytes are no {named} scalar")
     # Empty text has items of no bytes, which frombuffer refuses.
     return np.frombuffer(raw, named)[0] if raw else np.zeros((), named)[()]
 
