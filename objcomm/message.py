@@ -120,7 +120,7 @@ def open_head(raw: bytearray | memoryview, header: Header, max_nbytes: int) -> M
         A message whose body came with the head, or has the memory to receive it.
 
     Raises:
-        WireError: it is larger than the limit; nothing was allocated.
+        WireError: it is larger than the limit, or cut off; nothing was allocated.
     """
     nbytes = header.body_nbytes + header.payload_nbytes
     if nbytes > max_nbytes:
@@ -128,6 +128,8 @@ def open_head(raw: bytearray | memoryview, header: Header, max_nbytes: int) -> M
             f"{header.position} announces a message of {nbytes} bytes, more than the limit of "
             f"{max_nbytes}; see objcomm.configure(max_nbytes=)"
         )
+    if len(raw) < header.head_nbytes:  # one of several heads in a bundle
+        raise WireError(f"{header.position} sent a message that was cut off")
     # A copy, and the only one: the memory that it arrived in is used again.
     head = bytearray(memoryview(raw)[: header.head_nbytes])
     if header.is_inline:
