@@ -215,7 +215,9 @@ def rebuild_array(
     """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
+    # A text among the sizes would be repeated as often as the others say, to gigabytes.
+    is_shape = all(type(size) is int for size in shape)
+    if dtype.hasobject or not is_shape or math.prod(shape) * dtype.itemsize != flat.numel():
         raise DecodeError("array", f"{flat.numel()} bytes are no {dtype} array of shape {shape}")
     if flat.numel() == 0:
         return np.empty(shape, dtype, order)
