@@ -44,6 +44,7 @@ class Campaign:
         self.found: dict[str, Path] = {}
         self._chance = random.Random(seed)
         self._out = out
+        self._highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         # Written before each attempt, so that a crash leaves its input behind.
         self._current = (out / "current").open("wb", buffering=0)
 
@@ -52,13 +53,8 @@ class Campaign:
         right = seeds(name)
         for _ in range(count // _BATCH):
             faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True)
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            batch = [variant(self._chance, name, self._chance.choice(right)) for _ in range(_BATCH)]
-            for raw in batch:
-                self._try(name, raw)
-            grew = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-            if grew > _GROWTH_MAX_NBYTES:
-                self._keep(name, f"a batch grew memory by {grew >> 20} MiB", b"")
+            for _ in range(_BATCH):
+                self._try(name, variant(self._chance, name, self._chance.choice(right)))
             self.tried[name] += _BATCH
 
     def _try(self, name: str, raw: bytes) -> None:
@@ -68,13 +64,17 @@ class Campaign:
         began = time.perf_counter()
         try:
             self.accepted[name] += attempt(name, raw)
-        except BaseException as error:  # noqa: BLE001  # anything that comes out is a defect
+        except BaseException as error:  # anything that comes out is a defect
             if isinstance(error, KeyboardInterrupt):
                 raise
             where = traceback.extract_tb(error.__traceback__)[-1]
             self._keep(name, f"{type(error).__name__} at {where.name}:{where.lineno}", raw)
         if time.perf_counter() - began > _HANG_SECONDS:
             self._keep(name, "took too long", raw)
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if highest - self._highest > _GROWTH_MAX_NBYTES:
+            self._keep(name, f"took {(highest - self._highest) >> 20} MiB", raw)
+        self._highest = highest
 
     def _keep(self, name: str, what: str, raw: bytes) -> None:
         key = f"{name}: {what}"
@@ -110,7 +110,8 @@ def main(arguments: list[str]) -> int:
     faulthandler.cancel_dump_traceback_later()
     total = campaign.tried.total()
     seconds = time.perf_counter() - began
-    print(f"{total} messages in {seconds:.0f} s, {total / seconds:.0f}/s; {len(campaign.found)} kinds")
+    rate, kinds = total / seconds, len(campaign.found)
+    print(f"{total} messages in {seconds:.0f} s, {rate:.0f}/s; {kinds} kinds of defects")
     return int(bool(campaign.found))
 
 

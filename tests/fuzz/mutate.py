@@ -22,11 +22,21 @@ from tests.unit.memory_link import header_of
 
 _LARGEST_SEED_NBYTES = 8000
 _NUMBERS: Final = (0, 1, 2, 3, 7, 8, 31, 64, 127, 128, 255, 256, 32_768, 65_536, 1 << 20)
-_EXTREMES: Final = (*_NUMBERS, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+_LARGE: Final = (2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+_EXTREMES: Final = (*_NUMBERS, *_LARGE)
 _TEXTS: Final = (
     *("", "a", "float32", "int64", "<f4", "|V8", "U1000000000", "S999999999", "O", "cpu", "meta"),
-    *("cuda", "mps", "C", "F", "1e999999999", "nan", "-1", "0x7f", "UTC", "../x", "tests.samples.Run"),
-    *("(99999999,)i4", "i4,f8", "datetime64[as]", "M8[D]", "é", "\ud800", "x" * 300),
+    *("cuda", "mps", "C", "F", "1e999999999", "nan", "-1", "0x7f", "UTC", "../x"),
+    *(
+        "(99999999,)i4",
+        "i4,f8",
+        "datetime64[as]",
+        "M8[D]",
+        "tests.samples.Run",
+        "é",
+        "\ud800",
+        "x" * 300,
+    ),
 )
 
 Mutation = Callable[[random.Random, bytearray], None]
@@ -167,7 +177,7 @@ def _over_the_targets_buffer() -> list[Any]:
         longs,
         {"w": longs, "tied": [longs, longs.view(2, 4)]},
         torch.arange(16, dtype=torch.float32).view(4, 4).t(),
-        torch.zeros(64, dtype=torch.bool).requires_grad_(requires_grad=False),
+        torch.zeros(64, dtype=torch.bool),
         torch.arange(32, dtype=torch.bfloat16).view(2, 16).expand(3, 2, 16),
         torch.nn.Parameter(torch.ones(8, dtype=torch.float64)),
         floats,
@@ -255,7 +265,8 @@ def _with_other_fields(chance: random.Random, header: Header) -> Header:
         before: int = getattr(header, name)
         number = chance.choice((chance.choice(_EXTREMES), before + 1, max(0, before - 1)))
         number %= 1 << bits
-        header = header._replace(**{name: -number if is_signed and number % 2 else number})
+        changed: dict[str, Any] = {name: -number if is_signed and number % 2 else number}
+        header = header._replace(**changed)
     if chance.random() < 0.2:
         header = header._replace(codec=chance.choice(("pickle", "", "none", "msgpac")))
     return header

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of one target: ``python -m tests.fuzz.run_atheris plain -max_total_time=60``.
+"""Coverage-guided fuzzing: ``python -m tests.fuzz.run_atheris plain -max_total_time=60``.
 
 What follows the target's name goes to libFuzzer. New inputs are kept in ``fuzz-out/``; put what
 shows a defect into ``corpus/``, which the suite replays.
@@ -39,9 +39,7 @@ def main(arguments: list[str]) -> None:
             return changed
 
     options = ["-timeout=2", "-rss_limit_mb=2048", *arguments[2:], str(found), str(_CORPUS / name)]
-    atheris.Setup(
-        [arguments[0], *options], lambda raw: attempt(name, raw), custom_mutator=mutated
-    )
+    atheris.Setup([arguments[0], *options], lambda raw: attempt(name, raw), custom_mutator=mutated)
     atheris.Fuzz()
 
 

@@ -76,13 +76,20 @@ def plain(raw: bytes) -> None:
 def restricted_pickle(raw: bytes) -> None:
     """The pickle codec's own bytes, read by an unpickler that admits a few functions only."""
     try:
-        for opcode, argument, _ in pickletools.genops(raw):
-            # CPython makes room for the whole memo at once: https://github.com/python/cpython/issues/115952
-            if opcode.name in _PUTS and argument > len(raw):
-                raise pickle.UnpicklingError("a memo larger than the stream")
+        _check_memo(raw)
         _Restricted(io.BytesIO(raw), buffers=_buffers()).load()
     except Exception as error:
         raise DecodeError("pickle", text_of(error)) from error
+
+
+def _check_memo(stream: bytes) -> None:
+    """Leave out what CPython is known for: one opcode makes it allocate 64 GiB for the memo.
+
+    See https://github.com/python/cpython/issues/115952.
+    """
+    for opcode, argument, _ in pickletools.genops(stream):
+        if opcode.name in _PUTS and int(argument or 0) > len(stream):
+            raise pickle.UnpicklingError("a memo larger than the stream")
 
 
 def failure(raw: bytes) -> None:
@@ -90,7 +97,7 @@ def failure(raw: bytes) -> None:
     failures = failures_in([message(raw)])
     if failures:
         str(CollectiveError("gather", failures))
-        {rank for rank in failures if rank >= 0}  # noqa: B018  # ranks are numbers
+        min(failures).bit_length()
 
 
 def bundle(raw: bytes) -> None:

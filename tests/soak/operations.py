@@ -201,9 +201,7 @@ OPERATIONS = {
     "scatter": Operation(_scatter, chunk_of, Pattern.ONE_TO_EACH, (*_ROOTED, "wrong length")),
     "reduce": Operation(_reduce, _joined_at_root, Pattern.ALL_TO_ONE, _OPERATORS),
     "all_reduce": Operation(_all_reduce, _joined, Pattern.THROUGH_FIRST, _OPERATORS),
-    "all_reduce of a named operator": Operation(
-        _all_reduce_named, _reduced, Pattern.THROUGH_FIRST
-    ),
+    "all_reduce of a named operator": Operation(_all_reduce_named, _reduced, Pattern.THROUGH_FIRST),
     "gather_scalar": Operation(
         _gather_scalar, _scalars_at_root, Pattern.ALL_TO_ONE, _SCALAR, can_confirm=False
     ),

@@ -29,7 +29,8 @@ def join(port: int) -> dist.TCPStore:
     place = here()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
-    return store.clone()
+    own: dist.TCPStore = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    return own
 
 
 class _Groups:
@@ -62,6 +63,7 @@ class Soak:
     """One rank's part in a soak."""
 
     def __init__(self, seed: int, port: int, record: Path) -> None:
+        measure.steady_allocator()
         self._seed = seed
         self._record = record / f"rank{here().rank}.jsonl"
         self._store = join(port)
@@ -145,9 +147,14 @@ class Soak:
             descriptors,
             self._store.num_keys() - self._groups.left_by_torch,
         )
-        with self._record.open("a") as lines:
-            lines.write(json.dumps(figures._asdict()) + "\n")
+        write(self._record, figures)
         objcomm.barrier("after a checkpoint")
+
+
+def write(record: Path, figures: measure.Figures) -> None:
+    """Add a line to what this rank has written down."""
+    with record.open("a") as lines:
+        lines.write(json.dumps(figures._asdict()) + "\n")
 
 
 def take(turn: Turn, party: Party) -> bool:
@@ -183,9 +190,7 @@ def _check_error(caught: Exception | None, wanted: Expected, party: Party) -> No
         assert (caught.__cause__ is not None) == (party.rank == wanted.failed), str(caught)
 
 
-def soak(
-    *, seed: int, port: int, record: str, seconds: float, checkpoint_seconds: float
-) -> None:
+def soak(*, seed: int, port: int, record: str, seconds: float, checkpoint_seconds: float) -> None:
     """The order that each worker gets."""
     running = Soak(seed, port, Path(record))
     try:

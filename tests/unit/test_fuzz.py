@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import torch
 
 import objcomm
 from objcomm import DecodeError, WireError
@@ -49,12 +50,13 @@ def _extended(name: str, *members: object) -> list[object]:
         _extended("fraction", _extended("decimal", "1e999999999"), 1),
         _extended("scalar", "V2000000000", b""),
         _extended("scalar", "U500000000", b""),
+        _extended("ndarray", 0, "u1", [2**33, "x"], "C"),
     ],
-    ids=["fraction of a text", "fraction of a decimal", "scalar", "text scalar"],
+    ids=["fraction of a text", "fraction of a decimal", "scalar", "text scalar", "array"],
 )
 def test_some_bytes_of_plain_data_can_not_ask_for_gigabytes_or_hours(value: object) -> None:
     with pytest.raises(DecodeError):
-        decode("msgpack", memoryview(msgpack.packb(value)), [])
+        decode("msgpack", memoryview(msgpack.packb(value)), [torch.zeros(8, dtype=torch.uint8)])
 
 
 @pytest.mark.parametrize("name", [path.name for path in (_CORPUS / "failure").glob("*-*")])
