@@ -14,7 +14,7 @@ from objcomm.admission import Gate
 from objcomm.errors import TransportError, TransportTimeout
 from objcomm.frames import EVERYONE
 from objcomm.history import Entry
-from objcomm.memory import view
+from objcomm.memory import empty, view
 from objcomm.message import Message, open_body
 from objcomm.transport import topology
 from objcomm.transport.base import Deadline, Link, Pending, head_tag, payload_tag
@@ -136,21 +136,17 @@ class Exchange:
         if message.is_all_head:
             return
         for peer in peers:
-            for piece in self._body(message) + self._pieces(message):
-                self._send(piece, peer, self._payload_tag, message)
+            for pieces in (self._body(message), self._pieces(message)):
+                self._send_marked(pieces, peer, message)
 
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
         """Wait for what follows the heads of some peers, from all at once."""
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
-        self._wait_for(
-            [(peer, piece) for peer, message in arriving for piece in self._body(message)]
-        )
+        self._wait_for([(peer, self._body(message)) for peer, message in arriving])
         for _, message in arriving:
             if not message.header.is_inline:
                 open_body(message, self.device.device)
-        self._wait_for(
-            [(peer, piece) for peer, message in arriving for piece in self._pieces(message)]
-        )
+        self._wait_for([(peer, self._pieces(message)) for peer, message in arriving])
 
     def relay_rest(self, message: Message, root: int) -> None:
         """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks."""
@@ -191,12 +187,12 @@ class Exchange:
         if not pieces:
             return
         self.rounds += 1
-        arriving = [] if parent is None else [self._post(parent, piece) for piece in pieces]
+        arriving = [] if parent is None else [self._post(parent, [piece]) for piece in pieces]
         for at, piece in enumerate(pieces):
             if parent is not None:
-                self._wait(arriving[at], parent)
+                self._wait_in_turn(arriving[at], parent)
             for child in children:
-                self._send(piece, child, self._payload_tag, message)
+                self._send_marked([piece], child, message)
 
     def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: Message) -> None:
         try:
@@ -207,19 +203,37 @@ class Exchange:
         self._sends.append((pending, peer, flat, owner))
         self.sent_nbytes += flat.numel()
 
-    def _post(self, peer: int, flat: torch.Tensor) -> Pending:
-        self.received_nbytes += flat.numel()
-        try:
-            return self._link.recv(flat, peer, self._payload_tag)
-        except RuntimeError as error:
-            raise self._naming(error, (peer,)) from error
+    def _send_marked(self, pieces: Sequence[torch.Tensor], peer: int, owner: Message) -> None:
+        """Begin to send pieces, and a byte behind them by which the receiver knows that they came.
 
-    def _wait_for(self, arriving: Sequence[tuple[int, torch.Tensor]]) -> None:
-        if not arriving:
-            return
-        self.rounds += 1
-        posted = [(self._post(peer, flat), peer) for peer, flat in arriving]
+        Gloo does not wake a receive whose bytes had begun to come when the connection closed
+        (gloo/transport/tcp/pair.cc, signalException: it forgets the operation being read). A byte
+        can't have come in part, so it is for the byte that a receiver waits.
+        """
+        for piece in pieces:
+            self._send(piece, peer, self._payload_tag, owner)
+        if pieces:
+            self._send(empty(1), peer, self._payload_tag, owner)
+
+    def _post(self, peer: int, pieces: Sequence[torch.Tensor]) -> list[Pending]:
+        """Begin to receive what ``_send_marked`` sends; the last one is to be waited for first."""
+        posted = []
+        for flat in [*pieces, empty(1)]:
+            try:
+                posted.append(self._link.recv(flat, peer, self._payload_tag))
+            except RuntimeError as error:
+                raise self._naming(error, (peer,)) from error
+            self.received_nbytes += flat.numel()
+        return posted
+
+    def _wait_for(self, arriving: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
+        posted = [(self._post(peer, pieces), peer) for peer, pieces in arriving if pieces]
+        self.rounds += bool(posted)
         for pending, peer in posted:
+            self._wait_in_turn(pending, peer)
+
+    def _wait_in_turn(self, posted: Sequence[Pending], peer: int) -> None:
+        for pending in reversed(posted):
             self._wait(pending, peer)
 
     def _wait(self, pending: Pending, peer: int) -> None:

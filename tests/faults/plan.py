@@ -69,7 +69,8 @@ class Fault:
         text: for the table.
         strike: the name of a function in ``strike``, called on the victim in place of the
             operation, or around it.
-        dies: whether the victim's process ends by it.
+        dies: whether the victim's process ends by it. Gloo ends one whose own sockets are shut, at
+            times ("terminate called after throwing an instance of 'gloo::EnforceNotMet'").
         breaks: whether the group is broken afterwards.
         is_limited: whether only a time limit ends the wait.
         needs_payload: whether it can only happen to an operation that has one.
@@ -90,7 +91,9 @@ class Fault:
 FAULTS: dict[str, Fault] = {
     "kill": Fault("SIGKILL before its header", "kill_before", dies=True),
     "exit": Fault("`os._exit` before its header", "exit_before", dies=True),
-    "close": Fault("its sockets are closed", "close_before", torch_too=False),
+    "close": Fault(
+        "its sockets are closed before its header", "close_before", dies=True, torch_too=False
+    ),
     "kill between": Fault(
         "SIGKILL between header and payload", "kill_between", dies=True, needs_payload=True
     ),
@@ -100,6 +103,7 @@ FAULTS: dict[str, Fault] = {
     "close between": Fault(
         "its sockets are closed between header and payload",
         "close_between",
+        dies=True,
         needs_payload=True,
         torch_too=False,
     ),
@@ -113,6 +117,7 @@ FAULTS: dict[str, Fault] = {
     "close amid": Fault(
         "its sockets are closed in the middle of its payload",
         "close_amid",
+        dies=True,
         needs_payload=True,
         torch_too=False,
     ),

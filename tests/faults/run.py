@@ -80,9 +80,10 @@ def _read(path: Path) -> Outcome:
 
 
 def _judge(reports: list[Report], *, dies: bool) -> None:
-    for report in reports:
-        wanted = _DIED if dies and report.rank == VICTIM else "passed"
-        assert report.outcome == wanted, f"rank {report.rank} {report.outcome}: {report.text}"
+    wanted = ["passed"] * WORLD_SIZE
+    wanted[VICTIM] = _DIED if dies else "passed"
+    texts = [f"rank {each.rank} {each.outcome}: {each.text}" for each in reports]
+    assert [report.outcome for report in reports] == wanted, "\n".join(texts)
 
 
 def carry_out(fault: str, operation: str, folder: str, *, of_torch: bool) -> None:
@@ -126,9 +127,7 @@ def _call(fault: str, operation: str, *, of_torch: bool) -> Callable[[], Any]:
     return lambda: about.call(mine, **limit)
 
 
-def _outcome(
-    made: Callable[[], Any], call: Callable[[], Any], fault: str, began: Path
-) -> Outcome:
+def _outcome(made: Callable[[], Any], call: Callable[[], Any], fault: str, began: Path) -> Outcome:
     """Make the call, and the next one where it returned, and note the first error."""
     outcome = Outcome(here().rank)
     if fault == "absent" and here().rank == VICTIM:

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed import distributed_c10d
@@ -22,6 +23,8 @@ Tell = Callable[[], None]
 
 # The other ranks are waiting by then, and what was sent has left this process.
 _PAUSE_S = 0.3
+# Long enough for the others to raise because of closed sockets, not because of a death.
+_CLOSED_S = 3.0
 # Torch's collectives that carry an object's bytes, after those that carry its size.
 _TORCHS = ("broadcast", "all_gather", "gather", "scatter")
 
@@ -35,11 +38,13 @@ def _exit() -> NoReturn:
 
 
 def _close() -> None:
-    """Shut every network socket of this process."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+    """Shut every network socket of this process, and end it when the others have seen that."""
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as each:
             if each.family in (socket.AF_INET, socket.AF_INET6):
                 each.shutdown(socket.SHUT_RDWR)
+    time.sleep(_CLOSED_S)
+    _kill()
 
 
 def _before(end: Call, call: Call, tell: Tell) -> Any:
@@ -150,9 +155,7 @@ def close_amid(call: Call, tell: Tell) -> Any:
     return _amid(_close, call, tell)
 
 
-def _first_time(
-    instead: Callable[..., Any], original: Callable[..., Any]
-) -> Callable[..., Any]:
+def _first_time(instead: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     return _nth_time(1, instead, original)
 
 
