@@ -49,7 +49,7 @@ def _row(fault: str, operation: str) -> str:
     has_peer = FAULTS[fault].torch_too and OPERATIONS[operation].torch_call is not None
     torchs = _cells(run_case(fault, operation, of_torch=True)) if has_peer else ["", ""]
     row = f"| {FAULTS[fault].text} | `{operation}` | {' | '.join([*cells, *torchs])} |"
-    print(row, flush=True)
+    sys.stdout.write(f"{row}\n")
     return row
 
 

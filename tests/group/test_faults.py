@@ -19,11 +19,9 @@ _AT_ONCE = 4
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[list[Outcome]]]]:
     """All selected cases, some at a time: most of each is waiting."""
+    collected = {item.nodeid for item in request.session.items}
     selected = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.module is request.module
-        if hasattr(item, "callspec") and "case" in item.callspec.params
+        case for case in cases() if any(f"[{' - '.join(case)}]" in each for each in collected)
     ]
     with ThreadPoolExecutor(_AT_ONCE) as executor:
         yield {case: executor.submit(run_case, *case) for case in selected}
