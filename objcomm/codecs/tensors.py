@@ -226,7 +226,9 @@ def rebuild_array(
     """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
-    if type(shape) is not tuple or not isinstance(dtype, np.dtype):
+    # A text among the sizes would be repeated as often as the others say, to gigabytes.
+    is_shape = type(shape) is tuple and all(type(size) is int for size in shape)
+    if not is_shape or not isinstance(dtype, np.dtype):
         raise DecodeError("array", f"{shape!r} is no shape, or {dtype!r} no dtype")
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
         raise DecodeError("array", f"{flat.numel()} bytes are no {dtype} array of shape {shape}")
@@ -239,10 +241,16 @@ def rebuild_array(
 
 
 def rebuild_scalar(dtype: Any, raw: bytes) -> Any:
-    """A numpy scalar from its ``tobytes()``."""
+    """A numpy scalar from its ``tobytes()``.
+
+    Raises:
+        DecodeError: the bytes are not as many as the dtype has, which might be gigabytes.
+    """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     named = array_dtype_named(dtype)
+    if named.itemsize != len(raw):
+        raise DecodeError("array", f"{len(raw)} bytes are no {named} scalar")
     # Empty text has items of no bytes, which frombuffer refuses.
     return np.frombuffer(raw, named)[0] if named.itemsize else np.zeros((), named)[()]
 
