@@ -94,6 +94,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("fuzz-out"), help="where inputs are kept")
     options = parser.parse_args(arguments)
     options.out.mkdir(exist_ok=True)
+    faulthandler.enable()
     with contextlib.suppress(ValueError):  # a lower limit holds already
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_NBYTES,) * 2)
     warnings.simplefilter("ignore")  # torch and numpy warn of odd sizes and dtypes
