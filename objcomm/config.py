@@ -1,5 +1,6 @@
 """The options that hold where a call does not say otherwise, in a scope."""
 
+import os
 from collections.abc import Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ class Settings:
         max_nbytes: the most that one message may make a rank allocate; ``None`` means the
             machine's physical memory.
         accept: codecs whose messages this rank decodes; ``None`` means all.
+        record_folder: where a rank writes its last calls when ranks lose each other; ``None``
+            means that the environment says.
     """
 
     codec: str = "pickle"
     max_nbytes: int | None = None
     accept: frozenset[str] | None = None
+    record_folder: str | None = None
 
 
 _DEFAULTS = Settings()
@@ -42,6 +46,9 @@ class configure:  # noqa: N801  # used as a function and as a context
         max_nbytes: the most that one message may make a rank allocate. As it was if None.
         accept: names of the codecs whose messages this rank decodes; any other is refused unread,
             with a DecodeError. As it was if None.
+        record_folder: where each rank writes its last calls when ranks lose each other; see
+            ``objcomm.recorder``. As it was if None, which at first means the environment's
+            OBJCOMM_RECORD_FOLDER; ``""`` means nowhere.
 
     Raises:
         UsageError: a limit that no message can keep.
@@ -58,6 +65,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         codec: str | None = None,
         max_nbytes: int | None = None,
         accept: Iterable[str] | None = None,
+        record_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         if max_nbytes is not None and max_nbytes <= 0:
             raise UsageError(f"max_nbytes={max_nbytes} leaves no room for any message")
@@ -68,6 +76,7 @@ class configure:  # noqa: N801  # used as a function and as a context
                 codec or before.codec,
                 max_nbytes or before.max_nbytes,
                 before.accept if accept is None else frozenset(names),
+                before.record_folder if record_folder is None else os.fspath(record_folder),
             )
         )
 
