@@ -56,9 +56,8 @@ def _differing(row: Row, rows: Sequence[Row], places: Places) -> str:
 def _missing(row: Row, rows: Sequence[Row], places: Places) -> str:
     lacking = [rank for rank, why in row.absent.items() if why is Absence.NEVER]
     made = _made(row.calls[min(row.calls)], places)
-    told = (
-        f"{ranks_text(lacking)} never made {call_text(row.key)} ({made} on {ranks_text(row.calls)})"
-    )
+    never = "never came to the" if row.key.sequence < 0 else "never made"
+    told = f"{ranks_text(lacking)} {never} {call_text(row.key)} ({made} on {ranks_text(row.calls)})"
     if len(lacking) > 1:
         return f"{told}.{_before(row, rows, places)}"
     last = _last_of(lacking[0], row, rows)
