@@ -83,16 +83,16 @@ def test_only_the_last_256_calls_are_kept() -> None:
 
 @ranks(3)
 def test_one_group_can_be_told_alone_and_in_global_ranks() -> None:
-    pair = subgroup(1, 2)
     objcomm.barrier()
-    if here().rank == 0:
-        with pytest.raises(objcomm.NotInGroupError):
-            objcomm.recorder.dump(group=pair)
-    else:
-        objcomm.all_gather("x", group=pair)
-        (told,) = objcomm.recorder.dump(group=pair)["groups"]
-        assert (told["ranks"], told["rank"], told["size"]) == ([1, 2], here().rank - 1, 2)
-        assert [each["operation"] for each in told["entries"]][-1] == "all_gather"
+    with subgroup(1, 2) as pair:
+        if here().rank == 0:
+            with pytest.raises(objcomm.NotInGroupError):
+                objcomm.recorder.dump(group=pair)
+        else:
+            objcomm.all_gather("x", group=pair)
+            (told,) = objcomm.recorder.dump(group=pair)["groups"]
+            assert (told["ranks"], told["rank"], told["size"]) == ([1, 2], here().rank - 1, 2)
+            assert [each["operation"] for each in told["entries"]][-1] == "all_gather"
 
 
 @ranks(2, disposable=True)
@@ -112,7 +112,8 @@ def test_a_call_under_way_and_lanes_are_told(tmp_path: Path) -> None:
             time.sleep(0.01)
         while last["awaits"] < 0:
             time.sleep(0.01)
-            last = world_entries(objcomm.recorder.dump(tmp_path / "r.json"))[-1]
+            last = world_entries(objcomm.recorder.dump())[-1]
+        objcomm.recorder.dump(tmp_path / "r.json")
         assert (last["outcome"], last["ms"], last["awaits"]) == ("under way", None, 1)
         assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]
         assert last in world_entries(json.loads((tmp_path / "r.json").read_text()))
@@ -192,24 +193,17 @@ def test_a_death_is_written_by_who_lives() -> None:
 
 @ranks(2, disposable=True)
 def test_an_error_within_a_callback_is_written_once() -> None:
-    inner = subgroup(0, 1)
-    objcomm.barrier()
-    objcomm.barrier(group=inner)
-
     def fails() -> int:
-        if here().rank == 0:
-            objcomm.barrier("a", group=inner)
-        else:
-            objcomm.all_gather(1, group=inner)
+        name = "a" if here().rank == 0 else "b"
+        objcomm.barrier(name, group=inner)
         return 1
 
-    with (
-        objcomm.configure(record_folder=folder()),
-        contextlib.suppress(ObjcommError),
-    ):
-        objcomm.reduce_and_broadcast(fails, sum)
-    dist.barrier()
-    assert len(list(folder().iterdir())) == 2
+    with subgroup(0, 1) as inner, objcomm.configure(record_folder=folder()):
+        objcomm.barrier()
+        with contextlib.suppress(ObjcommError):
+            objcomm.reduce_and_broadcast(fails, sum)
+        dist.barrier()
+        assert len(list(folder().iterdir())) == 2
 
 
 @ranks(2, disposable=True)
