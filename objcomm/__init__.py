@@ -3,10 +3,11 @@
 from objcomm import recorder
 from objcomm.codecs import register, register_codec
 from objcomm.collectives import all_gather, barrier, broadcast, gather, scatter
-from objcomm.config import configure
+from objcomm.config import check, configure
 from objcomm.control import ddp_broadcast
 from objcomm.counters import OperationStats
 from objcomm.errors import (
+    AuthenticationError,
     BrokenGroupError,
     CodecError,
     CollectiveError,
@@ -28,11 +29,13 @@ from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
 from objcomm.reductions import all_reduce, reduce
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.together import fail_together
 from objcomm.world import is_initialized, is_main, rank, reset_stats, stats, world_size
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuthenticationError",
     "BrokenGroupError",
     "CodecError",
     "CollectiveError",
@@ -55,8 +58,10 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "check",
     "configure",
     "ddp_broadcast",
+    "fail_together",
     "from_tensor",
     "gather",
     "gather_scalar",

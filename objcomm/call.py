@@ -7,15 +7,16 @@ before any traffic, send a failure instead of a value, raise alike, decode last.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.autograd.profiler
 
+from objcomm.admission import Gate
 from objcomm.codecs import codec_named, copy, decode, encode
-from objcomm.config import settings
+from objcomm.config import Allowed, settings_with, using
 from objcomm.errors import (
     CodecError,
     CollectiveError,
@@ -30,7 +31,7 @@ from objcomm.errors import (
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
 from objcomm.history import Entry
-from objcomm.memory import parse_device, physical_nbytes
+from objcomm.memory import parse_device
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
 from objcomm.recorder import record_loss
@@ -69,6 +70,8 @@ class Call:
         has_root: bool = False,
         must_agree: str = "",
         confirm: bool = False,
+        accept: Iterable[str] | None = None,
+        allow: Iterable[Allowed] | None = None,
     ) -> None:
         """Begin.
 
@@ -83,6 +86,8 @@ class Call:
             has_root: whether the operation has one.
             must_agree: text that must be the same on all ranks.
             confirm: whether a rank's decode error becomes everybody's.
+            accept: codecs whose messages this rank decodes.
+            allow: what a received pickle may name.
 
         Raises:
             UsageError: an argument is wrong; nothing was sent.
@@ -95,7 +100,8 @@ class Call:
         self._group = resolve(group)
         self.rank, self.size = self._group.rank, self._group.size
         self.root = self._group.root(self.name, global_root, group_root)
-        self._codec = codec_named(codec or settings().codec)
+        self._settings = settings_with(accept, allow)
+        self._codec = codec_named(codec or self._settings.codec)
         self._device = parse_device(device)
         self._deadline = self._group.deadline(self.name, timeout)
         self._confirm = confirm
@@ -104,6 +110,7 @@ class Call:
         self._has_met = False
         self._span: torch.autograd.profiler.record_function | None = None
         root = self.root if has_root else -1
+        self._must_meet = self._settings.is_checked
         if self.size > 1:
             self._exchange = self._begin(operation, root, must_agree)
         else:
@@ -123,6 +130,7 @@ class Call:
         self._mesh, self._lane = mesh, lane
         device_link = self._group.device_link
         self._device_type = None if device_link is None else device_link.device.type
+        gate = Gate(self._settings, mesh.nonce, self.rank)
         is_staged = self._device is not None and self._device.type == self._device_type
         header = Header(
             status=Status.VALUE,
@@ -133,7 +141,9 @@ class Call:
             lane=lane.number,
             group=mesh.number,
             sequence=lane.sequence,
-            fingerprint=fingerprint(must_agree + "\0confirm" * self._confirm),
+            fingerprint=fingerprint(
+                must_agree + "\0confirm" * self._confirm + "\0check" * self._must_meet
+            ),
             call_site=call_site,
         )
         entry = Entry(header, self.name, self._codec.name, lane.name)
@@ -142,7 +152,7 @@ class Call:
             lane=lane,
             entry=entry,
             deadline=self._deadline,
-            max_nbytes=settings().max_nbytes or physical_nbytes(),
+            gate=gate,
             device=DevicePath(device_link),
         )
         lane.sequence += 1
@@ -163,6 +173,14 @@ class Call:
     def is_root(self) -> bool:
         """Whether this rank is the source or destination."""
         return self.rank == self.root
+
+    @property
+    def place(self) -> str:
+        """A name of this call that is the same on every rank and means no other call."""
+        if self._exchange is None:
+            return ""
+        header = self._exchange.header
+        return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
 
     @property
     def exchange(self) -> Exchange:
@@ -227,12 +245,14 @@ class Call:
 
         Raises:
             DecodeError: it can't be rebuilt here.
-            WireError: it carries none.
+            WireError: it carries none, or what its sender did not sign.
         """
+        message.check()
         if message.header.status != Status.VALUE:
             raise WireError(f"{message.header.position} sent status {message.header.status}")
         owners = [buffer.owner for buffer in message.buffers]
-        return decode(message.header.codec, message.meta, owners, device=self._device)
+        with using(self._settings):
+            return decode(message.header.codec, message.meta, owners, device=self._device)
 
     def settle(self, conclude: Callable[[], R]) -> R:
         """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.
@@ -248,6 +268,8 @@ class Call:
         except BaseException as error:  # noqa: BLE001  # raised by raise_failures
             self._own_error = error
         own = self._own_error
+        blank = self.exchange.header
+        self.exchange.header = blank._replace(flags=blank.flags | Flag.ACKNOWLEDGEMENT)
         mine = self.announcement(Status.VALUE) if own is None else self.failure(own)
         with self.traffic() as exchange:
             acknowledged = routes.all_gather(exchange, mine)
@@ -267,6 +289,9 @@ class Call:
         lane.entry = entry
         try:
             with interruptible(self._mesh):
+                if self._must_meet:
+                    routes.all_meet(self.exchange, self.announcement(Status.VALUE))
+                    self._must_meet = False
                 yield self.exchange
                 self.exchange.finish()
             self._has_met = True

@@ -2,12 +2,13 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from objcomm.call import Call
+from objcomm.config import Allowed
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
@@ -34,6 +35,8 @@ def broadcast(
     codec: str | None = None,
     device: DeviceLike = None,
     confirm: bool = False,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
 ) -> T:
     """Share one rank's object with every rank of the group.
 
@@ -50,6 +53,8 @@ def broadcast(
         device: where tensors inside the object shall lie on receivers; if None, on the current
             device of the type they had. A CUDA device also makes large members travel over NCCL.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
         The source's object: the identical one there, an independent and writable copy elsewhere.
@@ -79,6 +84,8 @@ def broadcast(
         group_root=group_src,
         has_root=True,
         confirm=confirm,
+        accept=accept,
+        allow=allow,
     ) as call:
         if call.is_alone:
             return obj
@@ -103,6 +110,8 @@ def gather(
     codec: str | None = None,
     device: DeviceLike = None,
     confirm: bool = False,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
 ) -> list[T] | None:
     """Collect one object from every rank onto one.
 
@@ -118,6 +127,8 @@ def gather(
         codec: what encodes this rank's contribution.
         device: where tensors inside received objects shall lie.
         confirm: make every rank wait, and raise, if any contribution was missing or unreadable.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
         On the destination one object per rank, in the order of group ranks; its own is the
@@ -147,6 +158,8 @@ def gather(
         group_root=group_dst,
         has_root=True,
         confirm=confirm,
+        accept=accept,
+        allow=allow,
     ) as call:
         return gather_in(call, obj)
 
@@ -187,6 +200,8 @@ def all_gather(
     codec: str | None = None,
     device: DeviceLike = None,
     confirm: bool = False,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
 ) -> list[T]:
     """Collect one object from every rank onto every rank.
 
@@ -199,6 +214,8 @@ def all_gather(
         codec: what encodes this rank's contribution.
         device: where tensors inside received objects shall lie.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
         One object per rank, in the order of group ranks; this rank's own is the identical one.
@@ -224,6 +241,8 @@ def all_gather(
         codec=codec,
         device=device,
         confirm=confirm,
+        accept=accept,
+        allow=allow,
     ) as call:
         return all_gather_in(call, obj)
 
@@ -253,6 +272,8 @@ def scatter(
     codec: str | None = None,
     device: DeviceLike = None,
     confirm: bool = False,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
 ) -> T:
     """Give each rank one object of the source's.
 
@@ -268,6 +289,8 @@ def scatter(
         codec: what encodes the objects on the source.
         device: where tensors inside the object shall lie on receivers.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
         This rank's object: the identical one on the source, an independent copy elsewhere.
@@ -297,6 +320,8 @@ def scatter(
         group_root=group_src,
         has_root=True,
         confirm=confirm,
+        accept=accept,
+        allow=allow,
     ) as call:
         if call.is_alone:
             return call.alone(lambda: _one_each(objs, 1)[0])

@@ -1,12 +1,23 @@
-"""The options that hold where a call does not say otherwise, in a scope."""
+"""The options that hold where a call does not say otherwise, and their scopes.
 
+A call's own options come first, then those of its thread or task, then those of the process. The
+environment can add a key where the program has set none; it can take nothing back.
+"""
+
+import functools
 import os
-from collections.abc import Iterable
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import Any
 
+from objcomm.authentication import environment_secret, secret_of
 from objcomm.errors import UsageError
+
+#: What ``allow=`` lists: classes and functions, or their names, such as ``"shop.Order"``.
+Allowed = type | Callable[..., Any] | str
 
 
 @dataclass(frozen=True)
@@ -17,68 +28,163 @@ class Settings:
         codec: what encodes objects.
         max_nbytes: the most that one message may make a rank allocate; ``None`` means the
             machine's physical memory.
+        max_operation_nbytes: the same of all messages that it receives in one operation.
+        max_depth: how deep containers may lie in each other.
+        max_buffers: how many buffers one message may have.
         accept: codecs whose messages this rank decodes; ``None`` means all.
+        allow: what a pickle may name, by its name; ``None`` means everything.
+        secret: of the key that signs messages, if the program has set one.
+        check: whether ranks agree on each operation first; ``None`` leaves it to the environment.
         record_folder: where a rank writes its last calls when ranks lose each other; ``None``
-            means that the environment says.
+            leaves it to the environment.
     """
 
     codec: str = "pickle"
     max_nbytes: int | None = None
+    max_operation_nbytes: int | None = None
+    max_depth: int = 200
+    max_buffers: int = 1 << 19
     accept: frozenset[str] | None = None
+    allow: Mapping[str, Any] | None = None
+    secret: bytes | None = field(default=None, repr=False)
+    check: bool | None = None
     record_folder: str | None = None
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether ranks agree on each operation before it."""
+        return _environment_check() if self.check is None else self.check
 
-_DEFAULTS = Settings()
-_settings: ContextVar[Settings] = ContextVar("objcomm_settings", default=_DEFAULTS)
+    @property
+    def signing_secret(self) -> bytes | None:
+        """What signs messages: the program's own key, else the one that the environment names.
+
+        Raises:
+            UsageError: the environment names a file that does not serve.
+        """
+        return self.secret or environment_secret()
+
+
+class _Process:
+    """The options of threads and tasks that have set none of their own."""
+
+    settings = Settings()
+
+
+_own: ContextVar[Settings | None] = ContextVar("objcomm_settings", default=None)
 
 
 def settings() -> Settings:
     """The options in force here."""
-    return _settings.get()
+    return _own.get() or _Process.settings
+
+
+def settings_with(
+    accept: Iterable[str] | None = None, allow: Iterable[Allowed] | None = None
+) -> Settings:
+    """The options in force here, but for what a call's own arguments say.
+
+    Raises:
+        UsageError: ``allow`` names what does not exist.
+    """
+    before = settings()
+    if accept is None and allow is None:
+        return before
+    return replace(
+        before,
+        accept=before.accept if accept is None else _codecs(accept),
+        allow=before.allow if allow is None else _admitted(allow),
+    )
+
+
+class using:  # noqa: N801  # as ``configure``; a generator would cost four times as much
+    """Let ``settings()`` be ``chosen`` for a ``with`` block."""
+
+    __slots__ = ("_chosen", "_token")
+
+    def __init__(self, chosen: Settings) -> None:
+        self._chosen = chosen
+
+    def __enter__(self) -> None:
+        self._token = _own.set(self._chosen)
+
+    def __exit__(self, *raised: object) -> None:
+        _own.reset(self._token)
 
 
 class configure:  # noqa: N801  # used as a function and as a context
     """Set options for all that follows in this thread or task, or for a ``with`` block.
 
+    Every option stays as it was if None.
+
     Args:
-        codec: name of the codec that encodes objects; a receiver takes it from the message. As it
-            was if None.
-        max_nbytes: the most that one message may make a rank allocate. As it was if None.
+        codec: name of the codec that encodes objects; a receiver takes it from the message.
         accept: names of the codecs whose messages this rank decodes; any other is refused unread,
-            with a DecodeError. As it was if None.
-        record_folder: where each rank writes its last calls when ranks lose each other; see
-            ``objcomm.recorder``. As it was if None, which at first means the environment's
-            OBJCOMM_RECORD_FOLDER; ``""`` means nowhere.
+            with a DecodeError.
+        allow: the classes and functions that a received pickle may name, as they are or as
+            ``"module.qualname"``; any other is refused before it runs, with a
+            ForbiddenTypeError. Builtin containers and scalars, tensors and arrays need no entry.
+        key: bytes or text of 16 bytes or more, the same on every rank. Messages are signed with
+            it, and those that are not are refused with an AuthenticationError.
+        max_nbytes: the most that one message may make this rank allocate.
+        max_operation_nbytes: the most that all messages of one operation together may.
+        max_depth: how deep containers may lie in each other, in what this rank sends by msgpack,
+            and in what it receives by msgpack or with ``allow``.
+        max_buffers: how many buffers a received message may have.
+        check: see ``objcomm.check``.
+        record_folder: where this rank writes its last calls when ranks lose each other, unless
+            ``""``; the environment's OBJCOMM_RECORD_FOLDER if never set. See ``objcomm.recorder``.
+        everywhere: also for threads that have set no options, whenever they were started. The
+            last one to say so counts.
 
     Raises:
-        UsageError: a limit that no message can keep.
+        UsageError: a limit that no message can keep, a key that is too short, or a name in
+            ``allow`` that stands for nothing.
 
     Example:
         >>> import objcomm
-        >>> with objcomm.configure(codec="msgpack"):
-        ...     nbytes = objcomm.to_tensor([1, 2, 3]).numel()
+        >>> with objcomm.configure(codec="msgpack", accept={"msgpack"}):
+        ...     objcomm.from_tensor(objcomm.to_tensor([1, 2, 3]))
+        [1, 2, 3]
     """
 
     def __init__(
         self,
         *,
         codec: str | None = None,
-        max_nbytes: int | None = None,
         accept: Iterable[str] | None = None,
+        allow: Iterable[Allowed] | None = None,
+        key: bytes | str | None = None,
+        max_nbytes: int | None = None,
+        max_operation_nbytes: int | None = None,
+        max_depth: int | None = None,
+        max_buffers: int | None = None,
+        check: bool | None = None,
         record_folder: str | os.PathLike[str] | None = None,
+        everywhere: bool = False,
     ) -> None:
-        if max_nbytes is not None and max_nbytes <= 0:
-            raise UsageError(f"max_nbytes={max_nbytes} leaves no room for any message")
-        before = settings()
-        names = [accept] if isinstance(accept, str) else accept or ()
-        self._token: Token[Settings] | None = _settings.set(
-            Settings(
-                codec or before.codec,
-                max_nbytes or before.max_nbytes,
-                before.accept if accept is None else frozenset(names),
-                before.record_folder if record_folder is None else os.fspath(record_folder),
-            )
-        )
+        given: dict[str, int | None] = {
+            "max_nbytes": max_nbytes,
+            "max_operation_nbytes": max_operation_nbytes,
+            "max_depth": max_depth,
+            "max_buffers": max_buffers,
+        }
+        limits = {name: limit for name, limit in given.items() if limit is not None}
+        for name, limit in limits.items():
+            if limit < (name != "max_buffers"):
+                raise UsageError(f"{name}={limit} leaves no room for any message")
+        changed: dict[str, Any] = {"codec": codec, **limits} if codec else {**limits}
+        if check is not None:
+            changed["check"] = check
+        if record_folder is not None:
+            changed["record_folder"] = os.fspath(record_folder)
+        if key is not None:
+            changed["secret"] = secret_of(key)
+        self._before = _Process.settings if everywhere else None
+        mine = replace(settings_with(accept, allow), **changed)
+        self._token: Token[Settings | None] | None = _own.set(mine)
+        if everywhere:
+            _Process.settings = mine
 
     def __enter__(self) -> None:
         pass
@@ -90,5 +196,63 @@ class configure:  # noqa: N801  # used as a function and as a context
         traceback: TracebackType | None,
     ) -> None:
         if self._token is not None:
-            _settings.reset(self._token)
+            _own.reset(self._token)
             self._token = None
+        if self._before is not None:
+            _Process.settings = self._before
+            self._before = None
+
+
+def check(*, everywhere: bool = False) -> configure:
+    """Let all ranks agree on each operation before it begins; for debugging.
+
+    A rank that only sends returns from its call without having heard of the others, so it learns
+    only in its next call that they were in another one. With this, each operation begins with a
+    meeting, and every rank raises DesyncError in the very call that differs. It costs about a
+    barrier per call. Every rank must set it; ``OBJCOMM_CHECK=1`` in the environment does so for a
+    whole job, where the program does not say ``configure(check=False)``.
+
+    Args:
+        everywhere: as in ``configure``.
+
+    Returns:
+        What ``configure(check=True)`` gives: it holds for all that follows in this thread or task,
+        or for a ``with`` block.
+
+    Example:
+        >>> import objcomm
+        >>> with objcomm.check():
+        ...     objcomm.broadcast("checked")
+        'checked'
+    """
+    return configure(check=True, everywhere=everywhere)
+
+
+@functools.cache
+def _environment_check() -> bool:
+    return os.environ.get("OBJCOMM_CHECK", "") not in {"", "0"}
+
+
+def _codecs(accept: Iterable[str]) -> frozenset[str]:
+    return frozenset([accept] if isinstance(accept, str) else accept)
+
+
+def _admitted(allow: Iterable[Allowed]) -> dict[str, Any]:
+    """Classes and functions by the names that a pickle has for them."""
+    admitted = {}
+    for each in [allow] if isinstance(allow, str) else allow:
+        found = _named(each) if isinstance(each, str) else each
+        name = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+        if not callable(found) or not name.strip("."):
+            raise UsageError(f"allow= lists classes, functions and their names, not {each!r}")
+        admitted[name] = found
+        if isinstance(each, str):
+            admitted[each] = found
+    return admitted
+
+
+def _named(name: str) -> Any:
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"allow= names {name!r}, which does not exist: {error}") from error

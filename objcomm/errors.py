@@ -9,8 +9,9 @@ Knows nothing of the other modules. The tree::
     ├─ CodecError
     │  ├─ EncodeError                        a codec refused an object; nothing was sent
     │  └─ DecodeError                        received bytes did not become an object
-    │     └─ ForbiddenTypeError              the safe codec met a type it does not know
+    │     └─ ForbiddenTypeError              a class or function that is not admitted
     ├─ WireError                             bytes break the layout
+    │  ├─ AuthenticationError                a message's origin is not proved
     │  └─ DesyncError                        ranks are in different operations
     ├─ TransportError (RuntimeError)         a peer died, a connection closed
     │  ├─ TransportTimeout (TimeoutError)    names who did not arrive
@@ -21,9 +22,11 @@ Each keeps its facts as attributes and survives pickling, because ``args`` holds
 ``__init__`` takes. Ranks in errors are ranks within the group.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+_PAIR = 2
 
 
 class ObjcommError(Exception):
@@ -107,12 +110,22 @@ class DecodeError(CodecError):
         return f"codec {self.codec!r} cannot decode what arrived: {self.reason}"
 
 
+def not_accepted(codec: str, accepted: Collection[str]) -> DecodeError:
+    """The error of a message whose codec its receiver does not accept."""
+    names = ", ".join(sorted(accepted)) or "no codec"
+    return DecodeError(codec, f"this rank accepts only {names}")
+
+
 class ForbiddenTypeError(DecodeError):
-    """The sender used a class that this process has not registered; none of its code ran."""
+    """The sender used what this process did not admit; none of its code ran."""
 
 
 class WireError(ObjcommError):
     """Received bytes are no message of objcomm's, or a damaged one."""
+
+
+class AuthenticationError(WireError):
+    """A message is not signed with this rank's key, or is an old one; nothing of it was decoded."""
 
 
 class Position(NamedTuple):
@@ -167,7 +180,8 @@ class DesyncError(WireError):
         self.positions = {position.rank: position for position in listed}
 
     def __str__(self) -> str:
-        where = ", but ".join(str(self.positions[rank]) for rank in sorted(self.positions))
+        each = [str(self.positions[rank]) for rank in sorted(self.positions)]
+        where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
         return (
             f"ranks are out of step ({self.reason}): {where}; "
             "every rank must make the same calls in the same order"

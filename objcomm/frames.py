@@ -6,7 +6,7 @@ The layout is described for other implementers in ``docs/wire-format.md``, and o
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
@@ -20,14 +20,21 @@ VERSION = 1
 #: too small. 8 B and 64 KiB cost the same on the wire, so the window is generous.
 WINDOW_NBYTES = 32 * 1024
 
-_HEADER = struct.Struct("<4sBBBBiiIIQQQ16s64sIQQQQ32sII")
+_HEADER = struct.Struct("<4sBBBBiiIIQQQ16s64sIQQQQiI32s32sII")
 _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _HEADER.size
+_SIGNED_NBYTES = HEADER_NBYTES - _CHECKSUM.size
+
+#: A digest or signature where there is no key.
+BLANK = bytes(32)
+_SIGNATURE_UNTIL = HEADER_NBYTES - 2 * _CHECKSUM.size
+_SIGNATURE_FROM = _SIGNATURE_UNTIL - len(BLANK)
+
+#: As a header's ``destination``: whoever receives it.
+EVERYONE = -1
 
 _ROW = struct.Struct("<QB")
 ROW_NBYTES = _ROW.size
-
-_UNSIGNED = bytes(32)  # room for a keyed digest
 
 
 class Operation(IntEnum):
@@ -44,6 +51,7 @@ class Operation(IntEnum):
     REDUCE_AND_BROADCAST = 8
     GATHER_SCALAR = 9
     ALL_GATHER_SCALAR = 10
+    FAIL_TOGETHER = 11
 
 
 class Status(IntEnum):
@@ -59,6 +67,7 @@ class Flag(IntFlag):
     """What else a header says of its message."""
 
     STAGED = 1  # large members in CPU memory travel over the device link as well
+    ACKNOWLEDGEMENT = 2  # of the round that ``confirm=True`` adds
 
 
 class Header(NamedTuple):
@@ -81,6 +90,10 @@ class Header(NamedTuple):
     body_nbytes: int = 0  # table, codec's bytes and small buffers
     payload_nbytes: int = 0  # large buffers, which follow one by one
     tag: int = 0  # of a point-to-point message; 0 in collectives
+    destination: int = EVERYONE  # group rank that alone may take it; only where it is signed
+    index: int = 0  # of its maker's messages in this call, from 1; only where it is signed
+    digest: bytes = BLANK  # keyed, of body and payload
+    signature: bytes = BLANK  # keyed, of this header
     body_checksum: int = 0  # CRC-32 of the body
 
     @property
@@ -100,8 +113,18 @@ class Header(NamedTuple):
         """Length of the message's first part."""
         return HEADER_NBYTES + (self.body_nbytes if self.is_inline else 0)
 
-    def pack(self) -> bytes:
-        """Lay the header out in ``HEADER_NBYTES`` bytes."""
+    @property
+    def is_all_head(self) -> bool:
+        """Whether nothing follows the message's first part."""
+        return self.is_inline and not self.payload_nbytes
+
+    def pack(self, sign: Callable[[bytes], bytes] | None = None) -> bytes:
+        """Lay the header out in ``HEADER_NBYTES`` bytes.
+
+        Args:
+            sign: makes the signature of the bytes in which it is still blank; None keeps the
+                header's own.
+        """
         packed = _HEADER.pack(
             MAGIC,
             VERSION,
@@ -109,11 +132,12 @@ class Header(NamedTuple):
             self.codec.encode(),
             # The end of a path tells more than its beginning.
             self.call_site.encode("utf-8", "replace")[-64:],
-            *self[12:17],
-            _UNSIGNED,
-            self.body_checksum,
+            *self[12:],
             0,
-        )[: -_CHECKSUM.size]
+        )[:_SIGNED_NBYTES]
+        if sign is not None:
+            packed = signed_part(packed)
+            packed = packed[:_SIGNATURE_FROM] + sign(packed) + packed[_SIGNATURE_UNTIL:]
         return packed + _CHECKSUM.pack(zlib.crc32(packed))
 
     @classmethod
@@ -136,11 +160,11 @@ class Header(NamedTuple):
                 f"expected {MAGIC!r} version {VERSION}, got {magic!r} version {version}; "
                 "do all ranks run the same objcomm?"
             )
-        if zlib.crc32(memoryview(raw)[: HEADER_NBYTES - _CHECKSUM.size]) != fields[-1]:
+        if zlib.crc32(memoryview(raw)[:_SIGNED_NBYTES]) != fields[-1]:
             raise WireError("the header's checksum is wrong: the message was damaged")
         codec = fields[12].rstrip(b"\0").decode("ascii", "replace")
         call_site = fields[13].rstrip(b"\0").decode("utf-8", "replace")
-        header = cls._make([*fields[2:12], codec, call_site, *fields[14:19], fields[20]])
+        header = cls._make([*fields[2:12], codec, call_site, *fields[14:-1]])
         table_nbytes = header.buffer_count * ROW_NBYTES
         if table_nbytes + header.meta_nbytes > header.body_nbytes:
             raise WireError(
@@ -148,6 +172,11 @@ class Header(NamedTuple):
                 f"not fit in a body of {header.body_nbytes} bytes"
             )
         return header
+
+
+def signed_part(raw: bytes | bytearray | memoryview) -> bytes:
+    """What a packed header's signature is made of: all but itself and the checksum."""
+    return b"".join([raw[:_SIGNATURE_FROM], BLANK, raw[_SIGNATURE_UNTIL:_SIGNED_NBYTES]])
 
 
 class Row(NamedTuple):

@@ -144,6 +144,32 @@ class Group:
         """What joins the ranks' accelerators, once ``enter`` was called."""
         return self._device_link
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """What has ended the connections, if anything has."""
+        return None if self._mesh is None else self._mesh.verdict
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the group can carry no more objects."""
+        mesh = self._mesh
+        return mesh is not None and mesh.verdict is not None and not mesh.can_be_replaced
+
+    def fail(self, key: str, verdict: Verdict) -> Verdict:
+        """Tell all ranks in the block ``key`` that this one failed; returns what all raise."""
+        return verdict if self._mesh is None else self._mesh.fail(key, verdict)
+
+    def failed(self, key: str) -> Verdict | None:
+        """What some rank has told of the block ``key``, where its mesh has been replaced since."""
+        mesh = self._mesh
+        is_same = mesh is None or (mesh.verdict is None and key.startswith(mesh.nonce))
+        return None if mesh is None or is_same else mesh.failed(key)
+
+    def leave(self, key: str) -> None:
+        """Forget the block ``key``, which this rank leaves by an error."""
+        if self._mesh is not None:
+            self._mesh.leave(key)
+
     def absolve(self, verdict: Verdict) -> None:
         """End the connections by a verdict that all members raise elsewhere."""
         with self._lock:

@@ -10,11 +10,13 @@ import functools
 import os
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from objcomm.errors import UsageError, WireError
+
+T = TypeVar("T")
 
 _ALIGNMENT = 64  # as torch's own allocator gives
 _MADV_HUGEPAGE = 14  # Linux, <asm-generic/mman-common.h>
@@ -124,6 +126,15 @@ def empty(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
         raise WireError(f"no memory for a buffer of {nbytes} bytes that a peer sends") from error
 
 
+def room(nbytes: int) -> bytearray:
+    """Memory for bytes that will arrive and are read by objcomm itself.
+
+    Raises:
+        WireError: there is none.
+    """
+    return _allocate_or_wire_error(functools.partial(bytearray, nbytes), nbytes)
+
+
 def allocate(kind: int, nbytes: int, device: torch.device | None) -> Buffer:
     """Fresh memory for one buffer that will arrive.
 
@@ -144,7 +155,7 @@ def allocate(kind: int, nbytes: int, device: torch.device | None) -> Buffer:
         start = id(filled) + bytes.__basicsize__ - 1
         return Buffer(Kind.BYTES, filled, at_address(start, nbytes, filled))
     if kind == Kind.BYTEARRAY:
-        array = _allocate_or_wire_error(functools.partial(bytearray, nbytes), nbytes)
+        array = room(nbytes)
         return Buffer(Kind.BYTEARRAY, array, view(array))
     if kind == Kind.MEMORY:
         exposed = _allocate_or_wire_error(functools.partial(_aligned_bytearray, nbytes), nbytes)
@@ -170,7 +181,7 @@ def duplicate(buffer: Buffer) -> Buffer:
     return copied
 
 
-def _allocate_or_wire_error(make: Callable[[], Any], nbytes: int) -> Any:
+def _allocate_or_wire_error(make: Callable[[], T], nbytes: int) -> T:
     try:
         return make()
     except (MemoryError, OverflowError) as error:

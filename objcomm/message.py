@@ -11,13 +11,15 @@ A message moves in at most three steps, each known from the one before::
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from objcomm import memory
-from objcomm.errors import WireError
+from objcomm.authentication import Signer
+from objcomm.errors import AuthenticationError, ObjcommError
 from objcomm.frames import (
     HEADER_NBYTES,
     ROW_NBYTES,
@@ -39,6 +41,8 @@ class Message:
         buffers: all buffers in the codec's order; on a receiver only after ``open_body``.
         large: those of them that travel by themselves.
         arrived: the head as it came, on a receiver.
+        signer: what its content is to be held against, on a receiver with a key.
+        refusal: why this rank will not decode it.
     """
 
     header: Header
@@ -46,18 +50,45 @@ class Message:
     buffers: Sequence[Buffer] = ()
     large: Sequence[Buffer] = ()
     arrived: bytearray | None = None
+    signer: Signer | None = None
+    refusal: ObjcommError | None = None
 
     @property
     def head(self) -> bytearray:
         """What is sent first; a message that arrived is passed on as it came."""
         if self.arrived is not None:
             return self.arrived
-        return bytearray(self.header.pack()) + (self.body if self.header.is_inline else b"")
+        return self.head_with(self.header.pack())
+
+    def head_with(self, header: bytes) -> bytearray:
+        """The head under a header that was packed for one sending."""
+        return bytearray(header) + (self.body if self.header.is_inline else b"")
 
     @property
     def is_all_head(self) -> bool:
         """Whether nothing follows the head."""
-        return self.header.is_inline and not self.header.payload_nbytes
+        return self.header.is_all_head
+
+    def content(self) -> Iterator[Any]:
+        """All bytes behind the header, piece by piece, as objects with the buffer protocol."""
+        yield self.body
+        for buffer in self.large:
+            flat = buffer.flat.cpu()
+            yield memory.readable(flat)
+
+    def check(self) -> None:
+        """To be called before anything of a message that arrived is read.
+
+        Raises:
+            ObjcommError: this rank's options refuse it.
+            AuthenticationError: its content is not what its sender signed.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        signer, self.signer = self.signer, None
+        if signer is not None and signer.digest(self.content()) != self.header.digest:
+            position = self.header.position
+            raise AuthenticationError(f"the content of {position} is not what was signed")
 
     @property
     def meta(self) -> memoryview:
@@ -108,31 +139,24 @@ def compose(header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] =
     return Message(complete, body, buffers, large)
 
 
-def open_head(raw: bytearray | memoryview, header: Header, max_nbytes: int) -> Message:
-    """Begin to take a message in.
+def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
+    """Begin to take a message in, after its header was judged.
 
     Args:
         raw: the first message that arrived; what lies behind its end is ignored.
         header: what ``Header.unpack(raw)`` gave, checked by the caller.
-        max_nbytes: the most that may be allocated for it.
 
     Returns:
         A message whose body came with the head, or has the memory to receive it.
 
     Raises:
-        WireError: it is larger than the limit; nothing was allocated.
+        WireError: there is no memory for it.
     """
-    nbytes = header.body_nbytes + header.payload_nbytes
-    if nbytes > max_nbytes:
-        raise WireError(
-            f"{header.position} announces a message of {nbytes} bytes, more than the limit of "
-            f"{max_nbytes}; see objcomm.configure(max_nbytes=)"
-        )
     # A copy, and the only one: the memory that it arrived in is used again.
     head = bytearray(memoryview(raw)[: header.head_nbytes])
     if header.is_inline:
         return Message(header, memoryview(head)[HEADER_NBYTES:], arrived=head)
-    return Message(header, bytearray(header.body_nbytes), arrived=head)
+    return Message(header, memory.room(header.body_nbytes), arrived=head)
 
 
 def open_body(message: Message, device: torch.device | None) -> None:

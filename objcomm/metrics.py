@@ -1,13 +1,14 @@
 """Familiar helpers around small results: scalars of every rank, and what is computed of them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 
 from objcomm.call import Call
 from objcomm.collectives import all_gather_in, decode_others, gather_in
+from objcomm.config import Allowed
 from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.transport import routes
@@ -126,6 +127,8 @@ def reduce_and_broadcast(
     timeout: Timeout = None,
     codec: str | None = None,
     device: torch.device | str | int | None = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
 ) -> B:
     """Compute something on every rank, then once of all results, and share that with every rank.
 
@@ -140,6 +143,8 @@ def reduce_and_broadcast(
             leave room for ``fn2``.
         codec: what encodes the results.
         device: where tensors inside what is received shall lie.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
         What ``fn2`` returned, on every rank.
@@ -161,6 +166,8 @@ def reduce_and_broadcast(
         timeout=timeout,
         codec=codec,
         device=device,
+        accept=accept,
+        allow=allow,
     ) as call:
         if call.is_alone:
             return call.alone(lambda: fn2([fn1()]))

@@ -56,11 +56,12 @@ def failures_in(messages: Iterable[Message]) -> dict[int, RankFailure]:
     """All failures that some messages report, by rank.
 
     Raises:
-        WireError: a report can't be read.
+        WireError: a report can't be read, or is not what its sender signed.
     """
     failures: dict[int, RankFailure] = {}
     for message in messages:
         if message.header.status == Status.FAILURE:
+            message.check()
             try:
                 texts = msgpack.unpackb(message.meta, unicode_errors=_ERRORS)
                 found = [RankFailure(*fields) for fields in texts]

@@ -7,12 +7,13 @@ that one rank has read and answers, so all ranks take the same way (mpi4py's tre
 order of operands: ``src/mpi4py/MPI.src/msgpickle.pxi``, PyMPI_reduce_intra).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
 from objcomm.call import Call
+from objcomm.config import Allowed
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
@@ -35,6 +36,8 @@ def reduce(
     codec: str | None = None,
     device: torch.device | str | int | None = None,
     confirm: bool = False,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
 ) -> T | None:
     """Combine the objects of all ranks, in rank order, onto one rank.
 
@@ -54,6 +57,8 @@ def reduce(
         codec: what encodes operands.
         device: where tensors inside received operands, and so of the result, shall lie.
         confirm: make every rank wait, and raise, if the result could not be made.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
         The result on the destination, ``None`` elsewhere. In a world of one a callable is not
@@ -85,6 +90,8 @@ def reduce(
         has_root=True,
         must_agree=operator.name,
         confirm=confirm,
+        accept=accept,
+        allow=allow,
     ) as call:
         if call.is_alone:
             return call.alone(lambda: _alone(operator, obj))
@@ -104,6 +111,8 @@ def all_reduce(
     codec: str | None = None,
     device: torch.device | str | int | None = None,
     confirm: bool = False,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
 ) -> T:
     """Combine the objects of all ranks, in rank order, onto every rank.
 
@@ -118,6 +127,8 @@ def all_reduce(
         codec: what encodes operands and the result.
         device: where tensors inside what is received shall lie.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
         The result. In a world of one a callable is not called and ``obj`` comes back.
@@ -145,6 +156,8 @@ def all_reduce(
         device=device,
         must_agree=operator.name,
         confirm=confirm,
+        accept=accept,
+        allow=allow,
     ) as call:
         if call.is_alone:
             return call.alone(lambda: _alone(operator, obj))

@@ -28,6 +28,7 @@ def ranks(
     disposable: bool = False,
     joined: bool = True,
     expect_dead: Collection[int] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Callable[[Body], Body]:
     """Run the test's body on every rank of each world.
 
@@ -37,14 +38,16 @@ def ranks(
         disposable: use fresh processes, which end with the test.
         joined: whether the ranks join a process group first; if not, the body does.
         expect_dead: ranks whose process the body ends; implies ``disposable``.
+        environment: variables to set; implies ``disposable``.
     """
-    fresh = disposable or bool(expect_dead) or not joined
+    fresh = disposable or bool(expect_dead) or not joined or environment is not None
 
     def decorate(body: Body) -> Body:
         def run(world_size: int, **arguments: object) -> None:
             order = Order(body.__module__, body.__name__, arguments)
             if fresh:
-                reports = _run_once(Pool(world_size, joined=joined), order, deadline)
+                pool = Pool(world_size, joined=joined, environment=environment)
+                reports = _run_once(pool, order, deadline)
             else:
                 reports = _run_in_pool(world_size, order, deadline)
             _judge(reports, expect_dead)

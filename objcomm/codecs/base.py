@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from objcomm.config import settings
-from objcomm.errors import DecodeError, EncodeError, UsageError, text_of
+from objcomm.errors import DecodeError, EncodeError, UsageError, not_accepted, text_of
 from objcomm.memory import Buffer, duplicate
 
 #: Members of this size or more leave a codec's bytes and become buffers.
@@ -162,17 +162,23 @@ def decode(
     """
     accepted = settings().accept
     if accepted is not None and name not in accepted:
-        raise DecodeError(name, f"this rank accepts only {', '.join(sorted(accepted))}")
+        raise not_accepted(name, accepted)
     codec = _registry.get(name)
     if codec is None:
         known = ", ".join(_registry.names())
         raise DecodeError(name, f"it is not registered on this rank, which has {known}")
+    return _decode_by(codec, meta, buffers, device)
+
+
+def _decode_by(
+    codec: Codec, meta: memoryview, buffers: Sequence[Any], device: torch.device | None = None
+) -> Any:
     try:
         return codec.decode(meta, buffers, device=device)
     except DecodeError:
         raise
     except Exception as error:
-        raise DecodeError(name, text_of(error)) from error
+        raise DecodeError(codec.name, text_of(error)) from error
 
 
 def copy(codec: Codec, obj: object) -> Any:
@@ -189,4 +195,5 @@ def copy(codec: Codec, obj: object) -> Any:
             raise DecodeError(codec.name, text_of(error)) from error
     encoded = encode(codec, obj)
     owners = [duplicate(buffer).owner for buffer in encoded.buffers]
-    return decode(codec.name, memoryview(encoded.meta), owners)
+    # Not by ``decode``: what this rank accepts is said of other ranks' messages.
+    return _decode_by(codec, memoryview(encoded.meta), owners)

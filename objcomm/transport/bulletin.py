@@ -11,7 +11,6 @@ from __future__ import annotations  # torch may be built without distributed
 import contextlib
 import queue
 import threading
-import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -176,10 +175,10 @@ class Bulletin:
                 self._do(job, board)
 
     def _do(self, job: Callable[[Board], None], board: Board) -> None:
-        try:
+        # The store's host is gone, or a stranger wrote to it: the thread must go on, because an
+        # error here may not keep others from being told.
+        with contextlib.suppress(Exception):
             job(board)
-        except RuntimeError:
-            time.sleep(0.01)
 
     def answer(self, board: Board) -> None:
         """Tell where this process is, if somebody has asked since it last did."""

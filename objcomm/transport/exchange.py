@@ -10,11 +10,12 @@ from datetime import timedelta
 
 import torch
 
+from objcomm.admission import Gate
 from objcomm.errors import TransportError, TransportTimeout
-from objcomm.frames import Header, check_same_call
+from objcomm.frames import EVERYONE
 from objcomm.history import Entry
 from objcomm.memory import view
-from objcomm.message import Message, open_body, open_head
+from objcomm.message import Message, open_body
 from objcomm.transport import topology
 from objcomm.transport.base import Deadline, Link, Pending, head_tag, payload_tag
 from objcomm.transport.device import DevicePath
@@ -31,6 +32,7 @@ class Exchange:
     Attributes:
         header: what this rank's own messages carry.
         device: moves the members that lie on an accelerator.
+        gate: signs this rank's messages and judges the others'.
         rank: this rank, within the group.
         size: number of ranks.
         rounds: how often this rank had to wait for what depended on an earlier message.
@@ -45,7 +47,7 @@ class Exchange:
         lane: Lane,
         entry: Entry,
         deadline: Deadline,
-        max_nbytes: int,
+        gate: Gate,
         device: DevicePath,
     ) -> None:
         """Begin.
@@ -55,7 +57,7 @@ class Exchange:
             lane: whose turn it is.
             entry: the call, whose header has what must agree on all ranks.
             deadline: for all waits together.
-            max_nbytes: the most that one message may make this rank allocate.
+            gate: signs this rank's messages and judges the others'.
             device: see ``device.DevicePath``.
         """
         self.header = header = entry.header
@@ -69,14 +71,16 @@ class Exchange:
         self._lane = lane
         self._entry = entry
         self._deadline = deadline
-        self._max_nbytes = max_nbytes
+        self.gate = gate
         self._head_tag = head_tag(lane.number)
         self._payload_tag = payload_tag(lane.number, header.sequence)
         self._sends: list[tuple[Pending, int, torch.Tensor, Message]] = []
 
-    def send_head(self, message: Message, peers: Iterable[int]) -> None:
-        """Begin to send the first part of ``message`` to some ranks."""
-        flat = torch.frombuffer(message.head, dtype=torch.uint8)
+    def send_head(
+        self, message: Message, peers: Iterable[int], destination: int = EVERYONE
+    ) -> None:
+        """Begin to send the first part of ``message`` to some ranks, or for one rank alone."""
+        flat = torch.frombuffer(self.gate.head_of(message, destination), dtype=torch.uint8)
         for peer in peers:
             self._send(flat, peer, self._head_tag, message)
 
@@ -89,6 +93,7 @@ class Exchange:
 
         Raises:
             DesyncError: a peer is in another operation.
+            DecodeError: its codec is not accepted here, and more of its message would follow.
             WireError: its bytes are no message of this group and lane.
             TransportTimeout: the limit passed; names all that are missing.
             TransportError: a peer is gone.
@@ -119,10 +124,10 @@ class Exchange:
 
     def open(self, raw: bytearray | memoryview, sender: int) -> Message:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
-        header = Header.unpack(raw)
-        check_same_call(self.header, header, sender)
-        message = open_head(raw, header, self._max_nbytes)
-        if header.is_inline:
+        header = self.gate.header_in(raw)
+        self.gate.check_call(self.header, header, sender)
+        message = self.gate.take_in(raw, header)
+        if header.is_inline and message.refusal is None:
             open_body(message, self.device.device)
         return message
 

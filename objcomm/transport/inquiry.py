@@ -116,7 +116,7 @@ def _look_for_conflict(
     if conflict is not None and is_sure and lane.entry is entry:
         verdict = _desync(mesh, conflict)
         for other in meshes:  # before any connection closes: the others look there
-            if other is not mesh and other.nonce in verdict.meshes:
+            if other is not mesh and other.verdict is None and other.nonce in verdict.meshes:
                 board.propose(other.nonce, _desync(other, conflict))
         settle(board, mesh, verdict)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from objcomm.errors import ObjcommError, TransportError, TransportTimeout
 from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
-from objcomm.transport.bulletin import Bulletin, StoreSilentError
+from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
 from objcomm.transport.verdict import Cause, Verdict
@@ -155,6 +155,33 @@ class Mesh:
         except StoreSilentError:
             winner = proposal._replace(is_store_silent=True)
         return self.stop(winner)
+
+    def fail(self, key: str, proposal: Verdict) -> Verdict:
+        """End the mesh because the block ``key`` failed here, and let it be known there, too."""
+
+        def post(board: Board) -> Verdict:
+            winner = board.propose(key, proposal)
+            if self.verdict is None:  # else all ranks may have read it, and nobody removes another
+                board.propose(self.nonce, winner)
+            return winner
+
+        try:
+            winner = self.bulletin.call(post)
+        except StoreSilentError:
+            winner = proposal._replace(is_store_silent=True)
+        self.stop(winner)
+        return winner
+
+    def failed(self, key: str) -> Verdict | None:
+        """What some rank has posted for the block ``key``, as far as the store answers."""
+        try:
+            return self.bulletin.call(lambda board: board.look(key))
+        except StoreSilentError:
+            return None
+
+    def leave(self, key: str) -> None:
+        """Say that this rank leaves the block ``key`` by its verdict."""
+        self.bulletin.submit(lambda board: board.acknowledge(key, len(self.ranks)))
 
     def stop(self, verdict: Verdict) -> Verdict:
         """Close the connections because of a verdict that is known to the other ranks.

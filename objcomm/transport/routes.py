@@ -7,7 +7,7 @@ reads as the protocol. What a message means is the callers' business.
 from collections.abc import Sequence
 
 from objcomm.errors import WireError
-from objcomm.frames import Header, Status
+from objcomm.frames import Status
 from objcomm.message import Message, compose
 from objcomm.transport import topology
 from objcomm.transport.exchange import Exchange
@@ -95,7 +95,7 @@ def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:
         return _swap_heads(exchange, message)
     heads = gather_heads(exchange, message, HUB)
     if heads is not None:
-        broadcast(exchange, compose_bundle(exchange.header, heads), HUB)
+        broadcast(exchange, compose_bundle(exchange, heads), HUB)
         return heads
     return open_bundle(exchange, broadcast(exchange, None, HUB), message)
 
@@ -108,16 +108,17 @@ def _swap_heads(exchange: Exchange, message: Message) -> list[Message]:
     return messages
 
 
-def compose_bundle(header: Header, messages: Sequence[Message]) -> Message:
+def compose_bundle(exchange: Exchange, messages: Sequence[Message]) -> Message:
     """One message made of the heads of all ranks."""
-    meta = bytearray().join([message.head for message in messages])
-    return compose(header._replace(status=Status.BUNDLE, codec=""), meta)
+    meta = bytearray().join([exchange.gate.head_of(message) for message in messages])
+    return compose(exchange.header._replace(status=Status.BUNDLE, codec=""), meta)
 
 
 def open_bundle(exchange: Exchange, bundle: Message, mine: Message) -> list[Message]:
     """The heads in a bundle, in rank order, with this rank's own message in its place."""
     if bundle.header.status != Status.BUNDLE:
         raise WireError(f"{bundle.header.position} sent no bundle")
+    bundle.check()
     messages = []
     rest = bundle.meta
     for peer in range(exchange.size):
@@ -146,7 +147,7 @@ def send(exchange: Exchange, message: Message, peer: int) -> None:
 
 
 def _send(exchange: Exchange, message: Message, peer: int) -> None:
-    exchange.send_head(message, [peer])
+    exchange.send_head(message, [peer], destination=peer)
     exchange.send_rest(message, [peer])
     exchange.device.send(message, peer)
 
@@ -154,6 +155,7 @@ def _send(exchange: Exchange, message: Message, peer: int) -> None:
 def recv(exchange: Exchange, peer: int) -> Message:
     """The message of one rank, which calls ``send``."""
     (message,) = exchange.recv_heads([peer])
+    exchange.gate.check_addressed(message.header)
     exchange.recv_rest([(peer, message)])
     exchange.device.recv(message, peer)
     return message

@@ -122,20 +122,15 @@ class Verdict(NamedTuple):
             WireError: another program wrote it.
         """
         try:
-            cause, name, ranks, reason, seconds, positions, failures, silent, *rest, meshes = (
-                msgpack.unpackb(raw, unicode_errors=_TEXT_ERRORS)
-            )
-            return cls(
-                Cause(cause),
-                name,
-                tuple(ranks),
-                reason,
-                float(seconds),
-                tuple(Position(*fields) for fields in positions),
-                tuple(RankFailure(*fields) for fields in failures),
-                tuple(silent),
-                *rest,
-                tuple(meshes),
+            fields = cls(*msgpack.unpackb(raw, unicode_errors=_TEXT_ERRORS))
+            return fields._replace(
+                cause=Cause(fields.cause),
+                ranks=tuple(fields.ranks),
+                seconds=float(fields.seconds),
+                positions=tuple(Position(*each) for each in fields.positions),
+                failures=tuple(RankFailure(*each) for each in fields.failures),  # type: ignore[misc]  # plain lists travel
+                silent=tuple(fields.silent),
+                meshes=tuple(fields.meshes),
             )
         except (ValueError, TypeError) as error:
             raise WireError("the store holds a verdict that can't be read") from error

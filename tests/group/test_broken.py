@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import BrokenGroupError, TransportError, TransportTimeout, WireError
+from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout, WireError
 from tests.group.helpers import (
     assert_group_works,
     exit_at_once,
@@ -188,9 +188,12 @@ def test_a_message_beyond_the_receivers_limit_is_refused_before_it_is_allocated(
             OPERATIONS[name](large, timeout=SHORT_S)
         assert "rank 0" in str(caught.value)
     else:
-        with pytest.raises(TransportError):
-            OPERATIONS[name](large, timeout=SHORT_S)
-    tell_all("the end", "")
+        # Without the refusal the sender would wait for its payload to be taken.
+        with pytest.raises(CollectiveError) as caught_here:
+            OPERATIONS[name](large)
+        assert caught_here.value.failures[1].type_name.endswith("WireError")
+        assert "more than the limit" in caught_here.value.failures[1].message
+    assert_group_works()
 
 
 @ranks(2)

@@ -62,10 +62,14 @@ def desync_in(*calls: Callable[[], Any]) -> DesyncError:
 
     A rank that has nothing to wait for returns from its call and learns of it in the next one.
     """
-    began = time.monotonic()
-    with pytest.raises(DesyncError) as caught:
+
+    def make_calls() -> None:
         for call in calls:
             call()
+
+    began = time.monotonic()
+    with pytest.raises(DesyncError) as caught:
+        make_calls()
     assert time.monotonic() - began < SOON_S
     return caught.value
 
@@ -261,3 +265,30 @@ def test_many_desyncs_leave_nothing_behind() -> None:
     while left := [key for key in store.list_keys() if "verdict" in key or "known" in key]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_a_check_finds_it_in_the_very_call(kind: str) -> None:
+    objcomm.barrier()
+    with objcomm.check():
+        desync_in(MISMATCHES[kind][min(here().rank, 1)])
+        assert_group_works()
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_check_on_one_rank_only_is_a_desync() -> None:
+    objcomm.barrier()
+    with objcomm.configure(check=here().rank == 0):
+        desync_in(objcomm.barrier)
+    assert_group_works()
+
+
+@ranks(2, environment={"OBJCOMM_CHECK": "1"})
+def test_the_environment_can_ask_for_checks() -> None:
+    objcomm.broadcast(1)
+    assert objcomm.stats()["broadcast"].exchanges == 2
+    with objcomm.configure(check=False):
+        objcomm.broadcast(1)
+    assert objcomm.stats()["broadcast"].exchanges == 3

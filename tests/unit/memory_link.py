@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from objcomm.frames import Header, Operation
+from objcomm.admission import Gate
+from objcomm.config import Settings
+from objcomm.frames import BLANK, EVERYONE, Header, Operation
 from objcomm.history import Entry
 from objcomm.transport.base import Deadline, DeviceLink
 from objcomm.transport.device import DevicePath
@@ -117,6 +119,7 @@ class MemoryDeviceLink:
 def header_of(rank: int, **fields: Any) -> Header:
     blank = dict.fromkeys(Header._fields, 0)
     texts = {"codec": "pickle", "call_site": "train.py:1", "root": -1}
+    texts.update(destination=EVERYONE, digest=BLANK, signature=BLANK)
     return Header(**{**blank, **texts, "operation": Operation.GATHER, "sender": rank, **fields})
 
 
@@ -126,6 +129,7 @@ def exchange_on(
     *,
     device_link: DeviceLink | None = None,
     seconds: float = JOIN_SECONDS,
+    chosen: Settings | None = None,
     **fields: Any,
 ) -> Exchange:
     return Exchange(
@@ -133,7 +137,7 @@ def exchange_on(
         lane=lane,
         entry=Entry(header_of(link.rank, **fields), "gather"),
         deadline=Deadline(seconds),
-        max_nbytes=1 << 30,
+        gate=Gate(chosen or Settings(max_nbytes=1 << 30), "a mesh", link.rank),
         device=DevicePath(device_link),
     )
 

@@ -31,13 +31,14 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
         (errors.DecodeError("msgpack", "why"), ["msgpack", "why"]),
         (errors.ForbiddenTypeError("msgpack", "class 'a.B'"), ["msgpack", "a.B"]),
         (errors.WireError("text"), ["text"]),
+        (errors.AuthenticationError("not signed"), ["not signed"]),
         (
             errors.DesyncError("other operations", (_SIDE, _OTHER)),
             ["rank 0", "broadcast", "train.py:10", "rank 1", "gather", "é.py:2", "3"],
         ),
         (errors.TransportError("gather", (1,), "closed"), ["gather", "rank 1", "closed"]),
         (
-            errors.TransportTimeout("barrier", (1, 3), 2.5, (_SIDE,), (3,), True),
+            errors.TransportTimeout("barrier", (1, 3), 2.5, (_SIDE,), (3,), *[True]),
             [
                 *("barrier", "1, 3", "2.5 s", "timeout=", "rank 0 is in broadcast (call 3)"),
                 *("train.py:10", "rank 3: no answer", "store: no answer"),
@@ -87,6 +88,7 @@ def test_the_tree_is_the_documented_one() -> None:
         "DecodeError": (errors.CodecError,),
         "ForbiddenTypeError": (errors.DecodeError,),
         "WireError": (errors.ObjcommError,),
+        "AuthenticationError": (errors.WireError,),
         "DesyncError": (errors.WireError,),
         "TransportError": (errors.ObjcommError, RuntimeError),
         "TransportTimeout": (errors.TransportError, TimeoutError),

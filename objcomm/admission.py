@@ -1,0 +1,181 @@
+"""What of one call's messages this rank lets in: its limits, codecs and key, held against headers.
+
+Everything here happens before a byte is allocated for a message, and before one is decoded. Knows
+headers; knows nothing of links or of what messages mean.
+"""
+
+from objcomm.authentication import signer_for
+from objcomm.config import Settings
+from objcomm.errors import AuthenticationError, ObjcommError, WireError, not_accepted
+from objcomm.frames import (
+    BLANK,
+    EVERYONE,
+    Flag,
+    Header,
+    Status,
+    check_same_call,
+    signed_part,
+)
+from objcomm.memory import physical_nbytes
+from objcomm.message import Message, open_head
+
+
+class Gate:
+    """The gate of one call on this rank: signs what goes out, judges what comes in.
+
+    Without a key nothing is signed, and what is signed is refused.
+
+    Attributes:
+        signer: signs and checks; None without a key.
+    """
+
+    __slots__ = ("_nbytes", "_rank", "_seen", "_sent", "_settings", "signer")
+
+    def __init__(self, chosen: Settings, purpose: str, rank: int = EVERYONE) -> None:
+        """Begin.
+
+        Args:
+            chosen: the options of this call.
+            purpose: what signatures are bound to: the name that only this mesh of ranks has.
+            rank: this rank, within the group.
+
+        Raises:
+            UsageError: the environment names a key file that does not serve.
+        """
+        secret = chosen.signing_secret
+        self._settings = chosen
+        self.signer = None if secret is None else signer_for(secret, purpose)
+        self._rank = rank
+        self._nbytes = 0
+        self._sent = 0
+        self._seen: set[tuple[int, int]] = set()
+
+    def head_of(self, message: Message, destination: int = EVERYONE) -> bytearray:
+        """The bytes of a message's head: signed, if there is a key and this rank made it.
+
+        Args:
+            message: to send; one that arrived is passed on as it came.
+            destination: the only rank that may take it.
+        """
+        if self.signer is None or message.arrived is not None:
+            return message.head
+        self._sent += 1
+        if message.header.digest == BLANK:
+            digest = self.signer.digest(message.content())
+            message.header = message.header._replace(digest=digest)
+        header = message.header._replace(destination=destination, index=self._sent)
+        return message.head_with(header.pack(self.signer.sign))
+
+    def header_in(self, raw: bytes | bytearray | memoryview) -> Header:
+        """The header of a message that arrived, once its origin is proved.
+
+        Raises:
+            AuthenticationError: this rank has a key, and it did not sign this header; or it has
+                none, and the header is signed.
+            WireError: these bytes are no header.
+        """
+        header = Header.unpack(raw)
+        if self.signer is None:
+            if header.signature != BLANK:
+                raise AuthenticationError(
+                    f"{header.position} signs its messages, but this rank has no key; see "
+                    "objcomm.configure(key=)"
+                )
+        elif header.signature == BLANK:
+            raise AuthenticationError(
+                f"{header.position} sent a message without a signature, but this rank has a key"
+            )
+        elif not self.signer.is_signed(signed_part(raw), header.signature):
+            raise AuthenticationError(
+                f"what claims to be of {header.position} is not signed with this rank's key"
+            )
+        return header
+
+    def check_call(self, mine: Header, theirs: Header, sender: int) -> None:
+        """Hold a proved header against this rank's own.
+
+        Args:
+            mine: what this rank would have sent.
+            theirs: what arrived.
+            sender: who must have made it.
+
+        Raises:
+            AuthenticationError: it is a message of before, or one for another rank.
+            DesyncError: the other rank is in another operation, call or root.
+            WireError: the message is of another group, lane or sender.
+        """
+        signer = self.signer
+        if signer is None:
+            check_same_call(mine, theirs, sender)
+            return
+        place = (theirs.lane, theirs.sender)
+        is_old = theirs.sequence < signer.newest.get(place, 0)
+        if not is_old:
+            signer.newest[place] = theirs.sequence
+            check_same_call(mine, theirs, sender)
+        message = (theirs.sender, theirs.index)
+        if is_old or message in self._seen or (mine.flags ^ theirs.flags) & Flag.ACKNOWLEDGEMENT:
+            raise AuthenticationError(f"an old message came again: {theirs.position}")
+        if theirs.destination not in (EVERYONE, self._rank):
+            raise AuthenticationError(f"{theirs.position} sent this to rank {theirs.destination}")
+        self._seen.add(message)
+
+    def check_addressed(self, header: Header) -> None:
+        """Hold a message between two ranks against this rank's number.
+
+        Raises:
+            AuthenticationError: it was signed for another use in the same call.
+        """
+        if self.signer is not None and header.destination != self._rank:
+            raise AuthenticationError(f"{header.position} did not send this to one rank")
+
+    def take_in(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
+        """Begin to take a message in, if this rank's options let it pass.
+
+        One that came whole with its head is only marked where they do not, for nobody waits for
+        the rest of it: it is ``Message.check`` that raises then.
+
+        Args:
+            raw: what arrived; bytes behind the head are ignored.
+            header: what ``header_in`` gave.
+
+        Raises:
+            DecodeError: its codec is not accepted here; nothing was allocated for it.
+            WireError: it is larger than a limit; the same.
+        """
+        refusal = self.refusal(header)
+        if refusal is not None and not header.is_all_head:
+            raise refusal
+        message = open_head(raw, header)
+        message.refusal, message.signer = refusal, self.signer
+        return message
+
+    def refusal(self, header: Header) -> ObjcommError | None:
+        """Why a message may not come in, judged by its header; each is to be asked for once."""
+        if header.status != Status.VALUE and header.is_all_head:
+            return None  # at most a window, and what this rank has to know
+        chosen = self._settings
+        # A message without a value, such as a barrier's, has no codec.
+        has_codec = header.status == Status.VALUE and (header.codec or header.meta_nbytes)
+        if has_codec and chosen.accept is not None and header.codec not in chosen.accept:
+            return not_accepted(header.codec, chosen.accept)
+        nbytes = header.body_nbytes + header.payload_nbytes
+        if nbytes > (chosen.max_nbytes or physical_nbytes()):
+            return _too_large(header, f"a message of {nbytes} bytes", chosen.max_nbytes, "nbytes")
+        if header.buffer_count > chosen.max_buffers:
+            what = f"{header.buffer_count} buffers"
+            return _too_large(header, what, chosen.max_buffers, "buffers")
+        if header.status != Status.BUNDLE:  # its members are counted one by one
+            self._nbytes += nbytes
+        if self._nbytes > (chosen.max_operation_nbytes or physical_nbytes()):
+            what = f"{self._nbytes} bytes with those of this operation before"
+            return _too_large(header, what, chosen.max_operation_nbytes, "operation_nbytes")
+        return None
+
+
+def _too_large(header: Header, what: str, limit: int | None, option: str) -> WireError:
+    most = physical_nbytes() if limit is None else limit
+    return WireError(
+        f"{header.position} announces {what}, more than the limit of {most}; see "
+        f"objcomm.configure(max_{option}=)"
+    )

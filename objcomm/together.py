@@ -1,0 +1,129 @@
+"""``fail_together``: an error on one rank reaches the others wherever they wait."""
+
+from types import TracebackType
+
+from objcomm.call import Call
+from objcomm.errors import CollectiveError
+from objcomm.frames import Operation, Status
+from objcomm.group import Timeout
+from objcomm.outcome import failure_of, raise_together
+from objcomm.transport import routes
+from objcomm.transport.regions import regions
+from objcomm.transport.verdict import Cause, Verdict
+from objcomm.world import GroupLike, known_groups, resolve
+
+_NAME = Operation.FAIL_TOGETHER.name.lower()
+
+
+class fail_together:  # noqa: N801  # used as a function, like contextlib's
+    """A block that every rank leaves normally, or every rank leaves by an error.
+
+    Every rank of ``group`` must enter it, in the same order as its other calls. An exception that
+    escapes from the block on one rank is raised on all: also on ranks that wait in another
+    operation, of this group or of another, and on those that wait for a third rank. At its end the
+    ranks meet. A rank that computes hears of a failure in its next call, or at the end.
+
+    No other library has this (see https://github.com/pytorch/pytorch/issues/122529). What waits in
+    a collective of torch's own, or in an NCCL kernel, is not reached before that ends.
+
+    Args:
+        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
+        timeout: for the first use of the group and for the meeting at the end: seconds or
+            timedelta; the group's own if None.
+
+    Raises:
+        CollectiveError: the block failed on some rank. Every rank, within 2 s where it waits; from
+            its own exception where it has one. A KeyboardInterrupt or SystemExit is raised itself
+            on its own rank. Afterwards the group, and every group of its members, works.
+        TransportTimeout: some ranks did not come to the end in time. Every rank that waited.
+        ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> with objcomm.fail_together():
+        ...     shards = objcomm.all_gather("shard-0.parquet")
+        >>> shards
+        ['shard-0.parquet']
+    """
+
+    def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
+        self._group_like = group
+        self._timeout = timeout
+        self._blocks: list[_Block] = []
+
+    def __enter__(self) -> None:
+        self._blocks.append(_Block(self._group_like, self._timeout))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._blocks.pop().end(error)
+
+
+class _Block:
+    """One entry into the block on this rank."""
+
+    def __init__(self, group_like: GroupLike, timeout: Timeout) -> None:
+        self._group_like = group_like
+        self._timeout = timeout
+        with self._call("begin") as call:
+            self._key = call.place
+        self._group = resolve(group_like)
+        self._token = regions.set((*regions.get(), self._key))
+
+    def _call(self, part: str) -> Call:
+        return Call(
+            Operation.FAIL_TOGETHER,
+            group=self._group_like,
+            timeout=self._timeout,
+            must_agree=part,
+        )
+
+    def end(self, error: BaseException | None) -> None:
+        """Meet the other ranks, or tell them of this rank's error."""
+        try:
+            if error is not None:
+                self._fail(error)
+            else:
+                self._meet()
+        finally:
+            regions.reset(self._token)
+
+    def _meet(self) -> None:
+        told = self._group.failed(self._key)
+        if told is not None:  # the block has caught what this rank was told
+            self._end_groups(told)
+            raise told.error(_NAME)
+        try:
+            with self._call("end") as call:
+                if not call.is_alone:
+                    with call.traffic() as exchange:
+                        routes.all_meet(exchange, call.announcement(Status.VALUE))
+        except CollectiveError:
+            self._end_groups(self._group.verdict)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        failure = failure_of(error, self._group.rank)
+        if self._group.size == 1:
+            raise_together(_NAME, {0: failure}, error)
+            return
+        if self._group.is_broken:
+            return  # the others have been told what broke it
+        verdict = self._group.fail(
+            self._key, Verdict.of(Cause.FAILED, failures=(failure,), operation=_NAME)
+        )
+        self._end_groups(verdict)
+        is_theirs = isinstance(error, CollectiveError) and error.operation == _NAME
+        if isinstance(error, Exception) and not is_theirs:
+            raise verdict.error(_NAME) from error
+
+    def _end_groups(self, verdict: Verdict | None) -> None:
+        """Begin anew on every group that has no other ranks: each of them leaves this block."""
+        self._group.leave(self._key)
+        for group in known_groups():
+            if verdict is not None and set(group.ranks) <= set(self._group.ranks):
+                group.absolve(verdict)

@@ -1,0 +1,209 @@
+"""``fail_together``: an error on one rank reaches the others wherever they wait.
+
+No test sets a time limit for its calls: without the watcher they would wait half an hour.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError
+from tests.group.helpers import assert_group_works, subgroup, tell_all
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+# Promised within 2 s; a loaded machine gets more.
+SOON_S = 6.0
+
+
+def raises_together(block: Callable[[], Any], group: Any = None) -> CollectiveError:
+    """The error that every rank must raise from a block."""
+    began = time.monotonic()
+    with pytest.raises(CollectiveError) as caught, objcomm.fail_together(group=group):
+        block()
+    assert time.monotonic() - began < SOON_S
+    assert caught.value.operation == "fail_together"
+    return caught.value
+
+
+def fail() -> None:
+    raise LookupError("no such shard")
+
+
+WAITS: dict[str, Callable[[], Any]] = {
+    "barrier": objcomm.barrier,
+    "broadcast": lambda: objcomm.broadcast(None, src=objcomm.world_size() - 1),
+    "gather": lambda: objcomm.gather(1),
+    "all_gather": lambda: objcomm.all_gather(1),
+    "all_reduce": lambda: objcomm.all_reduce(1),
+    "the end of the block": lambda: None,
+}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("where", WAITS)
+def test_an_error_reaches_ranks_that_wait(where: str) -> None:
+    last = objcomm.world_size() - 1
+
+    def block() -> None:
+        if here().rank == last:
+            fail()
+        WAITS[where]()
+
+    error = raises_together(block)
+    failure = error.failures[last]
+    assert (failure.type_name, failure.message) == ("LookupError", "no such shard")
+    assert "in fail" in failure.traceback
+    assert isinstance(error.__cause__, LookupError) == (here().rank == last)
+    assert_group_works()
+
+
+@ranks(2, 4)
+def test_an_error_reaches_ranks_in_different_operations() -> None:
+    """Each rank waits in another call; the last one waits for one that waits."""
+    with subgroup(0, 1) as pair:
+        objcomm.barrier()
+
+        def block() -> None:
+            if here().rank == 1:
+                time.sleep(1)
+                fail()
+            elif here().rank == 0:
+                objcomm.all_gather("in the pair", group=pair)
+            else:
+                objcomm.broadcast(None, src=0)
+
+        error = raises_together(block)
+        assert list(error.failures) == [1]
+        assert_group_works()
+        if here().rank < 2:
+            assert_group_works(pair)
+
+
+@ranks(3)
+def test_a_rank_that_computes_hears_of_it_in_its_next_call() -> None:
+    def block() -> None:
+        if here().rank == 0:
+            fail()
+        if here().rank == 1:
+            time.sleep(1)
+        objcomm.all_gather(1)
+
+    raises_together(block)
+    assert_group_works()
+
+
+@ranks(2)
+def test_ranks_that_failed_both_hear_of_one() -> None:
+    error = raises_together(fail)
+    assert len(error.failures) == 1
+    assert isinstance(error.__cause__, LookupError)
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_failed_operation_inside_is_everybodys() -> None:
+    """A gather's failure is known to its destination and to the rank that failed."""
+    with objcomm.fail_together():
+        objcomm.barrier()
+
+    def block() -> None:
+        objcomm.gather(threading.Lock() if here().rank == 1 else 1, dst=1)
+
+    error = raises_together(block)
+    assert "cannot pickle" in str(error)
+    assert_group_works()
+
+
+@ranks(2)
+def test_what_is_caught_inside_is_not_told() -> None:
+    with objcomm.fail_together():
+        with contextlib.suppress(LookupError):
+            fail()
+        assert objcomm.all_gather(here().rank) == [0, 1]
+    assert_group_works()
+
+
+@ranks(2)
+def test_an_error_that_is_caught_inside_comes_again_at_the_end() -> None:
+    def block() -> None:
+        if here().rank == 1:
+            fail()
+        with pytest.raises(CollectiveError):
+            objcomm.barrier()
+
+    raises_together(block)
+    assert_group_works()
+
+
+@ranks(2)
+@pytest.mark.parametrize("failing", ["inner", "outer"])
+def test_blocks_nest(failing: str) -> None:
+    def inner() -> None:
+        if here().rank == 1 and failing == "inner":
+            fail()
+        objcomm.all_gather(1)
+
+    def outer() -> None:
+        with objcomm.fail_together():
+            inner()
+        if here().rank == 1:
+            fail()
+        objcomm.barrier()
+
+    raises_together(outer)
+    assert_group_works()
+
+
+@ranks(3)
+def test_a_block_of_a_subgroup_leaves_the_others_alone() -> None:
+    with subgroup(1, 2) as pair:
+        if here().rank > 0:
+            raises_together(
+                lambda: fail() if here().rank == 2 else objcomm.barrier(group=pair), pair
+            )
+            assert_group_works(pair)
+        assert_group_works()
+
+
+@ranks(2)
+def test_an_interrupt_is_raised_itself_where_it_happened() -> None:
+    def block() -> None:
+        if here().rank == 0:
+            raise KeyboardInterrupt
+        objcomm.barrier()
+
+    if here().rank == 0:
+        with pytest.raises(KeyboardInterrupt), objcomm.fail_together():
+            block()
+    else:
+        assert raises_together(block).failures[0].type_name == "KeyboardInterrupt"
+    assert_group_works()
+
+
+@ranks(2)
+def test_blocks_leave_no_keys_behind() -> None:
+    for _ in range(5):
+        raises_together(lambda: fail() if here().rank == 1 else objcomm.barrier())
+        assert_group_works()
+    tell_all("no more blocks", "")
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
+    deadline = time.monotonic() + 5
+    while left := [key for key in store.list_keys() if "verdict" in key or "known" in key]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+@solo()
+def test_a_world_of_one_raises_in_the_same_form() -> None:
+    error = raises_together(fail)
+    assert error.failures[0].type_name == "LookupError"
+    assert isinstance(error.__cause__, LookupError)
+    with objcomm.fail_together():
+        assert objcomm.all_gather(1) == [1]

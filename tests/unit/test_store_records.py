@@ -1,0 +1,103 @@
+"""What ranks write into the store: verdicts and whereabouts, and bytes that are neither."""
+
+import contextlib
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objcomm import errors
+from objcomm.errors import Position, RankFailure, WireError
+from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.whereabouts import LaneState, Step, Whereabouts
+
+POSITIONS = (
+    Position(0, "gather", 3, 1, "train.py:3", 1.5),
+    Position(2, "barrier", 2, -1, "\udce9.py:9", 0.5, is_over=True, group="dp"),
+)
+FAILURE = RankFailure(1, "ValueError", "no \udce9", "Traceback …")
+VERDICTS = {
+    Cause.DESYNC: (
+        Verdict.of(Cause.DESYNC, reason="other roots", positions=POSITIONS, meshes=("a", "b")),
+        errors.DesyncError,
+    ),
+    Cause.REFUSED: (Verdict.of(Cause.REFUSED, failures=(FAILURE,)), errors.CollectiveError),
+    Cause.FAILED: (
+        Verdict.of(Cause.FAILED, failures=(FAILURE,), operation="fail_together"),
+        errors.CollectiveError,
+    ),
+    Cause.TIMEOUT: (
+        Verdict.of(Cause.TIMEOUT, ranks=(1, 3), seconds=2.5, positions=POSITIONS, silent=(3,)),
+        errors.TransportTimeout,
+    ),
+    Cause.LOST: (Verdict.of(Cause.LOST, ranks=(1,), reason="it died"), errors.TransportError),
+    Cause.LEFT: (Verdict.of(Cause.LEFT, ranks=(1,), reason="Ctrl-C"), errors.TransportError),
+}
+WHEREABOUTS = Whereabouts(
+    7,
+    140_000_000_000_000,
+    (
+        LaneState("world", "n", 0, 1, 4, Step(3, 2, 0, 9, "a.py:1", "gather"), 2, 0.5, ()),
+        LaneState("dp", "", 5, 2, 0, None, -1, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
+    ),
+)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_a_verdict_is_the_same_after_its_way_through_the_store(cause: Cause) -> None:
+    verdict, kind = VERDICTS[cause]
+    got = Verdict.unpack(verdict.pack())
+    assert got == verdict
+    error = got.error("gather")
+    assert type(error) is kind
+    assert str(error) == str(verdict.error("gather"))
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)  # noqa: S301  # made here
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_only_what_all_ranks_outlive_can_be_recovered_from(cause: Cause) -> None:
+    lives = cause in {Cause.DESYNC, Cause.REFUSED, Cause.FAILED}
+    assert VERDICTS[cause][0].is_recoverable == lives
+
+
+def test_a_desync_tells_this_ranks_own_place_besides() -> None:
+    verdict, _ = VERDICTS[Cause.DESYNC]
+    error = verdict.error("gather", Position(1, "gather", 3, 0, "third.py:1"))
+    assert isinstance(error, errors.DesyncError)
+    assert sorted(error.positions) == [0, 1, 2]
+    assert "third.py:1" in str(error)
+
+
+def test_a_verdict_that_no_store_confirmed_says_so() -> None:
+    for cause in (Cause.TIMEOUT, Cause.LOST):
+        verdict = VERDICTS[cause][0]._replace(is_store_silent=True)
+        assert "store: no answer" in str(verdict.error("gather"))
+
+
+def test_whereabouts_are_the_same_after_their_way_through_the_store() -> None:
+    got = Whereabouts.unpack(WHEREABOUTS.pack())
+    assert got == WHEREABOUTS
+    assert got.lane("world", 0) == WHEREABOUTS.lanes[0]
+    assert got.waiting_of(1) == WHEREABOUTS.lanes[0]
+    assert got.waiting_of(2) is None
+
+
+RECORDS = [WHEREABOUTS.pack(), *[verdict.pack() for verdict, _ in VERDICTS.values()]]
+
+
+@given(
+    record=st.sampled_from(RECORDS),
+    at=st.integers(0, 400),
+    byte=st.integers(0, 255),
+    end=st.integers(0, 400),
+)
+def test_other_bytes_give_an_error_of_ours_or_another_record(
+    record: bytes, at: int, byte: int, end: int
+) -> None:
+    mutated = bytearray(record)
+    mutated[at % len(record)] = byte
+    for raw in (bytes(mutated), record[:end]):
+        for kind in (Verdict, Whereabouts):
+            with contextlib.suppress(WireError):
+                assert isinstance(kind.unpack(raw), kind)
