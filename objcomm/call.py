@@ -5,7 +5,6 @@ before any traffic, send a failure instead of a value, raise alike, decode last.
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -30,11 +29,11 @@ from objcomm.errors import (
 )
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
-from objcomm.history import Entry
+from objcomm.history import Entry, call_site
 from objcomm.memory import parse_device
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
-from objcomm.recorder import record_loss
+from objcomm.recorder import attach
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -115,17 +114,16 @@ class Call:
             self._exchange = self._begin(operation, root, must_agree)
         else:
             number = self._group.history.next_number()
-            header = Header(operation=operation, root=root, sequence=number, call_site=_call_site())
+            header = Header(operation=operation, root=root, sequence=number, call_site=call_site())
             self._record(Entry(header, self.name, self._codec.name))
 
     def _begin(self, operation: Operation, root: int, must_agree: str) -> Exchange:
         """Take the next number on this thread's lane, last of all that can go wrong."""
-        call_site = _call_site()
+        place = call_site()
         try:
-            mesh, lane = self._group.enter(self.name, self._deadline, call_site)
+            mesh, lane = self._group.enter(self.name, self._deadline, place)
         except ObjcommError as error:
-            self._attach_recent(error)
-            record_loss(error, self._group)
+            attach(error, self._group)
             raise
         self._mesh, self._lane = mesh, lane
         device_link = self._group.device_link
@@ -144,7 +142,7 @@ class Call:
             fingerprint=fingerprint(
                 must_agree + "\0confirm" * self._confirm + "\0check" * self._must_meet
             ),
-            call_site=call_site,
+            call_site=place,
         )
         entry = Entry(header, self.name, self._codec.name, lane.name)
         exchange = Exchange(
@@ -354,7 +352,7 @@ class Call:
             self._entry.received_nbytes = exchange.received_nbytes
         self._entry.end(error, seconds)
         if isinstance(error, ObjcommError):
-            record_loss(error, self._group)
+            attach(error, self._group)
         self._group.counters.add(
             self.name,
             exchanges=exchange.rounds if exchange else 0,
@@ -367,20 +365,3 @@ class Call:
         if not self._has_met:
             # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
             self._mesh.settle(self._proposal(error))
-        if isinstance(error, ObjcommError):
-            self._attach_recent(error)
-
-    def _attach_recent(self, error: ObjcommError) -> None:
-        error.recent = tuple(each.position() for each in self._group.history.entries())
-
-
-def _call_site() -> str:
-    """The innermost ``file:line`` outside of objcomm."""
-    frame = sys._getframe(2)  # noqa: SLF001  # inspect.stack() reads source files: a thousand times slower
-    while frame.f_back is not None and _is_inner(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _is_inner(module: str) -> bool:
-    return module.startswith("objcomm.") and not module.startswith("objcomm.demo")

@@ -63,15 +63,18 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
     return told
 
 
-def record_loss(error: ObjcommError, group: Group) -> None:
-    """Write what this rank did last, if ``error`` says that ranks lost each other; once for each.
+def attach(error: ObjcommError, group: Group) -> None:
+    """Give an error what this rank did last on its group.
 
-    The error's text then says where. Never raises: the error itself matters more.
+    If it says that ranks lost each other, and there is a folder for that, all groups' calls are
+    written there, once for each error, and its text says where. Never raises: the error itself
+    matters more.
 
     Args:
         error: what is about to leave a call.
         group: whose call it is.
     """
+    error.recent = error.recent or tuple(each.position() for each in group.history.entries())
     is_loss = isinstance(error, (TransportError, DesyncError))
     # Every later call raises this; the error that broke the group has been written.
     is_repeated = isinstance(error, BrokenGroupError) or bool(error.recorded)

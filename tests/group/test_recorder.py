@@ -50,7 +50,7 @@ def test_a_dump_tells_the_last_calls() -> None:
     objcomm.broadcast(sent)
     objcomm.gather(1, dst=here().world_size - 1, codec="msgpack")
     with pytest.raises(ObjcommError):
-        objcomm.all_reduce(1, lambda *_: 1 / 0) if here().world_size > 1 else objcomm.scatter([])
+        objcomm.scatter([])
     told = objcomm.recorder.dump()
     assert json.loads(json.dumps(told)) == told
     assert (told["rank"], told["world_size"]) == (here().rank, here().world_size)
@@ -201,7 +201,7 @@ def test_an_error_within_a_callback_is_written_once() -> None:
     with subgroup(0, 1) as inner, objcomm.configure(record_folder=folder()):
         objcomm.barrier()
         with contextlib.suppress(ObjcommError):
-            objcomm.reduce_and_broadcast(fails, sum)
+            objcomm.reduce_and_broadcast(fails, len)
         dist.barrier()
         assert len(list(folder().iterdir())) == 2
 

@@ -26,7 +26,7 @@ _ROOT = Path(__file__).parents[2]
 T0 = 1_790_000_000.0
 
 
-def entry(sequence: int, operation: str = "all_gather", **fields: object) -> Raw:
+def entry(sequence: int, operation: str = "all_gather", **fields: Any) -> Raw:
     """One call that began `sequence` seconds after T0 and took 2 ms."""
     return {
         "operation": operation,
@@ -116,12 +116,12 @@ def test_other_operations_are_told_with_their_ranks_and_places() -> None:
 @pytest.mark.parametrize("field", ["root", "fingerprint"])
 def test_roots_and_names_part_ranks_too(field: str) -> None:
     dumps = alike(entry(0))
-    dumps[2] = dump(2, group(entry(0, **{field: 1})))
+    dumps[2] = dump(2, group(entry(0) | {field: 1}))
     assert "the ranks part in call 0" in said(dumps)
 
 
 def test_the_first_parting_is_told_and_not_what_follows_from_it() -> None:
-    desync = {"outcome": "DesyncError"}
+    desync: Raw = {"outcome": "DesyncError"}
     ours = group(entry(0), entry(1, "barrier", **desync), entry(0, mesh=78, began=T0 + 9))
     theirs = group(entry(0), entry(1, **desync), entry(0, "scatter", mesh=78, began=T0 + 9))
     dumps = [dump(0, ours), dump(1, theirs), dump(2, theirs)]
@@ -163,7 +163,7 @@ def test_a_dump_of_another_group_says_nothing_of_this_one() -> None:
 
 
 def test_who_waits_for_whom_is_told_of_calls_under_way() -> None:
-    waits = {"outcome": "under way", "ms": None}
+    waits: Raw = {"outcome": "under way", "ms": None}
     dumps = [
         dump(0, group(entry(0, "gather", root=0, awaits=2, **waits))),
         dump(1, group(entry(0, "gather", root=0))),
@@ -189,7 +189,7 @@ def test_whose_lane_made_the_ranks_meet_does_not_matter() -> None:
 
 
 def test_lanes_groups_and_meshes_are_kept_apart() -> None:
-    lane = {"lane": 5, "lane_name": "eval"}
+    lane: Raw = {"lane": 5, "lane_name": "eval"}
     pair = group(entry(0, mesh=3), ranks=(0, 2), name="7", description="mesh_dp")
     calls = [entry(0), entry(0, began=T0 + 2, **lane), entry(0, mesh=78, began=T0 + 3)]
     dumps = [dump(rank, group(*calls), *[pair] * (rank != 1)) for rank in range(3)]
