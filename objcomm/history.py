@@ -14,7 +14,7 @@ from typing import Any
 from objcomm.errors import Position
 from objcomm.frames import Header
 
-#: Older ones are forgotten: about 200 KiB for a group.
+#: Older ones are forgotten: 140 KiB for a group.
 LENGTH = 256
 
 #: How an operation that returned is recorded.

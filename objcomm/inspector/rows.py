@@ -85,6 +85,13 @@ class Row:
         return max(call.began for call in self.calls.values()) - self.began
 
     @property
+    def has_other_names(self) -> bool:
+        """Whether it is one operation everywhere, but not by the same name, operator or options."""
+        calls = self.calls.values()
+        alike = len({(call.operation, call.root) for call in calls}) == 1
+        return alike and len({call.fingerprint for call in calls}) > 1
+
+    @property
     def parting(self) -> Parting | None:
         """How the ranks part in it, if they do."""
         agreed = {(call.operation, call.root, call.fingerprint) for call in self.calls.values()}

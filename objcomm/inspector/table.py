@@ -31,7 +31,8 @@ def heading(dumps: Sequence[Dump], clocks: dict[str, Clock]) -> list[str]:
     reasons: dict[str, list[int]] = defaultdict(list)
     for dump in dumps:
         if dump.error:
-            reasons[dump.error].append(dump.rank)
+            # Where each rank is, which follows in such texts, the table shows.
+            reasons[dump.error.partition("; ")[0]].append(dump.rank)
     lines += [f"{ranks_text(ranks)} wrote on {error}" for error, ranks in reasons.items()]
     reference = dumps[0].host
     return lines + [
@@ -78,7 +79,7 @@ def _cells(row: Row, places: Places) -> list[list[str]]:
     """A row's lines, each as its columns."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, call in row.calls.items():
-        name = f" [{call.fingerprint:08x}]" if call.fingerprint and row.parting else ""
+        name = f" [{call.fingerprint:08x}]" if row.has_other_names else ""
         did = (operation_text(call, row.key) + name, places.text(call), call.outcome)
         alike[did].append(rank)
     lines = [[ranks_text(ranks), *did, _spent(row, ranks)] for did, ranks in alike.items()]

@@ -45,11 +45,14 @@ def _differing(row: Row, rows: Sequence[Row], places: Places) -> str:
     by_call: dict[str, list[int]] = defaultdict(list)
     for rank, call in row.calls.items():
         root = f" with root {row.key.ranks[call.root]}" if _has_root(row, call) else ""
-        other = "" if not call.fingerprint else f" [{call.fingerprint:08x}]"
+        other = f" [{call.fingerprint:08x}]" if row.has_other_names else ""
         by_call[f"{call.operation}{root}{other}{_at(call, places)}"].append(rank)
     sides = "; ".join(f"{ranks_text(ranks)} made {text}" for text, ranks in by_call.items())
-    is_name = len({(call.operation, call.root) for call in row.calls.values()}) == 1
-    hint = " (names, operators or options differ: the number in brackets)" if is_name else ""
+    hint = (
+        " (names, operators or options differ: the number in brackets)"
+        if row.has_other_names
+        else ""
+    )
     return f"the ranks part in {call_text(row.key)}: {sides}{hint}.{_before(row, rows, places)}"
 
 

@@ -118,6 +118,13 @@ def test_roots_and_names_part_ranks_too(field: str) -> None:
     dumps = alike(entry(0))
     dumps[2] = dump(2, group(entry(0) | {field: 1}))
     assert "the ranks part in call 0" in said(dumps)
+    assert ("[00000001]" in said(dumps)) == (field == "fingerprint")
+
+
+def test_why_a_rank_wrote_its_dump_is_told_in_short() -> None:
+    error = {"type": "TransportTimeout", "text": "barrier: rank 2 is late; rank 0 is in barrier"}
+    dumps = [dump(rank, group(entry(0)), error=error) for rank in range(3)]
+    assert "\nranks 0-2 wrote on TransportTimeout: barrier: rank 2 is late\n" in inspect(dumps, 20)
 
 
 def test_the_first_parting_is_told_and_not_what_follows_from_it() -> None:
