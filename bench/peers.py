@@ -101,6 +101,26 @@ class _Objcomm:
         return objcomm.from_tensor(objcomm.to_tensor(obj, codec=self._codec))
 
 
+class _Guarded(_Objcomm):
+    """This package with options of ``objcomm.configure`` in force during each call."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(options.get("codec"))
+        self._options = options
+
+    def broadcast(self, obj: Any) -> Any:
+        with objcomm.configure(**self._options):
+            return super().broadcast(obj)
+
+    def all_gather(self, obj: Any) -> Any:
+        with objcomm.configure(**self._options):
+            return super().all_gather(obj)
+
+    def round_trip(self, obj: Any) -> Any:
+        with objcomm.configure(**self._options):
+            return super().round_trip(obj)
+
+
 class _Torch:
     """The object collectives of ``torch.distributed``."""
 
@@ -261,6 +281,8 @@ class _Mpi4py:
 PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm": _Objcomm,
     "objcomm msgpack": lambda: _Objcomm("msgpack"),
+    "objcomm key": lambda: _Guarded(key="a benchmark guards no secret"),
+    "objcomm allow": lambda: _Guarded(allow=()),
     "torch": _Torch,
     "raw": _Raw,
     "raw warm": lambda: _Raw(warm=True),

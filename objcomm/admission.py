@@ -4,7 +4,7 @@ Everything here happens before a byte is allocated for a message, and before one
 headers; knows nothing of links or of what messages mean.
 """
 
-from objcomm.authentication import signer_for
+from objcomm.authentication import environment_secret, signer_for
 from objcomm.config import Settings
 from objcomm.errors import AuthenticationError, ObjcommError, WireError, not_accepted
 from objcomm.frames import (
@@ -16,8 +16,10 @@ from objcomm.frames import (
     check_same_call,
     signed_part,
 )
-from objcomm.memory import physical_nbytes
 from objcomm.message import Message, open_head
+
+# An enumeration's members take longer to find than all else that is done with them.
+_VALUE, _BUNDLE = int(Status.VALUE), int(Status.BUNDLE)
 
 
 class Gate:
@@ -42,13 +44,15 @@ class Gate:
         Raises:
             UsageError: the environment names a key file that does not serve.
         """
-        secret = chosen.signing_secret
         self._settings = chosen
-        self.signer = None if secret is None else signer_for(secret, purpose)
         self._rank = rank
         self._nbytes = 0
-        self._sent = 0
-        self._seen: set[tuple[int, int]] = set()
+        self.signer = None
+        secret = chosen.secret or environment_secret()
+        if secret is not None:
+            self.signer = signer_for(secret, purpose)
+            self._sent = 0
+            self._seen: set[tuple[int, int]] = set()
 
     def head_of(self, message: Message, destination: int = EVERYONE) -> bytearray:
         """The bytes of a message's head: signed, if there is a key and this rank made it.
@@ -63,7 +67,7 @@ class Gate:
         if message.header.digest == BLANK:
             digest = self.signer.digest(message.content())
             message.header = message.header._replace(digest=digest)
-        header = message.header._replace(destination=destination, index=self._sent)
+        header = message.header._replace(destination=destination, number=self._sent)
         return message.head_with(header.pack(self.signer.sign))
 
     def header_in(self, raw: bytes | bytearray | memoryview) -> Header:
@@ -113,7 +117,7 @@ class Gate:
         if not is_old:
             signer.newest[place] = theirs.sequence
             check_same_call(mine, theirs, sender)
-        message = (theirs.sender, theirs.index)
+        message = (theirs.sender, theirs.number)
         if is_old or message in self._seen or (mine.flags ^ theirs.flags) & Flag.ACKNOWLEDGEMENT:
             raise AuthenticationError(f"an old message came again: {theirs.position}")
         if theirs.destination not in (EVERYONE, self._rank):
@@ -147,34 +151,37 @@ class Gate:
         if refusal is not None and not header.is_all_head:
             raise refusal
         message = open_head(raw, header)
-        message.refusal, message.signer = refusal, self.signer
+        message.refusal = refusal
+        message.signer = self.signer
         return message
 
     def refusal(self, header: Header) -> ObjcommError | None:
         """Why a message may not come in, judged by its header; each is to be asked for once."""
-        if header.status != Status.VALUE and header.is_all_head:
-            return None  # at most a window, and what this rank has to know
         chosen = self._settings
-        # A message without a value, such as a barrier's, has no codec.
-        has_codec = header.status == Status.VALUE and (header.codec or header.meta_nbytes)
-        if has_codec and chosen.accept is not None and header.codec not in chosen.accept:
-            return not_accepted(header.codec, chosen.accept)
         nbytes = header.body_nbytes + header.payload_nbytes
-        if nbytes > (chosen.max_nbytes or physical_nbytes()):
-            return _too_large(header, f"a message of {nbytes} bytes", chosen.max_nbytes, "nbytes")
+        status = header.status
+        if status == _VALUE:
+            accepted = chosen.accept
+            # A message without a value, such as a barrier's, has no codec.
+            has_codec = header.codec or header.meta_nbytes
+            if accepted is not None and has_codec and header.codec not in accepted:
+                return not_accepted(header.codec, accepted)
+        elif header.is_all_head:
+            return None  # at most a window, and what this rank has to know
+        if nbytes > chosen.max_nbytes:
+            return _too_large(header, f"a message of {nbytes} bytes", "nbytes", chosen)
         if header.buffer_count > chosen.max_buffers:
-            what = f"{header.buffer_count} buffers"
-            return _too_large(header, what, chosen.max_buffers, "buffers")
-        if header.status != Status.BUNDLE:  # its members are counted one by one
+            return _too_large(header, f"{header.buffer_count} buffers", "buffers", chosen)
+        if status != _BUNDLE:  # its members are counted one by one
             self._nbytes += nbytes
-        if self._nbytes > (chosen.max_operation_nbytes or physical_nbytes()):
-            what = f"{self._nbytes} bytes with those of this operation before"
-            return _too_large(header, what, chosen.max_operation_nbytes, "operation_nbytes")
+            if self._nbytes > chosen.max_operation_nbytes:
+                what = f"{self._nbytes} bytes with those of this operation before"
+                return _too_large(header, what, "operation_nbytes", chosen)
         return None
 
 
-def _too_large(header: Header, what: str, limit: int | None, option: str) -> WireError:
-    most = physical_nbytes() if limit is None else limit
+def _too_large(header: Header, what: str, option: str, chosen: Settings) -> WireError:
+    most = getattr(chosen, f"max_{option}")
     return WireError(
         f"{header.position} announces {what}, more than the limit of {most}; see "
         f"objcomm.configure(max_{option}=)"

@@ -100,7 +100,7 @@ def read_key_file(path: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise UsageError(f"the key file can't be read: {error}") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise UsageError(f"the key file {path!r} is no regular file")
@@ -108,7 +108,9 @@ def read_key_file(path: str) -> bytes:
             raise UsageError(f"the key file {path!r} belongs to another user ({found.st_uid})")
         if found.st_mode & _OTHERS:
             raise UsageError(f"the key file {path!r} is open to others; run: chmod 600 {path}")
-        return secret_of(file.read(_KEY_FILE_MAX_NBYTES).rstrip(b"\r\n"))
+        return secret_of(os.read(descriptor, _KEY_FILE_MAX_NBYTES).rstrip(b"\r\n"))
+    finally:
+        os.close(descriptor)
 
 
 @functools.cache  # an error is not kept: the next call reads the file again

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from objcomm.authentication import environment_secret, secret_of
+from objcomm.authentication import secret_of
 from objcomm.errors import UsageError
+from objcomm.memory import physical_nbytes
 
 #: What ``allow=`` lists: classes and functions, or their names, such as ``"shop.Order"``.
 Allowed = type | Callable[..., Any] | str
@@ -26,8 +27,7 @@ class Settings:
 
     Attributes:
         codec: what encodes objects.
-        max_nbytes: the most that one message may make a rank allocate; ``None`` means the
-            machine's physical memory.
+        max_nbytes: the most that one message may make a rank allocate.
         max_operation_nbytes: the same of all messages that it receives in one operation.
         max_depth: how deep containers may lie in each other.
         max_buffers: how many buffers one message may have.
@@ -40,8 +40,8 @@ class Settings:
     """
 
     codec: str = "pickle"
-    max_nbytes: int | None = None
-    max_operation_nbytes: int | None = None
+    max_nbytes: int = physical_nbytes()
+    max_operation_nbytes: int = physical_nbytes()
     max_depth: int = 200
     max_buffers: int = 1 << 19
     accept: frozenset[str] | None = None
@@ -54,15 +54,6 @@ class Settings:
     def is_checked(self) -> bool:
         """Whether ranks agree on each operation before it."""
         return _environment_check() if self.check is None else self.check
-
-    @property
-    def signing_secret(self) -> bytes | None:
-        """What signs messages: the program's own key, else the one that the environment names.
-
-        Raises:
-            UsageError: the environment names a file that does not serve.
-        """
-        return self.secret or environment_secret()
 
 
 class _Process:
@@ -126,11 +117,12 @@ class configure:  # noqa: N801  # used as a function and as a context
             ForbiddenTypeError. Builtin containers and scalars, tensors and arrays need no entry.
         key: bytes or text of 16 bytes or more, the same on every rank. Messages are signed with
             it, and those that are not are refused with an AuthenticationError.
-        max_nbytes: the most that one message may make this rank allocate.
-        max_operation_nbytes: the most that all messages of one operation together may.
+        max_nbytes: the most that one message may make this rank allocate; at first, as much as
+            the machine has memory.
+        max_operation_nbytes: the most that all messages of one operation together may; likewise.
         max_depth: how deep containers may lie in each other, in what this rank sends by msgpack,
-            and in what it receives by msgpack or with ``allow``.
-        max_buffers: how many buffers a received message may have.
+            and in what it receives by msgpack or with ``allow``; at first 200.
+        max_buffers: how many buffers a received message may have; at first 2**19.
         check: see ``objcomm.check``.
         record_folder: where this rank writes its last calls when ranks lose each other, unless
             ``""``; the environment's OBJCOMM_RECORD_FOLDER if never set. See ``objcomm.recorder``.

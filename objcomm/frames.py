@@ -91,7 +91,7 @@ class Header(NamedTuple):
     payload_nbytes: int = 0  # large buffers, which follow one by one
     tag: int = 0  # of a point-to-point message; 0 in collectives
     destination: int = EVERYONE  # group rank that alone may take it; only where it is signed
-    index: int = 0  # of its maker's messages in this call, from 1; only where it is signed
+    number: int = 0  # of its maker's messages in this call, from 1; only where it is signed
     digest: bytes = BLANK  # keyed, of body and payload
     signature: bytes = BLANK  # keyed, of this header
     body_checksum: int = 0  # CRC-32 of the body

@@ -19,7 +19,7 @@ import torch
 
 from objcomm import memory
 from objcomm.authentication import Signer
-from objcomm.errors import AuthenticationError, ObjcommError
+from objcomm.errors import AuthenticationError, ObjcommError, WireError
 from objcomm.frames import (
     HEADER_NBYTES,
     ROW_NBYTES,
@@ -150,8 +150,10 @@ def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
         A message whose body came with the head, or has the memory to receive it.
 
     Raises:
-        WireError: there is no memory for it.
+        WireError: it was cut off, or there is no memory for it.
     """
+    if len(raw) < header.head_nbytes:  # one of several heads in a bundle
+        raise WireError(f"{header.position} sent a message that was cut off")
     # A copy, and the only one: the memory that it arrived in is used again.
     head = bytearray(memoryview(raw)[: header.head_nbytes])
     if header.is_inline:

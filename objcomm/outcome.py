@@ -64,12 +64,23 @@ def failures_in(messages: Iterable[Message]) -> dict[int, RankFailure]:
             message.check()
             try:
                 texts = msgpack.unpackb(message.meta, unicode_errors=_ERRORS)
-                found = [RankFailure(*fields) for fields in texts]
+                found = [_checked(*fields) for fields in texts]
             except (ValueError, TypeError) as error:
                 sender = message.header.sender
                 raise WireError(f"rank {sender} sent a failure that can't be read") from error
             failures.update((each.rank, each) for each in found)
     return failures
+
+
+def _checked(rank: object, *texts: object) -> RankFailure:
+    """A failure from the members that arrived.
+
+    Raises:
+        TypeError: they are of other types, or not as many.
+    """
+    if type(rank) is not int or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"a rank and texts were expected, not {type(rank).__name__}")
+    return RankFailure(rank, *map(str, texts))
 
 
 def raise_together(

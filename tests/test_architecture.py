@@ -22,7 +22,7 @@ FLOORS: list[list[str]] = [
         "history",
         "message",
     ],
-    ["admission", "codecs.restricted"],
+    ["admission", "codecs.restricted", "codecs.rules"],
     ["codecs.pickle5", "codecs.plain"],
     ["codecs"],
     [

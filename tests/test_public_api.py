@@ -55,7 +55,7 @@ def test_every_public_name_is_documented(name: str) -> None:
             assert f"{parameter}:" in doc, f"{name} does not say what {parameter} is"
 
 
-OPTIONS = {"group", "timeout", "codec", "device"}
+OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ OPTIONS = {"group", "timeout", "codec", "device"}
         ("reduce", set()),
         ("all_reduce", set()),
         ("reduce_and_broadcast", set()),
-        ("barrier", {"codec", "device"}),
-        ("gather_scalar", {"codec", "device"}),
-        ("all_gather_scalar", {"codec", "device"}),
+        ("barrier", {"codec", "device", "accept", "allow"}),
+        ("gather_scalar", {"codec", "device", "accept", "allow"}),
+        ("all_gather_scalar", {"codec", "device", "accept", "allow"}),
     ],
 )
 def test_options_are_keyword_only(name: str, lacking: set[str]) -> None:

@@ -4,8 +4,8 @@ Protocol 5, with the memory of tensors, arrays and large ``bytes`` out of band. 
 function goes by reference where the receiver can import it, and by value, through cloudpickle,
 only where it can't; that is decided member by member, so that ``isinstance`` holds for the rest.
 
-Decoding runs code that the sender chose. See ``docs/guide/codecs.md`` before using it between
-processes that do not trust each other.
+Decoding runs code that the sender chose, unless ``allow=`` says what it may name. See
+``docs/guide/security.md`` before using it between processes that do not trust each other.
 """
 
 import abc
@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from objcomm.codecs import tensors
+from objcomm.codecs import restricted, tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
 from objcomm.codecs.paths import blame
+from objcomm.config import settings
 from objcomm.errors import EncodeError, text_of
 from objcomm.memory import Buffer, Kind, duplicate, view
 
@@ -106,8 +107,11 @@ class PickleCodec:
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
         """Unpickle; an error of any ``__setstate__`` comes out as it is."""
+        in_force = settings()
         token = tensors.target_device.set(device)
         try:
+            if in_force.allow is not None:
+                return restricted.loads(meta, buffers, in_force.allow, in_force.max_depth)
             return pickle.loads(meta, buffers=buffers)  # noqa: S301  # what this codec is for
         finally:
             tensors.target_device.reset(token)
@@ -211,7 +215,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented if _is_importable(obj) else self._reduce_by_value(obj)
         if kind in _BY_VALUE:
             return self._reduce_by_value(obj)
-        return NotImplemented
+        return _reduce_dtype(obj) if kind.__module__ == "numpy.dtypes" else NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensors.is_plain_tensor(tensor):
@@ -264,6 +268,18 @@ def _is_importable(obj: Any) -> bool:
     for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is obj
+
+
+def _reduce_dtype(dtype: Any) -> Any:
+    """As plain data, where that tells all: numpy's own way sets a state that nothing checks."""
+    try:
+        name = tensors.array_dtype_name(dtype)
+        is_told = tensors.array_dtype_named(name) == dtype
+    except (TypeError, ValueError):
+        return NotImplemented
+    if not is_told or dtype.metadata or dtype.isalignedstruct or dtype.subdtype:
+        return NotImplemented
+    return tensors.array_dtype_named, (name,)
 
 
 def _same(buffer: Any) -> Any:

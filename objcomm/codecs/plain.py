@@ -6,12 +6,6 @@ user's own travels under the name it was given to ``register``. Members are valu
 that occurs twice arrives as two (but the memory of tied tensors arrives tied).
 """
 
-import datetime
-import decimal
-import fractions
-import pathlib
-import uuid
-import zoneinfo
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +14,11 @@ import torch
 
 from objcomm.codecs import tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
+from objcomm.codecs.nesting import check_nesting
 from objcomm.codecs.paths import blame
 from objcomm.codecs.registry import classes
+from objcomm.codecs.rules import BUILTIN_ERRORS, LOWER, RAISE, raise_exception
+from objcomm.config import settings
 from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, text_of
 from objcomm.memory import Buffer, Kind, view
 
@@ -29,6 +26,9 @@ _NAME = "msgpack"
 _TAG_CODE = 1
 _TEXT_ERRORS = "surrogatepass"  # os.fsdecode makes such strings of odd file names
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1  # what msgpack itself can carry
+
+# A tensor's or an array's shape and dtype lie deeper in the stream than it does in the object.
+_DESCRIPTION_DEPTH = 8
 
 # Lists and mappings of nothing else go to msgpack's C code as they are.
 _NATIVE = frozenset({type(None), bool, int, float, str})
@@ -78,64 +78,16 @@ def _can_encode(obj: object) -> bool:
     return True
 
 
-# How each further type is taken apart: its name on the wire, its members, and the way back.
-_RULES: tuple[tuple[type, str, Callable[[Any], Sequence[Any]], Callable[..., Any]], ...] = (
-    (tuple, "tuple", tuple, lambda *members: members),
-    (set, "set", tuple, lambda *members: set(members)),
-    (frozenset, "frozenset", tuple, lambda *members: frozenset(members)),
-    (complex, "complex", lambda z: (z.real, z.imag), complex),
-    (range, "range", lambda r: (r.start, r.stop, r.step), range),
-    (slice, "slice", lambda s: (s.start, s.stop, s.step), slice),
-    (decimal.Decimal, "decimal", lambda d: (str(d),), decimal.Decimal),
-    (fractions.Fraction, "fraction", lambda f: f.as_integer_ratio(), fractions.Fraction),
-    (uuid.UUID, "uuid", lambda u: (u.bytes,), lambda raw: uuid.UUID(bytes=raw)),
-    (datetime.date, "date", lambda d: (d.year, d.month, d.day), datetime.date),
-    (
-        datetime.time,
-        "time",
-        lambda t: (t.hour, t.minute, t.second, t.microsecond, t.tzinfo, t.fold),
-        lambda *fields: datetime.time(*fields[:5], fold=fields[5]),
-    ),
-    (
-        datetime.datetime,
-        "datetime",
-        lambda t: (*t.timetuple()[:6], t.microsecond, t.tzinfo, t.fold),
-        lambda *fields: datetime.datetime(*fields[:8], fold=fields[8]),  # noqa: DTZ001  # as sent
-    ),
-    (
-        datetime.timedelta,
-        "timedelta",
-        lambda d: (d.days, d.seconds, d.microseconds),
-        datetime.timedelta,
-    ),
-    (
-        datetime.timezone,
-        "timezone",
-        lambda zone: zone.__getinitargs__(),  # as pickle: UTC and unnamed offsets stay so
-        datetime.timezone,
-    ),
-    (zoneinfo.ZoneInfo, "zoneinfo", lambda zone: (zone.key,), zoneinfo.ZoneInfo),
-    (pathlib.PosixPath, "path", lambda path: (str(path),), pathlib.Path),
-    (pathlib.WindowsPath, "path", lambda path: (str(path),), pathlib.Path),
-    (pathlib.PurePosixPath, "posix path", lambda p: (str(p),), pathlib.PurePosixPath),
-    (pathlib.PureWindowsPath, "windows path", lambda p: (str(p),), pathlib.PureWindowsPath),
-    (torch.Size, "torch.Size", tuple, lambda *sizes: torch.Size(sizes)),
-    (torch.device, "torch.device", lambda device: (str(device),), torch.device),
-    (torch.dtype, "torch.dtype", lambda dtype: (tensors.dtype_name(dtype),), tensors.dtype_named),
-)
-_LOWER = {cls: (name, members) for cls, name, members, _ in _RULES}
-_RAISE = {name: rebuild for _, name, _, rebuild in _RULES}
-
-
 class _Encoder:
     """Lowers one object to what msgpack packs by itself, and collects buffers on the way."""
 
     def __init__(self, device_type: str | None) -> None:
         self._device_type = device_type
+        self._max_depth = settings().max_depth
+        self._depth = 0
         self._buffers: list[Buffer] = []
         self._positions: dict[tuple[Any, ...], int] = {}
         self._lower_by_type: dict[type, Callable[[Any], Any]] = {
-            int: _lower_int,
             list: self._lower_list,
             dict: self._lower_dict,
             bytes: self._lower_bytes,
@@ -149,13 +101,25 @@ class _Encoder:
 
     def _lower(self, obj: Any) -> Any:
         kind = type(obj)
+        if kind in _NATIVE:
+            return _lower_int(obj) if kind is int else obj
+        self._depth += 1
+        if self._depth > self._max_depth:
+            raise _RefusedError(
+                f"it lies deeper than {self._max_depth}; see objcomm.configure(max_depth=)"
+            )
+        lowered = self._lower_member(kind, obj)
+        self._depth -= 1
+        return lowered
+
+    def _lower_member(self, kind: type, obj: Any) -> Any:
         lower = self._lower_by_type.get(kind)
         if lower is not None:
             return lower(obj)
-        rule = _LOWER.get(kind)
+        rule = LOWER.get(kind)
         if rule is not None:
             return _extended(rule[0], *[self._lower(member) for member in rule[1](obj)])
-        return obj if kind in _NATIVE else self._lower_other(obj)
+        return self._lower_other(obj)
 
     def _lower_list(self, members: list[Any]) -> list[Any]:
         is_native = _NATIVE.issuperset(map(type, members)) and _all_fit(members)
@@ -196,12 +160,20 @@ class _Encoder:
             return _extended("scalar", tensors.array_dtype_name(obj.dtype), obj.tobytes())
         if type(obj).__module__ == "numpy.dtypes":
             return _extended("dtype", tensors.array_dtype_name(obj))
+        return self._lower_object(obj)
+
+    def _lower_object(self, obj: Any) -> Any:
+        name = type(obj).__name__
         entry = classes.by_class(type(obj))
-        if entry is None:
+        if entry is not None:
+            return _extended("object", entry.name, self._lower(entry.encode(obj)))
+        if BUILTIN_ERRORS.get(name) is not type(obj):
             raise _RefusedError(
                 "its class is not registered; use objcomm.register(cls), or codec='pickle'"
             )
-        return _extended("object", entry.name, self._lower(entry.encode(obj)))
+        notes = getattr(obj, "__notes__", [])
+        args = obj.__reduce__()[1]  # an OSError's has the file's name
+        return _extended("exception", *map(self._lower, (name, args, notes, str(obj))))
 
     def _buffer(self, buffer: Buffer) -> int:
         """The position of a buffer; members over exactly the same bytes share one."""
@@ -235,7 +207,7 @@ class _Decoder:
     def __init__(self, buffers: Sequence[Any]) -> None:
         self._buffers = buffers
         self._rules: dict[str, Callable[..., Any]] = {
-            **_RAISE,
+            **RAISE,
             "int": lambda text: int(text, 16),
             "dict": lambda *members: dict(zip(members[::2], members[1::2], strict=True)),
             "buffer": self._raise_buffer,
@@ -245,9 +217,11 @@ class _Decoder:
             "scalar": tensors.rebuild_scalar,
             "dtype": tensors.array_dtype_named,
             "object": _raise_object,
+            "exception": raise_exception,
         }
 
     def decode(self, meta: memoryview) -> Any:
+        check_nesting(meta, settings().max_depth + _DESCRIPTION_DEPTH)
         return msgpack.unpackb(
             meta,
             strict_map_key=False,
@@ -287,6 +261,8 @@ class _Decoder:
 
     def _raise_array(self, position: Any, dtype: Any, shape: list[int], order: str) -> Any:
         flat = self._raise_flat(position)
+        if type(shape) is not list:
+            raise DecodeError(_NAME, f"{shape!r} is no shape")
         return tensors.rebuild_array(flat, tensors.array_dtype_named(dtype), tuple(shape), order)
 
 

@@ -85,8 +85,8 @@ def register(
 ) -> Any:
     """Admit a class to ``codec="msgpack"``; call it on every rank, also as a decorator.
 
-    Dataclasses, named tuples, enums and classes that keep their state in ``__dict__`` need no
-    functions: their members are encoded one by one, and they are rebuilt as pickle does it,
+    Dataclasses, named tuples, enums, exceptions and classes that keep their state in ``__dict__``
+    need no functions: their members are encoded one by one, and they are rebuilt as pickle does it,
     without a call of ``__init__``.
 
     Args:
@@ -135,12 +135,27 @@ def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
             lambda obj: [getattr(obj, name) for name in _all_of(obj, names)],
             lambda values: _filled(cls, dict(zip(names, values, strict=True))),
         )
+    if issubclass(cls, BaseException):
+        return (lambda error: [error.args, vars(error)]), lambda parts: _raised(cls, *parts)
     has_slots = any("__slots__" in vars(base) for base in cls.__mro__[:-1])
     if has_slots or cls.__basicsize__ > _PLAIN_BASICSIZE:
         raise UsageError(
             f"{cls!r} keeps state outside of __dict__; register it with encode= and decode="
         )
-    return (lambda obj: dict(vars(obj))), (lambda state: _filled(cls, state))
+    return (lambda obj: dict(vars(obj))), (lambda state: _with_state(cls.__new__(cls), state))
+
+
+def _raised(cls: Any, args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    """An exception as it was, without a call of ``__init__``."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return _with_state(error, state)
+
+
+def _with_state(obj: Any, state: dict[str, Any]) -> Any:
+    # Not by setattr, for a name of the sender's may be that of a property.
+    vars(obj).update(state)
+    return obj
 
 
 def _filled(cls: Any, state: dict[str, Any]) -> Any:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 #: Where ``Codec.decode`` wants tensors, for the functions that a pickle calls by name.
 target_device: ContextVar[torch.device | None] = ContextVar("objcomm_target_device", default=None)
 
-# Copying attributes by name, so that a stream can name nothing but a dtype.
-_DTYPES = {
+#: By name, so that a stream can name nothing but a dtype.
+DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
@@ -39,10 +39,13 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         DecodeError: this torch has no such dtype.
     """
-    dtype = _DTYPES.get(name)
+    dtype = DTYPES.get(name)
     if dtype is None:
         raise DecodeError("tensor", f"this torch has no dtype {name!r}")
     return dtype
+
+
+_PLAIN_FIELDS = frozenset({str, bool, tuple, type(None)})
 
 
 class Dense(NamedTuple):
@@ -116,6 +119,8 @@ def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:
     Raises:
         DecodeError: dtype or sizes make no sense, or its device does not exist here.
     """
+    if not _PLAIN_FIELDS.issuperset(map(type, about)):  # a range would be walked to its end
+        raise DecodeError("tensor", "its description is no plain data")
     dtype = dtype_named(about.dtype)
     with torch.inference_mode(mode=False):
         if about.device_type == "meta":
@@ -168,7 +173,13 @@ def rebuild_coo(
     is_coalesced: bool,  # noqa: FBT001  # positional: a stream calls it
     requires_grad: bool,  # noqa: FBT001  # likewise
 ) -> torch.Tensor:
-    """The tensor that ``describe_coo`` saw."""
+    """The tensor that ``describe_coo`` saw.
+
+    Raises:
+        DecodeError: the shape is no tuple.
+    """
+    if type(shape) is not tuple:
+        raise DecodeError("tensor", f"{shape!r} is no shape")
     tensor = torch.sparse_coo_tensor(
         indices,
         values,
@@ -215,20 +226,33 @@ def rebuild_array(
     """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
+    # A text among the sizes would be repeated as often as the others say, to gigabytes.
+    is_shape = type(shape) is tuple and all(type(size) is int for size in shape)
+    if not is_shape or not isinstance(dtype, np.dtype):
+        raise DecodeError("array", f"{shape!r} is no shape, or {dtype!r} no dtype")
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
         raise DecodeError("array", f"{flat.numel()} bytes are no {dtype} array of shape {shape}")
+    if flat.numel() == 0 and not dtype.itemsize:
+        # As a view, because numpy would give texts of no length room for one letter each.
+        return np.ndarray(shape, dtype, buffer=b"", order=order)
     if flat.numel() == 0:
         return np.empty(shape, dtype, order)
     return np.ndarray(shape, dtype, buffer=flat.numpy(), order=order)
 
 
 def rebuild_scalar(dtype: Any, raw: bytes) -> Any:
-    """A numpy scalar from its ``tobytes()``."""
+    """A numpy scalar from its ``tobytes()``.
+
+    Raises:
+        DecodeError: the bytes are not as many as the dtype has, which might be gigabytes.
+    """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     named = array_dtype_named(dtype)
+    if named.itemsize != len(raw):
+        raise DecodeError("array", f"{len(raw)} bytes are no {named} scalar")
     # Empty text has items of no bytes, which frombuffer refuses.
-    return np.frombuffer(raw, named)[0] if raw else np.zeros((), named)[()]
+    return np.frombuffer(raw, named)[0] if named.itemsize else np.zeros((), named)[()]
 
 
 def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
@@ -251,9 +275,13 @@ def array_dtype_named(name: Any) -> "np.dtype[Any]":
 
     if isinstance(name, str):
         return np.dtype(name)
+    if type(name) is not list:
+        raise DecodeError("array", f"{name!r} is no dtype")
     fields = []
     for field_name, form, *shape in name:
         inner = form if isinstance(form, str) else array_dtype_named(form)
+        if any(type(sizes) not in (list, tuple) for sizes in shape):
+            raise DecodeError("array", f"{shape!r} is no shape")
         fields.append((field_name, inner, *(tuple(sizes) for sizes in shape)))
     return np.dtype(fields)
 

@@ -44,11 +44,14 @@ class GlooLink:
         """
         self.rank = rank
         self.size = size
-        self.is_one_host = meet(store, rank, size, progress)
-        prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", store)
+        # Gloo waits in the store, and a TCPStore lets one thread at a time in: over the user's own
+        # two groups that connect at once would wait for each other.
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        self.is_one_host = meet(own, rank, size, progress)
+        prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", own)
         # Any: torch's stubs leave out point-to-point of a backend.
         self._mesh: Any = dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
-        forget(store, progress.nonce, size)
+        forget(own, progress.nonce, size)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""

@@ -73,6 +73,15 @@ def bytes_of_objects(config: Config) -> None:
     assert_type(objcomm.from_tensor(torch.empty(0), device="cpu"), Any)
 
 
+def what_comes_in(config: Config) -> None:
+    """Codecs by name; classes and functions as they are or by name; a key as text or bytes."""
+    assert_type(objcomm.broadcast(config, accept={"pickle"}, allow=[Config, "shop.Order"]), Config)
+    assert_type(objcomm.all_gather(config, allow=[Config, Config.merge]), list[Config])
+    assert_type(objcomm.from_tensor(torch.empty(0), accept="msgpack", allow=()), Any)
+    with objcomm.configure(key=b"0123456789abcdef", max_operation_nbytes=1 << 30, max_depth=50):
+        objcomm.configure(key="0123456789abcdef", accept=["msgpack"], everywhere=True)
+
+
 assert_type(objcomm.register(Config), type[Config])
 
 

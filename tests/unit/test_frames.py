@@ -141,6 +141,10 @@ _HEADERS = st.builds(
     body_nbytes=st.integers(1000, 2**64 - 1),
     payload_nbytes=_UNSIGNED[64],
     tag=_UNSIGNED[64],
+    destination=_SIGNED,
+    number=_UNSIGNED[32],
+    digest=st.binary(min_size=32, max_size=32),
+    signature=st.just(bytes(32)),
     body_checksum=_UNSIGNED[32],
 )
 

@@ -28,6 +28,10 @@ HEADER = Header(
     body_nbytes=100,
     payload_nbytes=1 << 60,
     tag=99,
+    destination=3,
+    number=5,
+    digest=bytes(range(32)),
+    signature=bytes(range(32, 64)),
     body_checksum=77,
 )
 
@@ -46,10 +50,12 @@ def test_the_fields_lie_where_the_page_says() -> None:
         assert int(offset) == expected_offset
         expected_offset += int(size)
         raw = packed[int(offset) : expected_offset]
-        if name in ("sender", "root"):
+        if name in ("sender", "root", "destination"):
             assert struct.unpack("<i", raw)[0] == getattr(HEADER, name)
         elif name in ("codec", "call_site"):
             assert raw.rstrip(b"\0").decode() == getattr(HEADER, name)
+        elif name in ("digest", "signature"):
+            assert raw == getattr(HEADER, name)
         elif name in Header._fields:
             assert int.from_bytes(raw, "little") == getattr(HEADER, name), name
         elif name == "magic":

@@ -1,0 +1,319 @@
+"""Unpickling that admits listed classes and functions only, for pickles of a stranger.
+
+An unpickler of Python's with its tables replaced: what a stream may name is looked up, never
+imported; only what was looked up may be called; and state may be given only to instances of an
+admitted class, so that no class, function or enum member of this process can be changed. It is
+Python's slow unpickler, because the fast one can't be held to the last two.
+
+What an admitted class does with arguments or a state that a stranger chose is its own affair.
+"""
+
+import collections
+import enum
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from objcomm.codecs import tensors
+from objcomm.errors import DecodeError, ForbiddenTypeError
+
+_NAME = "pickle"
+
+# All that this package's pickler writes. Left out: persistent ids, the extension registry, whose
+# cache would be asked before ``find_class``, and every opcode of protocols 0 and 1.
+_PLAIN_OPCODES = [
+    "PROTO",
+    "FRAME",
+    "STOP",
+    "MARK",
+    "POP",
+    "POP_MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "LONG4",
+    "BINFLOAT",
+    "SHORT_BINBYTES",
+    "BINBYTES",
+    "BINBYTES8",
+    "SHORT_BINUNICODE",
+    "BINUNICODE",
+    "BINUNICODE8",
+    "EMPTY_TUPLE",
+    "EMPTY_LIST",
+    "EMPTY_DICT",
+    "EMPTY_SET",
+    "MEMOIZE",
+    "BINGET",
+    "LONG_BINGET",
+    "STACK_GLOBAL",
+    "NEXT_BUFFER",
+    "READONLY_BUFFER",
+]
+
+
+def loads(
+    meta: memoryview, buffers: Sequence[Any], allow: Mapping[str, Any], max_depth: int
+) -> Any:
+    """Unpickle what names nothing but builtin types, tensors, arrays and ``allow``.
+
+    Args:
+        meta: the stream.
+        buffers: its large members.
+        allow: what it may name besides, by ``module.qualname``.
+        max_depth: how deep containers may lie in each other.
+
+    Raises:
+        ForbiddenTypeError: it names something else, or would change what is not its own.
+        DecodeError: it is nested too deep. Whatever else it raises is an error of the stream, or
+            of an admitted class.
+    """
+    return _Unpickler(meta, buffers, allow, max_depth).load()
+
+
+_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # see the module
+
+
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no types
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]]
+
+    def __init__(
+        self, meta: memoryview, buffers: Sequence[Any], allow: Mapping[str, Any], max_depth: int
+    ) -> None:
+        super().__init__(io.BytesIO(meta), buffers=buffers)
+        self._nbytes = len(meta)
+        self._admitted = {**_TOOLS, **allow}
+        self._callable = {id(each) for each in self._admitted.values()}
+        self._classes = {each for each in allow.values() if isinstance(each, type)}
+        self._classes.add(collections.OrderedDict)
+        self._max_depth = max_depth
+        self._depths: dict[int, int] = {}
+        self._alive: list[Any] = []  # so that no id in ``_depths`` comes to stand for another
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a stream names; a dotted name leads nowhere but to an entry of that name."""
+        found = self._admitted.get(f"{module}.{name}")
+        if found is None:
+            raise ForbiddenTypeError(
+                _NAME, f"'{module}.{name}' is not admitted; list it in allow= to admit it"
+            )
+        return found
+
+    def _nest(self, made: Any, *parts: Any) -> Any:
+        """Note how deep ``made`` reaches, so that nothing recursive meets a deeper one."""
+        depths = self._depths
+        depth = 1 + max([depths.get(id(part), 0) for part in parts], default=0)
+        if depth > self._max_depth:
+            raise DecodeError(
+                _NAME,
+                f"it is nested deeper than {self._max_depth}; see objcomm.configure(max_depth=)",
+            )
+        if made is not None and depth > depths.get(id(made), 0):
+            depths[id(made)] = depth
+            self._alive.append(made)
+        return made
+
+    def _called(self, function: Any, arguments: Any, options: Mapping[str, Any]) -> None:
+        if type(arguments) is not tuple:
+            raise DecodeError(_NAME, "the arguments of a call are no tuple")
+        made = function(*arguments, **options)
+        parts = (*arguments, *options.values())
+        self.append(self._nest(made, *parts))
+
+    def _make(self, cls: Any, arguments: Any, options: Mapping[str, Any]) -> None:
+        if not isinstance(cls, type) or id(cls) not in self._callable:
+            raise ForbiddenTypeError(_NAME, f"a {type(cls).__name__} is made like a class")
+        self._called(lambda *given, **named: cls.__new__(cls, *given, **named), arguments, options)
+
+    def _target(self) -> Any:
+        """What the stream adds members to, which may be nothing that it only named."""
+        target = self.stack[-1]
+        if id(target) in self._callable or isinstance(target, (type, torch.Tensor, enum.Enum)):
+            raise ForbiddenTypeError(_NAME, f"members are added to {target!r}")
+        return target
+
+    def load_tuple(self) -> None:
+        members = self.pop_mark()
+        self.append(self._nest(tuple(members), *members))
+
+    def load_tuple1(self) -> None:
+        self._take_last(1)
+
+    def load_tuple2(self) -> None:
+        self._take_last(2)
+
+    def load_tuple3(self) -> None:
+        self._take_last(3)
+
+    def _take_last(self, count: int) -> None:
+        members = tuple(self.stack[-count:])
+        self.stack[-count:] = [self._nest(members, *members)]
+
+    def load_frozenset(self) -> None:
+        members = self.pop_mark()
+        self.append(self._nest(frozenset(members), *members))
+
+    def load_append(self) -> None:
+        member = self.stack.pop()
+        self._nest(self._target(), member).append(member)
+
+    def load_appends(self) -> None:
+        members = self.pop_mark()
+        self._nest(self._target(), *members).extend(members)
+
+    def load_additems(self) -> None:
+        members = self.pop_mark()
+        target = self._nest(self._target(), *members)
+        for member in members:
+            target.add(member)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._nest(self._target(), key, value)[key] = value
+
+    def load_setitems(self) -> None:
+        members = self.pop_mark()
+        target = self._nest(self._target(), *members)
+        for at in range(0, len(members), 2):
+            target[members[at]] = members[at + 1]
+
+    def load_reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if id(function) not in self._callable:
+            raise ForbiddenTypeError(_NAME, f"a {type(function).__name__} is called")
+        self._called(function, arguments, {})
+
+    def load_newobj(self) -> None:
+        arguments, cls = self.stack.pop(), self.stack.pop()
+        self._make(cls, arguments, {})
+
+    def load_newobj_ex(self) -> None:
+        options, arguments, cls = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        self._make(cls, arguments, options)
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        target = self._target()
+        kind = type(target)
+        if kind not in self._classes:
+            raise ForbiddenTypeError(
+                _NAME, f"a {kind.__name__} is given a state, but its class is not in allow="
+            )
+        self._nest(target, state)
+        if hasattr(kind, "__setstate__"):
+            target.__setstate__(state)
+            return
+        slots: Mapping[str, Any] = {}
+        if type(state) is tuple and len(state) == 2:  # noqa: PLR2004  # (state, slots), as pickle
+            state, slots = state
+        vars(target).update(state or {})
+        for name, value in (slots or {}).items():
+            if name.startswith("__") and name.endswith("__"):
+                raise ForbiddenTypeError(_NAME, f"the state of a {kind.__name__} sets {name!r}")
+            setattr(target, name, value)
+
+    def load_bytearray8(self) -> None:
+        nbytes = int.from_bytes(self.read(8), "little")
+        if nbytes > self._nbytes:
+            raise DecodeError(_NAME, f"it announces a bytearray of {nbytes} bytes")
+        self.append(bytearray(self.read(nbytes)))
+
+
+def _tensor(about: Any, flat: Any) -> torch.Tensor:
+    if type(about) is not tuple or not isinstance(flat, torch.Tensor):
+        raise DecodeError(_NAME, "a tensor is not made of a description and memory")
+    return tensors.rebuild(tensors.Dense(*about), flat)
+
+
+def _sparse(*parts: Any) -> torch.Tensor:
+    indices, values, *rest = parts
+    if not (isinstance(indices, torch.Tensor) and isinstance(values, torch.Tensor)):
+        raise DecodeError(_NAME, "a sparse tensor is not made of tensors")
+    return tensors.rebuild_coo(indices, values, *rest)
+
+
+def _array(flat: Any, *about: Any) -> Any:
+    if not isinstance(flat, torch.Tensor):
+        raise DecodeError(_NAME, "an array is not made of memory")
+    return tensors.rebuild_array(flat, *about)
+
+
+def _scalar(dtype: Any, raw: Any) -> Any:
+    import numpy as np  # noqa: PLC0415  # numpy is optional
+
+    if not isinstance(dtype, np.dtype) or dtype.hasobject or type(raw) is not bytes:
+        raise DecodeError(_NAME, "a numpy scalar is not made of a dtype and bytes")
+    return tensors.rebuild_scalar(tensors.array_dtype_name(dtype), raw)
+
+
+def _set_attributes(tensor: Any, attributes: Any) -> None:
+    if not isinstance(tensor, torch.Tensor) or type(attributes) is not dict:
+        raise DecodeError(_NAME, "attributes are set on what is no tensor")
+    for name in attributes:
+        if type(name) is not str or hasattr(torch.Tensor, name):
+            raise ForbiddenTypeError(_NAME, f"a tensor's own {name!r} is set")
+    vars(tensor).update(attributes)
+
+
+def _size(sizes: Any) -> torch.Size:
+    if type(sizes) is not tuple:  # a range would be walked to its end
+        raise DecodeError(_NAME, "a torch.Size is not made of a tuple")
+    return torch.Size(sizes)
+
+
+def _same(buffer: Any) -> Any:
+    return buffer
+
+
+#: What every stream may name, by the name it has there; these are harmless with any arguments.
+_TOOLS: dict[str, Any] = {
+    **{f"builtins.{each.__name__}": each for each in (complex, range, slice)},
+    "builtins.Ellipsis": ...,
+    "builtins.NotImplemented": NotImplemented,
+    "collections.OrderedDict": collections.OrderedDict,
+    "torch.device": torch.device,
+    "torch.Size": _size,
+    **{str(each): each for each in tensors.DTYPES.values()},
+    "objcomm.codecs.tensors.array_dtype_named": tensors.array_dtype_named,
+    "objcomm.codecs.tensors.rebuild_array": _array,
+    "objcomm.codecs.tensors.rebuild_coo": _sparse,
+    "objcomm.codecs.pickle5._rebuild_tensor": _tensor,
+    "objcomm.codecs.pickle5._same": _same,
+    "objcomm.codecs.pickle5._set_attributes": _set_attributes,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray.scalar": _scalar,
+}
+
+_Unpickler.dispatch = {
+    **{
+        getattr(pickle, name)[0]: _PythonUnpickler.dispatch[getattr(pickle, name)[0]]
+        for name in _PLAIN_OPCODES
+    },
+    **{
+        getattr(pickle, name)[0]: getattr(_Unpickler, f"load_{name.lower()}")
+        for name in [
+            "TUPLE",
+            "TUPLE1",
+            "TUPLE2",
+            "TUPLE3",
+            "FROZENSET",
+            "APPEND",
+            "APPENDS",
+            "ADDITEMS",
+            "SETITEM",
+            "SETITEMS",
+            "REDUCE",
+            "NEWOBJ",
+            "NEWOBJ_EX",
+            "BUILD",
+            "BYTEARRAY8",
+        ]
+    },
+}

@@ -1,0 +1,295 @@
+"""Damaged and hostile variants of objcomm's own messages, most of them with right checksums."""
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+import torch
+
+import objcomm
+from objcomm.codecs import codec_named, tensors
+from objcomm.codecs.rules import RAISE
+from objcomm.errors import RankFailure
+from objcomm.frames import HEADER_NBYTES, ROW_NBYTES, Header, Row, Status, pack_table
+from objcomm.message import compose
+from objcomm.outcome import failure_message
+from objcomm.transport import routes
+from tests import samples
+from tests.fuzz.targets import BUNDLE_SIZE, HEADS_META
+from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
+
+_LARGEST_SEED_NBYTES = 8000
+_NUMBERS: Final = (0, 1, 2, 3, 7, 8, 31, 64, 127, 128, 255, 256, 32_768, 65_536, 1 << 20)
+_LARGE: Final = (2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+_EXTREMES: Final = (*_NUMBERS, *_LARGE)
+_TEXTS: Final = (
+    *("", "a", "float32", "int64", "<f4", "|V8", "U1000000000", "S999999999", "O", "cpu", "meta"),
+    *("cuda", "mps", "C", "F", "1e999999999", "nan", "-1", "0x7f", "UTC", "../x"),
+    *(
+        "(99999999,)i4",
+        "i4,f8",
+        "datetime64[as]",
+        "M8[D]",
+        "tests.samples.Run",
+        "é",
+        "\ud800",
+        "x" * 300,
+    ),
+)
+
+Mutation = Callable[[random.Random, bytearray], None]
+
+
+def _flip(chance: random.Random, raw: bytearray) -> None:
+    raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
+
+
+def _set(chance: random.Random, raw: bytearray) -> None:
+    raw[chance.randrange(len(raw))] = chance.randrange(256)
+
+
+def _overwrite(chance: random.Random, raw: bytearray) -> None:
+    nbytes = chance.choice((1, 2, 4, 8))
+    number = chance.choice(_EXTREMES) % (1 << 8 * nbytes)
+    at = chance.randrange(len(raw))
+    raw[at : at + nbytes] = number.to_bytes(nbytes, chance.choice(("big", "little")))
+
+
+def _delete(chance: random.Random, raw: bytearray) -> None:
+    at = chance.randrange(len(raw))
+    del raw[at : at + chance.randrange(1, 9)]
+
+
+def _repeat(chance: random.Random, raw: bytearray) -> None:
+    at = chance.randrange(len(raw))
+    raw[at:at] = raw[at : at + chance.randrange(1, 33)] * chance.choice((1, 1, 2, 50))
+
+
+def _cut(chance: random.Random, raw: bytearray) -> None:
+    del raw[chance.randrange(len(raw)) :]
+
+
+def _insert_word(chance: random.Random, raw: bytearray) -> None:
+    at = chance.randrange(len(raw))
+    word = chance.choice(_WORDS)
+    raw[at : at + chance.choice((0, len(word)))] = word
+
+
+_MUTATIONS: tuple[Mutation, ...] = (
+    *(_flip, _set, _set, _overwrite, _delete, _repeat, _cut),
+    *(_insert_word, _insert_word),
+)
+
+_NAMES = [*RAISE, "int", "dict", "buffer", "tensor", "ndarray", "sparse", "scalar", "dtype"]
+_NAMES.append("object")
+
+
+def _packed(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
+    return packed
+
+
+_WORDS = [
+    *(_packed(msgpack.ExtType(1, name.encode())) for name in _NAMES),
+    *(_packed(text) for text in _TEXTS),
+    *(_packed(number) for number in _EXTREMES),
+    *(b"\x90", b"\x91", b"\x92", b"\x93", b"\x94", b"\x98", b"\xc0", b"\xc2", b"\xc3", b"\xdd"),
+]
+
+
+def damaged(chance: random.Random, raw: bytes) -> bytes:
+    """The same bytes after one to four mutations."""
+    changed = bytearray(raw)
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        if changed:
+            chance.choice(_MUTATIONS)(chance, changed)
+    return bytes(changed)
+
+
+def invented(chance: random.Random, depth: int = 0) -> Any:
+    """A value of the plain codec's grammar, its members of any kind."""
+    draw = chance.random()
+    if depth > 3 or draw < 0.3:
+        return chance.choice((*_EXTREMES, -1, -(2**63), None, True, False, 0.5, b"", b"\0" * 16))
+    if draw < 0.45:
+        return chance.choice(_TEXTS)
+    members = [invented(chance, depth + 1) for _ in range(chance.choice((0, 1, 1, 2, 3, 5, 8)))]
+    if draw < 0.55:
+        return members
+    if draw < 0.6:
+        return {chance.choice(_TEXTS): member for member in members}
+    name = chance.choice(_NAMES)
+    if name == "tensor":
+        members = _tensor_members(chance)
+    elif name == "ndarray":
+        shape = [chance.choice((0, 1, 2, 8, 16)) for _ in range(chance.randrange(4))]
+        members = [chance.choice((0, 4)), chance.choice(_TEXTS), shape, chance.choice("CFA")]
+    return [msgpack.ExtType(1, name.encode()), *members]
+
+
+def _tensor_members(chance: random.Random) -> list[Any]:
+    """About a tensor over one of the two buffers that are tensors."""
+    shape = [chance.choice((0, 1, 2, 4, 8, 16, -1)) for _ in range(chance.randrange(4))]
+    order = chance.choice((None, list(range(len(shape))), [0, 0], [5], [-1], "ab"))
+    expanded = chance.choice((None, None, shape, [2**40], [2**62, 4], [-1]))
+    dtype = chance.choice(list(tensors.DTYPES))
+    device = chance.choice(("cpu", "cpu", "meta", "cuda", "cpu:7", "xpu", ""))
+    at = chance.choice((0, 0, 4, 1, -1))
+    return [at, dtype, shape, order, expanded, device, *chance.choices((True, False), k=2)]
+
+
+def _seed_objects() -> list[Any]:
+    found = []
+    for name in samples.names("msgpack"):
+        obj = samples.make(name)
+        if objcomm.to_tensor(obj, codec="msgpack").numel() < _LARGEST_SEED_NBYTES:
+            found.append(obj)
+    return [*found, {"w": torch.arange(10_000), "b": bytes(70_000)}]
+
+
+def _messages(codec: str) -> list[bytes]:
+    return [bytes(objcomm.to_tensor(obj, codec=codec).numpy()) for obj in _seed_objects()]
+
+
+def _failures() -> list[bytes]:
+    both = [RankFailure(1, "ValueError", "wrong", "Traceback…"), RankFailure(2, "E", "", "\ud800")]
+    header = header_of(1)
+    return [bytes(failure_message(header, each).head) for each in (both[:1], both, [])]
+
+
+def _bundles() -> list[bytes]:
+    header = header_of(0)
+    heads = [
+        compose(header._replace(sender=rank, codec="msgpack"), HEADS_META)
+        for rank in range(BUNDLE_SIZE)
+    ]
+    failed = failure_message(header_of(2), [RankFailure(2, "E", "m", "t")])
+    bundles = [heads, [*heads[:2], failed]]
+    exchange = exchange_on(MemoryLink(Wires(BUNDLE_SIZE), 0), new_lane())
+    return [bytes(routes.compose_bundle(exchange, each).head) for each in bundles]
+
+
+def _over_the_targets_buffer() -> list[Any]:
+    """Objects with no large member but one of 64 bytes, which is the targets' first buffer."""
+    longs, floats = torch.arange(8), np.arange(16, dtype=np.float32)
+    return [
+        longs,
+        {"w": longs, "tied": [longs, longs.view(2, 4)]},
+        torch.arange(16, dtype=torch.float32).view(4, 4).t(),
+        torch.zeros(64, dtype=torch.bool),
+        torch.arange(32, dtype=torch.bfloat16).view(2, 16).expand(3, 2, 16),
+        torch.nn.Parameter(torch.ones(8, dtype=torch.float64)),
+        floats,
+        (floats.reshape(4, 4, order="F"), {"step": 2**70, "ok": None}, [b"raw", 1.5, "text"]),
+        np.zeros(8, [("a", "<f4"), ("b", "<i4")]),
+        np.zeros(8, "datetime64[ns]"),
+    ]
+
+
+def seeds(name: str) -> list[bytes]:
+    """Right messages for a target."""
+    if name == "plain":
+        objs = [*_seed_objects(), *_over_the_targets_buffer()]
+        return [bytes(codec_named("msgpack").encode(obj).meta) for obj in objs]
+    if name == "restricted_pickle":
+        return [bytes(codec_named("pickle").encode(obj).meta) for obj in _over_the_targets_buffer()]
+    if name == "failure":
+        return _failures()
+    if name == "bundle":
+        return _bundles()
+    if name == "header":
+        return [header_of(rank, call_site="é" * rank).pack() for rank in range(3)]
+    return _messages("msgpack") if name == "tensor" else [*_messages("msgpack"), *_bundles()]
+
+
+def variant(chance: random.Random, name: str, raw: bytes) -> bytes:
+    """A mutated input for a target, made of a right one."""
+    if name == "plain":
+        draw = chance.random()
+        value = _packed(invented(chance)) if draw < 0.5 else raw
+        return value if draw < 0.4 else damaged(chance, value)
+    if name == "restricted_pickle" or chance.random() < 0.1:
+        return damaged(chance, raw)
+    return _resealed(chance, raw)
+
+
+def _resealed(chance: random.Random, raw: bytes) -> bytes:
+    """A message whose fields, table or content were changed, and then all its checksums."""
+    header = Header.unpack(raw)
+    body_to = HEADER_NBYTES + header.body_nbytes
+    body, payload = raw[HEADER_NBYTES:body_to], raw[body_to:]
+    draw = chance.random()
+    if draw < 0.25:
+        header = _with_other_fields(chance, header)
+    elif draw < 0.4 and header.buffer_count:
+        header, body = _with_other_rows(chance, header, body)
+    elif draw < 0.5 and payload:
+        payload = damaged(chance, payload[:100]) + payload[100:]
+    else:
+        table_to = header.buffer_count * ROW_NBYTES
+        meta_to = table_to + header.meta_nbytes
+        meta = _content(chance, header, body[table_to:meta_to])
+        body = body[:table_to] + meta + body[meta_to:]
+        header = header._replace(meta_nbytes=len(meta), body_nbytes=len(body))
+    tag = zlib.crc32(payload) if header.status == Status.VALUE else header.tag
+    return header._replace(body_checksum=zlib.crc32(body), tag=tag).pack() + body + payload
+
+
+def _content(chance: random.Random, header: Header, meta: bytes) -> bytes:
+    if header.status == Status.BUNDLE and chance.random() < 0.7:
+        head_nbytes = len(meta) // BUNDLE_SIZE
+        at = chance.randrange(BUNDLE_SIZE) * head_nbytes
+        head = meta[at : at + head_nbytes]
+        try:
+            changed = _resealed(chance, head)
+        except objcomm.WireError:  # the heads are of different lengths
+            changed = damaged(chance, head)
+        return meta[:at] + changed + meta[at + head_nbytes :]
+    if chance.random() < 0.4:
+        return _packed(invented(chance))
+    return damaged(chance, meta)
+
+
+_FIELD_BITS: Final[Sequence[tuple[str, int, bool]]] = (
+    *((name, 8, False) for name in ("status", "flags", "operation")),
+    *((name, 31, True) for name in ("sender", "root")),
+    *((name, 32, False) for name in ("lane", "epoch", "buffer_count")),
+    *((name, 64, False) for name in ("group", "sequence", "fingerprint")),
+    *((name, 64, False) for name in ("meta_nbytes", "body_nbytes", "payload_nbytes")),
+)
+
+
+def _with_other_fields(chance: random.Random, header: Header) -> Header:
+    for name, bits, is_signed in chance.sample(_FIELD_BITS, chance.choice((1, 1, 2, 3))):
+        before: int = getattr(header, name)
+        number = chance.choice((chance.choice(_EXTREMES), before + 1, max(0, before - 1)))
+        number %= 1 << bits
+        changed: dict[str, Any] = {name: -number if is_signed and number % 2 else number}
+        header = header._replace(**changed)
+    if chance.random() < 0.2:
+        header = header._replace(codec=chance.choice(("pickle", "", "none", "msgpac")))
+    return header
+
+
+def _with_other_rows(chance: random.Random, header: Header, body: bytes) -> tuple[Header, bytes]:
+    """Another size table, now and then with the sums that a sender of it would announce."""
+    table_nbytes = header.buffer_count * ROW_NBYTES
+    rows = [
+        Row(int.from_bytes(body[at : at + 8], "little"), body[at + 8])
+        for at in range(0, table_nbytes, ROW_NBYTES)
+    ]
+    at = chance.randrange(len(rows))
+    nbytes = chance.choice((rows[at].nbytes, chance.choice(_EXTREMES)))
+    rows[at] = Row(nbytes, chance.randrange(8))
+    rest = body[table_nbytes:]
+    if chance.random() < 0.5:
+        packed = sum(row.nbytes for row in rows if row.is_packed)
+        large = sum(row.nbytes for row in rows if not row.is_packed)
+        rest = rest[: header.meta_nbytes].ljust(header.meta_nbytes + packed, b"\0")
+        header = header._replace(
+            body_nbytes=table_nbytes + len(rest), payload_nbytes=large % (1 << 64)
+        )
+    return header, pack_table(rows) + rest

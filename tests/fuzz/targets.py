@@ -1,0 +1,120 @@
+"""Functions of bytes that hold for any bytes: they return, or raise an ``ObjcommError``.
+
+No target ever unpickles without a list of admitted functions: a mutated pickle may run anything.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import objcomm
+from objcomm.admission import Gate
+from objcomm.codecs.base import decode
+from objcomm.config import Settings
+from objcomm.errors import CollectiveError
+from objcomm.frames import HEADER_NBYTES, Header, Status, check_same_call
+from objcomm.message import Message, compose, open_body
+from objcomm.outcome import failures_in
+from objcomm.transport import routes
+from tests import samples
+from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
+
+#: What one message may make a receiver allocate.
+LIMIT_NBYTES = 1 << 20
+
+#: As many ranks as a bundle's seeds have heads, and what each head carries.
+BUNDLE_SIZE = 3
+HEADS_META = b"\x93\1\2\3"
+
+samples.names()  # registers the classes that the plain codec may rebuild
+
+
+def header(raw: bytes) -> None:
+    """The fixed part, and its comparison with this rank's own."""
+    theirs = Header.unpack(raw)
+    str(theirs.position)
+    check_same_call(header_of(0), theirs, 1)
+
+
+def message(raw: bytes) -> Message:
+    """A whole message as an exchange takes it in, all but the large buffers' content."""
+    gate = Gate(Settings(max_nbytes=LIMIT_NBYTES), "fuzz", 0)
+    opened = gate.take_in(raw, gate.header_in(raw))
+    arrived = raw[HEADER_NBYTES : HEADER_NBYTES + len(opened.body)]
+    if not opened.header.is_inline:
+        opened.body[: len(arrived)] = arrived
+    open_body(opened, None)
+    nbytes = sum(buffer.flat.numel() for buffer in opened.buffers)
+    assert nbytes <= LIMIT_NBYTES, f"{nbytes} bytes were allocated"
+    return opened
+
+
+def tensor(raw: bytes) -> None:
+    """``from_tensor`` of a rank that decodes plain data only."""
+    with objcomm.configure(accept=["msgpack"]):
+        objcomm.from_tensor(torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8))
+
+
+def plain(raw: bytes) -> None:
+    """The plain codec's own bytes, beside buffers of each kind."""
+    decode("msgpack", memoryview(raw), _buffers())
+
+
+def restricted_pickle(raw: bytes) -> None:
+    """The pickle codec's own bytes, where nothing is admitted but what it needs itself."""
+    with objcomm.configure(allow=[]):
+        decode("pickle", memoryview(raw), _buffers())
+
+
+def failure(raw: bytes) -> None:
+    """A failure's report, and the error that is made of it."""
+    failures = failures_in([message(raw)])
+    if failures:
+        str(CollectiveError("gather", failures))
+        min(failures).bit_length()
+
+
+def bundle(raw: bytes) -> None:
+    """The heads of several ranks in one message."""
+    link = MemoryLink(Wires(BUNDLE_SIZE), 0)
+    exchange = exchange_on(link, new_lane())
+    mine = compose(exchange.header, HEADS_META)
+    for opened in routes.open_bundle(exchange, message(raw), mine):
+        if opened.header.status == Status.FAILURE and opened is not mine:
+            failures_in([opened])
+
+
+#: By the name of their folder in ``corpus/``.
+TARGETS: dict[str, Callable[[bytes], object]] = {
+    "header": header,
+    "message": message,
+    "tensor": tensor,
+    "plain": plain,
+    "restricted_pickle": restricted_pickle,
+    "failure": failure,
+    "bundle": bundle,
+}
+
+
+def attempt(name: str, raw: bytes) -> bool:
+    """Run a target, and say whether the bytes were taken for right ones.
+
+    Anything but a value and an ``ObjcommError`` comes out as it is, and is a defect.
+    """
+    try:
+        TARGETS[name](raw)
+    except objcomm.ObjcommError:
+        return False
+    return True
+
+
+@functools.cache
+def _contents() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(64, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
+
+
+def _buffers() -> list[Any]:
+    some, none = _contents()
+    return [some.clone(), b"bytes", bytearray(b"bytearray"), memoryview(bytearray(8)), none]

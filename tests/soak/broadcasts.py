@@ -1,0 +1,41 @@
+"""Very many small broadcasts, one after the other, on one rank."""
+
+import statistics
+import time
+from pathlib import Path
+
+import objcomm
+from tests.soak import measure
+from tests.soak.run import join, write
+from tests.workers import here
+
+WINDOWS = 10
+
+
+def broadcasts(*, count: int, port: int, record: str) -> None:
+    """The order that each worker gets; figures are taken after each tenth.
+
+    Args:
+        count: how many.
+        port: of the store.
+        record: the folder for the figures.
+    """
+    measure.steady_allocator()
+    place, store = here(), join(port)
+    mine = Path(record) / f"rank{place.rank}.jsonl"
+    began = time.monotonic()
+    for window in range(WINDOWS):
+        took = []
+        for at in range(window * count // WINDOWS, (window + 1) * count // WINDOWS):
+            src = at % place.world_size
+            started = time.perf_counter()
+            got = objcomm.broadcast({"step": at} if place.rank == src else None, src=src)
+            took.append(time.perf_counter() - started)
+            assert got == {"step": at}
+        objcomm.barrier()
+        seconds = round(time.monotonic() - began, 1)
+        done = (window + 1) * count // WINDOWS
+        held = measure.held()
+        microseconds = round(statistics.median(took) * 1e6, 1)
+        write(mine, measure.Figures(seconds, done, 0, 0, *held, store.num_keys(), microseconds))
+        objcomm.barrier()

@@ -1,0 +1,91 @@
+"""What can be made to go wrong in a turn, and what then each rank must get."""
+
+import random
+from collections.abc import Callable
+
+import objcomm
+from objcomm import CollectiveError, DecodeError, UsageError
+from objcomm.frames import WINDOW_NBYTES
+from tests.soak.operations import OPERATIONS, Operation, Pattern
+from tests.soak.turn import MARK, Expected, Turn
+
+_FROM_ONE = (Pattern.ONE_TO_ALL, Pattern.ONE_TO_EACH)
+
+
+def with_fault(turn: Turn, fault: str, chance: random.Random) -> Turn:
+    """The same turn with a fault, at ranks where it will show."""
+    pattern = OPERATIONS[turn.operation].pattern
+    culprit = turn.root if pattern in _FROM_ONE else chance.randrange(turn.size)
+    victim = -1
+    if fault in {"raising operator", "undecodable"} and pattern not in _FROM_ONE:
+        # The first rank's operand is nobody's right one, and nothing of its own travels.
+        culprit = chance.randrange(1, turn.size)
+        victim = 0 if pattern is Pattern.THROUGH_FIRST else chance.randrange(culprit)
+        if pattern is Pattern.ALL_TO_ONE and fault == "undecodable":
+            victim = turn.root
+            culprit = (turn.root + culprit) % turn.size
+    elif fault in {"undecodable", "unencodable"}:
+        victim = (turn.root + chance.randrange(1, turn.size)) % turn.size
+    codecs = ("pickle",) * turn.size if fault == "undecodable" else turn.codecs
+    return turn._replace(fault=fault, culprit=culprit, victim=victim, codecs=codecs)
+
+
+def expected(turn: Turn, rank: int) -> Expected:
+    """What a rank must get."""
+    operation = OPERATIONS[turn.operation]
+    if turn.fault == "no such rank":
+        return Expected(error=UsageError, text=f"no rank {turn.size}")
+    if turn.fault == "undecodable":
+        return _where_one_cannot_decode(turn, operation, rank)
+    if not turn.fault:
+        return Expected(operation.result(turn, rank))
+    blame, text = FAULTS[turn.fault]
+    failed = blame(turn)
+    is_one_way = operation.pattern is Pattern.ALL_TO_ONE and not turn.confirm
+    if is_one_way and rank not in {turn.root, failed}:
+        return Expected()
+    return Expected(error=CollectiveError, failed=failed, text=text)
+
+
+def _where_one_cannot_decode(turn: Turn, operation: Operation, rank: int) -> Expected:
+    text = "cannot be rebuilt on rank"
+    if turn.confirm or operation.pattern is Pattern.THROUGH_FIRST:
+        return Expected(error=CollectiveError, failed=turn.victim, text=text)
+    if rank == turn.victim:
+        return Expected(error=DecodeError, text=text)
+    return Expected(operation.result(turn, rank))
+
+
+def _culprit(turn: Turn) -> int:
+    return turn.culprit
+
+
+def _root(turn: Turn) -> int:
+    return turn.root
+
+
+def _first(_turn: Turn) -> int:
+    return 0
+
+
+def _combining_rank(turn: Turn) -> int:
+    """Who combines the culprit's operand with those of lower ranks."""
+    operands = [[(rank, turn.object_of(rank))] for rank in range(turn.size)]
+    sizes = [
+        objcomm.to_tensor(operand, codec=codec).numel()
+        for operand, codec in zip(operands, turn.codecs, strict=True)
+    ]
+    if max(sizes) <= WINDOW_NBYTES:  # all come with their first messages: one rank folds them
+        return turn.root if turn.operation == "reduce" else 0
+    return turn.culprit - (turn.culprit & -turn.culprit)  # the parent in a binomial tree
+
+
+#: Whom the error blames, and what it says. Two further faults are no CollectiveError's.
+FAULTS: dict[str, tuple[Callable[[Turn], int], str]] = {
+    "unencodable": (_culprit, "lock"),
+    "wrong length": (_root, "one object for each"),
+    "raising operator": (_combining_rank, MARK),
+    "raising fn1": (_culprit, MARK),
+    "raising fn2": (_first, MARK),
+    "no scalar": (_culprit, "is no scalar"),
+}

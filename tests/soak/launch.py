@@ -1,0 +1,126 @@
+"""Starts the ranks of a soak from one process, and judges the figures that they wrote down."""
+
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from tests.soak import measure
+from tests.soak.measure import MEBIBYTE, Figures
+from tests.workers import Order, Pool, Report
+
+# For starting the ranks, one round that had begun, and settling.
+_SPARE_SECONDS = 60.0
+
+#: What is judged, by the name of the figure.
+JUDGED = ("resident_nbytes", "blocks", "threads", "descriptors", "keys")
+
+
+class Outcome(NamedTuple):
+    """What a run gave.
+
+    Attributes:
+        failures: reports of ranks that did not pass.
+        figures: of each rank, in the order of time.
+    """
+
+    failures: list[Report]
+    figures: list[list[Figures]]
+
+
+def run_on_ranks(
+    world_size: int,
+    function: str,
+    arguments: Mapping[str, object],
+    *,
+    seconds: float,
+    watch: Callable[[list[list[Figures]]], None] = lambda _: None,
+) -> Outcome:
+    """Call a function of this package on every rank; the store lives in this process.
+
+    Args:
+        world_size: how many ranks.
+        function: what to call, as ``module.function`` of this package; besides its own arguments
+            it gets ``port``, the store's, and ``record``, the folder for its figures.
+        arguments: its own.
+        seconds: how long it should take; it is given some to spare.
+        watch: called with the figures so far, about every second.
+    """
+    # The master's own socket must outlive the ranks.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    module, _, name = function.partition(".")
+    pool = Pool(world_size, joined=False)
+    with tempfile.TemporaryDirectory(prefix="objcomm-soak-") as folder, _watching(folder, watch):
+        placed = {"port": store.port, "record": folder, **arguments}
+        try:
+            order = Order(f"{__package__}.{module}", name, placed)
+            reports = pool.run(order, seconds + _SPARE_SECONDS)
+        finally:
+            pool.close()
+        figures = list(figures_in(Path(folder)))
+    return Outcome([report for report in reports if report.outcome != "passed"], figures)
+
+
+def figures_in(folder: Path) -> Iterator[list[Figures]]:
+    """What each rank has written so far."""
+    for record in sorted(folder.glob("rank*.jsonl")):
+        # The last line may be half written.
+        whole = record.read_text().rpartition("\n")[0]
+        yield [Figures(**json.loads(line)) for line in whole.splitlines()]
+
+
+class _watching:  # noqa: N801  # used as a function, like contextlib's
+    """Let a thread look at the figures as they come."""
+
+    def __init__(self, folder: str, watch: Callable[[list[list[Figures]]], None]) -> None:
+        self._folder = Path(folder)
+        self._watch = watch
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def _look(self) -> None:
+        while not self._over.wait(1.0):
+            self._watch(list(figures_in(self._folder)))
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._watch(list(figures_in(self._folder)))
+
+
+def complaints(name: str, figures: list[list[Figures]], warm_up: int) -> list[str]:
+    """What grew on any rank.
+
+    Args:
+        name: one of ``JUDGED``.
+        figures: of each rank.
+        warm_up: how many of each rank's first figures do not count.
+    """
+    found = []
+    for rank, of_rank in enumerate(figures):
+        counted = of_rank[warm_up:]
+        values = [getattr(each, name) for each in counted]
+        if name in _LIMITS:
+            grew = measure.trend(values)
+            limit = _LIMITS[name](counted[-1].groups - counted[0].groups)
+        else:
+            grew, limit = max(values) - min(values), 0
+        if grew > limit:
+            found.append(f"{name} of rank {rank} grew by {grew:.0f}, {limit} allowed: {values}")
+    return found
+
+
+#: How much the medians of the first and the last third may differ, by the number of groups that
+#: were made and destroyed. Threads, descriptors and keys may not differ at all.
+_LIMITS: dict[str, Callable[[int], int]] = {
+    "resident_nbytes": lambda _: 4 * MEBIBYTE,
+    # torch 2.13 itself keeps 2.2 objects for each group that it made and destroyed.
+    "blocks": lambda groups: 500 + 3 * groups,
+}

@@ -1,0 +1,215 @@
+"""The table of operations: how each is called, what it gives, and what can go wrong in it."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from typing import Any
+
+import objcomm
+from tests.soak.turn import MARK, InjectedError, Party, Turn
+
+
+class Pattern(Enum):
+    """Who waits for whose object."""
+
+    ONE_TO_ALL = 1
+    ONE_TO_EACH = 2
+    ALL_TO_ONE = 3
+    ALL_TO_ALL = 4
+    THROUGH_FIRST = 5  # all to the group's first rank, and its result to all
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of the table.
+
+    Attributes:
+        call: does the turn's operation on this rank.
+        result: what a rank gets where nothing is faulty.
+        pattern: who waits for whom.
+        faults: those that it can have.
+        can_confirm: whether it takes ``confirm=``.
+    """
+
+    call: Callable[[Turn, Party], Any]
+    result: Callable[[Turn, int], Any]
+    pattern: Pattern
+    faults: tuple[str, ...] = ()
+    can_confirm: bool = True
+
+
+def _options(turn: Turn, party: Party) -> dict[str, Any]:
+    return {"group": party.group, "codec": turn.codecs[party.rank], "confirm": turn.confirm}
+
+
+def _broadcast(turn: Turn, party: Party) -> Any:
+    mine = turn.object_of(party.rank) if party.rank == turn.root else "ignored"
+    return objcomm.broadcast(mine, group_src=turn.named_root, **_options(turn, party))
+
+
+def _of_root(turn: Turn, _rank: int) -> Any:
+    return turn.object_of(turn.root)
+
+
+def _gather(turn: Turn, party: Party) -> Any:
+    mine = turn.object_of(party.rank)
+    return objcomm.gather(mine, group_dst=turn.named_root, **_options(turn, party))
+
+
+def _all_gather(turn: Turn, party: Party) -> Any:
+    return objcomm.all_gather(turn.object_of(party.rank), **_options(turn, party))
+
+
+def _of_all(turn: Turn, _rank: int) -> Any:
+    return [turn.object_of(rank) for rank in range(turn.size)]
+
+
+def _of_all_at_root(turn: Turn, rank: int) -> Any:
+    return _of_all(turn, rank) if rank == turn.root else None
+
+
+def chunk_of(turn: Turn, rank: int) -> Any:
+    """What a scatter's source gives one rank; the victim gets what is faulty."""
+    return turn._replace(culprit=turn.victim).object_of(rank)
+
+
+def _scatter(turn: Turn, party: Party) -> Any:
+    chunks = None
+    if party.rank == turn.root:
+        chunks = [chunk_of(turn, rank) for rank in range(turn.size)]
+        if turn.fault == "wrong length":
+            chunks = [*chunks, MARK] if turn.seed % 2 else chunks[1:]
+    return objcomm.scatter(chunks, group_src=turn.named_root, **_options(turn, party))
+
+
+def _joiner(turn: Turn) -> Callable[[Any, Any], Any]:
+    def join(left: list[Any], right: list[Any]) -> list[Any]:
+        # The culprit's operand stands first on the right exactly once, in a fold as in a tree.
+        if turn.fault == "raising operator" and right[0][0] == turn.culprit:
+            raise InjectedError(MARK)
+        left.extend(right)  # an operator may change its left side, and nobody's argument
+        return left
+
+    return join
+
+
+def _operand(turn: Turn, rank: int) -> Any:
+    return [(rank, turn.object_of(rank))]
+
+
+def _reduce(turn: Turn, party: Party) -> Any:
+    operand = _operand(turn, party.rank)
+    options = _options(turn, party)
+    got = objcomm.reduce(operand, _joiner(turn), group_dst=turn.named_root, **options)
+    assert len(operand) == 1
+    return got
+
+
+def _all_reduce(turn: Turn, party: Party) -> Any:
+    operand = _operand(turn, party.rank)
+    got = objcomm.all_reduce(operand, _joiner(turn), **_options(turn, party))
+    assert len(operand) == 1
+    return got
+
+
+def _joined(turn: Turn, _rank: int) -> Any:
+    return [pair for rank in range(turn.size) for pair in _operand(turn, rank)]
+
+
+def _joined_at_root(turn: Turn, rank: int) -> Any:
+    return _joined(turn, rank) if rank == turn.root else None
+
+
+_NAMED: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": operator.add,
+    "prod": operator.mul,
+    "min": min,
+    "max": max,
+}
+
+
+def _name_of(turn: Turn) -> str:
+    return list(_NAMED)[turn.seed % len(_NAMED)]
+
+
+def _all_reduce_named(turn: Turn, party: Party) -> Any:
+    mine = turn.number_of(party.rank)
+    return objcomm.all_reduce(mine, _name_of(turn), **_options(turn, party))
+
+
+def _reduced(turn: Turn, _rank: int) -> Any:
+    return reduce(_NAMED[_name_of(turn)], map(turn.number_of, range(turn.size)))
+
+
+def _gather_scalar(turn: Turn, party: Party) -> Any:
+    mine = turn.scalar_of(party.rank)
+    return objcomm.gather_scalar(mine, group_dst=turn.named_root, group=party.group)
+
+
+def _all_gather_scalar(turn: Turn, party: Party) -> Any:
+    return objcomm.all_gather_scalar(turn.scalar_of(party.rank), group=party.group)
+
+
+def _scalars(turn: Turn, _rank: int) -> Any:
+    return [turn.scalar_of(rank) for rank in range(turn.size)]
+
+
+def _scalars_at_root(turn: Turn, rank: int) -> Any:
+    return _scalars(turn, rank) if rank == turn.root else None
+
+
+def _reduce_and_broadcast(turn: Turn, party: Party) -> Any:
+    def contribute() -> Any:
+        if turn.fault == "raising fn1" and party.rank == turn.culprit:
+            raise InjectedError(MARK)
+        return turn.object_of(party.rank)
+
+    def combine(objs: list[Any]) -> Any:
+        if turn.fault == "raising fn2":
+            raise InjectedError(MARK)
+        return {"all": objs, "count": len(objs)}
+
+    codec = turn.codecs[party.rank]
+    return objcomm.reduce_and_broadcast(contribute, combine, group=party.group, codec=codec)
+
+
+def _counted(turn: Turn, rank: int) -> Any:
+    return {"all": _of_all(turn, rank), "count": turn.size}
+
+
+def _barrier(turn: Turn, party: Party) -> None:
+    objcomm.barrier(f"barrier {turn.seed}", group=party.group)
+
+
+def _nothing(_turn: Turn, _rank: int) -> Any:
+    return None
+
+
+_OBJECTS = ("unencodable", "undecodable")
+_ROOTED = (*_OBJECTS, "no such rank")
+_OPERATORS = ("unencodable", "raising operator")
+_SCALAR = ("no scalar", "no such rank")
+_CALLBACKS = (*_OBJECTS, "raising fn1", "raising fn2")
+
+#: Every operation by name; the plan draws from it, and a later one joins by a line here.
+OPERATIONS = {
+    "broadcast": Operation(_broadcast, _of_root, Pattern.ONE_TO_ALL, _ROOTED),
+    "gather": Operation(_gather, _of_all_at_root, Pattern.ALL_TO_ONE, _ROOTED),
+    "all_gather": Operation(_all_gather, _of_all, Pattern.ALL_TO_ALL, _OBJECTS),
+    "scatter": Operation(_scatter, chunk_of, Pattern.ONE_TO_EACH, (*_ROOTED, "wrong length")),
+    "reduce": Operation(_reduce, _joined_at_root, Pattern.ALL_TO_ONE, _OPERATORS),
+    "all_reduce": Operation(_all_reduce, _joined, Pattern.THROUGH_FIRST, _OPERATORS),
+    "all_reduce of a named operator": Operation(_all_reduce_named, _reduced, Pattern.THROUGH_FIRST),
+    "gather_scalar": Operation(
+        _gather_scalar, _scalars_at_root, Pattern.ALL_TO_ONE, _SCALAR, can_confirm=False
+    ),
+    "all_gather_scalar": Operation(
+        _all_gather_scalar, _scalars, Pattern.ALL_TO_ALL, _SCALAR[:1], can_confirm=False
+    ),
+    "reduce_and_broadcast": Operation(
+        _reduce_and_broadcast, _counted, Pattern.THROUGH_FIRST, _CALLBACKS, can_confirm=False
+    ),
+    "barrier": Operation(_barrier, _nothing, Pattern.ALL_TO_ALL, can_confirm=False),
+}

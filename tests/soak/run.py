@@ -1,0 +1,200 @@
+"""Carries a plan out on one rank."""
+
+import contextlib
+import gc
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import objcomm
+from tests.group.test_threads import in_thread
+from tests.same import assert_same
+from tests.soak import measure
+from tests.soak.faults import expected
+from tests.soak.operations import OPERATIONS
+from tests.soak.plan import Round, round_of
+from tests.soak.turn import Expected, Party, Subgroup, Turn
+from tests.workers import here
+
+_LANE = "soak"
+
+
+def join(port: int) -> dist.TCPStore:
+    """Initialise torch.distributed over a store on that port; return a client of its own."""
+    place = here()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+    own: dist.TCPStore = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    return own
+
+
+class _Groups:
+    """The process groups of the subgroups that are alive."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {0: None}
+        self.made_count = 0
+        self.left_by_torch = 0
+
+    def make(self, subgroup: Subgroup) -> None:
+        """Make a group; every rank of the world calls this."""
+        self._made[subgroup.number] = dist.new_group(list(subgroup.members))
+        self.made_count += 1
+        # Measured with torch 2.13: each member's address stays in the store.
+        self.left_by_torch += len(subgroup.members)
+
+    def destroy(self, subgroup: Subgroup) -> None:
+        """Destroy one; members and others alike."""
+        group = self._made.pop(subgroup.number)
+        if dist.get_rank() in subgroup.members:
+            dist.destroy_process_group(group)
+
+    def of(self, subgroup: Subgroup) -> Any:
+        """What ``group=`` takes."""
+        return self._made[subgroup.number]
+
+
+class Soak:
+    """One rank's part in a soak."""
+
+    def __init__(self, seed: int, port: int, record: Path) -> None:
+        measure.steady_allocator()
+        self._seed = seed
+        self._record = record / f"rank{here().rank}.jsonl"
+        self._store = join(port)
+        self._groups = _Groups()
+        self._standing: tuple[Subgroup, ...] = ()
+        self._lock = threading.Lock()
+        self._turns = self._errors = 0
+        self._began = time.monotonic()
+
+    def run(self, seconds: float, checkpoint_seconds: float) -> None:
+        """Go from round to round until the time is over; every rank calls this.
+
+        Args:
+            seconds: how long.
+            checkpoint_seconds: how often to stop, destroy all subgroups and measure.
+        """
+        number, due = 0, 0.0
+        elapsed = 0.0
+        while elapsed < seconds:
+            if elapsed >= due:
+                self._checkpoint()
+                due += checkpoint_seconds
+            self._do(round_of(self._seed, number, here().world_size))
+            number += 1
+            # One clock decides for all ranks.
+            elapsed = objcomm.broadcast(time.monotonic() - self._began)
+        self._checkpoint()
+
+    def _do(self, work: Round) -> None:
+        self._stand(work.standing)
+
+        def on_the_side() -> None:
+            with objcomm.lane(_LANE):
+                self._take(work.side)
+
+        thread = in_thread(on_the_side)
+        for turn in work.main:
+            self._take_main(turn, work.standing)
+        self._stand(work.standing)
+        thread.join()
+
+    def _stand(self, wanted: Sequence[Subgroup]) -> None:
+        """Destroy and make groups until those are alive that are wanted."""
+        for subgroup in self._standing:
+            if subgroup not in wanted:
+                self._groups.destroy(subgroup)
+        for subgroup in wanted:
+            if subgroup not in self._standing:
+                self._groups.make(subgroup)
+        self._standing = tuple(wanted)
+
+    def _take_main(self, turn: Turn, standing: Sequence[Subgroup]) -> None:
+        is_transient = turn.group.number < 0
+        self._stand([*standing, turn.group] if is_transient else standing)
+        self._take([turn])
+
+    def _take(self, turns: Sequence[Turn]) -> None:
+        me = dist.get_rank()
+        for turn in turns:
+            if me in turn.group.members:
+                party = Party(turn.group.members.index(me), self._groups.of(turn.group))
+                raised = take(turn, party)
+                with self._lock:
+                    self._turns += 1
+                    self._errors += raised
+
+    def _checkpoint(self) -> None:
+        """With no subgroup alive and nothing under way, write down what this rank holds."""
+        self._stand(())
+        gc.collect()
+        objcomm.barrier("before a checkpoint")
+        resident_nbytes, blocks, threads, descriptors = measure.held()
+        figures = measure.Figures(
+            round(time.monotonic() - self._began, 1),
+            self._turns,
+            self._errors,
+            self._groups.made_count,
+            resident_nbytes,
+            blocks,
+            threads,
+            descriptors,
+            self._store.num_keys() - self._groups.left_by_torch,
+        )
+        write(self._record, figures)
+        objcomm.barrier("after a checkpoint")
+
+
+def write(record: Path, figures: measure.Figures) -> None:
+    """Add a line to what this rank has written down."""
+    with record.open("a") as lines:
+        lines.write(json.dumps(figures._asdict()) + "\n")
+
+
+def take(turn: Turn, party: Party) -> bool:
+    """Do one turn on this rank and hold what it gives against the model.
+
+    Returns:
+        Whether it had to raise.
+    """
+    wanted = expected(turn, party.rank)
+    got: Any = None
+    caught: Exception | None = None
+    try:
+        got = OPERATIONS[turn.operation].call(turn, party)
+    except objcomm.ObjcommError as error:
+        caught = error
+    try:
+        if wanted.error is None:
+            assert caught is None, f"raised {caught!r}"
+            assert_same(got, wanted.value, sharing=False)
+        else:
+            _check_error(caught, wanted, party)
+    except AssertionError as error:
+        error.add_note(f"rank {party.rank} in {turn}")
+        raise error from caught
+    return wanted.error is not None
+
+
+def _check_error(caught: Exception | None, wanted: Expected, party: Party) -> None:
+    assert type(caught) is wanted.error, f"{wanted.error} was expected, not {caught!r}"
+    assert wanted.text in str(caught), str(caught)
+    if isinstance(caught, objcomm.CollectiveError):
+        assert list(caught.failures) == [wanted.failed], str(caught)
+        assert (caught.__cause__ is not None) == (party.rank == wanted.failed), str(caught)
+
+
+def soak(*, seed: int, port: int, record: str, seconds: float, checkpoint_seconds: float) -> None:
+    """The order that each worker gets."""
+    running = Soak(seed, port, Path(record))
+    try:
+        running.run(seconds, checkpoint_seconds)
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()

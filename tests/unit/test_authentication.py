@@ -1,0 +1,360 @@
+"""What a key proves: every way to forge, alter, redirect or repeat a message."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import objcomm
+from objcomm import AuthenticationError, DesyncError, UsageError
+from objcomm.admission import Gate
+from objcomm.authentication import Signer, environment_secret, read_key_file, secret_of
+from objcomm.config import Settings, settings
+from objcomm.frames import HEADER_NBYTES, Flag, Header, Status
+from objcomm.memory import Buffer, Kind, to_bytes
+from objcomm.message import Message, compose
+from objcomm.outcome import failure_message, failures_in
+from objcomm.transport import routes
+from objcomm.transport.exchange import Exchange
+from tests.ranks import solo
+from tests.unit.memory_link import (
+    MemoryLink,
+    Wires,
+    exchange_on,
+    header_of,
+    new_lane,
+    on_every_rank,
+)
+
+KEY = "correct horse battery staple"
+KEYED = Settings(secret=secret_of(KEY))
+OTHER = Settings(secret=secret_of(KEY + "r"))
+LARGE = torch.arange(100_000, dtype=torch.uint8)
+
+
+def pair(
+    sender: Settings = KEYED, receiver: Settings = KEYED, **fields: Any
+) -> tuple[Exchange, Exchange, Wires]:
+    """Rank 1, which sends, and rank 0, which receives."""
+    wires = Wires(2)
+    sending = exchange_on(MemoryLink(wires, 1), new_lane(), chosen=sender, **fields)
+    return sending, exchange_on(MemoryLink(wires, 0), new_lane(), chosen=receiver), wires
+
+
+def message_of(exchange: Exchange, *, is_large: bool = False) -> Message:
+    buffers = [Buffer(Kind.TENSOR, LARGE, LARGE)] if is_large else []
+    return compose(exchange.header, b"content", buffers)
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["inline", "large"])
+def test_a_signed_message_arrives(*, is_large: bool) -> None:
+    sending, receiving, _ = pair()
+    sent = message_of(sending, is_large=is_large)
+    sending.send_head(sent, [0])
+    sending.send_rest(sent, [0])
+    (got,) = receiving.recv_heads([1])
+    receiving.recv_rest([(1, got)])
+    got.check()
+    assert bytes(got.meta) == b"content"
+    assert got.header.signature != bytes(32)
+    assert (got.header.number, got.header.destination) == (1, -1)
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "text"),
+    [
+        (OTHER, KEYED, "is not signed with this rank's key"),
+        (Settings(), KEYED, "without a signature, but this rank has a key"),
+        (KEYED, Settings(), "signs its messages, but this rank has no key"),
+    ],
+)
+def test_ranks_with_different_keys_do_not_understand_each_other(
+    sender: Settings, receiver: Settings, text: str
+) -> None:
+    sending, receiving, _ = pair(sender, receiver)
+    sending.send_head(message_of(sending), [0])
+    with pytest.raises(AuthenticationError, match=text) as caught:
+        receiving.recv_heads([1])
+    assert "rank 1" in str(caught.value)
+
+
+def forged(alter: Callable[[Header], Header]) -> bytes:
+    """A head whose checksum is right although somebody changed its header."""
+    sending, _, _ = pair()
+    head = sending.gate.head_of(message_of(sending))
+    return alter(Header.unpack(head)).pack() + head[HEADER_NBYTES:]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({"sender": 2}, {"root": 5}, {"sequence": 1}, {"lane": 1}, {"group": 1}, {"operation": 3}),
+        *({"status": 2}, {"flags": 2}, {"epoch": 1}, {"fingerprint": 1}, {"codec": "msgpack"}),
+        *({"call_site": "x"}, {"meta_nbytes": 1}, {"body_nbytes": 9}, {"payload_nbytes": 1}),
+        *({"buffer_count": 0, "tag": 1}, {"destination": 0}, {"number": 2}),
+        *({"digest": bytes(range(32))}, {"signature": bytes(range(32))}, {"body_checksum": 1}),
+    ],
+    ids=str,
+)
+def test_no_field_of_a_header_can_be_changed(field: dict[str, Any]) -> None:
+    gate = Gate(KEYED, "a mesh", 0)
+    assert gate.header_in(forged(lambda header: header)).number == 1
+    with pytest.raises(AuthenticationError):
+        gate.header_in(forged(lambda header: header._replace(**field)))
+
+
+def test_content_that_was_changed_is_not_decoded() -> None:
+    sending, receiving, _ = pair()
+    head = sending.gate.head_of(message_of(sending))
+    got = receiving.open(head, 1)
+    got.body[0] ^= 1
+    with pytest.raises(AuthenticationError, match=r"content .* is not what was signed"):
+        got.check()
+    large = message_of(sending, is_large=True)
+    got = receiving.open(sending.gate.head_of(large), 1)
+    got.large[0].flat.zero_()
+    with pytest.raises(AuthenticationError):
+        got.check()
+
+
+def test_a_failure_that_was_changed_is_not_believed() -> None:
+    failure = objcomm.RankFailure(1, "E", "text", "")
+    sending, receiving, _ = pair()
+    head = sending.gate.head_of(failure_message(sending.header, [failure]))
+    got = receiving.open(head, 1)
+    assert failures_in([got]) == {1: failure}
+    head = sending.gate.head_of(failure_message(sending.header, [failure]))
+    got = receiving.open(head, 1)
+    got.body[-1] ^= 1
+    with pytest.raises(AuthenticationError):
+        failures_in([got])
+
+
+def test_a_message_counts_once() -> None:
+    sending, receiving, _ = pair()
+    head = sending.gate.head_of(message_of(sending))
+    receiving.open(head, 1)
+    with pytest.raises(AuthenticationError, match="an old message came again"):
+        receiving.open(head, 1)
+    receiving.open(sending.gate.head_of(message_of(sending)), 1)
+
+
+def test_a_message_of_an_earlier_call_is_old_and_not_out_of_step() -> None:
+    mesh = Settings(secret=secret_of(KEY + "of a mesh of its own"))
+    old, first, _ = pair(mesh, mesh)
+    head = old.gate.head_of(message_of(old))
+    first.open(head, 1)
+    sending, _, wires = pair(mesh, mesh, sequence=1)
+    later = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=1)
+    later.open(sending.gate.head_of(message_of(sending)), 1)
+    with pytest.raises(AuthenticationError, match="an old message came again"):
+        later.open(head, 1)
+
+
+def test_a_rank_that_made_one_call_fewer_is_out_of_step_and_no_forger() -> None:
+    mesh = Settings(secret=secret_of(KEY + "of another mesh"))
+    behind, _, wires = pair(mesh, mesh)
+    ahead = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=1)
+    with pytest.raises(DesyncError, match="other calls"):
+        ahead.open(behind.gate.head_of(message_of(behind)), 1)
+
+
+def test_a_message_of_another_mesh_proves_nothing() -> None:
+    head = Gate(KEYED, "yesterday's mesh", 1).head_of(compose(header_of(1), b""))
+    with pytest.raises(AuthenticationError, match="not signed with this rank's key"):
+        Gate(KEYED, "today's mesh", 0).header_in(head)
+
+
+def test_a_message_for_one_rank_is_for_no_other() -> None:
+    sending, receiving, _ = pair()
+    head = sending.gate.head_of(message_of(sending), destination=2)
+    with pytest.raises(AuthenticationError, match="sent this to rank 2"):
+        receiving.open(head, 1)
+    public = receiving.open(sending.gate.head_of(message_of(sending)), 1)
+    with pytest.raises(AuthenticationError, match="did not send this to one rank"):
+        receiving.gate.check_addressed(public.header)
+
+
+def test_a_contribution_is_no_acknowledgement() -> None:
+    sending, receiving, _ = pair()
+    head = sending.gate.head_of(message_of(sending))
+    receiving.header = receiving.header._replace(flags=Flag.ACKNOWLEDGEMENT)
+    with pytest.raises(AuthenticationError, match="an old message"):
+        receiving.open(head, 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 9])
+@pytest.mark.parametrize("is_large", [False, True], ids=["inline", "large"])
+def test_every_route_carries_signatures(size: int, *, is_large: bool) -> None:
+    wires = Wires(size)
+    mesh = Settings(secret=secret_of(f"{KEY} {size} {is_large}"))
+
+    def body(rank: int) -> list[bytes]:
+        exchange = exchange_on(MemoryLink(wires, rank), new_lane(), chosen=mesh)
+        mine = message_of(exchange, is_large=is_large)
+        shared = routes.broadcast(exchange, mine if rank == 1 else None, 1)
+        all_of_them = routes.all_gather(exchange, mine)
+        each = [message_of(exchange, is_large=is_large) for _ in range(size)]
+        scattered = routes.scatter(exchange, each if rank == 1 else None, 1)
+        gathered = routes.gather(exchange, mine, size - 1) or []
+        routes.all_meet(exchange, compose(exchange.header._replace(status=Status.TREE), b""))
+        got = [shared, *all_of_them, scattered, *gathered]
+        for message in got:
+            message.check()
+        return [bytes(message.meta) for message in got]
+
+    for got in on_every_rank(size, body):
+        assert set(got) == {b"content"}
+    assert wires.left_over() == 0
+
+
+def test_bytes_without_a_group_are_signed() -> None:
+    obj: dict[str, Any] = {"w": torch.arange(50_000.0), "name": "x"}
+    unsigned = objcomm.to_tensor(1)
+    with objcomm.configure(key=KEY):
+        flat = objcomm.to_tensor(obj)
+        assert torch.equal(objcomm.from_tensor(flat)["w"], obj["w"])
+        for at in (HEADER_NBYTES + 3, flat.numel() - 1, 170, 230):
+            damaged = flat.clone()
+            damaged[at] ^= 1
+            with pytest.raises(objcomm.WireError):
+                objcomm.from_tensor(damaged)
+        header = Header.unpack(to_bytes(flat[:HEADER_NBYTES]))
+        renamed = torch.frombuffer(
+            bytearray(header._replace(codec="msgpack").pack()), dtype=torch.uint8
+        )
+        with pytest.raises(AuthenticationError):
+            objcomm.from_tensor(torch.cat([renamed, flat[HEADER_NBYTES:]]))
+        with pytest.raises(AuthenticationError, match="without a signature"):
+            objcomm.from_tensor(unsigned)
+    with pytest.raises(AuthenticationError, match="this rank has no key"):
+        objcomm.from_tensor(flat)
+    with objcomm.configure(key=KEY.encode()):
+        assert objcomm.from_tensor(flat)["name"] == "x"
+    with objcomm.configure(key=KEY + "!"), pytest.raises(AuthenticationError):
+        objcomm.from_tensor(flat)
+
+
+def test_a_content_of_other_bytes_and_the_same_checksum_is_noticed() -> None:
+    """CRC-32 is linear: whoever changes a body can keep it."""
+    with objcomm.configure(key=KEY):
+        flat = objcomm.to_tensor(bytes(100))
+    polynomial = 0x1_DB71_0641  # CRC-32's, bit-reversed, as a multiple of itself: no change
+    at = HEADER_NBYTES + 50
+    altered = flat.clone()
+    for bit in range(33):
+        if polynomial >> bit & 1:
+            altered[at + bit // 8] ^= 1 << bit % 8
+    with objcomm.configure(key=KEY), pytest.raises(objcomm.WireError):
+        objcomm.from_tensor(altered)
+
+
+@pytest.mark.parametrize("key", ["", "fifteen letters", b"x" * 15])
+def test_a_key_that_can_be_guessed_is_refused(key: str | bytes) -> None:
+    with pytest.raises(UsageError, match="too short"):
+        objcomm.configure(key=key)
+
+
+def test_a_key_is_text_or_bytes_and_is_not_shown() -> None:
+    with pytest.raises(UsageError, match="bytes or text, not a int"):
+        objcomm.configure(key=7)  # type: ignore[arg-type]
+    assert KEY not in repr(KEYED)
+    assert "secret" not in repr(KEYED)
+
+
+def test_purposes_have_keys_of_their_own() -> None:
+    one, other = Signer(secret_of(KEY), "a"), Signer(secret_of(KEY), "b")
+    assert len({one.sign(b"x"), other.sign(b"x"), one.digest([b"x"])}) == 3
+    assert one.digest([b"x", b"y"]) == one.digest([b"xy"])
+    assert one.is_signed(b"x", one.sign(b"x"))
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_text(KEY + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_a_key_file_of_ones_own_is_read(key_file: Path) -> None:
+    assert read_key_file(str(key_file)) == secret_of(KEY)
+    key_file.chmod(0o400)
+    assert read_key_file(str(key_file)) == secret_of(KEY)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o620, 0o602, 0o610, 0o644, 0o777])
+def test_a_key_file_that_others_can_open_is_refused(key_file: Path, mode: int) -> None:
+    key_file.chmod(mode)
+    with pytest.raises(UsageError, match="is open to others; run: chmod 600"):
+        read_key_file(str(key_file))
+
+
+def test_what_is_no_key_file_is_refused(key_file: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    for path, text in ((pipe, "no regular file"), (tmp_path, "read|regular"), ("none", "read")):
+        with pytest.raises(UsageError, match=text):
+            read_key_file(str(path))
+    key_file.write_text("short\n")
+    with pytest.raises(UsageError, match="too short"):
+        read_key_file(str(key_file))
+
+
+def test_a_key_file_of_another_user_is_refused(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = key_file.stat().st_uid
+    if owner == 0:
+        try:
+            os.chown(key_file, 12345, -1)
+        except OSError:
+            pytest.skip("this user owns every file it can make")
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        read_key_file(str(key_file))
+
+
+@solo()
+def test_the_environment_can_add_a_key_and_take_nothing_back(tmp_path: Any) -> None:
+    path = Path(tmp_path) / "key"
+    path.write_text(KEY)
+    path.chmod(0o644)
+    os.environ["OBJCOMM_KEY_FILE"] = str(path)
+    for name in ("ACCEPT", "ALLOW", "CODEC", "KEY", "MAX_NBYTES", "INSECURE", "MAX_DEPTH"):
+        os.environ[f"OBJCOMM_{name}"] = "1"
+    with pytest.raises(UsageError, match="open to others"):
+        objcomm.to_tensor(1)
+    path.chmod(0o600)
+    with objcomm.configure(key=KEY + " of the program", accept={"msgpack"}):
+        mine = objcomm.to_tensor(1, codec="msgpack")
+        assert objcomm.from_tensor(mine) == 1
+        with pytest.raises(objcomm.DecodeError):
+            objcomm.from_tensor(objcomm.to_tensor(1, codec="pickle"))
+    with pytest.raises(AuthenticationError):
+        objcomm.from_tensor(mine)  # the environment's key is another one
+    signed = objcomm.to_tensor(1)
+    assert environment_secret() == secret_of(KEY)
+    del os.environ["OBJCOMM_KEY_FILE"]
+    assert objcomm.from_tensor(signed) == 1  # read once: it can't be taken away again either
+    assert settings() == Settings()
+
+
+def test_options_hold_in_their_thread_or_everywhere() -> None:
+    def accepted_in_a_thread() -> Any:
+        seen: list[Any] = []
+        thread = threading.Thread(target=lambda: seen.append(settings().accept))
+        thread.start()
+        thread.join()
+        return seen[0]
+
+    with objcomm.configure(accept={"msgpack"}):
+        assert accepted_in_a_thread() is None
+    with objcomm.configure(accept={"msgpack"}, everywhere=True):
+        assert accepted_in_a_thread() == {"msgpack"}
+    assert accepted_in_a_thread() is None

@@ -1,0 +1,75 @@
+"""What fuzzing found, and a little of it each time: see ``tests.fuzz``."""
+
+import random
+import time
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+
+import objcomm
+from objcomm import DecodeError, WireError
+from objcomm.codecs.base import decode
+from tests import fuzz
+from tests.fuzz.mutate import seeds, variant
+from tests.fuzz.targets import TARGETS, attempt
+from tests.unit.test_frames import _address_space
+
+_CORPUS = Path(fuzz.__file__).parent / "corpus"
+_KEPT = sorted(path.relative_to(_CORPUS).as_posix() for path in _CORPUS.glob("*/*"))
+_GROWTH_MAX_NBYTES = 256 << 20
+
+
+@pytest.mark.filterwarnings("ignore")  # torch and numpy warn of odd sizes and dtypes
+@pytest.mark.parametrize("kept", _KEPT)
+def test_kept_bytes_give_a_value_or_an_objcomm_error(kept: str) -> None:
+    before, began = _address_space(), time.monotonic()
+    accepted = attempt(kept.partition("/")[0], (_CORPUS / kept).read_bytes())
+    assert time.monotonic() - began < 1
+    assert _address_space() - before < _GROWTH_MAX_NBYTES
+    assert accepted or not Path(kept).name.startswith("right")
+
+
+@pytest.mark.filterwarnings("ignore")  # likewise
+@pytest.mark.parametrize("name", TARGETS)
+def test_mutated_messages_give_a_value_or_an_objcomm_error(name: str) -> None:
+    chance, right = random.Random(name), seeds(name)
+    for _ in range(2000):
+        attempt(name, variant(chance, name, chance.choice(right)))
+
+
+def _extended(name: str, *members: object) -> list[object]:
+    return [msgpack.ExtType(1, name.encode()), *members]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        _extended("fraction", "1e999999999"),
+        _extended("fraction", _extended("decimal", "1e999999999"), 1),
+        _extended("scalar", "V2000000000", b""),
+        _extended("scalar", "U500000000", b""),
+        _extended("ndarray", 0, "u1", [2**33, "x"], "C"),
+    ],
+    ids=["fraction of a text", "fraction of a decimal", "scalar", "text scalar", "array"],
+)
+def test_some_bytes_of_plain_data_can_not_ask_for_gigabytes_or_hours(value: object) -> None:
+    with pytest.raises(DecodeError):
+        decode("msgpack", memoryview(msgpack.packb(value)), [torch.zeros(8, dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize("name", [path.name for path in (_CORPUS / "failure").glob("*-*")])
+def test_a_failures_report_is_read_whole_or_refused(name: str) -> None:
+    raw = (_CORPUS / "failure" / name).read_bytes()
+    if name.startswith(("right", "mutated")):
+        attempt("failure", raw)
+    else:
+        with pytest.raises(WireError, match="can't be read"):
+            TARGETS["failure"](raw)
+
+
+def test_a_head_that_a_bundle_cuts_off_is_refused() -> None:
+    for name in ("message/table-longer-than-what-arrived", "bundle/head-cut-off"):
+        with pytest.raises(objcomm.WireError, match="cut off"):
+            TARGETS[name.partition("/")[0]]((_CORPUS / name).read_bytes())

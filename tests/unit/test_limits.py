@@ -1,0 +1,268 @@
+"""A hostile size costs nothing: it is refused before memory is made for it."""
+
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import objcomm
+from objcomm import DecodeError, EncodeError, ForbiddenTypeError, UsageError, WireError
+from objcomm.codecs.nesting import check_nesting
+from objcomm.config import Settings, settings
+from objcomm.frames import HEADER_NBYTES, ROW_NBYTES, Header, Operation, Status
+from objcomm.message import compose
+from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
+
+LITTLE = 1 << 20
+
+
+def refusing(error: type[Exception], text: str, body: Callable[[], object]) -> None:
+    """``body`` raises, and has made no memory to speak of."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(error, match=text):
+            body()
+        assert tracemalloc.get_traced_memory()[1] < LITTLE
+    finally:
+        tracemalloc.stop()
+
+
+def arriving(**fields: Any) -> Callable[[], object]:
+    """Wait for a message whose header says this of itself."""
+    wires = Wires(2)
+    header = compose(header_of(1), b"").header._replace(**fields)
+    head = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+    MemoryLink(wires, 1).send(head, 0, 0)
+    mine = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=Settings())
+    return lambda: mine.recv_heads([1])
+
+
+def test_a_header_of_2_to_the_60_bytes() -> None:
+    refusing(WireError, f"a message of {2**60} bytes", arriving(payload_nbytes=2**60))
+    refusing(WireError, f"a message of {2**60} bytes", arriving(body_nbytes=2**60))
+
+
+def test_a_header_of_a_million_buffers() -> None:
+    hostile = arriving(buffer_count=10**6, body_nbytes=10**7)
+    refusing(WireError, "1000000 buffers, more than the limit of 524288", hostile)
+
+
+def test_a_header_of_another_codec() -> None:
+    wires = Wires(2)
+    message = compose(header_of(1), bytes(100_000))
+    exchange_on(MemoryLink(wires, 1), new_lane()).send_head(message, [0])
+    mine = exchange_on(
+        MemoryLink(wires, 0), new_lane(), chosen=Settings(accept=frozenset({"msgpack"}))
+    )
+    refusing(DecodeError, "accepts only msgpack", lambda: mine.recv_heads([1]))
+
+
+def test_messages_count_together() -> None:
+    wires = Wires(3)
+    for rank in (1, 2):
+        message = compose(header_of(rank), bytes(600))
+        exchange_on(MemoryLink(wires, rank), new_lane()).send_head(message, [0])
+    mine = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=Settings(max_operation_nbytes=1000))
+    first, second = mine.recv_heads([1, 2])
+    first.check()
+    with pytest.raises(WireError, match=r"1200 bytes with those .* more than the limit of 1000"):
+        second.check()  # it came whole with its head, so nobody waits, and only its reader hears
+
+
+def test_bytes_without_a_group_have_the_same_limits() -> None:
+    small = objcomm.to_tensor(bytes(1000))
+    with objcomm.configure(max_nbytes=999), pytest.raises(WireError, match="max_nbytes"):
+        objcomm.from_tensor(small)
+    parts = objcomm.to_tensor([torch.ones(1), torch.ones(2)])
+    with objcomm.configure(max_buffers=1), pytest.raises(WireError, match="2 buffers"):
+        objcomm.from_tensor(parts)
+    with pytest.raises(DecodeError, match="accepts only msgpack"):
+        objcomm.from_tensor(small, accept="msgpack")
+    with objcomm.configure(accept={"msgpack"}):
+        assert objcomm.from_tensor(small, accept={"pickle"}) == bytes(1000)
+
+
+def test_very_many_small_buffers_are_still_a_message() -> None:
+    header = header_of(1, buffer_count=300_000, body_nbytes=9 * 300_000)
+    message = compose(header_of(1), b"")
+    wires = Wires(2)
+    message.header = header
+    exchange_on(MemoryLink(wires, 1), new_lane()).send_head(message, [0])
+    assert exchange_on(MemoryLink(wires, 0), new_lane()).recv_heads([1])[0].header == header
+
+
+@pytest.mark.parametrize("name", ["max_nbytes", "max_operation_nbytes", "max_depth", "max_buffers"])
+def test_a_limit_that_nothing_can_keep_is_no_limit(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}=-1"):
+        objcomm.configure(**{name: -1})  # type: ignore[arg-type]
+    with objcomm.configure(**{name: 7}):  # type: ignore[arg-type]
+        assert getattr(settings(), name) == 7
+
+
+def unpacked(meta: bytes) -> Any:
+    header = Header(
+        status=Status.VALUE,
+        operation=Operation.NONE,
+        codec="msgpack",
+        meta_nbytes=len(meta),
+        body_nbytes=len(meta),
+        body_checksum=zlib.crc32(meta),
+    )
+    raw = bytearray(header.pack()) + meta
+    return objcomm.from_tensor(torch.frombuffer(raw, dtype=torch.uint8))
+
+
+LONG_LIST = b"\xdd"  # and four bytes of length
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        pytest.param(LONG_LIST + b"\xff\xff\xff\xff", id="4 billion members"),
+        pytest.param((LONG_LIST + b"\x00\x00\xf0\x00") * 10_000 + bytes(1), id="61,440, nested"),
+        pytest.param((b"\xdc\x80\x00") * 200 + bytes(40_000), id="32,768, nested less"),
+        pytest.param(b"\x91" * 50_000, id="depth"),
+        pytest.param(b"\x81\x01" * 20_000 + b"\x01", id="depth of mappings"),
+        pytest.param(b"\x92\x01" * 300 + b"\x01", id="depth of last members"),
+        pytest.param(b"\x92" * 300 + b"\x01" * 301, id="depth of first members"),
+    ],
+)
+def test_a_bomb_of_msgpack(meta: bytes) -> None:
+    refusing(DecodeError, r"members|nested deeper|ValueError|exceeds", lambda: unpacked(meta))
+
+
+def ext(name: bytes) -> Any:
+    """The head of an extended value on the wire."""
+    return msgpack.ExtType(1, name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param([ext(b"fraction"), "1e9999999", 1], id="fraction of a text"),
+        pytest.param([ext(b"scalar"), "V2000000000", b""], id="scalar of 2 GB"),
+        pytest.param([ext(b"scalar"), "O", b""], id="scalar of an object"),
+        pytest.param(
+            [ext(b"ndarray"), 0, "f4", [ext(b"range"), 0, 1 << 50, 1], "C"], id="range as shape"
+        ),
+        pytest.param([ext(b"exception"), "SystemError2", [], [], "x"], id="no such exception"),
+        pytest.param([ext(b"exception"), "open", ["x", "w"], [], "x"], id="builtin function"),
+        pytest.param([ext(b"object"), "os.system", "true"], id="class that is not registered"),
+        pytest.param([ext(b"eval"), "1"], id="no such rule"),
+    ],
+)
+def test_no_rule_is_to_be_had_for_what_a_sender_likes(value: Any) -> None:
+    refusing(DecodeError, "cannot decode", lambda: unpacked(msgpack.packb(value)))
+
+
+@pytest.mark.parametrize("dtype", ["V0", "S0", "U0"])
+def test_no_array_of_items_without_size_grows(dtype: str) -> None:
+    raw = objcomm.to_tensor(np.zeros(0, "f4"), codec="msgpack").numpy().tobytes()
+    row = raw[HEADER_NBYTES : HEADER_NBYTES + ROW_NBYTES]
+    meta = msgpack.packb([ext(b"ndarray"), 0, dtype, [1 << 33], "C"])
+    header = Header.unpack(raw)._replace(
+        meta_nbytes=len(meta),
+        body_nbytes=len(row + meta),
+        body_checksum=zlib.crc32(row + meta),
+    )
+    hostile = torch.frombuffer(bytearray(header.pack() + row + meta), dtype=torch.uint8)
+    tracemalloc.start()
+    try:
+        assert objcomm.from_tensor(hostile).nbytes == 0
+        assert tracemalloc.get_traced_memory()[1] < LITTLE
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_object_that_nests_too_deep_is_refused_by_its_sender() -> None:
+    deep: Any = ()
+    for _ in range(198):
+        deep = [deep]
+    assert objcomm.from_tensor(objcomm.to_tensor({"a": deep}, codec="msgpack")) == {"a": deep}
+    with pytest.raises(EncodeError, match="deeper than 200"):
+        objcomm.to_tensor({"a": [deep]}, codec="msgpack")
+    for _ in range(100_000):
+        deep = [deep]
+    for codec in ("pickle", "msgpack"):
+        with pytest.raises(EncodeError):
+            objcomm.to_tensor(deep, codec=codec)
+    while deep:
+        (deep,) = deep  # one at a time
+
+
+_PLAIN = st.recursive(
+    st.none() | st.floats() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(max_size=70),
+    lambda member: st.lists(member, max_size=20) | st.dictionaries(st.text(), member, max_size=20),
+    max_leaves=60,
+)
+
+
+def depth_of(obj: Any) -> int:
+    if isinstance(obj, (list, dict)):
+        members = obj.values() if isinstance(obj, dict) else obj
+        return 1 + max(map(depth_of, members), default=0)
+    return 0
+
+
+@given(_PLAIN)
+def test_the_depth_of_a_stream_is_that_of_its_object(obj: Any) -> None:
+    meta = memoryview(msgpack.packb(obj))
+    depth = depth_of(obj)
+    check_nesting(meta, depth)
+    if depth:
+        with pytest.raises(DecodeError, match="nested deeper"):
+            check_nesting(meta, depth - 1)
+
+
+@given(st.binary(max_size=3000))
+def test_any_bytes_are_judged(meta: bytes) -> None:
+    try:
+        check_nesting(memoryview(meta), 3)
+    except DecodeError:
+        return
+
+
+class Disk(Exception):  # a user's
+    """An exception of a user's that ``__init__`` makes differently."""
+
+    def __init__(self, path: Path, used: int) -> None:
+        super().__init__(f"{path}: {used}")
+        self.path = path
+
+
+def test_exceptions_are_data() -> None:
+    error = ExceptionGroup("both", [KeyError("a"), OSError(2, "gone", "file")])
+    error.add_note("on rank 1")
+    got = objcomm.from_tensor(objcomm.to_tensor({"e": error}, codec="msgpack"))["e"]
+    assert type(got) is ExceptionGroup
+    assert got.__notes__ == ["on rank 1"]
+    assert [type(each) for each in got.exceptions] == [KeyError, FileNotFoundError]
+    assert str(got.exceptions[1]) == str(error.exceptions[1])
+    with pytest.raises(EncodeError, match=r"obj\['e'\].* is not registered"):
+        objcomm.to_tensor({"e": Disk(Path("/"), 3)}, codec="msgpack")
+
+
+def test_a_registered_exception_arrives_as_it_was() -> None:
+    class Full(Disk):
+        """Registered below."""
+
+    objcomm.register(Full, name="tests.Full")
+    error = Full(Path("/"), 3)
+    error.add_note("later")
+    got = objcomm.from_tensor(objcomm.to_tensor(error, codec="msgpack"))
+    assert type(got) is Full
+    assert (str(got), got.path, got.__notes__) == (str(error), Path("/"), ["later"])
+
+
+def test_an_exception_that_is_not_registered_here_is_told_by_its_text() -> None:
+    value = [ext(b"exception"), "Disk", [], [], "/: 3"]
+    with pytest.raises(ForbiddenTypeError, match="/: 3"):
+        unpacked(msgpack.packb(value))

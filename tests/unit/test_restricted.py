@@ -1,0 +1,355 @@
+"""``allow=``: what a pickle may name, and the ways around it that there are not."""
+
+import collections
+import copyreg
+import dataclasses
+import enum
+import functools
+import operator
+import os
+import pickle
+import struct
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import objcomm
+from objcomm import DecodeError, ForbiddenTypeError
+from objcomm.codecs import restricted
+from tests import samples
+from tests.same import assert_same
+
+
+@dataclasses.dataclass
+class Order:
+    """An admitted class."""
+
+    item: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    """One whose state is not in ``__dict__``."""
+
+    item: str
+
+
+class Pair(NamedTuple):
+    """One that is a tuple."""
+
+    left: int
+    right: int
+
+
+class Colour(enum.Enum):
+    """One whose instances are the process's own."""
+
+    RED = 1
+
+
+class Touches:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+def received(obj: object, **options: Any) -> Any:
+    return objcomm.from_tensor(objcomm.to_tensor(obj, codec="pickle"), **options)
+
+
+def loads(stream: bytes, *allow: type) -> Any:
+    named = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in allow}
+    return restricted.loads(memoryview(stream), [], named, 200)
+
+
+def test_a_call_of_os_system_is_refused_before_it_runs(tmp_path: Path) -> None:
+    bomb = tmp_path / "was run"
+    with pytest.raises(ForbiddenTypeError, match=r"posix\.system"):
+        received(Touches(bomb), allow=[Order])
+    with objcomm.configure(allow=[Order]), pytest.raises(ForbiddenTypeError):
+        received({"deep": [Touches(bomb)]})
+    assert not bomb.exists()
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        Order("tea"),
+        Slotted("tea"),
+        Pair(1, 2),
+        Colour.RED,
+        [Order("tea", 2)] * 2,
+        {Pair(1, 2): Slotted("x")},
+        Order,
+    ],
+    ids=repr,
+)
+def test_a_listed_class_passes(obj: Any) -> None:
+    assert received(obj, allow=[Order, Slotted, Pair, Colour]) == obj
+    names = [f"{__name__}.{cls.__qualname__}" for cls in (Order, Slotted, Pair, Colour)]
+    assert received(obj, allow=names) == obj
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int of any size", "complex", "set", "frozenset", "range", "ellipsis"),
+        *("numpy scalars", "dtypes"),
+    ],
+)
+def test_plain_values_need_no_entry(name: str) -> None:
+    values: dict[str, Any] = {
+        "int of any size": [0, -1, 2**70, True, None, 0.5],
+        "complex": 1 + 2j,
+        "set": {1, "a"},
+        "frozenset": {frozenset({(1, 2)}): bytearray(b"x")},
+        "range": [range(3), slice(1, None)],
+        "ellipsis": [..., NotImplemented],
+        "numpy scalars": [np.float32(1), np.bool_(1), np.str_("x"), np.datetime64("2020-01-01")],
+        "dtypes": [np.dtype(">i2"), np.dtype([("a", "f4", (2,))]), torch.bfloat16, torch.Size([2])],
+    }
+    assert_same(received(values[name], allow=[]), values[name])
+
+
+def test_tensors_and_arrays_need_no_entry() -> None:
+    weight = torch.nn.Parameter(torch.arange(40_000.0).reshape(200, 200))
+    sent = collections.OrderedDict(
+        weight=weight,
+        tied=weight,
+        column=torch.eye(3)[:, 1],
+        sparse=torch.eye(3).to_sparse(),
+        array=np.arange(6, dtype=">i4").reshape(2, 3),
+        records=np.zeros(2, [("a", "i4"), ("b", "U3")]),
+        blob=bytes(100_000),
+    )
+    got = received(sent, allow=[])
+    assert got["weight"] is got["tied"]
+    assert_same(got, sent)
+
+
+@pytest.mark.parametrize("name", samples.names())
+def test_no_sample_is_changed(name: str) -> None:
+    obj = samples.make(name)
+    try:
+        got = received(obj, allow=[])
+    except ForbiddenTypeError:
+        return
+    assert_same(got, obj)
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        pytest.param(functools.partial(os.getpid), id="partial"),
+        pytest.param(operator.attrgetter("a"), id="attrgetter"),
+        pytest.param(len, id="builtin function"),
+        pytest.param(eval, id="eval"),
+        pytest.param(torch.load, id="torch.load"),
+        pytest.param(int, id="class"),
+        pytest.param(type(None), id="NoneType"),
+        pytest.param(lambda: 1, id="lambda"),
+        pytest.param(os, id="module"),
+        pytest.param(Order("tea"), id="dataclass that is not listed"),
+        pytest.param(np.array([1], object), id="array of objects"),
+        pytest.param(np.ma.masked_array([1]), id="masked array"),
+        pytest.param(torch.nn.Linear(1, 1), id="module of layers"),
+        pytest.param(ValueError(1), id="exception"),
+        pytest.param(np.dtype("O"), id="dtype of objects"),
+        pytest.param(np.dtype("i4", align=True, metadata={"a": 1}), id="dtype with metadata"),
+    ],
+)
+def test_all_else_is_refused_by_its_name(obj: object) -> None:
+    with pytest.raises(ForbiddenTypeError, match="is not admitted; list it in allow="):
+        received(obj, allow=[Pair])
+
+
+def names(module: str, name: str) -> bytes:
+    """Opcodes that put what two texts name on the stack."""
+    return (
+        b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
+    )
+
+
+PROTO = b"\x80\x05"
+HERE = __name__
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("posix", "system"),
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("builtins", "type"),
+        (HERE, "os.system"),
+        (HERE, "Order.__init__.__globals__"),
+        (HERE, "Order.__class__"),
+        ("objcomm.codecs", "restricted.io.open"),
+        ("objcomm.codecs.tensors", "math.prod"),
+        ("copyreg", "__newobj__"),
+        ("copyreg", "_reconstructor"),
+        ("cloudpickle.cloudpickle", "_make_function"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("numpy", "dtype"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch.storage", "_load_from_bytes"),
+        ("objcomm.codecs.pickle5", "_kept_at"),
+        ("objcomm.codecs.restricted", "loads"),
+        ("", ""),
+    ],
+)
+def test_no_name_leads_further_than_the_list(module: str, name: str) -> None:
+    with pytest.raises(ForbiddenTypeError):
+        loads(PROTO + names(module, name) + b".", Order)
+
+
+def order(state: bytes = b"") -> bytes:
+    return names(HERE, "Order") + state
+
+
+EMPTY_DICT, SETITEM, BUILD, NONE = b"}", b"s", b"b", b"N"
+ITEM = b"\x8c\x04item\x8c\x01x"
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        pytest.param(order() + EMPTY_DICT + ITEM + SETITEM + BUILD, id="state of a class"),
+        pytest.param(
+            order() + NONE + EMPTY_DICT + ITEM + SETITEM + b"\x86" + BUILD, id="slots of a class"
+        ),
+        pytest.param(
+            names(HERE, "Colour") + b"K\x01\x85R" + EMPTY_DICT + ITEM + SETITEM + BUILD,
+            id="state of an enum's member",
+        ),
+        pytest.param(
+            order()
+            + b")\x81"
+            + NONE
+            + EMPTY_DICT
+            + b"\x8c\x09__class__"
+            + names(HERE, "Colour")
+            + SETITEM
+            + b"\x86"
+            + BUILD,
+            id="another class",
+        ),
+        pytest.param(order() + b")\x81)R", id="call of an instance"),
+        pytest.param(order() + b")\x81)\x81", id="an instance as a class"),
+        pytest.param(
+            names("objcomm.codecs.pickle5", "_same") + EMPTY_DICT + ITEM + SETITEM + BUILD,
+            id="state of a function",
+        ),
+        pytest.param(
+            names("objcomm.codecs.pickle5", "_set_attributes") + order() + EMPTY_DICT + b"\x86R",
+            id="attributes of a class",
+        ),
+        pytest.param(order() + ITEM + SETITEM, id="an item of a class"),
+        pytest.param(order() + ITEM[:6] + b"a", id="a member of a class"),
+    ],
+)
+def test_a_stream_changes_nothing_of_this_process(stream: bytes) -> None:
+    before = dict(vars(Order)), dict(vars(Colour.RED))
+    with pytest.raises(DecodeError):
+        loads(PROTO + stream + b".", Order, Colour)
+    assert (dict(vars(Order)), dict(vars(Colour.RED))) == before
+
+
+@pytest.fixture
+def extension() -> Iterator[int]:
+    copyreg.add_extension("os", "system", 240)
+    pickle.loads(PROTO + b"\x82\xf0.")  # noqa: S301  # fills the cache that no list guards
+    yield 240
+    copyreg.remove_extension("os", "system", 240)
+
+
+def test_the_extension_registry_is_closed(extension: int) -> None:
+    for opcode, width in ((b"\x82", 1), (b"\x83", 2), (b"\x84", 4)):
+        with pytest.raises((ForbiddenTypeError, KeyError)):
+            loads(PROTO + opcode + extension.to_bytes(width, "little") + b".", Order)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        pytest.param(b"\x8c\x01xQ.", id="persistent id"),
+        pytest.param(b"Pabc\n.", id="persistent id as text"),
+        pytest.param(b"cos\nsystem\n.", id="global of protocol 0"),
+        pytest.param(b"(ios\nsystem\n.", id="instance of protocol 0"),
+        pytest.param(b"(cos\nsystem\nX\x01\x00\x00\x00ao.", id="object of protocol 1"),
+    ],
+)
+def test_opcodes_that_the_pickler_never_writes_are_no_opcodes(stream: bytes) -> None:
+    with pytest.raises((KeyError, pickle.UnpicklingError)):
+        loads(stream)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        pytest.param(b"\x96" + struct.pack("<Q", 1 << 40) + b".", id="bytearray"),
+        pytest.param(b"\x8e" + struct.pack("<Q", 1 << 40) + b".", id="bytes"),
+        pytest.param(b"\x8d" + struct.pack("<Q", 1 << 40) + b".", id="text"),
+        pytest.param(b"\x95" + struct.pack("<Q", 1 << 40) + b".", id="frame"),
+        pytest.param(b"Nr" + struct.pack("<I", 1 << 31) + b".", id="memo"),
+        pytest.param(
+            names("torch", "Size")
+            + names("builtins", "range")
+            + b"\x8a\x06"
+            + b"\xff" * 5
+            + b"\x00\x85R\x85R.",
+            id="a range as sizes",
+        ),
+    ],
+)
+def test_an_announced_size_is_not_believed(stream: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(Exception):  # noqa: B017, PT011  # whichever; the codec makes it one
+            loads(PROTO + stream)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("opener", [b")\x85", b"]", b"("])
+def test_a_stream_that_nests_too_deep_is_refused(opener: bytes) -> None:
+    deep = {
+        b")\x85": b")" + b"\x85" * 100_000 + b".",
+        b"]": b"]" * 100_000 + b"a" * 99_999 + b".",
+        b"(": b"(" * 100_000 + b")" + b"t" * 99_999 + b".",
+    }[opener]
+    with pytest.raises(DecodeError, match="nested deeper than 200"):
+        loads(PROTO + deep)
+    key = b"}" + b")" + b"\x85" * 100_000 + b"Ns."
+    with pytest.raises(DecodeError, match="nested deeper than 200"):
+        loads(PROTO + key)
+
+
+def test_depth_is_of_what_is_nested_and_not_of_what_is_many() -> None:
+    sent: Any = [[(n, {"a": [None]}) for n in range(1000)], [Order("x")] * 1000]
+    assert received(sent, allow=[Order]) == sent
+    for _ in range(195):
+        sent = (sent,)
+    with objcomm.configure(max_depth=300):
+        assert received(sent, allow=[Order]) == sent
+    with pytest.raises(DecodeError, match="max_depth"):
+        received((((((sent,),),),),), allow=[Order])
+
+
+def test_what_is_listed_must_exist() -> None:
+    for wrong in ("no.such.module", f"{HERE}.Missing", "", 3):
+        with pytest.raises(objcomm.UsageError):
+            objcomm.from_tensor(objcomm.to_tensor(1), allow=[wrong])  # type: ignore[list-item]
+    assert received(Order("x"), allow=f"{HERE}.Order") == Order("x")
