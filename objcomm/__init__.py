@@ -1,5 +1,6 @@
 """Any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang."""
 
+from objcomm import recorder
 from objcomm.codecs import register, register_codec
 from objcomm.collectives import all_gather, barrier, broadcast, gather, scatter
 from objcomm.config import check, configure
@@ -68,6 +69,7 @@ __all__ = [
     "is_main",
     "lane",
     "rank",
+    "recorder",
     "reduce",
     "reduce_and_broadcast",
     "register",

@@ -5,13 +5,13 @@ before any traffic, send a failure instead of a value, raise alike, decode last.
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
+import torch.autograd.profiler
 
 from objcomm.admission import Gate
 from objcomm.codecs import codec_named, copy, decode, encode
@@ -29,10 +29,11 @@ from objcomm.errors import (
 )
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
-from objcomm.history import RETURNED, Entry
+from objcomm.history import Entry, call_site
 from objcomm.memory import parse_device
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
+from objcomm.recorder import attach
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -42,6 +43,8 @@ from objcomm.transport.watch import end_elsewhere, interruptible
 from objcomm.world import GroupLike, resolve
 
 R = TypeVar("R")
+
+_profiler = torch.autograd.profiler
 
 
 class Call:
@@ -104,14 +107,24 @@ class Call:
         self._own_error: BaseException | None = None
         self._exchange: Exchange | None = None
         self._has_met = False
+        self._span: torch.autograd.profiler.record_function | None = None
+        root = self.root if has_root else -1
         self._must_meet = self._settings.is_checked
         if self.size > 1:
-            self._exchange = self._begin(operation, self.root if has_root else -1, must_agree)
+            self._exchange = self._begin(operation, root, must_agree)
+        else:
+            number = self._group.history.next_number()
+            header = Header(operation=operation, root=root, sequence=number, call_site=call_site())
+            self._record(Entry(header, self.name, self._codec.name))
 
     def _begin(self, operation: Operation, root: int, must_agree: str) -> Exchange:
         """Take the next number on this thread's lane, last of all that can go wrong."""
-        call_site = _call_site()
-        mesh, lane = self._group.enter(self.name, self._deadline, call_site)
+        place = call_site()
+        try:
+            mesh, lane = self._group.enter(self.name, self._deadline, place)
+        except ObjcommError as error:
+            attach(error, self._group)
+            raise
         self._mesh, self._lane = mesh, lane
         device_link = self._group.device_link
         self._device_type = None if device_link is None else device_link.device.type
@@ -129,9 +142,9 @@ class Call:
             fingerprint=fingerprint(
                 must_agree + "\0confirm" * self._confirm + "\0check" * self._must_meet
             ),
-            call_site=call_site,
+            call_site=place,
         )
-        entry = self._entry = Entry(header, self.name, self._codec.name)
+        entry = Entry(header, self.name, self._codec.name, lane.name)
         exchange = Exchange(
             link=mesh.connections,
             lane=lane,
@@ -141,8 +154,13 @@ class Call:
             device=DevicePath(device_link),
         )
         lane.sequence += 1
-        self._group.history.add(entry)
+        self._record(entry)
         return exchange
+
+    def _record(self, entry: Entry) -> None:
+        self._entry = entry
+        entry.began -= time.perf_counter() - self._began  # a first call has waited for the ranks
+        self._group.history.add(entry)
 
     @property
     def is_alone(self) -> bool:
@@ -310,6 +328,10 @@ class Call:
         return Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=reason)
 
     def __enter__(self) -> Self:
+        # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
+        if _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
+            self._span = _profiler.record_function(f"objcomm::{self.name}")
+            self._span.__enter__()
         return self
 
     def __exit__(
@@ -321,14 +343,16 @@ class Call:
         exchange = self._exchange
         seconds = time.perf_counter() - self._began
         self._own_error = None  # its traceback holds this call, and so the caller's object
+        if self._span is not None:
+            self._span.__exit__(kind, error, traceback)
         if exchange is not None:
-            entry = self._entry
             if error is not None:
                 self._end_by(error)
-            entry.sent_nbytes = exchange.sent_nbytes
-            entry.received_nbytes = exchange.received_nbytes
-            entry.outcome = RETURNED if error is None else type(error).__name__
-            entry.seconds = seconds
+            self._entry.sent_nbytes = exchange.sent_nbytes
+            self._entry.received_nbytes = exchange.received_nbytes
+        self._entry.end(error, seconds)
+        if isinstance(error, ObjcommError):
+            attach(error, self._group)
         self._group.counters.add(
             self.name,
             exchanges=exchange.rounds if exchange else 0,
@@ -341,17 +365,3 @@ class Call:
         if not self._has_met:
             # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
             self._mesh.settle(self._proposal(error))
-        if isinstance(error, ObjcommError):
-            error.recent = tuple(each.position() for each in self._group.history.entries())
-
-
-def _call_site() -> str:
-    """The innermost ``file:line`` outside of objcomm."""
-    frame = sys._getframe(2)  # noqa: SLF001  # inspect.stack() reads source files: a thousand times slower
-    while frame.f_back is not None and _is_inner(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _is_inner(module: str) -> bool:
-    return module.startswith("objcomm.") and not module.startswith("objcomm.demo")

@@ -35,6 +35,8 @@ class Settings:
         allow: what a pickle may name, by its name; ``None`` means everything.
         secret: of the key that signs messages, if the program has set one.
         check: whether ranks agree on each operation first; ``None`` leaves it to the environment.
+        record_folder: where a rank writes its last calls when ranks lose each other; ``None``
+            leaves it to the environment.
     """
 
     codec: str = "pickle"
@@ -46,6 +48,7 @@ class Settings:
     allow: Mapping[str, Any] | None = None
     secret: bytes | None = field(default=None, repr=False)
     check: bool | None = None
+    record_folder: str | None = None
 
     @property
     def is_checked(self) -> bool:
@@ -121,6 +124,8 @@ class configure:  # noqa: N801  # used as a function and as a context
             and in what it receives by msgpack or with ``allow``; at first 200.
         max_buffers: how many buffers a received message may have; at first 2**19.
         check: see ``objcomm.check``.
+        record_folder: where this rank writes its last calls when ranks lose each other, unless
+            ``""``; the environment's OBJCOMM_RECORD_FOLDER if never set. See ``objcomm.recorder``.
         everywhere: also for threads that have set no options, whenever they were started. The
             last one to say so counts.
 
@@ -147,6 +152,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         max_depth: int | None = None,
         max_buffers: int | None = None,
         check: bool | None = None,
+        record_folder: str | os.PathLike[str] | None = None,
         everywhere: bool = False,
     ) -> None:
         given: dict[str, int | None] = {
@@ -162,6 +168,8 @@ class configure:  # noqa: N801  # used as a function and as a context
         changed: dict[str, Any] = {"codec": codec, **limits} if codec else {**limits}
         if check is not None:
             changed["check"] = check
+        if record_folder is not None:
+            changed["record_folder"] = os.fspath(record_folder)
         if key is not None:
             changed["secret"] = secret_of(key)
         self._before = _Process.settings if everywhere else None

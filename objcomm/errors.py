@@ -34,9 +34,11 @@ class ObjcommError(Exception):
 
     Attributes:
         recent: this rank's last calls on the group, oldest first; empty where none was made.
+        recorded: the file with this rank's last calls on all groups; empty where none was written.
     """
 
     recent: tuple["Position", ...] = ()
+    recorded: str = ""
 
 
 class UsageError(ObjcommError, ValueError):

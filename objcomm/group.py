@@ -38,6 +38,8 @@ class Group:
     """One process group as objcomm sees it; every rank in here is a rank within the group.
 
     Attributes:
+        name: torch's, the same on every rank; empty where torch.distributed is not initialised.
+        description: what torch says that it is for.
         rank: this process's.
         size: number of ranks.
         ranks: their global ranks, in group order.
@@ -46,6 +48,8 @@ class Group:
     """
 
     def __init__(self, process_group: Any = None, world: Any = None) -> None:
+        self.name = getattr(process_group, "group_name", "")
+        self.description = getattr(process_group, "group_desc", "")
         self.rank = 0
         self.ranks: tuple[int, ...] = (0,)
         if process_group is None:

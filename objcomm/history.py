@@ -5,17 +5,29 @@ and what ``objcomm.recorder.dump`` writes are all read from here. Knows headers;
 this one, and writes nothing anywhere.
 """
 
+import itertools
+import sys
 import time
 from collections import deque
+from typing import Any
 
 from objcomm.errors import Position
 from objcomm.frames import Header
 
-#: Older ones are forgotten: about 200 KiB for a group.
+#: Older ones are forgotten: 140 KiB for a group.
 LENGTH = 256
 
 #: How an operation that returned is recorded.
 RETURNED = "returned"
+
+#: How one that has not ended is.
+UNDER_WAY = "under way"
+
+#: Of the form in which a history is written down; a reader refuses others.
+DUMP_VERSION = 1
+
+# One for each time that the group's ranks met, so the first and some that failed.
+_MEETINGS = 16
 
 
 class Entry:
@@ -25,6 +37,7 @@ class Entry:
         header: what its messages carry.
         operation: its name.
         codec: what this rank sends with.
+        lane: its lane's name.
         began: when it was called, in seconds of ``time.time``.
         seconds: how long it took, negative while it is under way.
         sent_nbytes: bytes sent, to all ranks together.
@@ -46,6 +59,7 @@ class Entry:
         "first_asked",
         "has_expired",
         "header",
+        "lane",
         "limit_seconds",
         "operation",
         "outcome",
@@ -57,10 +71,11 @@ class Entry:
         "waits_until",
     )
 
-    def __init__(self, header: Header, operation: str, codec: str = "") -> None:
+    def __init__(self, header: Header, operation: str, codec: str = "", lane: str = "") -> None:
         self.header = header
         self.operation = operation
         self.codec = codec
+        self.lane = lane
         self.began = time.time()
         self.seconds = -1.0
         self.sent_nbytes = 0
@@ -79,23 +94,76 @@ class Entry:
         """Whether the call has returned or raised."""
         return self.seconds >= 0
 
+    def end(self, error: BaseException | None, seconds: float) -> None:
+        """The call has returned, or raised ``error``, after so many seconds."""
+        self.outcome = RETURNED if error is None else type(error).__name__
+        self.seconds = seconds
+
     def position(self) -> Position:
         """Where this rank was or is, for an error's text."""
         age = time.time() - self.began - max(self.seconds, 0.0)
         return self.header.position._replace(seconds=max(age, 0.0), is_over=self.is_over)
 
+    def plain(self) -> dict[str, Any]:
+        """All that is worth keeping, in JSON's types."""
+        header, seconds = self.header, self.seconds
+        return {
+            "operation": self.operation,
+            "sequence": header.sequence,
+            "mesh": header.group,
+            "lane": header.lane,
+            "lane_name": self.lane,
+            "root": header.root,
+            "fingerprint": header.fingerprint,
+            "codec": self.codec,
+            "call_site": header.call_site,
+            "began": self.began,
+            "ms": None if seconds < 0 else round(seconds * 1e3, 4),
+            "sent_nbytes": self.sent_nbytes,
+            "received_nbytes": self.received_nbytes,
+            "outcome": UNDER_WAY if seconds < 0 else self.outcome,
+            "awaits": self.awaits if seconds < 0 else -1,
+        }
+
 
 class History:
-    """A ring of entries; appending is atomic, so threads need no lock."""
+    """A ring of entries; appending is atomic, so threads need no lock.
+
+    Attributes:
+        add: takes the latest call.
+        add_meeting: takes a wait for the ranks to meet, which is part of a call and none itself.
+        next_number: the number of the next call, in a group of one rank, which has no lanes.
+    """
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=LENGTH)
+        self._meetings: deque[Entry] = deque(maxlen=_MEETINGS)
         self.add = self._entries.append
+        self.add_meeting = self._meetings.append
+        self.next_number = itertools.count().__next__
 
     def entries(self) -> list[Entry]:
         """All that are remembered, oldest first."""
         return list(self._entries)
 
+    def plain(self) -> list[dict[str, Any]]:
+        """Calls and meetings by the time when they began, oldest first."""
+        # Copied first: other threads go on calling.
+        both = sorted((*self._meetings.copy(), *self._entries.copy()), key=lambda each: each.began)
+        return [entry.plain() for entry in both]
+
     def last(self) -> Entry | None:
         """The latest call."""
         return self._entries[-1] if self._entries else None
+
+
+def call_site() -> str:
+    """The innermost ``file:line`` outside of objcomm."""
+    frame = sys._getframe(1)  # noqa: SLF001  # inspect.stack() reads source files: a thousand times slower
+    while frame.f_back is not None and _is_inner(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_inner(module: str) -> bool:
+    return module.startswith("objcomm.") and not module.startswith("objcomm.demo")

@@ -44,6 +44,11 @@ def known_groups() -> list[Group]:
     return _groups.all()
 
 
+def solo_group() -> Group:
+    """The group of calls that were made without torch.distributed."""
+    return _groups.solo
+
+
 def is_initialized() -> bool:
     """Whether torch.distributed is there and ``init_process_group`` was called.
 

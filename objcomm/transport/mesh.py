@@ -7,6 +7,7 @@ one; nothing of the old one can reach it, because each has a name that no other 
 from __future__ import annotations  # torch may be built without distributed
 
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -97,8 +98,9 @@ class Mesh:
         Raises:
             ObjcommError: the verdict, for instance that some ranks did not come.
         """
-        header = Header(sender=self.rank, sequence=MEETING, call_site=call_site)
-        entry = lane.entry = Entry(header, operation)
+        header = Header(sender=self.rank, sequence=MEETING, lane=lane.number, call_site=call_site)
+        entry = lane.entry = Entry(header, operation, lane=lane.name)
+        self.history.add_meeting(entry)
         deadline.apply(entry)
         self._progress.watch(entry)
         with self._lock:
@@ -109,12 +111,16 @@ class Mesh:
                     target=self._meet, args=args, name="objcomm-connect", daemon=True
                 ).start()
         try:
-            return self._connected.result()
-        except ObjcommError:
-            lane.owes = False
+            link = self._connected.result()
+        except BaseException as error:
+            lane.owes = lane.owes and not isinstance(error, ObjcommError)
+            entry.end(error, time.time() - entry.began)
             raise
         finally:
             lane.entry = None
+        entry.header = header._replace(group=self.number)
+        entry.end(None, time.time() - entry.began)
+        return link
 
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         try:

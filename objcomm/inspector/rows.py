@@ -1,0 +1,170 @@
+"""Finds out which calls of different ranks are the same call, and where the ranks part."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from objcomm.inspector.dumps import Call, Dump, GroupDump
+
+
+class Absence(Enum):
+    """Why a rank has no part in a call that others made."""
+
+    NEVER = "never made it"
+    EARLIER = "had not come to it when its dump was taken"
+    FORGOTTEN = "no longer remembers it"
+    NO_DUMP = "left no dump"
+
+
+class Parting(Enum):
+    """In which way ranks part."""
+
+    DIFFERS = "other operations"
+    MISSING = "a rank never made it"
+    STUCK = "it did not end well"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What two ranks' parts in one call have in common.
+
+    Attributes:
+        group: the group's name.
+        ranks: its members, as global ranks.
+        mesh: which connections of the group's; 0 if it had none.
+        lane: which lane's.
+        sequence: the number of the call on that lane; below 0 where the ranks meet.
+        occurrence: how many of this key the rank has made before: meetings that failed, say.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    mesh: int
+    lane: int
+    sequence: int
+    occurrence: int = 0
+
+    @property
+    def stretch(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Calls that follow one another without a gap: a lane of one mesh."""
+        return self.group, self.ranks, self.mesh, self.lane
+
+
+@dataclass(slots=True)
+class Row:
+    """One call, with each rank's part in it.
+
+    Attributes:
+        key: which call.
+        lane_name: its lane's.
+        description: what its group is for.
+        calls: by global rank.
+        absent: the members that have no part in it, and why.
+    """
+
+    key: Key
+    lane_name: str
+    description: str
+    calls: dict[int, Call] = field(default_factory=dict)
+    absent: dict[int, Absence] = field(default_factory=dict)
+
+    @property
+    def began(self) -> float:
+        """When the first rank made it."""
+        return min(call.began for call in self.calls.values())
+
+    @property
+    def last_rank(self) -> int:
+        """Who came last."""
+        return max(self.calls, key=lambda rank: self.calls[rank].began)
+
+    @property
+    def skew_seconds(self) -> float:
+        """How long after the first rank the last one came."""
+        return max(call.began for call in self.calls.values()) - self.began
+
+    @property
+    def has_other_names(self) -> bool:
+        """Whether it is one operation everywhere, but not by the same name, operator or options."""
+        calls = self.calls.values()
+        alike = len({(call.operation, call.root) for call in calls}) == 1
+        return alike and len({call.fingerprint for call in calls}) > 1
+
+    @property
+    def parting(self) -> Parting | None:
+        """How the ranks part in it, if they do."""
+        agreed = {(call.operation, call.root, call.fingerprint) for call in self.calls.values()}
+        if len(agreed) > 1 and self.key.sequence >= 0:
+            return Parting.DIFFERS
+        if Absence.NEVER in self.absent.values():
+            return Parting.MISSING
+        return Parting.STUCK if any(is_stuck(call) for call in self.calls.values()) else None
+
+
+def is_stuck(call: Call) -> bool:
+    """Whether its rank was waiting in it, or lost the others in it."""
+    lost = ("Transport", "Desync", "BrokenGroup", "WireError")
+    return call.is_under_way or call.outcome.startswith(lost)
+
+
+def match(dumps: Sequence[Dump]) -> list[Row]:
+    """Lay the calls of all ranks side by side, in the order in which they were made."""
+    rows: dict[Key, Row] = {}
+    for dump in dumps:
+        for group in dump.groups:
+            for key, call in _keyed(group):
+                lane_name = "" if call.is_meeting else call.lane_name
+                row = rows.setdefault(key, Row(key, lane_name, group.description))
+                row.calls[dump.rank] = call
+    _explain_absences(rows, dumps)
+    return sorted(rows.values(), key=lambda row: (row.began, row.key.sequence))
+
+
+def _keyed(group: GroupDump) -> list[tuple[Key, Call]]:
+    made: Counter[tuple[int, int, int]] = Counter()
+    keyed = []
+    for call in group.calls:
+        # Which lane made the ranks meet differs from rank to rank.
+        numbers = (call.mesh, 0 if call.is_meeting else call.lane, call.sequence)
+        keyed.append((Key(group.name, group.ranks, *numbers, made[numbers]), call))
+        made[numbers] += 1
+    return keyed
+
+
+def _explain_absences(rows: dict[Key, Row], dumps: Sequence[Dump]) -> None:
+    by_rank = {dump.rank: dump for dump in dumps}
+    made: dict[tuple[object, int], list[int]] = defaultdict(list)
+    for key, row in rows.items():
+        for rank in row.calls:
+            made[key.stretch, rank].append(key.sequence)
+    for key, row in rows.items():
+        for rank in key.ranks:
+            if rank not in row.calls:
+                sequences = made[key.stretch, rank]
+                row.absent[rank] = _absence(row, by_rank.get(rank), sequences)
+
+
+def _absence(row: Row, dump: Dump | None, sequences: Sequence[int]) -> Absence:
+    """Why a rank has no part in a row, from its calls on the same stretch."""
+    key = row.key
+    if dump is None:
+        return Absence.NO_DUMP
+    group = next(
+        (each for each in dump.groups if (each.name, each.ranks) == (key.group, key.ranks)), None
+    )
+    if group is None and not dump.is_whole:
+        return Absence.NO_DUMP
+    # Of a stretch the latest calls are remembered, so a gap before one was forgotten, not left out.
+    is_forgotten = any(number > key.sequence for number in sequences)
+    is_met = key.sequence < 0 and (key.mesh != 0 or bool(sequences))
+    if is_forgotten or is_met or (group is not None and group.is_full and not sequences):
+        return Absence.FORGOTTEN
+    return Absence.EARLIER if dump.at < row.began else Absence.NEVER
+
+
+def first_parting(rows: Sequence[Row]) -> Row | None:
+    """Where the ranks part first; where none left the sequence, the first call that went wrong."""
+    parted = [row for row in rows if row.parting is not None]
+    left = [row for row in parted if row.parting is not Parting.STUCK]
+    return next(iter(left or parted), None)

@@ -1,0 +1,259 @@
+"""What each rank tells of its last calls, on request and when ranks lose each other."""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+import objcomm
+from objcomm import BrokenGroupError, DesyncError, ObjcommError, TransportError, TransportTimeout
+from objcomm.__main__ import inspect
+from objcomm.inspector.dumps import read
+from tests.group.helpers import assert_group_works, subgroup
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+Raw = dict[str, Any]
+
+HERE = Path(__file__).name
+
+
+def folder() -> Path:
+    """A folder of all ranks of this test's own pool."""
+    return here().folder / "records"
+
+
+def world_entries(told: Raw) -> list[Raw]:
+    """The calls on the world's group, without the meeting."""
+    (world,) = (each for each in told["groups"] if each["description"] == "default_pg")
+    return [each for each in world["entries"] if each["sequence"] >= 0]
+
+
+def report() -> str:
+    """What `inspect` says of the files of all ranks."""
+    return inspect(read([folder()]), 20)
+
+
+@ranks(1, 2, 3)
+def test_a_dump_tells_the_last_calls() -> None:
+    sent = bytes(10_000) if here().rank == 0 else None
+    began = time.time()
+    objcomm.broadcast(sent)
+    objcomm.gather(1, dst=here().world_size - 1, codec="msgpack")
+    with pytest.raises(ObjcommError):
+        objcomm.scatter([])
+    told = objcomm.recorder.dump()
+    assert json.loads(json.dumps(told)) == told
+    assert (told["rank"], told["world_size"]) == (here().rank, here().world_size)
+    first, second, third = world_entries(told)[-3:]
+    assert (first["operation"], first["outcome"], first["codec"]) == (
+        "broadcast",
+        "returned",
+        "pickle",
+    )
+    assert began - 0.1 <= first["began"] <= second["began"] <= told["at"]
+    assert 0 < first["ms"] < 20_000
+    assert HERE in first["call_site"]
+    if here().world_size > 1:
+        moved = first["sent_nbytes" if here().rank == 0 else "received_nbytes"]
+        assert moved > 10_000
+    assert (second["root"], second["codec"]) == (here().world_size - 1, "msgpack")
+    assert second["sequence"] == first["sequence"] + 1
+    assert third["outcome"] == "CollectiveError"
+    assert_group_works()
+
+
+@ranks(2)
+def test_only_the_last_256_calls_are_kept() -> None:
+    for at in range(300):
+        objcomm.barrier(f"{at}")
+    entries = world_entries(objcomm.recorder.dump())
+    assert len(entries) == 256
+    assert entries[-1]["sequence"] - entries[0]["sequence"] == 255
+
+
+@ranks(3)
+def test_one_group_can_be_told_alone_and_in_global_ranks() -> None:
+    objcomm.barrier()
+    with subgroup(1, 2) as pair:
+        if here().rank == 0:
+            with pytest.raises(objcomm.NotInGroupError):
+                objcomm.recorder.dump(group=pair)
+        else:
+            objcomm.all_gather("x", group=pair)
+            (told,) = objcomm.recorder.dump(group=pair)["groups"]
+            assert (told["ranks"], told["rank"], told["size"]) == ([1, 2], here().rank - 1, 2)
+            assert [each["operation"] for each in told["entries"]][-1] == "all_gather"
+
+
+@ranks(2, disposable=True)
+def test_a_call_under_way_and_lanes_are_told(tmp_path: Path) -> None:
+    objcomm.barrier()
+    done = threading.Event()
+
+    def on_a_lane() -> None:
+        with objcomm.lane("eval"):
+            objcomm.all_gather("x")
+        done.set()
+
+    thread = threading.Thread(target=on_a_lane)
+    if here().rank == 0:
+        thread.start()
+        while (last := world_entries(objcomm.recorder.dump())[-1])["lane_name"] != "eval":
+            time.sleep(0.01)
+        while last["awaits"] < 0:
+            time.sleep(0.01)
+            last = world_entries(objcomm.recorder.dump())[-1]
+        objcomm.recorder.dump(tmp_path / "r.json")
+        assert (last["outcome"], last["ms"], last["awaits"]) == ("under way", None, 1)
+        assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]
+        assert last in world_entries(json.loads((tmp_path / "r.json").read_text()))
+        here().store("go").set("go", "")
+    else:
+        here().store("go").get("go")
+        thread.start()
+    thread.join()
+    assert done.is_set()
+    assert_group_works()
+
+
+@ranks(3, disposable=True)
+def test_a_time_limit_makes_each_rank_write_and_the_files_say_who_was_late() -> None:
+    with objcomm.configure(record_folder=folder()):
+        objcomm.barrier()
+        if here().rank == 2:
+            time.sleep(3)
+        with pytest.raises(TransportTimeout) as caught:
+            objcomm.all_gather("x", timeout=1)
+        written = Path(caught.value.recorded)
+        assert written.name.startswith(f"objcomm-rank{here().rank}-{os.getpid()}-")
+        assert any(str(written) in note for note in caught.value.__notes__)
+        assert "TransportTimeout" not in caught.value.__notes__
+        with pytest.raises(BrokenGroupError) as again:
+            objcomm.barrier()
+        assert not again.value.recorded
+    told = json.loads(written.read_text())
+    assert told["error"]["type"] == "TransportTimeout"
+    assert told["error"]["text"] == str(caught.value)
+    assert world_entries(told)[-1]["outcome"] == "TransportTimeout"
+    assert len(list(folder().glob(f"*rank{here().rank}-*"))) == 1
+    dist.barrier()
+    assert "rank 2 came last" in report().splitlines()[-1]
+
+
+@ranks(3, disposable=True)
+def test_a_rank_that_does_not_come_to_the_first_use_is_found() -> None:
+    os.environ["OBJCOMM_RECORD_FOLDER"] = str(folder())
+    if here().rank < 2:
+        with pytest.raises(TransportTimeout) as caught:
+            objcomm.broadcast(1, timeout=1)
+        assert caught.value.recorded
+    else:
+        time.sleep(2)
+        objcomm.recorder.dump(folder() / "objcomm-asked.json")
+    dist.barrier()
+    assert "rank 2 never came to the first use (broadcast at" in report()
+
+
+@ranks(2, 3, disposable=True)
+def test_a_desync_is_written_once_by_every_rank() -> None:
+    objcomm.barrier()
+    with objcomm.configure(record_folder=str(folder())):
+        with pytest.raises(DesyncError) as caught:
+            objcomm.barrier("a") if here().rank == 0 else objcomm.all_gather("x")
+        assert caught.value.recorded
+        assert caught.value.recent[-1].operation in {"barrier", "all_gather"}
+        assert_group_works()
+    dist.barrier()
+    assert len(list(folder().iterdir())) == here().world_size
+    told = report().splitlines()[-1]
+    assert "the ranks part in call 1: rank 0 made barrier" in told
+    assert f"made all_gather at {HERE}" in told.replace(f"group/{HERE}", HERE)
+
+
+@ranks(2, expect_dead=[1])
+def test_a_death_is_written_by_who_lives() -> None:
+    objcomm.barrier()
+    if here().rank == 1:
+        os._exit(0)
+    with objcomm.configure(record_folder=folder()), pytest.raises(TransportError) as caught:
+        objcomm.all_gather("x")
+    assert caught.value.recorded
+    assert "there is no dump of rank 1, so look there first" in report()
+
+
+@ranks(2, disposable=True)
+def test_an_error_within_a_callback_is_written_once() -> None:
+    def fails() -> int:
+        name = "a" if here().rank == 0 else "b"
+        objcomm.barrier(name, group=inner)
+        return 1
+
+    with subgroup(0, 1) as inner, objcomm.configure(record_folder=folder()):
+        objcomm.barrier()
+        with contextlib.suppress(ObjcommError):
+            objcomm.reduce_and_broadcast(fails, len)
+        dist.barrier()
+        assert len(list(folder().iterdir())) == 2
+
+
+@ranks(2, disposable=True)
+def test_an_error_is_raised_although_its_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    objcomm.barrier()
+    with (
+        objcomm.configure(record_folder=tmp_path / "file"),
+        pytest.raises(DesyncError) as caught,
+    ):
+        objcomm.barrier("a") if here().rank == 0 else objcomm.barrier("b")
+    assert not caught.value.recorded
+    assert any("could not write" in note for note in caught.value.__notes__)
+    assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_a_program_that_goes_on_after_errors_does_not_fill_the_disk() -> None:
+    objcomm.barrier()
+    os.environ["OBJCOMM_RECORD_FOLDER"] = str(folder())
+    for _ in range(18):
+        with pytest.raises(DesyncError):
+            objcomm.barrier("a") if here().rank == 0 else objcomm.barrier("b")
+    assert len(list(folder().glob(f"*rank{here().rank}-*"))) == 16
+    with objcomm.configure(record_folder=""), pytest.raises(DesyncError) as caught:
+        objcomm.barrier("a") if here().rank == 0 else objcomm.barrier("b")
+    assert not caught.value.recorded
+
+
+@solo()
+def test_a_world_of_one_is_told_too() -> None:
+    assert objcomm.recorder.dump()["groups"] == []
+    objcomm.all_gather("x")
+    objcomm.barrier("y")
+    (told,) = objcomm.recorder.dump()["groups"]
+    assert (told["name"], told["ranks"], told["size"]) == ("", [0], 1)
+    assert [each["operation"] for each in told["entries"]] == ["all_gather", "barrier"]
+    assert [each["sequence"] for each in told["entries"]] == [0, 1]
+    assert all(HERE in each["call_site"] for each in told["entries"])
+
+
+@ranks(1, 2)
+def test_the_profiler_shows_each_operation_by_name() -> None:
+    objcomm.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as seen, record_function("step"):
+        objcomm.broadcast(torch.ones(3))
+        objcomm.all_gather("x")
+        with pytest.raises(ObjcommError):
+            objcomm.scatter([])
+    counts = {each.key: each.count for each in seen.key_averages()}
+    for name in ("broadcast", "all_gather", "scatter"):
+        assert counts[f"objcomm::{name}"] == 1
+    assert_group_works()
