@@ -62,7 +62,7 @@ class Mesh:
         self.verdict: Verdict | None = None
         self.number = 0
         self.failed_meeting = ""
-        self._progress = Progress()
+        self._progress = Progress(rank)
         self._connected: Future[GlooLink] = Future()
         self._lock = threading.Lock()
 
