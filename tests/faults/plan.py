@@ -1,0 +1,212 @@
+"""What is done to which rank, where in which operation, and what the others must then see.
+
+Declarations only: ``run`` carries them out, ``table`` writes down what was seen.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from tests.group.operations import ROOTED
+
+
+class Phase(StrEnum):
+    """How far the victim has come in its call."""
+
+    BEFORE = "before its call"
+    IN_CALL = "before its header"
+    BETWEEN = "between header and payload"
+    PAYLOAD = "in the payload"
+    CALLBACK = "in its callback"
+
+
+class Fault(StrEnum):
+    """What happens to the victim."""
+
+    KILLED = "killed (SIGKILL)"
+    EXITS = "exits (`os._exit`)"
+    DISCONNECTED = "its sockets close"
+    STOPPED = "stopped (SIGSTOP) for longer than the limit"
+    RESUMED = "stopped, and resumed in time"
+    ABSENT = "does not come within the limit"
+    STORE_STOPPED = "stopped with the store that it hosts"
+    INTERRUPTED = "interrupted (SIGINT)"
+
+
+#: After these its process is gone.
+DEADLY = {Fault.KILLED, Fault.EXITS}
+#: After these the survivors' time limit passes.
+UNANSWERED = {Fault.STOPPED, Fault.ABSENT, Fault.STORE_STOPPED}
+
+OPERATIONS = [
+    "broadcast",
+    "gather",
+    "all_gather",
+    "scatter",
+    "reduce",
+    "all_reduce",
+    "reduce_and_broadcast",
+    "barrier",
+]
+#: What torch calls the same.
+TORCHS = {
+    "broadcast": "broadcast_object_list",
+    "gather": "gather_object",
+    "all_gather": "all_gather_object",
+    "scatter": "scatter_object_list",
+}
+
+SMALL_NBYTES = 100
+LARGE_NBYTES = 32 << 20
+#: So that a payload can be hit, the victim stops between two of its pieces.
+LIMIT_SECONDS = 3.0
+#: For faults that must not end by a limit.
+FAR_SECONDS = 60.0
+#: How long a victim is stopped that is resumed in time.
+STOP_SECONDS = 1.2
+
+
+class Case(NamedTuple):
+    """One fault in one operation.
+
+    Attributes:
+        operation: objcomm's name of it.
+        fault: what happens.
+        phase: when.
+        world_size: number of ranks.
+        victim: to which rank.
+        root: source or destination, where there is one.
+        nbytes: what each rank contributes.
+        library: ``"objcomm"``, or ``"torch"`` for its own object collectives.
+    """
+
+    operation: str
+    fault: Fault
+    phase: Phase
+    world_size: int = 3
+    victim: int = 1
+    root: int = 0
+    nbytes: int = LARGE_NBYTES
+    library: str = "objcomm"
+
+    @property
+    def limit_seconds(self) -> float:
+        """The time limit of each call."""
+        return LIMIT_SECONDS if self.fault in UNANSWERED else FAR_SECONDS
+
+    @property
+    def survivors(self) -> list[int]:
+        """All ranks but the victim."""
+        return [rank for rank in range(self.world_size) if rank != self.victim]
+
+    @property
+    def is_stores_host(self) -> bool:
+        """Whether the victim hosts the store, and not a process of its own."""
+        return self.fault is Fault.STORE_STOPPED
+
+    def __str__(self) -> str:
+        role = "root " * (self.operation in ROOTED and self.root == self.victim)
+        size = "small" if self.nbytes == SMALL_NBYTES else "large"
+        return (
+            f"{self.operation}-{self.fault.name}-{self.phase.name}-"
+            f"{role}{self.victim} of {self.world_size}-{size}".replace(" ", "_").lower()
+        )
+
+
+def expected(case: Case, rank: int) -> Any:
+    """What the operation returns on one rank if nothing is wrong."""
+    size = range(case.world_size)
+    if case.operation == "barrier":
+        return None
+    if case.operation == "all_gather":
+        return [contribution(case, each) for each in size]
+    if case.operation == "gather":
+        return [contribution(case, each) for each in size] if rank == case.root else None
+    if case.operation == "reduce" and rank != case.root:
+        return None
+    is_sourced = case.operation in {"broadcast", "scatter"}
+    return contribution(case, case.root if is_sourced else 0)
+
+
+def contribution(case: Case, rank: int) -> bytes:
+    """What one rank brings; the victim's is as long as the others'."""
+    return bytes([rank + 1]) * case.nbytes
+
+
+def _awaited_root(operation: str, victim: int) -> int:
+    """A root with which others wait for the victim."""
+    return victim if operation in {"broadcast", "scatter"} else 0
+
+
+#: The table's rows: a fault, and when it happens.
+TRIED: list[tuple[Fault, Phase]] = [
+    (Fault.KILLED, Phase.BEFORE),
+    (Fault.KILLED, Phase.IN_CALL),
+    (Fault.KILLED, Phase.BETWEEN),
+    (Fault.KILLED, Phase.PAYLOAD),
+    (Fault.EXITS, Phase.PAYLOAD),
+    (Fault.DISCONNECTED, Phase.PAYLOAD),
+    (Fault.STOPPED, Phase.PAYLOAD),
+    (Fault.RESUMED, Phase.PAYLOAD),
+    (Fault.ABSENT, Phase.BEFORE),
+    (Fault.STORE_STOPPED, Phase.BEFORE),
+    (Fault.INTERRUPTED, Phase.IN_CALL),
+]
+
+
+def tabled() -> Iterator[Case]:
+    """Every fault of the table in every operation, in three ranks of which the middle one fails."""
+    for fault, phase in TRIED:
+        victim = 0 if fault is Fault.STORE_STOPPED else 1
+        for operation in OPERATIONS:
+            yield Case(
+                operation, fault, _possible(operation, phase), victim=victim,
+                root=_awaited_root(operation, victim),
+            )
+
+
+def _possible(operation: str, phase: Phase) -> Phase:
+    """The phase that comes nearest: a barrier's message is all header."""
+    has_payload = operation != "barrier" or phase not in {Phase.BETWEEN, Phase.PAYLOAD}
+    return phase if has_payload else Phase.IN_CALL
+
+
+def in_torch(case: Case) -> Case | None:
+    """The same fault in torch's own operation; ``None`` if it has none."""
+    if case.operation not in TORCHS:
+        return None
+    return case._replace(library="torch")
+
+
+def tested() -> Iterator[Case]:
+    """What the suite tries each time: every operation in every phase, and every place in a world."""
+    deadly = [(Fault.KILLED, Phase.BEFORE), (Fault.KILLED, Phase.BETWEEN)]
+    deadly += [(Fault.EXITS, Phase.IN_CALL), (Fault.KILLED, Phase.PAYLOAD)]
+    chosen = [case for case in tabled() if (case.fault, case.phase) in deadly]
+    for operation in OPERATIONS:
+        root = _awaited_root(operation, 1)
+        for fault in (Fault.DISCONNECTED, Fault.STOPPED, Fault.RESUMED):
+            chosen.append(Case(operation, fault, _possible(operation, Phase.PAYLOAD), root=root))
+    chosen += [
+        # The hub, a leaf that only receives, and one whose death a third rank has to hear of.
+        Case("all_gather", Fault.KILLED, Phase.BETWEEN, victim=0),
+        Case("broadcast", Fault.KILLED, Phase.PAYLOAD, victim=2),
+        Case("scatter", Fault.EXITS, Phase.PAYLOAD, victim=2),
+        Case("gather", Fault.KILLED, Phase.PAYLOAD, victim=0),
+        Case("barrier", Fault.KILLED, Phase.IN_CALL, victim=0),
+        Case("reduce", Fault.KILLED, Phase.CALLBACK, victim=0),
+        Case("all_reduce", Fault.EXITS, Phase.CALLBACK, victim=0),
+        Case("reduce_and_broadcast", Fault.KILLED, Phase.CALLBACK, victim=0),
+        Case("all_gather", Fault.KILLED, Phase.BEFORE, victim=3, world_size=4),
+        Case("broadcast", Fault.EXITS, Phase.PAYLOAD, victim=2, world_size=4),
+        Case("all_reduce", Fault.KILLED, Phase.PAYLOAD, victim=2, world_size=4),
+        Case("all_gather", Fault.ABSENT, Phase.BEFORE, victim=2, nbytes=SMALL_NBYTES),
+        Case("barrier", Fault.STORE_STOPPED, Phase.BEFORE, victim=0),
+        Case("all_gather", Fault.STORE_STOPPED, Phase.BEFORE, victim=0),
+    ]
+    for operation in OPERATIONS:
+        root = _awaited_root(operation, 1)
+        chosen.append(
+            Case(operation, Fault.KILLED, Phase.IN_CALL, 2, root=root, nbytes=SMALL_NBYTES)
+        )
+    yield from dict.fromkeys(chosen)

@@ -1,0 +1,193 @@
+"""Carries a case out on real processes, and collects what each rank saw and left behind."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.faults.plan import DEADLY, STOP_SECONDS, UNANSWERED, Case, Fault
+from tests.faults.rank import Left, Seen, take_part
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"])
+
+#: Who has not said anything by then hangs.
+HANG_SECONDS = 20.0
+_END_SECONDS = 5.0
+
+
+@dataclass
+class Outcome:
+    """What a case has led to.
+
+    Attributes:
+        case: which.
+        fault_at: when the fault happened, by the clock that all processes share.
+        seen: by rank, how its call ended; a rank that hangs is missing.
+        later: by surviving rank, the type of a later call's error and the seconds until it came.
+        anew: by surviving rank, what a new process group of the survivors returned.
+        left: by surviving rank, what stayed in its process.
+        exits: by rank, the exit code.
+        printed: by rank, what it wrote to its standard output and error.
+        keys: what stayed in the store, torch's own keys left out.
+    """
+
+    case: Case
+    fault_at: float = 0.0
+    seen: dict[int, Seen] = field(default_factory=dict)
+    later: dict[int, tuple[str, float]] = field(default_factory=dict)
+    anew: dict[int, list[Any]] = field(default_factory=dict)
+    left: dict[int, Left] = field(default_factory=dict)
+    exits: dict[int, int | None] = field(default_factory=dict)
+    printed: dict[int, str] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+
+    def seconds(self, rank: int) -> float:
+        """How long after the fault a rank's call ended."""
+        return self.seen[rank].at - self.fault_at
+
+
+def carry_out(case: Case) -> Outcome:
+    """Run one case to its end; nothing of it stays."""
+    folder = Path(tempfile.mkdtemp(prefix="objcomm-faults-"))
+    run = _Run(case, folder)
+    try:
+        run.connect()
+        run.collect()
+        if case.library == "objcomm":
+            run.continue_with_survivors()
+        return run.outcome
+    finally:
+        run.end()
+        shutil.rmtree(folder)
+
+
+class _Run:
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.outcome = Outcome(case)
+        self._case = case
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        self._logs = [folder / f"rank{rank}.log" for rank in range(case.world_size)]
+        for rank in range(case.world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            args = (case, rank, theirs, self._logs[rank])
+            process = _CONTEXT.Process(target=take_part, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._store: dist.TCPStore | None = None
+        self._resume_at = float("inf")
+
+    def connect(self) -> None:
+        """Let all ranks find the store."""
+        port = 0
+        if self._case.is_stores_host:
+            port = self._pipes[self._case.victim].recv()
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            self._store, port = store, store.port
+        for rank, pipe in enumerate(self._pipes):
+            if not (self._case.is_stores_host and rank == self._case.victim):
+                pipe.send(port)
+
+    def collect(self) -> None:
+        """Take in what all ranks tell, and wake a victim that has been stopped."""
+        waiting = dict(enumerate(self._pipes))
+        until = time.monotonic() + HANG_SECONDS
+        while waiting and (now := time.monotonic()) < until:
+            if now >= self._resume_at or self._has_all(self._case.survivors):
+                self._release()
+            pause = min(until, self._resume_at) - now
+            for pipe in connection.wait(list(waiting.values()), max(0.0, min(pause, 0.1))):
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]  # no other objects wait
+                if not self._take(rank):
+                    del waiting[rank]
+
+    def _take(self, rank: int) -> bool:
+        """One word of a rank's; returns whether it may have more to say."""
+        try:
+            told = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return False
+        if isinstance(told, Seen):
+            self.outcome.seen[rank] = told
+            if self._case.fault is Fault.INTERRUPTED and rank == self._case.victim:
+                for peer in self._case.survivors:
+                    self._pipes[peer].send("come")
+            return False
+        what, at = told
+        if what == "fault":
+            self.outcome.fault_at = at
+            if self._case.fault is Fault.RESUMED:
+                self._resume_at = at + STOP_SECONDS
+        return True
+
+    def _has_all(self, ranks: list[int]) -> bool:
+        return all(rank in self.outcome.seen for rank in ranks)
+
+    def _release(self) -> None:
+        """End what keeps the victim from its call."""
+        self._resume_at = float("inf")
+        if self._case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
+            os.kill(self._pid(self._case.victim), signal.SIGCONT)
+        elif self._case.fault is Fault.ABSENT and not self._is_told:
+            self._is_told = True
+            self._pipes[self._case.victim].send("come")
+
+    _is_told = False
+
+    def continue_with_survivors(self) -> None:
+        """What the group is worth afterwards, what a new one is, and what stays."""
+        outcome, case = self.outcome, self._case
+        if not self._has_all(case.survivors):
+            return  # one hangs: that is the finding
+        if case.fault is not Fault.RESUMED:
+            outcome.later = self._order("call again")
+            outcome.anew = self._order("begin anew")
+        outcome.left = self._order("leave")
+        if self._store is not None:
+            outcome.keys = [key for key in self._store.list_keys() if "objcomm" in key]
+
+    def _order(self, step: str) -> dict[int, Any]:
+        for rank in self._case.survivors:
+            self._pipes[rank].send(step)
+        answers = {}
+        for rank in self._case.survivors:
+            if self._pipes[rank].poll(HANG_SECONDS):
+                try:
+                    answers[rank] = self._pipes[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    continue
+        return answers
+
+    def end(self) -> None:
+        """Let the processes end; kill those that do not."""
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if process.exitcode is None:
+                try:
+                    pipe.send(None)
+                except BrokenPipeError:
+                    continue
+        for rank, process in enumerate(self._processes):
+            process.join(_END_SECONDS)
+            self.outcome.exits[rank] = process.exitcode
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            self._pipes[rank].close()
+            self.outcome.printed[rank] = self._logs[rank].read_text(errors="replace")
+
+    def _pid(self, rank: int) -> int:
+        pid: int = self._processes[rank].pid
+        return pid
