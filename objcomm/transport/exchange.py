@@ -131,20 +131,20 @@ class Exchange:
         if message.is_all_head:
             return
         for peer in peers:
-            for piece in self._body(message) + self._pieces(message):
+            for piece in _ended(self._body(message)) + _ended(self._pieces(message)):
                 self._send(piece, peer, self._payload_tag, message)
 
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
         """Wait for what follows the heads of some peers, from all at once."""
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
         self._wait_for(
-            [(peer, piece) for peer, message in arriving for piece in self._body(message)]
+            [(peer, piece) for peer, message in arriving for piece in _ended(self._body(message))]
         )
         for _, message in arriving:
             if not message.header.is_inline:
                 open_body(message, self.device.device)
         self._wait_for(
-            [(peer, piece) for peer, message in arriving for piece in self._pieces(message)]
+            [(peer, piece) for peer, message in arriving for piece in _ended(self._pieces(message))]
         )
 
     def relay_rest(self, message: Message, root: int) -> None:
@@ -186,12 +186,14 @@ class Exchange:
         if not pieces:
             return
         self.rounds += 1
-        arriving = [] if parent is None else [self._post(parent, piece) for piece in pieces]
-        for at, piece in enumerate(pieces):
+        ended = [_ended([piece]) for piece in pieces]
+        arriving = [] if parent is None else [self._posted(parent, parts) for parts in ended]
+        for at, parts in enumerate(ended):
             if parent is not None:
-                self._wait(arriving[at], parent)
+                self._wait_backwards(arriving[at])
             for child in children:
-                self._send(piece, child, self._payload_tag, message)
+                for part in parts:
+                    self._send(part, child, self._payload_tag, message)
 
     def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: Message) -> None:
         try:
@@ -209,12 +211,18 @@ class Exchange:
         except RuntimeError as error:
             raise self._naming(error, (peer,)) from error
 
+    def _posted(self, peer: int, flats: Iterable[torch.Tensor]) -> list[tuple[Pending, int]]:
+        return [(self._post(peer, flat), peer) for flat in flats]
+
     def _wait_for(self, arriving: Sequence[tuple[int, torch.Tensor]]) -> None:
         if not arriving:
             return
         self.rounds += 1
-        posted = [(self._post(peer, flat), peer) for peer, flat in arriving]
-        for pending, peer in posted:
+        self._wait_backwards([(self._post(peer, flat), peer) for peer, flat in arriving])
+
+    def _wait_backwards(self, posted: Sequence[tuple[Pending, int]]) -> None:
+        """Wait for the end first: see ``_ended``."""
+        for pending, peer in reversed(posted):
             self._wait(pending, peer)
 
     def _wait(self, pending: Pending, peer: int) -> None:
@@ -234,6 +242,20 @@ class Exchange:
     def _has_timed_out(self, error: RuntimeError) -> bool:
         # Gloo counts whole milliseconds, so its limit may pass before ours.
         return self._deadline.has_passed or "Timed out" in str(error)
+
+
+def _ended(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same bytes, of which the last one travels by itself.
+
+    When a connection closes, Gloo wakes the receives that stand posted, but not the one that is
+    being filled (``Pair::signalException`` forgets ``rx_``, torch 2.13): whoever waits for that one
+    waits until its time limit. So a receiver waits for the last byte first, which is posted until
+    all before it has come.
+    """
+    if not pieces or pieces[-1].numel() <= 1:
+        return pieces
+    *rest, last = pieces
+    return [*rest, last[:-1], last[-1:]]
 
 
 def _reason(error: RuntimeError) -> str:

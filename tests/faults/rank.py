@@ -1,5 +1,6 @@
 """What one process does in a case: join, make the call, say what it saw, and leave."""
 
+import faulthandler
 import gc
 import os
 import signal
@@ -65,6 +66,7 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path) -> None:
     with log.open("wb") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     store = _store(case, rank, pipe)
@@ -83,7 +85,8 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path) -> None:
         dist.barrier()
     else:
         objcomm.barrier()
-    strike = strike_for(case, lambda what: _tell(pipe, what), sockets() - before_mesh)
+    mesh_sockets = sockets() - before_mesh
+    strike = strike_for(case, lambda what: _tell(pipe, what), mesh_sockets, store.port)
     if rank == case.victim:
         _suffer(case, pipe, call, strike)
     else:

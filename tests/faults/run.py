@@ -23,6 +23,7 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"
 #: Who has not said anything by then hangs.
 HANG_SECONDS = 20.0
 _END_SECONDS = 5.0
+_STACKS_SECONDS = 0.5
 
 
 @dataclass
@@ -183,6 +184,8 @@ class _Run:
             process.join(_END_SECONDS)
             self.outcome.exits[rank] = process.exitcode
             if process.exitcode is None:
+                os.kill(self._pid(rank), signal.SIGUSR1)  # its stacks
+                process.join(_STACKS_SECONDS)
                 process.kill()
                 process.join()
             self._pipes[rank].close()

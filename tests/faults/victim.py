@@ -38,7 +38,9 @@ def sockets() -> set[str]:
     return found
 
 
-def strike_for(case: Case, tell: Callable[[str], None], mesh_sockets: set[str]) -> Strike:
+def strike_for(
+    case: Case, tell: Callable[[str], None], mesh_sockets: set[str], store_port: int
+) -> Strike:
     """What happens to this process, as a function; ``tell`` says that it begins."""
 
     def strike() -> None:
@@ -48,7 +50,7 @@ def strike_for(case: Case, tell: Callable[[str], None], mesh_sockets: set[str]) 
         elif case.fault is Fault.EXITS:
             os._exit(1)
         elif case.fault is Fault.DISCONNECTED:
-            _shut(mesh_sockets)
+            _shut(mesh_sockets, store_port)
         elif case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
             os.kill(os.getpid(), signal.SIGSTOP)
             tell("resumed")
@@ -56,15 +58,15 @@ def strike_for(case: Case, tell: Callable[[str], None], mesh_sockets: set[str]) 
     return strike
 
 
-def _shut(targets: set[str]) -> None:
+def _shut(targets: set[str], store_port: int) -> None:
     for entry in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{entry}"
         if os.path.lexists(path) and os.readlink(path) in targets:
             with socket.socket(fileno=os.dup(int(entry))) as connection:
-                try:
+                # Gloo ends the process when one that still listens is shut.
+                is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if not is_listening and connection.getpeername()[1] != store_port:
                     connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue  # a listening one
 
 
 @contextmanager

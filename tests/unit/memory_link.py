@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,41 +19,54 @@ from objcomm.transport.lane import Lane
 JOIN_SECONDS = 20.0
 
 
+class Wire:
+    """One pair, direction and tag: receives are filled in the order in which they were posted."""
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[torch.Tensor] = queue.Queue()
+        self.posted: deque[Arrival] = deque()
+
+
 class Wires:
-    """What all ranks' links share: a queue for each pair, direction and tag."""
+    """What all ranks' links share."""
 
     def __init__(self, size: int, *, is_one_host: bool = True) -> None:
         self.size = size
         self.is_one_host = is_one_host
         self._lock = threading.Lock()
-        self._queues: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = defaultdict(
-            queue.Queue
-        )
+        self._wires: dict[tuple[int, int, int], Wire] = defaultdict(Wire)
 
-    def between(self, source: int, destination: int, tag: int) -> "queue.Queue[torch.Tensor]":
+    def between(self, source: int, destination: int, tag: int) -> Wire:
         with self._lock:
-            return self._queues[source, destination, tag]
+            return self._wires[source, destination, tag]
 
     def left_over(self) -> int:
         """Messages that nobody has received."""
-        return sum(each.qsize() for each in self._queues.values())
+        return sum(each.sent.qsize() for each in self._wires.values())
 
 
 class Arrival:
     """A receive under way."""
 
-    def __init__(self, wire: "queue.Queue[torch.Tensor]", flat: torch.Tensor) -> None:
+    def __init__(self, wire: Wire, flat: torch.Tensor) -> None:
         self._wire = wire
         self._flat = flat
+        self._is_filled = False
+        wire.posted.append(self)
 
     def wait(self, timeout: timedelta) -> bool:
-        try:
-            sent = self._wire.get(timeout=timeout.total_seconds())
-        except queue.Empty as error:
-            raise RuntimeError("timed out") from error
+        while not self._is_filled:
+            try:
+                sent = self._wire.sent.get(timeout=timeout.total_seconds())
+            except queue.Empty as error:
+                raise RuntimeError("timed out") from error
+            self._wire.posted.popleft()._fill(sent)  # noqa: SLF001  # of its own kind
+        return True
+
+    def _fill(self, sent: torch.Tensor) -> None:
         assert sent.numel() <= self._flat.numel(), "Gloo would abort this process"
         self._flat[: sent.numel()] = sent
-        return True
+        self._is_filled = True
 
 
 class Departure:
@@ -79,7 +92,7 @@ class MemoryLink:
     def send(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Departure:
         assert flat.numel() > 0, "Gloo can't send nothing"
         self.sent.append((flat.numel(), tag))
-        self._wires.between(self.rank, peer, tag).put(flat.clone())
+        self._wires.between(self.rank, peer, tag).sent.put(flat.clone())
         return Departure()
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Arrival:
