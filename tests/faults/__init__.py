@@ -1,1 +1,1 @@
-"""Ranks that die, stop, close their connections or never come, in every phase of every operation."""
+"""Ranks that die, stop, lose their connections or never come, in every operation's phases."""

@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +28,8 @@ _INTERRUPT_AFTER_SECONDS = 0.7
 _SETTLE_SECONDS = 2.0
 
 
-class Seen(NamedTuple):
+@dataclass(frozen=True)
+class Seen:
     """How one call ended on one rank.
 
     Attributes:
@@ -39,6 +41,7 @@ class Seen(NamedTuple):
         silent: ranks that did not answer.
         is_store_silent: whether the store did not.
         places: per rank that answered, where it is.
+        seconds_of_limit: the time limit that the error names.
     """
 
     call: int
@@ -48,7 +51,8 @@ class Seen(NamedTuple):
     text: str = ""
     silent: tuple[int, ...] = ()
     is_store_silent: bool = False
-    places: dict[int, str] = {}  # noqa: RUF012  # never changed
+    places: Mapping[int, str] = field(default_factory=dict)
+    seconds_of_limit: float = 0.0
 
 
 class Left(NamedTuple):
@@ -120,7 +124,9 @@ def _call_of(case: Case, rank: int) -> Callable[[], Any]:
     return lambda: OPERATIONS[case.operation](obj, **options)
 
 
-def _suffer(case: Case, pipe: Connection, call: Callable[[], Any], strike: Callable[[], None]) -> None:
+def _suffer(
+    case: Case, pipe: Connection, call: Callable[[], Any], strike: Callable[[], None]
+) -> None:
     if case.phase is Phase.BEFORE or (case.library == "torch" and case.phase is Phase.IN_CALL):
         if case.fault is Fault.ABSENT:
             _tell(pipe, "fault")
@@ -128,7 +134,7 @@ def _suffer(case: Case, pipe: Connection, call: Callable[[], Any], strike: Calla
         elif case.fault is not Fault.INTERRUPTED:
             strike()
     if case.fault is Fault.INTERRUPTED:
-        pipe.send(_interrupted(case, pipe, call))
+        pipe.send(_interrupted(pipe, call))
         return
     if case.phase is Phase.CALLBACK:
         call = lambda: _with_callback(case, strike)  # noqa: E731  # it takes the other's place
@@ -150,7 +156,7 @@ def _with_callback(case: Case, strike: Callable[[], None]) -> Any:
     return operation(obj, strike_first)
 
 
-def _interrupted(case: Case, pipe: Connection, call: Callable[[], Any]) -> Seen:
+def _interrupted(pipe: Connection, call: Callable[[], Any]) -> Seen:
     def press() -> None:
         time.sleep(_INTERRUPT_AFTER_SECONDS)
         _tell(pipe, "fault")
@@ -187,6 +193,7 @@ def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
             tuple(getattr(error, "silent", ())),
             bool(getattr(error, "is_store_silent", False)),
             {each: str(at) for each, at in getattr(error, "positions", {}).items()},
+            float(getattr(error, "seconds", 0.0)),
         )
     return Seen(number - 1, "returned", (), time.monotonic())
 

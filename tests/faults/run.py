@@ -1,5 +1,6 @@
 """Carries a case out on real processes, and collects what each rank saw and left behind."""
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -8,13 +9,12 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from multiprocessing import connection
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from tests.faults.plan import DEADLY, STOP_SECONDS, UNANSWERED, Case, Fault
+from tests.faults.plan import STOP_SECONDS, Case, Fault
 from tests.faults.rank import Left, Seen, take_part
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -76,7 +76,7 @@ class _Run:
     def __init__(self, case: Case, folder: Path) -> None:
         self.outcome = Outcome(case)
         self._case = case
-        self._pipes: list[Connection] = []
+        self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []
         self._logs = [folder / f"rank{rank}.log" for rank in range(case.world_size)]
         for rank in range(case.world_size):
@@ -89,6 +89,7 @@ class _Run:
             self._processes.append(process)
         self._store: dist.TCPStore | None = None
         self._resume_at = float("inf")
+        self._is_told = False
 
     def connect(self) -> None:
         """Let all ranks find the store."""
@@ -146,8 +147,6 @@ class _Run:
             self._is_told = True
             self._pipes[self._case.victim].send("come")
 
-    _is_told = False
-
     def continue_with_survivors(self) -> None:
         """What the group is worth afterwards, what a new one is, and what stays."""
         outcome, case = self.outcome, self._case
@@ -157,8 +156,6 @@ class _Run:
             outcome.later = self._order("call again")
             outcome.anew = self._order("begin anew")
         outcome.left = self._order("leave")
-        if self._store is not None:
-            outcome.keys = [key for key in self._store.list_keys() if "objcomm" in key]
 
     def _order(self, step: str) -> dict[int, Any]:
         for rank in self._case.survivors:
@@ -176,10 +173,8 @@ class _Run:
         """Let the processes end; kill those that do not."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             if process.exitcode is None:
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     pipe.send(None)
-                except BrokenPipeError:
-                    continue
         for rank, process in enumerate(self._processes):
             process.join(_END_SECONDS)
             self.outcome.exits[rank] = process.exitcode
@@ -190,6 +185,9 @@ class _Run:
                 process.join()
             self._pipes[rank].close()
             self.outcome.printed[rank] = self._logs[rank].read_text(errors="replace")
+        if self._store is not None:
+            keys: list[str] = self._store.list_keys()
+            self.outcome.keys = [key for key in keys if "objcomm" in key]
 
     def _pid(self, rank: int) -> int:
         pid: int = self._processes[rank].pid

@@ -8,15 +8,16 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
+from objcomm.message import Message
 from objcomm.transport.base import LANE_BITS, POKE_TAG
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.gloo import GlooLink
-from objcomm.message import Message
 from tests.faults.plan import Case, Fault, Phase
 
 Strike = Callable[[], None]
@@ -27,15 +28,13 @@ _MOVING_SECONDS = 0.002
 
 def sockets() -> set[str]:
     """This process's sockets, by what the system calls them."""
-    found = set()
-    for entry in os.scandir("/proc/self/fd"):
-        try:
-            target = os.readlink(entry.path)
-        except FileNotFoundError:
-            continue  # the one of scandir itself
-        if target.startswith("socket:"):
-            found.add(target)
-    return found
+    return {target for _, target in _descriptors() if target.startswith("socket:")}
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with suppress(FileNotFoundError):  # the one that listed them
+            yield int(path.name), str(path.readlink())
 
 
 def strike_for(
@@ -59,10 +58,9 @@ def strike_for(
 
 
 def _shut(targets: set[str], store_port: int) -> None:
-    for entry in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{entry}"
-        if os.path.lexists(path) and os.readlink(path) in targets:
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
+    for descriptor, target in _descriptors():
+        if target in targets:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
                 # Gloo ends the process when one that still listens is shut.
                 is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if not is_listening and connection.getpeername()[1] != store_port:
