@@ -100,6 +100,11 @@ class Case(NamedTuple):
         return [rank for rank in range(self.world_size) if rank != self.victim]
 
     @property
+    def living(self) -> list[int]:
+        """All ranks whose processes outlive the fault."""
+        return self.survivors if self.fault in DEADLY else list(range(self.world_size))
+
+    @property
     def is_stores_host(self) -> bool:
         """Whether the victim hosts the store, and not a process of its own."""
         return self.fault is Fault.STORE_STOPPED

@@ -153,15 +153,15 @@ class _Run:
         if not self._has_all(case.survivors):
             return  # one hangs: that is the finding
         if case.fault is not Fault.RESUMED:
-            outcome.later = self._order("call again")
-            outcome.anew = self._order("begin anew")
-        outcome.left = self._order("leave")
+            outcome.later = self._order("call again", case.survivors)
+            outcome.anew = self._order("begin anew", case.survivors)
+        outcome.left = self._order("leave", case.living)
 
-    def _order(self, step: str) -> dict[int, Any]:
-        for rank in self._case.survivors:
+    def _order(self, step: str, ranks: list[int]) -> dict[int, Any]:
+        for rank in ranks:
             self._pipes[rank].send(step)
         answers = {}
-        for rank in self._case.survivors:
+        for rank in ranks:
             if self._pipes[rank].poll(HANG_SECONDS):
                 try:
                     answers[rank] = self._pipes[rank].recv()
