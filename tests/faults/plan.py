@@ -78,6 +78,7 @@ class Case(NamedTuple):
         root: source or destination, where there is one.
         nbytes: what each rank contributes.
         library: ``"objcomm"``, or ``"torch"`` for its own object collectives.
+        asked_phase: the phase of the table's row; a barrier has no payload, so its phase differs.
     """
 
     operation: str
@@ -88,6 +89,7 @@ class Case(NamedTuple):
     root: int = 0
     nbytes: int = LARGE_NBYTES
     library: str = "objcomm"
+    asked_phase: Phase = Phase.BEFORE
 
     @property
     def limit_seconds(self) -> float:
@@ -170,6 +172,7 @@ def tabled() -> Iterator[Case]:
                 _possible(operation, phase),
                 victim=victim,
                 root=_awaited_root(operation, victim),
+                asked_phase=phase,
             )
 
 

@@ -89,7 +89,7 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path) -> None:
         dist.barrier()
     else:
         objcomm.barrier()
-    mesh_sockets = sockets() - before_mesh
+    mesh_sockets = sockets() - (baseline if case.library == "torch" else before_mesh)
     strike = strike_for(case, lambda what: _tell(pipe, what), mesh_sockets, store.port)
     if rank == case.victim:
         _suffer(case, pipe, call, strike)

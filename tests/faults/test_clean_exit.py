@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.faults.exiting import ENDINGS, EVENTS
 
 _ROOT = Path(__file__).parents[2]
-_TURNS = 3
+_TURNS = 1
 _LIMIT_SECONDS = 120.0
 
 

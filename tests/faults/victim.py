@@ -63,7 +63,8 @@ def _shut(targets: set[str], store_port: int) -> None:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 # Gloo ends the process when one that still listens is shut.
                 is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if not is_listening and connection.getpeername()[1] != store_port:
+                is_tcp = connection.family in {socket.AF_INET, socket.AF_INET6}
+                if is_tcp and not is_listening and connection.getpeername()[1] != store_port:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
