@@ -154,6 +154,7 @@ class Call:
             device=DevicePath(device_link),
         )
         lane.sequence += 1
+        lane.past.append(entry)
         self._record(entry)
         return exchange
 

@@ -22,6 +22,7 @@ from objcomm.transport.base import LANE_BITS, Deadline, DeviceLink
 from objcomm.transport.lane import Lane
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.nccl import device_link
+from objcomm.transport.regions import regions
 from objcomm.transport.verdict import Verdict
 from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
 
@@ -135,6 +136,7 @@ class Group:
                 "for it; communicate before or after that call"
             )
         if mesh.link is None:
+            lane.regions = regions.get()
             store = self._own().get_group_store()
             mesh.connect(store, deadline, lane, operation, call_site)
         return mesh, lane
@@ -171,12 +173,19 @@ class Group:
             self._mesh.leave(key)
 
     def absolve(self, verdict: Verdict) -> None:
-        """End the connections by a verdict that all members raise elsewhere."""
+        """End the connections by a verdict that the calling thread raises elsewhere.
+
+        Other threads' lanes raise it in their next calls, as they do on the other ranks.
+        """
+        mesh = self._mesh
+        if mesh is None or mesh.settle(verdict).name != verdict.name:
+            return
+        thread = threading.current_thread()
         with self._lock:
-            if self._mesh is not None and self._mesh.stop(verdict).name == verdict.name:
-                self._owed.clear()
-                for lane in self._mesh.lanes.values():
+            for name, lane in mesh.lanes.items():
+                if lane.owner is thread:
                     lane.owes = False
+                    self._owed.pop(name, None)
 
     def _settled(self, operation: str, lane_name: str) -> Mesh:
         """A mesh that nothing has ended, once the lane has raised what ended the last one."""

@@ -86,7 +86,7 @@ class Entry:
         self.limit_seconds = 0.0
         self.awaits = -1
         self.first_asked = 0
-        self.suspicion: object = None
+        self.suspicion: tuple[int, Any] | None = None
         self.has_expired = False
 
     @property

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # What Gloo says of connections that it closed because a wait of this rank's own timed out.
 _OWN_DOING = "Application timeout"
+_CONNECT_MAX = timedelta(seconds=60)
 
 
 class GlooLink:
@@ -49,8 +50,10 @@ class GlooLink:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
         self.is_one_host = meet(own, rank, size, progress)
         prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", own)
+        # All ranks are here: one that dies now must not hold this thread for as long as a call.
+        limit = min(deadline.left(), _CONNECT_MAX)
         # Any: torch's stubs leave out point-to-point of a backend.
-        self._mesh: Any = dist.ProcessGroupGloo(prefixed, rank, size, deadline.left())
+        self._mesh: Any = dist.ProcessGroupGloo(prefixed, rank, size, limit)
         forget(own, progress.nonce, size)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:

@@ -5,6 +5,7 @@ All of it runs on a bulletin's thread, because it talks to the store.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from objcomm.errors import Position
@@ -20,8 +21,6 @@ from objcomm.transport.whereabouts import MEETING, LaneState, Step, Whereabouts
 #: A call of one lane that waits for other ranks.
 Waiting = tuple[Mesh, Lane, Entry]
 
-# How many of a lane's latest calls are told: a rank that only sends can be some calls ahead.
-_PAST = 8
 # Ranks that are not waiting look three times a second whether they are asked.
 _ANSWERS_WITHIN_SECONDS = 0.4
 _PAUSE_SECONDS = 0.02
@@ -41,11 +40,7 @@ def whereabouts(meshes: Iterable[Mesh], asked: int) -> Whereabouts:
 
 def _state(mesh: Mesh, lane: Lane) -> LaneState:
     entry = lane.entry
-    entries = [
-        each
-        for each in mesh.history.entries()
-        if each.header.lane == lane.number and each.header.group == mesh.number
-    ]
+    entries = list(lane.past)
     if entry is not None:
         seconds = time.monotonic() - entry.waits_since
     else:
@@ -60,7 +55,7 @@ def _state(mesh: Mesh, lane: Lane) -> LaneState:
         now=None if entry is None else _step(entry),
         awaits=mesh.ranks[entry.awaits] if entry is not None and entry.awaits >= 0 else -1,
         seconds=seconds,
-        past=tuple(_step(each) for each in entries[-_PAST:]),
+        past=tuple(_step(each) for each in entries),
     )
 
 
@@ -106,13 +101,13 @@ def _look_for_conflict(
     start = mine.lane(mesh.name, lane.number)
     if start is None or start.now is None:
         return
-    asked = entry.first_asked
+    asked, suspected = entry.suspicion or (entry.first_asked, None)
     conflict = find_conflict(board.rank, mine, start, lambda rank: board.read(rank, asked))
-    # What ranks have done does not change, but whereabouts are read one after another: who waits
-    # for whom must look the same twice.
+    # What ranks have done does not change, but whereabouts are read one after another, and a busy
+    # rank's are old: who waits for whom must look the same twice, in answers to a later question.
     calls = conflict and [(rank, *state[:3], step.sequence) for rank, state, step in conflict.found]
-    is_sure = conflict is not None and (conflict.is_of_one_lane or entry.suspicion == calls)
-    entry.suspicion = calls
+    is_sure = conflict is not None and (conflict.is_of_one_lane or suspected == calls)
+    entry.suspicion = (mine.asked, calls) if calls else None
     if conflict is not None and is_sure and lane.entry is entry:
         verdict = _desync(mesh, conflict)
         for other in meshes:  # before any connection closes: the others look there
@@ -141,28 +136,44 @@ def settle(board: Board, mesh: Mesh, proposal: Verdict) -> None:
     mesh.stop(board.propose(mesh.nonce, proposal) if mesh.nonce else proposal)
 
 
-def expire(board: Board, meshes: Sequence[Mesh], mesh: Mesh, lane: Lane, entry: Entry) -> None:
-    """End a mesh because a call's limit has passed, and say where everybody is."""
+def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> None:
+    """End meshes because the limits of calls have passed, and say where everybody is.
+
+    Args:
+        board: the store.
+        meshes: all of this process's.
+        expiring: the calls; is emptied, and more may come meanwhile.
+    """
+    if not expiring:
+        return
     asked = board.ask()
-    mine = whereabouts(meshes, asked)
-    board.publish(mine)
-    answers = {mesh.rank: mine}
-    others = [rank for rank in range(len(mesh.ranks)) if rank != mesh.rank]
+    waiting = _taken(expiring)
+    answers = {board.rank: whereabouts(meshes, asked)}
+    board.publish(answers[board.rank])
+    since = min(entry.first_asked or asked for _, _, entry in waiting)
     until = time.monotonic() + _ANSWERS_WITHIN_SECONDS
-    while len(answers) <= len(others) and time.monotonic() < until:
-        for rank in others:
-            found = None
-            if rank not in answers:
-                found = board.read(mesh.ranks[rank], entry.first_asked or asked)
-            if found is not None:
-                answers[rank] = found
-        if mesh.verdict is not None or _heed(board, mesh, lane):
-            return
+    while True:
+        waiting += _taken(expiring)
+        waiting = [each for each in waiting if _still_waits(board, *each)]
+        missing = {rank for mesh, _, _ in waiting for rank in mesh.ranks} - answers.keys()
+        found = {rank: board.read(rank, since) for rank in missing}
+        answers |= {rank: answer for rank, answer in found.items() if answer is not None}
+        if missing <= answers.keys() or time.monotonic() > until:
+            break
         time.sleep(_PAUSE_SECONDS)
         if board.asked() > board.answered:  # another rank's limit has passed as well
             board.publish(whereabouts(meshes, board.asked()))
-    if lane.entry is entry:
-        settle(board, mesh, timeout_verdict(mesh, lane, entry, answers))
+    for mesh, lane, entry in waiting:
+        known = {rank: answers[each] for rank, each in enumerate(mesh.ranks) if each in answers}
+        settle(board, mesh, timeout_verdict(mesh, lane, entry, known))
+
+
+def _taken(expiring: deque[Waiting]) -> list[Waiting]:
+    return [expiring.popleft() for _ in range(len(expiring))]
+
+
+def _still_waits(board: Board, mesh: Mesh, lane: Lane, entry: Entry) -> bool:
+    return mesh.verdict is None and lane.entry is entry and not _heed(board, mesh, lane)
 
 
 def timeout_verdict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     import threading
 
     from objcomm.history import Entry
+
+# How many calls the other ranks are told of: a rank that only sends can be some ahead.
+_PAST = 8
 
 
 class Lane:
@@ -29,6 +33,7 @@ class Lane:
         owner: the thread that uses it.
         entry: the call whose ranks wait for each other just now, if there is one.
         regions: the keys of the ``fail_together`` blocks around that call.
+        past: its latest calls.
         owes: whether its thread has yet to raise the verdict that ended the link.
     """
 
@@ -40,6 +45,7 @@ class Lane:
         self.entry: Entry | None = None
         self.regions: tuple[str, ...] = ()
         self.owes = True
+        self.past: deque[Entry] = deque(maxlen=_PAST)
         self._standing: dict[int, Standing] = {}
 
     def standing(self, link: Link, peer: int) -> Standing:

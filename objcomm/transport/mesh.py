@@ -21,6 +21,8 @@ from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import MEETING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
 
     from objcomm.history import History
@@ -104,10 +106,11 @@ class Mesh:
             ObjcommError: the verdict, for instance that some ranks did not come.
         """
         header = Header(sender=self.rank, sequence=MEETING, lane=lane.number, call_site=call_site)
-        entry = lane.entry = Entry(header, operation, lane=lane.name)
+        entry = Entry(header, operation, lane=lane.name)
         self.history.add_meeting(entry)
         deadline.apply(entry)
         self._progress.watch(entry)
+        lane.entry = entry  # last: the watcher reads all the rest of it
         with self._lock:
             if not self._progress.has_begun:
                 self._progress.has_begun = True
@@ -117,6 +120,7 @@ class Mesh:
                 ).start()
         try:
             link = self._connected.result()
+            self._raise_failures_of(lane.regions, operation)
         except BaseException as error:
             lane.owes = lane.owes and not isinstance(error, ObjcommError)
             entry.end(error, time.time() - entry.began)
@@ -126,6 +130,13 @@ class Mesh:
         entry.header = header._replace(group=self.number)
         entry.end(None, time.time() - entry.began)
         return link
+
+    def _raise_failures_of(self, blocks: Sequence[str], operation: str) -> None:
+        """Raise what has failed in blocks around a call, before it can pair with one outside."""
+        for key in blocks:
+            told = self.failed(key)
+            if told is not None:
+                raise self.settle(told).error(operation)
 
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         try:

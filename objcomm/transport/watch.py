@@ -23,13 +23,12 @@ import socket
 import threading
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from types import TracebackType
 
 import torch.distributed as dist
 
-from objcomm.history import Entry
 from objcomm.transport.bulletin import Board, Bulletin
 from objcomm.transport.inquiry import (
     Waiting,
@@ -39,7 +38,6 @@ from objcomm.transport.inquiry import (
     timeout_verdict,
     whereabouts,
 )
-from objcomm.transport.lane import Lane
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import Whereabouts
@@ -50,9 +48,10 @@ OVERDUE_SECONDS = 0.5
 # A wait this long will be longer still: one look a second does.
 _LONG_SECONDS = 4.0
 _TICKS_BETWEEN_LOOKS = 4
-_EXPIRY_SECONDS = 0.55
+_EXPIRY_SECONDS = 0.9
 _INTERRUPT_SECONDS = 0.3
 _FAREWELL_SECONDS = 0.5
+_FAREWELL_PAUSE_SECONDS = 0.01
 _NUDGE = b"\0"  # no signal's number
 
 
@@ -70,6 +69,9 @@ class Watcher(threading.Thread):
         self._meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
         self._fallbacks: list[tuple[float, Mesh, Verdict]] = []
         self._investigating: set[Bulletin] = set()
+        self._expiring: weakref.WeakKeyDictionary[Bulletin, deque[Waiting]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._ticks = 0
         self._is_closing = False
         self.start()
@@ -137,15 +139,18 @@ class Watcher(threading.Thread):
     def _tick(self, now: float) -> None:
         self._ticks += 1
         overdue: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
+        expired: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
         for mesh, lane, entry in self._waiting():
             waited = now - entry.waits_since
             is_long = waited > _LONG_SECONDS
             if now >= entry.waits_until:
-                self._expire(mesh, lane, entry)
+                expired[mesh.bulletin].append((mesh, lane, entry))
             elif waited >= OVERDUE_SECONDS and not (is_long and self._ticks % _TICKS_BETWEEN_LOOKS):
                 overdue[mesh.bulletin].append((mesh, lane, entry))
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
+        for bulletin, waiting in expired.items():
+            self._expire(bulletin, [each for each in waiting if not each[2].has_expired])
         for due, mesh, verdict in self._fallbacks:
             if due <= now:
                 mesh.stop(verdict)
@@ -161,13 +166,17 @@ class Watcher(threading.Thread):
             if (entry := lane.entry) is not None
         ]
 
-    def _expire(self, mesh: Mesh, lane: Lane, entry: Entry) -> None:
-        if entry.has_expired:
+    def _expire(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
+        """End all calls whose limits have passed, in one go: asking takes a while."""
+        if not waiting:
             return
-        entry.has_expired = True
-        meshes = self.meshes(mesh.bulletin)
-        mesh.bulletin.submit(lambda board: expire(board, meshes, mesh, lane, entry))
-        self._fall_back(_EXPIRY_SECONDS, mesh, timeout_verdict(mesh, lane, entry, None))
+        meshes = self.meshes(bulletin)
+        expiring = self._expiring.setdefault(bulletin, deque())
+        expiring.extend(waiting)  # a job that is under way takes them on
+        bulletin.submit(lambda board: expire(board, meshes, expiring))
+        for mesh, lane, entry in waiting:
+            entry.has_expired = True
+            self._fall_back(_EXPIRY_SECONDS, mesh, timeout_verdict(mesh, lane, entry, None))
 
     def _investigate(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
         if bulletin in self._investigating:  # it still waits for the store
@@ -190,6 +199,7 @@ class Watcher(threading.Thread):
     def _close(self) -> None:
         if self.pid != os.getpid():
             return
+        self._end_waits()
         with self._lock:
             bulletins = {mesh.bulletin for mesh in self._meshes}
         for bulletin in bulletins:
@@ -197,6 +207,18 @@ class Watcher(threading.Thread):
         self._is_closing = True
         self._nudge()
         self.join(_FAREWELL_SECONDS)
+        if not self.is_alive():
+            self._receiving.close()
+            self._sending.close()
+
+    def _end_waits(self) -> None:
+        """Let the program's own daemon threads come back from C++ before the interpreter ends."""
+        waiting = self._waiting()
+        for mesh in {mesh for mesh, _, _ in waiting}:
+            mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason="its program has ended"))
+        until = time.monotonic() + _FAREWELL_SECONDS
+        while any(lane.entry is entry for _, lane, entry in waiting) and time.monotonic() < until:
+            time.sleep(_FAREWELL_PAUSE_SECONDS)
 
 
 class _Watchers:
