@@ -283,6 +283,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm msgpack": lambda: _Objcomm("msgpack"),
     "objcomm key": lambda: _Guarded(key="a benchmark guards no secret"),
     "objcomm allow": lambda: _Guarded(allow=()),
+    "objcomm check": lambda: _Guarded(check=True),
     "torch": _Torch,
     "raw": _Raw,
     "raw warm": lambda: _Raw(warm=True),

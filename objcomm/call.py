@@ -303,6 +303,8 @@ class Call:
         """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""
         self._lane.owes = False
         proposal = self._proposal(error)
+        if proposal.cause is Cause.LOST:
+            proposal = self._mesh.blamed(proposal)
         verdict = self._mesh.settle(proposal)
         end_elsewhere(verdict)
         if isinstance(error, TransportError):

@@ -79,7 +79,7 @@ class Header(NamedTuple):
     sender: int = 0  # group rank
     root: int = -1  # group rank of source or destination, -1 where there is none
     lane: int = 0  # fingerprint of the lane's name, 32 bit
-    epoch: int = 0  # how often the group's mesh was rebuilt
+    epoch: int = 0  # 0: a mesh that replaces another has another name
     group: int = 0  # fingerprint of the mesh
     sequence: int = 0  # operations that the sender started before on this lane
     fingerprint: int = 0  # of what must agree besides: a barrier's name, a named op

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 
 import msgpack
 
-from objcomm.errors import CollectiveError, RankFailure, WireError, text_of
+from objcomm.codecs.nesting import check_nesting
+from objcomm.errors import CollectiveError, DecodeError, RankFailure, WireError, text_of
 from objcomm.frames import Header, Status
 from objcomm.message import Message, compose
 
@@ -17,6 +18,8 @@ from objcomm.message import Message, compose
 _TEXT_MAX_NBYTES = 8000
 _NAME_MAX_NBYTES = 500
 _ERRORS = "surrogatepass"
+
+_REPORT_DEPTH = 2  # a list of lists of texts
 
 
 def failure_of(error: BaseException, rank: int) -> RankFailure:
@@ -63,9 +66,10 @@ def failures_in(messages: Iterable[Message]) -> dict[int, RankFailure]:
         if message.header.status == Status.FAILURE:
             message.check()
             try:
+                check_nesting(message.meta, _REPORT_DEPTH)
                 texts = msgpack.unpackb(message.meta, unicode_errors=_ERRORS)
                 found = [_checked(*fields) for fields in texts]
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, DecodeError) as error:
                 sender = message.header.sender
                 raise WireError(f"rank {sender} sent a failure that can't be read") from error
             failures.update((each.rank, each) for each in found)

@@ -52,7 +52,8 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
     Example:
         >>> import objcomm
         >>> scores = objcomm.all_gather(0.5)
-        >>> last = objcomm.recorder.dump()["groups"][0]["entries"][-1]
+        >>> group, *others = objcomm.recorder.dump()["groups"]
+        >>> *before, last = group["entries"]
         >>> last["operation"], last["outcome"]
         ('all_gather', 'returned')
     """

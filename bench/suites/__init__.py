@@ -1,5 +1,14 @@
 """The declared cases; importing this package declares them all."""
 
-from bench.suites import broadcast, codecs, gather, helpers, reductions, security, startup
+from bench.suites import broadcast, checks, codecs, gather, helpers, reductions, security, startup
 
-__all__ = ["broadcast", "codecs", "gather", "helpers", "reductions", "security", "startup"]
+__all__ = [
+    "broadcast",
+    "checks",
+    "codecs",
+    "gather",
+    "helpers",
+    "reductions",
+    "security",
+    "startup",
+]

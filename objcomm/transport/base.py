@@ -17,6 +17,7 @@ from objcomm.history import Entry
 LANE_BITS = 12
 _SEQUENCE_BITS = 16
 _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
+_RECEIPT = _PAYLOAD << 1
 POKE_TAG = (1 << 31) - 1  # nothing is ever sent with it
 
 # Gloo adds the limit to a clock; a limit of many years would overflow it.
@@ -32,6 +33,11 @@ def head_tag(lane: int) -> int:
 def payload_tag(lane: int, sequence: int) -> int:
     """The tag of all that follows one operation's first messages."""
     return _PAYLOAD | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
+
+
+def receipt_tag(lane: int, sequence: int) -> int:
+    """The tag of what says that a payload has arrived."""
+    return _RECEIPT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
 
 
 class Pending(Protocol):

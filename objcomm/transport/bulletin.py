@@ -67,6 +67,11 @@ class Board:
         self._store.set(f"where/{self.rank}", whereabouts.pack())
         self.answered = whereabouts.asked
 
+    def leave(self) -> None:
+        """Take back what this process has told."""
+        if self.answered:
+            self._store.delete_key(f"where/{self.rank}")
+
     def read(self, rank: int, asked: int) -> Whereabouts | None:
         """Where another process is, if it has answered question ``asked`` or a later one."""
         if not self._store.check([f"where/{rank}"]):
@@ -173,6 +178,7 @@ class Bulletin:
                 except queue.Empty:
                     job = self.answer
                 self._do(job, board)
+            board.leave()
 
     def _do(self, job: Callable[[Board], None], board: Board) -> None:
         # The store's host is gone, or a stranger wrote to it: the thread must go on, because an

@@ -17,13 +17,16 @@ from objcomm.history import Entry
 from objcomm.memory import view
 from objcomm.message import Message, open_body
 from objcomm.transport import topology
-from objcomm.transport.base import Deadline, Link, Pending, head_tag, payload_tag
+from objcomm.transport.base import Deadline, Link, Pending, head_tag, payload_tag, receipt_tag
 from objcomm.transport.device import DevicePath
 from objcomm.transport.lane import Lane, Standing
 
 # A transfer that is done says so even after the link has broken, so any limit serves to ask it;
 # Gloo takes zero for its own default.
 _INSTANT = timedelta(milliseconds=1)
+
+# So much is taken by the system's socket buffers, whether or not the peer reads.
+_UNNOTICED_NBYTES = 1 << 16
 
 
 class Exchange:
@@ -74,6 +77,7 @@ class Exchange:
         self.gate = gate
         self._head_tag = head_tag(lane.number)
         self._payload_tag = payload_tag(lane.number, header.sequence)
+        self._receipt_tag = receipt_tag(lane.number, header.sequence)
         self._sends: list[tuple[Pending, int, torch.Tensor, Message]] = []
 
     def send_head(
@@ -136,21 +140,20 @@ class Exchange:
         if message.is_all_head:
             return
         for peer in peers:
-            for piece in self._body(message) + self._pieces(message):
+            for piece in _ended(self._body(message)) + _ended(self._pieces(message)):
                 self._send(piece, peer, self._payload_tag, message)
+            self._expect_receipt(peer, message)
 
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
         """Wait for what follows the heads of some peers, from all at once."""
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
-        self._wait_for(
-            [(peer, piece) for peer, message in arriving for piece in self._body(message)]
-        )
+        self._wait_for([(peer, _ended(self._body(message))) for peer, message in arriving])
         for _, message in arriving:
             if not message.header.is_inline:
                 open_body(message, self.device.device)
-        self._wait_for(
-            [(peer, piece) for peer, message in arriving for piece in self._pieces(message)]
-        )
+        self._wait_for([(peer, _ended(self._pieces(message))) for peer, message in arriving])
+        for peer, message in arriving:
+            self._send_receipt(peer, message)
 
     def relay_rest(self, message: Message, root: int) -> None:
         """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks."""
@@ -165,12 +168,37 @@ class Exchange:
             if parent is not None:
                 open_body(message, self.device.device)
         self._relay(self._pieces(message, chunk_nbytes), parent, children, message)
+        for child in children:
+            self._expect_receipt(child, message)
+        if parent is not None:
+            self._send_receipt(parent, message)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has been taken."""
-        for pending, peer, _, _ in self._sends:
+        """Wait until everything that was sent has been taken; receipts come before what they tell.
+
+        When a connection closes, Gloo does not wake whoever waits for a send that is under way (see
+        ``_ended``), but it does for the receive of a receipt.
+        """
+        for pending, peer, _, _ in reversed(self._sends):
             self._wait(pending, peer)
         self._sends.clear()
+
+    def _expect_receipt(self, peer: int, message: Message) -> None:
+        if self._is_noticed(message):
+            flat = torch.empty(1, dtype=torch.uint8, device="cpu")
+            pending = self._post(peer, flat, self._receipt_tag)
+            self._sends.append((pending, peer, flat, message))
+
+    def _send_receipt(self, peer: int, message: Message) -> None:
+        if self._is_noticed(message):
+            flat = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            self._send(flat, peer, self._receipt_tag, message)
+
+    def _is_noticed(self, message: Message) -> bool:
+        """Whether so much follows its head here that a receipt is due; the same on both ranks."""
+        body_nbytes = 0 if message.header.is_inline else message.header.body_nbytes
+        flats = self.device.not_carried(message)
+        return body_nbytes + sum(flat.numel() for flat in flats) > _UNNOTICED_NBYTES
 
     def _body(self, message: Message) -> list[torch.Tensor]:
         return [] if message.header.is_inline else [view(message.body)]
@@ -191,12 +219,14 @@ class Exchange:
         if not pieces:
             return
         self.rounds += 1
-        arriving = [] if parent is None else [self._post(parent, piece) for piece in pieces]
-        for at, piece in enumerate(pieces):
+        ended = [_ended([piece]) for piece in pieces]
+        arriving = [] if parent is None else [self._posted(parent, parts) for parts in ended]
+        for at, parts in enumerate(ended):
             if parent is not None:
-                self._wait(arriving[at], parent)
+                self._wait_backwards(arriving[at], parent)
             for child in children:
-                self._send(piece, child, self._payload_tag, message)
+                for part in parts:
+                    self._send(part, child, self._payload_tag, message)
 
     def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: Message) -> None:
         try:
@@ -205,21 +235,29 @@ class Exchange:
             raise self._naming(error, (peer,)) from error
         # The memory must outlive the transfer, so its owner is kept beside it.
         self._sends.append((pending, peer, flat, owner))
-        self.sent_nbytes += flat.numel()
+        self.sent_nbytes += flat.numel() if tag != self._receipt_tag else 0
 
-    def _post(self, peer: int, flat: torch.Tensor) -> Pending:
-        self.received_nbytes += flat.numel()
+    def _post(self, peer: int, flat: torch.Tensor, tag: int) -> Pending:
+        self.received_nbytes += flat.numel() if tag != self._receipt_tag else 0
         try:
-            return self._link.recv(flat, peer, self._payload_tag)
+            return self._link.recv(flat, peer, tag)
         except RuntimeError as error:
             raise self._naming(error, (peer,)) from error
 
-    def _wait_for(self, arriving: Sequence[tuple[int, torch.Tensor]]) -> None:
-        if not arriving:
+    def _posted(self, peer: int, flats: Iterable[torch.Tensor]) -> list[Pending]:
+        return [self._post(peer, flat, self._payload_tag) for flat in flats]
+
+    def _wait_for(self, arriving: Sequence[tuple[int, list[torch.Tensor]]]) -> None:
+        if not any(flats for _, flats in arriving):
             return
         self.rounds += 1
-        posted = [(self._post(peer, flat), peer) for peer, flat in arriving]
-        for pending, peer in posted:
+        posted = [(self._posted(peer, flats), peer) for peer, flats in arriving]
+        for pendings, peer in posted:
+            self._wait_backwards(pendings, peer)
+
+    def _wait_backwards(self, pendings: Sequence[Pending], peer: int) -> None:
+        """Wait for the end first: see ``_ended``."""
+        for pending in reversed(pendings):
             self._wait(pending, peer)
 
     def _wait(self, pending: Pending, peer: int) -> None:
@@ -239,6 +277,20 @@ class Exchange:
     def _has_timed_out(self, error: RuntimeError) -> bool:
         # Gloo counts whole milliseconds, so its limit may pass before ours.
         return self._deadline.has_passed or "Timed out" in str(error)
+
+
+def _ended(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same bytes, of which the last one travels by itself.
+
+    When a connection closes, Gloo wakes the receives that stand posted, but neither the one that is
+    being filled nor a send whose receive is posted: whoever waits for one of those waits until the
+    limit (``Pair::signalException`` of torch 2.13 forgets ``rx_``, and the ``ubuf`` in ``tx_``). So
+    a receiver waits for the last byte first, which is posted until all before it has come.
+    """
+    if not pieces or pieces[-1].numel() <= 1:
+        return pieces
+    *rest, last = pieces
+    return [*rest, last[:-1], last[-1:]]
 
 
 def _reason(error: RuntimeError) -> str:

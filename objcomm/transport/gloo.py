@@ -74,6 +74,17 @@ class GlooLink:
             if peer != self.rank:
                 self._poke(peer)
 
+    def closed(self) -> Sequence[int]:
+        """The peers to whom the connection is closed, on whichever side it began; closes none."""
+        return [peer for peer in range(self.size) if peer != self.rank and self._is_closed(peer)]
+
+    def _is_closed(self, peer: int) -> bool:
+        try:
+            self._mesh.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, POKE_TAG)
+        except RuntimeError:
+            return True
+        return False
+
     def closed_by(self) -> Sequence[int]:
         """The peers that had closed their connections before this rank did."""
         others = [peer for peer in range(self.size) if peer != self.rank]

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from objcomm.transport.lane import Lane
 
 
+# A rank that loses one peer and a rank that loses all see it at the same time.
+_OTHERS_FIRST_SECONDS = 0.02
+_ALONE = "all of its connections ended at once: it lost its network, or all others ended"
+
+
 class Mesh:
     """See the module; every method may be called from any thread.
 
@@ -62,7 +67,7 @@ class Mesh:
         self.verdict: Verdict | None = None
         self.number = 0
         self.failed_meeting = ""
-        self._progress = Progress()
+        self._progress = Progress(rank)
         self._connected: Future[GlooLink] = Future()
         self._lock = threading.Lock()
 
@@ -198,11 +203,28 @@ class Mesh:
                 self._connected.exception()  # taken: nobody may be waiting for it
         if self.link is not None:
             self.link.abort()
-        if self.nonce and not verdict.is_store_silent:
-            lost = len(verdict.ranks) if verdict.cause is Cause.LOST else 0
-            key, awaited = self.nonce, len(self.ranks) - lost
+        lost = verdict.ranks if verdict.cause is Cause.LOST else ()
+        if self.nonce and not verdict.is_store_silent and self.rank not in lost:
+            key, awaited = self.nonce, len(self.ranks) - len(lost)
             self.bulletin.submit(lambda board: board.acknowledge(key, awaited))
         return verdict
+
+    def blamed(self, proposal: Verdict) -> Verdict:
+        """``proposal`` of a lost peer, or of this rank if all its connections have ended by itself.
+
+        If others have ended them, their verdict stands already, and this one will not be used.
+        """
+        others = len(self.ranks) - 1
+        if self.verdict is not None or self.link is None or others == 1:
+            return proposal
+        time.sleep(_OTHERS_FIRST_SECONDS)
+        if len(self.link.closed()) < others:
+            return proposal
+        try:
+            self.bulletin.call(lambda board: board.look(self.nonce))
+        except StoreSilentError:
+            return proposal  # then all may have ended because each rank has closed its own
+        return proposal._replace(ranks=(self.rank,), reason=_ALONE)
 
     def local(self, verdict: Verdict, error: TransportError) -> Verdict:
         """A verdict that no store confirmed, with what this rank's own connections tell."""

@@ -41,17 +41,17 @@ class Progress:
         has_begun: whether a thread is at it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         self.nonce = ""
         self.is_over = False
         self.has_begun = False
         self._entries: list[Entry] = []
-        self._missing = (0,)
+        self._awaits = 1 if rank == 0 else 0  # rank 0 is the host
 
     def watch(self, entry: Entry) -> None:
         """Let ``entry`` tell whom this rank awaits."""
         self._entries.append(entry)
-        entry.awaits = self._missing[0]
+        entry.awaits = self._awaits
 
     def await_rank(self, peer: int) -> None:
         """Say whom this rank awaits.
@@ -61,6 +61,7 @@ class Progress:
         """
         if self.is_over:
             raise GivenUpError
+        self._awaits = peer
         for entry in self._entries:
             entry.awaits = peer
 

@@ -1,152 +1,236 @@
-"""What is tried: faults, operations, and which of them meet."""
+"""What is done to which rank, where in which operation, and what the others must then see.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+Declarations only: ``run`` carries them out, ``table`` writes down what was seen.
+"""
 
-import objcomm
-from tests.faults import torchs
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any, NamedTuple
 
-WORLD_SIZE = 3
-#: Who suffers: the source of what has one, a sender elsewhere.
-VICTIM = 1
-#: The limit of calls that a stopped or absent rank is to end, in seconds.
-LIMIT_S = 3.0
-#: More than fits with a header, and enough pieces that one of them is under way.
+from tests.group.operations import ROOTED
+
+
+class Phase(StrEnum):
+    """How far the victim has come in its call."""
+
+    BEFORE = "before its call"
+    IN_CALL = "before its header"
+    BETWEEN = "between header and payload"
+    PAYLOAD = "in the payload"
+    CALLBACK = "in its callback"
+
+
+class Fault(StrEnum):
+    """What happens to the victim."""
+
+    KILLED = "killed (SIGKILL)"
+    EXITS = "exits (`os._exit`)"
+    DISCONNECTED = "its sockets close"
+    STOPPED = "stopped (SIGSTOP) for longer than the limit"
+    RESUMED = "stopped, and resumed in time"
+    ABSENT = "does not come within the limit"
+    STORE_STOPPED = "stopped with the store that it hosts"
+    INTERRUPTED = "interrupted (SIGINT)"
+
+
+#: After these its process is gone.
+DEADLY = {Fault.KILLED, Fault.EXITS}
+#: After these the survivors' time limit passes.
+UNANSWERED = {Fault.STOPPED, Fault.ABSENT, Fault.STORE_STOPPED}
+
+OPERATIONS = [
+    "broadcast",
+    "gather",
+    "all_gather",
+    "scatter",
+    "reduce",
+    "all_reduce",
+    "reduce_and_broadcast",
+    "barrier",
+]
+#: What torch calls the same.
+TORCHS = {
+    "broadcast": "broadcast_object_list",
+    "gather": "gather_object",
+    "all_gather": "all_gather_object",
+    "scatter": "scatter_object_list",
+}
+
+SMALL_NBYTES = 100
 LARGE_NBYTES = 32 << 20
+#: A wait that shall end by its limit.
+LIMIT_SECONDS = 2.0
+#: For faults that must not end by a limit.
+FAR_SECONDS = 60.0
+#: How long a victim is stopped that is resumed in time.
+STOP_SECONDS = 1.2
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One operation, as every rank calls it.
-
-    Attributes:
-        call: takes this rank's object and the options of all operations.
-        torch_call: torch's nearest counterpart, if it has one.
-        has_payload: whether the object travels behind a header.
-    """
-
-    call: Callable[..., Any]
-    torch_call: Callable[[Any], Any] | None
-    has_payload: bool = True
-
-
-def _first(left: Any, _right: Any) -> Any:
-    return left
-
-
-OPERATIONS: dict[str, Operation] = {
-    "broadcast": Operation(
-        lambda obj, **options: objcomm.broadcast(obj, src=VICTIM, **options), torchs.broadcast
-    ),
-    "gather": Operation(objcomm.gather, torchs.gather),
-    "all_gather": Operation(objcomm.all_gather, torchs.all_gather),
-    "scatter": Operation(
-        lambda obj, **options: objcomm.scatter([obj] * WORLD_SIZE, src=VICTIM, **options),
-        torchs.scatter,
-    ),
-    "reduce": Operation(lambda obj, **options: objcomm.reduce(obj, _first, **options), None),
-    "all_reduce": Operation(
-        lambda obj, **options: objcomm.all_reduce(obj, _first, **options), torchs.all_gather
-    ),
-    "reduce_and_broadcast": Operation(
-        lambda obj, **options: objcomm.reduce_and_broadcast(
-            lambda: obj, lambda objs: objs[VICTIM], **options
-        ),
-        None,
-    ),
-    "barrier": Operation(
-        lambda _, **options: objcomm.barrier(**options), torchs.barrier, has_payload=False
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that goes wrong on the victim.
+class Case(NamedTuple):
+    """One fault in one operation.
 
     Attributes:
-        text: for the table.
-        strike: the name of a function in ``strike``, called on the victim in place of the
-            operation, or around it.
-        dies: whether the victim's process ends by it.
-        breaks: whether the group is broken afterwards.
-        is_limited: whether only a time limit ends the wait.
-        needs_payload: whether it can only happen to an operation that has one.
-        torch_too: whether the same can be done to torch's collectives.
-        survivors_see: the errors that a rank may raise.
+        operation: objcomm's name of it.
+        fault: what happens.
+        phase: when.
+        world_size: number of ranks.
+        victim: to which rank.
+        root: source or destination, where there is one.
+        nbytes: what each rank contributes.
+        library: ``"objcomm"``, or ``"torch"`` for its own object collectives.
+        asked_phase: the phase of the table's row; a barrier has no payload, so its phase differs.
     """
 
-    text: str
-    strike: str
-    dies: bool = False
-    breaks: bool = True
-    is_limited: bool = False
-    needs_payload: bool = False
-    torch_too: bool = True
-    survivors_see: tuple[str, ...] = ("TransportError",)
+    operation: str
+    fault: Fault
+    phase: Phase
+    world_size: int = 3
+    victim: int = 1
+    root: int = 0
+    nbytes: int = LARGE_NBYTES
+    library: str = "objcomm"
+    asked_phase: Phase = Phase.BEFORE
+
+    @property
+    def limit_seconds(self) -> float:
+        """The time limit of each call."""
+        return LIMIT_SECONDS if self.fault in UNANSWERED else FAR_SECONDS
+
+    @property
+    def survivors(self) -> list[int]:
+        """All ranks but the victim."""
+        return [rank for rank in range(self.world_size) if rank != self.victim]
+
+    @property
+    def living(self) -> list[int]:
+        """All ranks whose processes outlive the fault."""
+        return self.survivors if self.fault in DEADLY else list(range(self.world_size))
+
+    @property
+    def is_stores_host(self) -> bool:
+        """Whether the victim hosts the store, and not a process of its own."""
+        return self.fault is Fault.STORE_STOPPED
+
+    def __str__(self) -> str:
+        role = "root " * (self.operation in ROOTED and self.root == self.victim)
+        size = "small" if self.nbytes == SMALL_NBYTES else "large"
+        return (
+            f"{self.operation}-{self.fault.name}-{self.phase.name}-"
+            f"{role}{self.victim} of {self.world_size}-{size}".replace(" ", "_").lower()
+        )
 
 
-FAULTS: dict[str, Fault] = {
-    "kill": Fault("SIGKILL before its header", "kill_before", dies=True),
-    "exit": Fault("`os._exit` before its header", "exit_before", dies=True),
-    "close": Fault("its sockets are closed", "close_before", torch_too=False),
-    "kill between": Fault(
-        "SIGKILL between header and payload", "kill_between", dies=True, needs_payload=True
-    ),
-    "exit between": Fault(
-        "`os._exit` between header and payload", "exit_between", dies=True, needs_payload=True
-    ),
-    "close between": Fault(
-        "its sockets are closed between header and payload",
-        "close_between",
-        needs_payload=True,
-        torch_too=False,
-    ),
-    "kill amid": Fault(
-        "SIGKILL in the middle of its payload",
-        "kill_amid",
-        dies=True,
-        needs_payload=True,
-        torch_too=False,
-    ),
-    "close amid": Fault(
-        "its sockets are closed in the middle of its payload",
-        "close_amid",
-        needs_payload=True,
-        torch_too=False,
-    ),
-    "stop": Fault(
-        f"SIGSTOP; the limit is {LIMIT_S:g} s",
-        "stop_before",
-        dies=True,
-        is_limited=True,
-        survivors_see=("TransportTimeout",),
-    ),
-    "absent": Fault(
-        f"it does not come; the limit is {LIMIT_S:g} s",
-        "stay_away",
-        is_limited=True,
-        survivors_see=("TransportTimeout",),
-    ),
-    "astray": Fault(
-        "it makes another call", "go_astray", breaks=False, survivors_see=("DesyncError",)
-    ),
-    "raises": Fault(
-        "it raises before the call, inside of `fail_together`",
-        "raise_before",
-        breaks=False,
-        torch_too=False,
-        survivors_see=("CollectiveError",),
-    ),
+def expected(case: Case, rank: int) -> Any:
+    """What the operation returns on one rank if nothing is wrong."""
+    size = range(case.world_size)
+    if case.operation == "barrier":
+        return None
+    if case.operation == "all_gather":
+        return [contribution(case, each) for each in size]
+    if case.operation == "gather":
+        return [contribution(case, each) for each in size] if rank == case.root else None
+    if case.operation == "reduce" and rank != case.root:
+        return None
+    is_sourced = case.operation in {"broadcast", "scatter"}
+    return contribution(case, case.root if is_sourced else 0)
+
+
+def contribution(case: Case, rank: int) -> bytes:
+    """What one rank brings; the victim's is as long as the others'."""
+    return bytes([rank + 1]) * case.nbytes
+
+
+def _awaited_root(operation: str, victim: int) -> int:
+    """A root with which others wait for the victim."""
+    return victim if operation in {"broadcast", "scatter"} else 0
+
+
+#: The table's rows: a fault, and when it happens.
+TRIED: list[tuple[Fault, Phase]] = [
+    (Fault.KILLED, Phase.BEFORE),
+    (Fault.KILLED, Phase.IN_CALL),
+    (Fault.KILLED, Phase.BETWEEN),
+    (Fault.KILLED, Phase.PAYLOAD),
+    (Fault.EXITS, Phase.PAYLOAD),
+    (Fault.DISCONNECTED, Phase.PAYLOAD),
+    (Fault.STOPPED, Phase.PAYLOAD),
+    (Fault.RESUMED, Phase.PAYLOAD),
+    (Fault.ABSENT, Phase.BEFORE),
+    (Fault.STORE_STOPPED, Phase.BEFORE),
+    (Fault.INTERRUPTED, Phase.IN_CALL),
+]
+
+
+def tabled() -> Iterator[Case]:
+    """Every fault of the table in every operation, in three ranks of which the middle one fails."""
+    for fault, phase in TRIED:
+        victim = 0 if fault is Fault.STORE_STOPPED else 1
+        for operation in OPERATIONS:
+            yield Case(
+                operation,
+                fault,
+                _possible(operation, phase),
+                victim=victim,
+                root=_awaited_root(operation, victim),
+                asked_phase=phase,
+            )
+
+
+def _possible(operation: str, phase: Phase) -> Phase:
+    """The phase that comes nearest: a barrier's message is all header."""
+    has_payload = operation != "barrier" or phase not in {Phase.BETWEEN, Phase.PAYLOAD}
+    return phase if has_payload else Phase.IN_CALL
+
+
+def in_torch(case: Case) -> Case | None:
+    """The same fault in torch's own operation; ``None`` if it has none."""
+    if case.operation not in TORCHS:
+        return None
+    return case._replace(library="torch")
+
+
+def suite_cases() -> Iterator[Case]:
+    """What the suite tries each time: every operation in every phase, every place in a world."""
+    yield from (case for case in tabled() if (case.fault, case.phase) in _TESTED)
+    for operation in OPERATIONS:
+        yield Case(
+            operation,
+            Fault.KILLED,
+            Phase.IN_CALL,
+            2,
+            root=_awaited_root(operation, 1),
+            nbytes=SMALL_NBYTES,
+        )
+    yield from _CHOSEN
+
+
+_TESTED = {
+    (Fault.KILLED, Phase.BETWEEN),
+    (Fault.KILLED, Phase.PAYLOAD),
+    (Fault.DISCONNECTED, Phase.PAYLOAD),
 }
-
-
-def cases() -> list[tuple[str, str]]:
-    """Every fault with every operation that it can happen to."""
-    return [
-        (fault, operation)
-        for fault, about in FAULTS.items()
-        for operation, called in OPERATIONS.items()
-        if called.has_payload or not about.needs_payload
-    ]
+_CHOSEN = [
+    Case("broadcast", Fault.KILLED, Phase.BEFORE, root=1),
+    Case("all_gather", Fault.EXITS, Phase.BEFORE, victim=3, world_size=4),
+    # The hub, a rank that only receives, and one whose death a third one has to hear of.
+    Case("all_gather", Fault.KILLED, Phase.BETWEEN, victim=0),
+    Case("broadcast", Fault.KILLED, Phase.PAYLOAD, victim=2),
+    Case("scatter", Fault.EXITS, Phase.PAYLOAD, victim=2),
+    Case("gather", Fault.KILLED, Phase.PAYLOAD, victim=0),
+    Case("barrier", Fault.KILLED, Phase.IN_CALL, victim=0),
+    Case("barrier", Fault.EXITS, Phase.IN_CALL, victim=2),
+    Case("reduce", Fault.KILLED, Phase.CALLBACK, victim=0),
+    Case("all_reduce", Fault.EXITS, Phase.CALLBACK, victim=0),
+    Case("reduce_and_broadcast", Fault.KILLED, Phase.CALLBACK, victim=0),
+    Case("broadcast", Fault.EXITS, Phase.PAYLOAD, victim=2, world_size=4),
+    Case("all_reduce", Fault.KILLED, Phase.PAYLOAD, victim=2, world_size=4),
+    Case("broadcast", Fault.RESUMED, Phase.PAYLOAD, root=1),
+    Case("all_gather", Fault.RESUMED, Phase.PAYLOAD),
+    Case("reduce", Fault.RESUMED, Phase.PAYLOAD, victim=0),
+    Case("barrier", Fault.RESUMED, Phase.IN_CALL),
+    Case("all_gather", Fault.STOPPED, Phase.PAYLOAD),
+    Case("scatter", Fault.STOPPED, Phase.PAYLOAD, root=1),
+    Case("all_gather", Fault.ABSENT, Phase.BEFORE, victim=2, nbytes=SMALL_NBYTES),
+    Case("barrier", Fault.STORE_STOPPED, Phase.BEFORE, victim=0),
+    Case("all_gather", Fault.INTERRUPTED, Phase.IN_CALL),
+]

@@ -1,214 +1,194 @@
-"""Carries one case out, on processes of its own, and collects what each rank saw."""
+"""Carries a case out on real processes, and collects what each rank saw and left behind."""
 
-import json
+import contextlib
+import multiprocessing
 import os
+import shutil
 import signal
-import threading
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
+from multiprocessing import connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
 
-import objcomm
-from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
-from tests.faults import strike
-from tests.faults.plan import FAULTS, LARGE_NBYTES, LIMIT_S, OPERATIONS, VICTIM, WORLD_SIZE
-from tests.workers import Order, Pool, Report, here
+from tests.faults.plan import STOP_SECONDS, Case, Fault
+from tests.faults.rank import Left, Seen, take_part
 
-#: Torch's own limit, where only that ends a wait.
-TORCH_LIMIT_S = 8.0
-_DEADLINE_S = 40.0
-_DIED = "died"
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"])
+
+#: Who has not said anything by then hangs.
+HANG_SECONDS = 20.0
+_END_SECONDS = 5.0
+_STACKS_SECONDS = 0.5
 
 
 @dataclass
 class Outcome:
-    """What one rank saw.
+    """What a case has led to.
 
     Attributes:
-        rank: which.
-        error: the type of its error; ``"returned"`` if it had none.
-        named: the ranks that the error names.
-        seconds: from the fault to the error.
-        was_next: whether it came in the rank's next call, after this one had returned.
-        later: the type of the error of a call after that, or ``"works"``.
-        text: the error's own.
-        anew: whether the survivors' new group works.
-        left: threads of objcomm's and keys in the store that should not be there any more.
+        case: which.
+        fault_at: when the fault happened, by the clock that all processes share.
+        seen: by rank, how its call ended; a rank that hangs is missing.
+        later: by surviving rank, the type of a later call's error and the seconds until it came.
+        anew: by surviving rank, what a new process group of the survivors returned.
+        left: by surviving rank, what stayed in its process.
+        exits: by rank, the exit code.
+        printed: by rank, what it wrote to its standard output and error.
+        keys: what stayed in the store, torch's own keys left out.
     """
 
-    rank: int
-    error: str = "returned"
-    named: tuple[int, ...] = ()
-    seconds: float = 0.0
-    was_next: bool = False
-    later: str = ""
-    text: str = ""
-    anew: str = ""
-    left: tuple[str, ...] = ()
+    case: Case
+    fault_at: float = 0.0
+    seen: dict[int, Seen] = field(default_factory=dict)
+    later: dict[int, tuple[str, float]] = field(default_factory=dict)
+    anew: dict[int, list[Any]] = field(default_factory=dict)
+    left: dict[int, Left] = field(default_factory=dict)
+    exits: dict[int, int | None] = field(default_factory=dict)
+    printed: dict[int, str] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+
+    def seconds(self, rank: int) -> float:
+        """How long after the fault a rank's call ended."""
+        return self.seen[rank].at - self.fault_at
 
 
-def run_case(fault: str, operation: str, *, of_torch: bool = False) -> list[Outcome]:
-    """Try one fault on one operation; the outcomes of all ranks that lived."""
-    with TemporaryDirectory() as folder:
-        pool = Pool(WORLD_SIZE, joined=False)
-        try:
-            arguments = {
-                "fault": fault,
-                "operation": operation,
-                "of_torch": of_torch,
-                "folder": folder,
-            }
-            reports = pool.run(Order(__name__, "carry_out", arguments), _DEADLINE_S)
-        finally:
-            pool.ruined = True
-            pool.close()
-        _judge(reports, dies=FAULTS[fault].dies)
-        written = sorted(Path(folder).glob("outcome*"))
-        return [_read(path) for path in written]
-
-
-def _read(path: Path) -> Outcome:
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    fields["named"], fields["left"] = tuple(fields["named"]), tuple(fields["left"])
-    return Outcome(**fields)
-
-
-def _judge(reports: list[Report], *, dies: bool) -> None:
-    for report in reports:
-        wanted = _DIED if dies and report.rank == VICTIM else "passed"
-        assert report.outcome == wanted, f"rank {report.rank} {report.outcome}: {report.text}"
-
-
-def carry_out(fault: str, operation: str, folder: str, *, of_torch: bool) -> None:
-    """On each rank: the operation, with the fault on the victim."""
-    place = here()
-    dist.init_process_group(
-        "gloo",
-        store=place.store("rendezvous"),
-        rank=place.rank,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=TORCH_LIMIT_S if of_torch else 1800),
-    )
-    dist.barrier()
-    if not of_torch:
-        objcomm.barrier()
-    place.store("pids").set(str(place.rank), str(os.getpid()))
-    began = Path(folder) / "began"
-
-    def tell() -> None:
-        began.write_text(str(time.time()))
-
-    call = _call(fault, operation, of_torch=of_torch)
-    made = call
-    if place.rank == VICTIM:
-        made = lambda: getattr(strike, FAULTS[fault].strike)(call, tell)  # noqa: E731  # the call, struck
-    outcome = _outcome(made, call, fault, began)
-    if not of_torch:
-        _aftermath(outcome, fault, call)
-    path = Path(folder) / f"outcome{place.rank}"
-    path.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-    _end_together(fault)
-
-
-def _call(fault: str, operation: str, *, of_torch: bool) -> Callable[[], Any]:
-    about = OPERATIONS[operation]
-    mine = bytes([here().rank]) * LARGE_NBYTES if FAULTS[fault].needs_payload else here().rank
-    if of_torch and about.torch_call is not None:
-        torch_call = about.torch_call
-        return lambda: torch_call(mine)
-    limit = {"timeout": LIMIT_S} if FAULTS[fault].is_limited else {}
-    return lambda: about.call(mine, **limit)
-
-
-def _outcome(
-    made: Callable[[], Any], call: Callable[[], Any], fault: str, began: Path
-) -> Outcome:
-    """Make the call, and the next one where it returned, and note the first error."""
-    outcome = Outcome(here().rank)
-    if fault == "absent" and here().rank == VICTIM:
-        made()
-        return outcome
-    is_block = fault == "raises"
+def carry_out(case: Case) -> Outcome:
+    """Run one case to its end; nothing of it stays."""
+    folder = Path(tempfile.mkdtemp(prefix="objcomm-faults-"))
+    run = _Run(case, folder)
     try:
-        if is_block:
-            with objcomm.fail_together():
-                made()
-                objcomm.barrier()
+        run.connect()
+        run.collect()
+        if case.library == "objcomm":
+            run.continue_with_survivors()
+        return run.outcome
+    finally:
+        run.end()
+        shutil.rmtree(folder)
+
+
+class _Run:
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.outcome = Outcome(case)
+        self._case = case
+        self._pipes: list[connection.Connection] = []
+        self._processes: list[Any] = []
+        self._logs = [folder / f"rank{rank}.log" for rank in range(case.world_size)]
+        for rank in range(case.world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            args = (case, rank, theirs, self._logs[rank])
+            process = _CONTEXT.Process(target=take_part, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._store: dist.TCPStore | None = None
+        self._resume_at = float("inf")
+        self._is_told = False
+
+    def connect(self) -> None:
+        """Let all ranks find the store."""
+        port = 0
+        if self._case.is_stores_host:
+            port = self._pipes[self._case.victim].recv()
         else:
-            made()
-            outcome.was_next = True
-            call()
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is noted
-        outcome.error, outcome.text = type(error).__name__, str(error)
-        outcome.named = _named(error)
-        struck = float(began.read_text()) if began.exists() else time.time()
-        outcome.seconds = time.time() - struck
-    return outcome
+            store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            self._store, port = store, store.port
+        for rank, pipe in enumerate(self._pipes):
+            if not (self._case.is_stores_host and rank == self._case.victim):
+                pipe.send(port)
 
+    def collect(self) -> None:
+        """Take in what all ranks tell, and wake a victim that has been stopped."""
+        waiting = dict(enumerate(self._pipes))
+        until = time.monotonic() + HANG_SECONDS
+        while waiting and (now := time.monotonic()) < until:
+            if now >= self._resume_at or self._has_all(self._case.survivors):
+                self._release()
+            pause = min(until, self._resume_at) - now
+            for pipe in connection.wait(list(waiting.values()), max(0.0, min(pause, 0.1))):
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]  # no other objects wait
+                if not self._take(rank):
+                    del waiting[rank]
 
-def _named(error: BaseException) -> tuple[int, ...]:
-    if isinstance(error, TransportTimeout):
-        return error.missing
-    if isinstance(error, TransportError):
-        return error.peers
-    if isinstance(error, CollectiveError):
-        return tuple(error.failures)
-    if isinstance(error, objcomm.DesyncError):
-        return tuple(error.positions)
-    return ()
+    def _take(self, rank: int) -> bool:
+        """One word of a rank's; returns whether it may have more to say."""
+        try:
+            told = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return False
+        if isinstance(told, Seen):
+            self.outcome.seen[rank] = told
+            if self._case.fault is Fault.INTERRUPTED and rank == self._case.victim:
+                for peer in self._case.survivors:
+                    self._pipes[peer].send("come")
+            return False
+        what, at = told
+        if what == "fault":
+            self.outcome.fault_at = at
+            if self._case.fault is Fault.RESUMED:
+                self._resume_at = at + STOP_SECONDS
+        return True
 
+    def _has_all(self, ranks: list[int]) -> bool:
+        return all(rank in self.outcome.seen for rank in ranks)
 
-def _aftermath(outcome: Outcome, fault: str, call: Callable[[], Any]) -> None:
-    """What works, and what was left behind."""
-    about = FAULTS[fault]
-    if fault == "absent" and here().rank == VICTIM:
-        return
-    if not about.breaks:
-        outcome.later = str(objcomm.all_gather(here().rank) == list(range(WORLD_SIZE)))
-        return
-    started = time.monotonic()
-    try:
-        call()
-    except BrokenGroupError as error:
-        outcome.later = type(error).__name__
-        assert time.monotonic() - started < 1, "at once"
-    if here().rank != VICTIM:
-        survivors = [rank for rank in range(WORLD_SIZE) if rank != VICTIM]
-        group = dist.new_group(survivors, use_local_synchronization=True)
-        outcome.anew = str(objcomm.all_gather(here().rank, group=group) == survivors)
-        outcome.left = tuple(_left())
+    def _release(self) -> None:
+        """End what keeps the victim from its call."""
+        self._resume_at = float("inf")
+        if self._case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
+            os.kill(self._pid(self._case.victim), signal.SIGCONT)
+        elif self._case.fault is Fault.ABSENT and not self._is_told:
+            self._is_told = True
+            self._pipes[self._case.victim].send("come")
 
+    def continue_with_survivors(self) -> None:
+        """What the group is worth afterwards, what a new one is, and what stays."""
+        outcome, case = self.outcome, self._case
+        if not self._has_all(case.survivors):
+            return  # one hangs: that is the finding
+        if case.fault is not Fault.RESUMED:
+            outcome.later = self._order("call again", case.survivors)
+            outcome.anew = self._order("begin anew", case.survivors)
+        outcome.left = self._order("leave", case.living)
 
-def _left() -> list[str]:
-    """Threads and keys that should not be there."""
-    usual = {"MainThread", "objcomm-watch", "objcomm-bulletin"}
-    threads = [each.name for each in threading.enumerate() if each.name not in usual]
-    store = here().store("rendezvous")
-    until = time.monotonic() + 3
-    while True:
-        keys = [key for key in store.list_keys() if _is_ours(key)]
-        if not keys or time.monotonic() > until:
-            return [*threads, *keys]
-        time.sleep(0.05)
+    def _order(self, step: str, ranks: list[int]) -> dict[int, Any]:
+        for rank in ranks:
+            self._pipes[rank].send(step)
+        answers = {}
+        for rank in ranks:
+            if self._pipes[rank].poll(HANG_SECONDS):
+                try:
+                    answers[rank] = self._pipes[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    continue
+        return answers
 
+    def end(self) -> None:
+        """Let the processes end; kill those that do not."""
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if process.exitcode is None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.send(None)
+        for rank, process in enumerate(self._processes):
+            process.join(_END_SECONDS)
+            self.outcome.exits[rank] = process.exitcode
+            if process.exitcode is None:
+                os.kill(self._pid(rank), signal.SIGUSR1)  # its stacks
+                process.join(_STACKS_SECONDS)
+                process.kill()
+                process.join()
+            self._pipes[rank].close()
+            self.outcome.printed[rank] = self._logs[rank].read_text(errors="replace")
+        if self._store is not None:
+            keys: list[str] = self._store.list_keys()
+            self.outcome.keys = [key for key in keys if "objcomm" in key]
 
-def _is_ours(key: str) -> bool:
-    name = key.partition("objcomm/")[2]
-    return bool(name) and not name.startswith(("asked", "where"))
-
-
-def _end_together(fault: str) -> None:
-    """Leave when all that live are done; who was stopped is ended by rank 0."""
-    place = here()
-    store = place.store("ends")
-    store.set(str(place.rank), "")
-    others = [rank for rank in range(WORLD_SIZE) if not (FAULTS[fault].dies and rank == VICTIM)]
-    store.wait([str(rank) for rank in others])
-    if fault == "stop" and place.rank == 0:
-        os.kill(int(place.store("pids").get(str(VICTIM))), signal.SIGKILL)
+    def _pid(self, rank: int) -> int:
+        pid: int = self._processes[rank].pid
+        return pid

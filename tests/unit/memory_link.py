@@ -1,8 +1,7 @@
 """A link between threads of one process, so that the routes can be tried at any world size."""
 
-import queue
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,40 +20,67 @@ from objcomm.transport.lane import Lane
 JOIN_SECONDS = 20.0
 
 
+class Wire:
+    """One pair, direction and tag: what is sent meets what is posted, in order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: deque[torch.Tensor] = deque()
+        self._posted: deque[Arrival] = deque()
+
+    def put(self, flat: torch.Tensor) -> None:
+        self._meet(self._sent, flat)
+
+    def post(self, arrival: "Arrival") -> None:
+        self._meet(self._posted, arrival)
+
+    def left_over(self) -> int:
+        """Messages that nobody has received."""
+        return len(self._sent)
+
+    def _meet(self, queue: deque[Any], item: Any) -> None:
+        with self._lock:
+            queue.append(item)
+            while self._sent and self._posted:
+                self._posted.popleft().fill(self._sent.popleft())
+
+
 class Wires:
-    """What all ranks' links share: a queue for each pair, direction and tag."""
+    """What all ranks' links share."""
 
     def __init__(self, size: int, *, is_one_host: bool = True) -> None:
         self.size = size
         self.is_one_host = is_one_host
         self._lock = threading.Lock()
-        self._queues: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = defaultdict(
-            queue.Queue
-        )
+        self._wires: dict[tuple[int, int, int], Wire] = defaultdict(Wire)
 
-    def between(self, source: int, destination: int, tag: int) -> "queue.Queue[torch.Tensor]":
+    def between(self, source: int, destination: int, tag: int) -> Wire:
         with self._lock:
-            return self._queues[source, destination, tag]
+            return self._wires[source, destination, tag]
 
     def left_over(self) -> int:
         """Messages that nobody has received."""
-        return sum(each.qsize() for each in self._queues.values())
+        return sum(each.left_over() for each in self._wires.values())
 
 
 class Arrival:
     """A receive under way."""
 
-    def __init__(self, wire: "queue.Queue[torch.Tensor]", flat: torch.Tensor) -> None:
-        self._wire = wire
+    def __init__(self, flat: torch.Tensor) -> None:
         self._flat = flat
+        self._has_come = threading.Event()
+        self._is_too_long = False
+
+    def fill(self, sent: torch.Tensor) -> None:
+        self._is_too_long = sent.numel() > self._flat.numel()
+        if not self._is_too_long:
+            self._flat[: sent.numel()] = sent
+        self._has_come.set()
 
     def wait(self, timeout: timedelta) -> bool:
-        try:
-            sent = self._wire.get(timeout=timeout.total_seconds())
-        except queue.Empty as error:
-            raise RuntimeError("timed out") from error
-        assert sent.numel() <= self._flat.numel(), "Gloo would abort this process"
-        self._flat[: sent.numel()] = sent
+        if not self._has_come.wait(timeout.total_seconds()):
+            raise RuntimeError("timed out")
+        assert not self._is_too_long, "Gloo would abort this process"
         return True
 
 
@@ -85,7 +111,9 @@ class MemoryLink:
         return Departure()
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Arrival:
-        return Arrival(self._wires.between(peer, self.rank, tag), flat)
+        arrival = Arrival(flat)
+        self._wires.between(peer, self.rank, tag).post(arrival)
+        return arrival
 
     def abort(self) -> None:
         pass

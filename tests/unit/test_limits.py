@@ -19,6 +19,7 @@ from objcomm.codecs.nesting import check_nesting
 from objcomm.config import Settings, settings
 from objcomm.frames import HEADER_NBYTES, ROW_NBYTES, Header, Operation, Status
 from objcomm.message import compose
+from objcomm.outcome import failures_in
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 
 LITTLE = 1 << 20
@@ -180,6 +181,12 @@ def test_no_array_of_items_without_size_grows(dtype: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < LITTLE
     finally:
         tracemalloc.stop()
+
+
+def test_a_bomb_in_a_failures_report() -> None:
+    meta = (LONG_LIST + b"\x00\x00\x70\x00") * 1000 + bytes(24_000)
+    message = compose(header_of(1, status=Status.FAILURE), meta)
+    refusing(WireError, "can't be read", lambda: failures_in([message]))
 
 
 def test_an_object_that_nests_too_deep_is_refused_by_its_sender() -> None:

@@ -1,0 +1,26 @@
+"""``python -m tests.faults``: carry out every fault and write docs/guide/failures.md's table."""
+
+import sys
+from pathlib import Path
+
+from tests.faults.plan import Case
+from tests.faults.run import Outcome, carry_out
+from tests.faults.table import replaced, summary, table
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "failures.md"
+
+
+def main() -> None:
+    """Take some ten minutes."""
+
+    def told(case: Case) -> Outcome:
+        outcome = carry_out(case)
+        sys.stderr.write(f"{case.library} {case}: {summary(outcome)}\n")
+        return outcome
+
+    written = table(told)
+    PAGE.write_text(replaced(PAGE.read_text(), written))
+
+
+if __name__ == "__main__":
+    main()

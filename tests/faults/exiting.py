@@ -1,0 +1,125 @@
+"""Short jobs that end as jobs do: some traffic, perhaps an error, and the interpreter's own exit.
+
+``python -m tests.faults.exiting FOLDER TURNS`` runs each kind so often and prints what did not end
+silently. Its ranks are forked after torch was imported, which is what takes long, and before
+anything else; each ends at the end of this program, as a program's own process does.
+"""
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import objcomm
+
+#: What happens just before the end.
+EVENTS = ["traffic", "large", "desync", "timeout", "lane"]
+#: With and without destroying the process group.
+ENDINGS = ["destroyed", "abandoned"]
+
+_LIMIT_SECONDS = 30.0
+
+
+def main(folder: Path, turns: int) -> None:
+    """Run every kind of job ``turns`` times; returns in each of their ranks as well."""
+    count = 0
+    for turn, event, ending in itertools.product(range(turns), EVENTS, ENDINGS):
+        world_size = 2 + (turn + EVENTS.index(event)) % 3
+        store = folder / f"store{count}"
+        logs = [folder / f"{count}.{rank}" for rank in range(world_size)]
+        pids = []
+        for rank in range(world_size):
+            if (pid := os.fork()) == 0:
+                _take_part(event, ending, store, rank, logs)
+                return
+            pids.append(pid)
+        for rank, pid in enumerate(pids):
+            code, printed = _exit_code(pid), logs[rank].read_text(errors="replace")
+            if (code, printed) != (0, ""):
+                print(event, ending, f"rank {rank} of {world_size}:", code, printed)  # noqa: T201  # its answer
+        count += 1
+    print(count, "jobs ended")  # noqa: T201  # its answer
+
+
+def _take_part(event: str, ending: str, store: Path, rank: int, logs: Sequence[Path]) -> None:
+    with logs[rank].open("wb") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store)), rank=rank, world_size=len(logs)
+    )
+    objcomm.barrier()
+    _EVENTS[event](rank)
+    if ending == "destroyed":
+        dist.destroy_process_group()
+
+
+def _exit_code(pid: int) -> int:
+    until = time.monotonic() + _LIMIT_SECONDS
+    while time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _traffic(rank: int) -> None:
+    for turn in range(5):
+        objcomm.all_gather((rank, turn))
+
+
+def _large(rank: int) -> None:
+    objcomm.gather(bytes([rank]) * 3_000_000)
+    objcomm.broadcast(bytes(3_000_000))
+
+
+def _desync(rank: int) -> None:
+    try:
+        objcomm.barrier(f"here is rank {min(rank, 1)}")
+        objcomm.barrier()
+    except objcomm.DesyncError:
+        return
+    raise AssertionError("every rank hears of it")
+
+
+def _timeout(rank: int) -> None:
+    if rank == 0:
+        try:
+            objcomm.all_gather(1, timeout=0.3)
+        except objcomm.TransportTimeout:
+            return
+        raise AssertionError("nobody came")
+    time.sleep(0.6)
+
+
+def _lane(rank: int) -> None:
+    def gather() -> None:
+        with objcomm.lane("side"):
+            objcomm.all_gather(rank)
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    objcomm.all_gather(rank)
+    thread.join()
+
+
+_EVENTS = {
+    "traffic": _traffic,
+    "large": _large,
+    "desync": _desync,
+    "timeout": _timeout,
+    "lane": _lane,
+}
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

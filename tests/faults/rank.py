@@ -1,0 +1,290 @@
+"""What one process does in a case: join, make the call, say what it saw, and leave."""
+
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import objcomm
+from tests.faults.plan import FAR_SECONDS, Case, Fault, Phase, contribution, expected
+from tests.faults.victim import armed, sockets, strike_for
+from tests.group.operations import OPERATIONS, ROOTED, first
+
+#: Torch's object collectives take no limit for one call, so the group gets one that is not long.
+TORCHS_LIMIT_SECONDS = 5.0
+_INTERRUPT_AFTER_SECONDS = 0.7
+_SETTLE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How one call ended on one rank.
+
+    Attributes:
+        call: 0 for the call in which the fault happened, 1 for the next one.
+        error: the type's name; ``"returned"`` if it returned what it should.
+        ranks: the ranks that the error names.
+        at: when, in seconds of a clock that all processes share.
+        text: the error's.
+        silent: ranks that did not answer.
+        is_store_silent: whether the store did not.
+        places: per rank that answered, where it is.
+        seconds_of_limit: the time limit that the error names.
+    """
+
+    call: int
+    error: str
+    ranks: tuple[int, ...]
+    at: float
+    text: str = ""
+    silent: tuple[int, ...] = ()
+    is_store_silent: bool = False
+    places: Mapping[int, str] = field(default_factory=dict)
+    seconds_of_limit: float = 0.0
+
+
+class Left(NamedTuple):
+    """What a process finds left behind after it has destroyed its groups."""
+
+    threads: list[str]
+    sockets: int
+
+
+def take_part(case: Case, rank: int, pipe: Connection, log: Path) -> None:
+    """Be one rank of a case.
+
+    The parent sends the store's port, then lets the later steps begin one by one.
+    """
+    with log.open("wb") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    store = _store(case, rank, pipe)
+    baseline = sockets()
+    limit = TORCHS_LIMIT_SECONDS if case.library == "torch" else FAR_SECONDS
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("first", store),
+        rank=rank,
+        world_size=case.world_size,
+        timeout=timedelta(seconds=limit),
+    )
+    before_mesh = sockets()
+    call = _call_of(case, rank)
+    if case.library == "torch":
+        dist.barrier()
+    else:
+        objcomm.barrier()
+    mesh_sockets = sockets() - (baseline if case.library == "torch" else before_mesh)
+    strike = strike_for(case, lambda what: _tell(pipe, what), mesh_sockets, store.port)
+    if rank == case.victim:
+        _suffer(case, pipe, call, strike)
+    else:
+        if case.fault is Fault.INTERRUPTED:
+            pipe.recv()  # the victim waits in its call until then
+        pipe.send(_seen(case, rank, call))
+    for step in iter(pipe.recv, None):
+        pipe.send(_STEPS[step](case, rank, store, baseline))
+    sys.stdout.flush()
+
+
+def _store(case: Case, rank: int, pipe: Connection) -> dist.TCPStore:
+    if case.is_stores_host and rank == case.victim:
+        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        pipe.send(store.port)
+        return store
+    return dist.TCPStore("127.0.0.1", pipe.recv(), None, is_master=False)
+
+
+def _tell(pipe: Connection, what: str) -> None:
+    pipe.send((what, time.monotonic()))
+
+
+def _call_of(case: Case, rank: int) -> Callable[[], Any]:
+    obj = contribution(case, rank)
+    if case.library == "torch":
+        return lambda: _TORCH_CALLS[case.operation](case, obj)
+    options: dict[str, Any] = {"timeout": case.limit_seconds}
+    if case.operation in ROOTED:
+        options[ROOTED[case.operation]] = case.root
+    return lambda: OPERATIONS[case.operation](obj, **options)
+
+
+def _suffer(
+    case: Case, pipe: Connection, call: Callable[[], Any], strike: Callable[[], None]
+) -> None:
+    if case.phase is Phase.BEFORE or (case.library == "torch" and case.phase is Phase.IN_CALL):
+        if case.fault is Fault.ABSENT:
+            _tell(pipe, "fault")
+            pipe.recv()
+        elif case.fault is not Fault.INTERRUPTED:
+            strike()
+    if case.fault is Fault.INTERRUPTED:
+        pipe.send(_interrupted(pipe, call))
+        return
+    if case.phase is Phase.CALLBACK:
+        call = lambda: _with_callback(case, strike)  # noqa: E731  # it takes the other's place
+    with armed(case, strike):
+        seen = _seen(case, case.victim, call)
+    pipe.send(seen)
+
+
+def _with_callback(case: Case, strike: Callable[[], None]) -> Any:
+    obj = contribution(case, case.victim)
+    if case.operation == "reduce_and_broadcast":
+        return objcomm.reduce_and_broadcast(lambda: obj, lambda _: strike())
+
+    def strike_first(left: Any, right: Any) -> Any:
+        strike()
+        return first(left, right)
+
+    if case.operation == "reduce":
+        return objcomm.reduce(obj, strike_first)
+    return objcomm.all_reduce(obj, strike_first)
+
+
+def _interrupted(pipe: Connection, call: Callable[[], Any]) -> Seen:
+    def press() -> None:
+        time.sleep(_INTERRUPT_AFTER_SECONDS)
+        _tell(pipe, "fault")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    try:
+        call()
+        call()
+    except KeyboardInterrupt as error:
+        return Seen(0, "KeyboardInterrupt", (), time.monotonic(), str(error))
+    except Exception as error:  # noqa: BLE001  # told to the parent
+        return Seen(0, type(error).__name__, (), time.monotonic(), str(error))
+    return Seen(0, "returned", (), time.monotonic())
+
+
+def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
+    """How the call ends, or, where this rank waits for nobody in it, the next one."""
+    want = expected(case, rank)
+    number = 0
+    try:
+        while number < (1 if case.fault is Fault.RESUMED else 2):
+            if call() != want:
+                return Seen(number, "wrong", (), time.monotonic())
+            number += 1
+    except Exception as error:  # noqa: BLE001  # told to the parent
+        ranks = getattr(error, "missing", getattr(error, "peers", ()))
+        return Seen(
+            number,
+            type(error).__name__,
+            tuple(ranks),
+            time.monotonic(),
+            str(error),
+            tuple(getattr(error, "silent", ())),
+            bool(getattr(error, "is_store_silent", False)),
+            {each: str(at) for each, at in getattr(error, "positions", {}).items()},
+            float(getattr(error, "seconds", 0.0)),
+        )
+    return Seen(number - 1, "returned", (), time.monotonic())
+
+
+def _call_again(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> tuple[str, float]:
+    """What a later call on the group raises, and after how long."""
+    del store, baseline, rank
+    began = time.monotonic()
+    try:
+        objcomm.all_gather("later", timeout=case.limit_seconds)
+    except objcomm.ObjcommError as error:
+        return type(error).__name__, time.monotonic() - began
+    return "returned", time.monotonic() - began
+
+
+def _begin_anew(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> list[Any]:
+    """A new process group of the survivors over the same store, after the old one is destroyed."""
+    del baseline
+    members = case.survivors
+    told: list[Any] = []
+    if len(members) > 1:
+        group: Any = dist.new_group(members, use_local_synchronization=True)
+        told.append(objcomm.all_gather(rank, group=group))
+        del group
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("second", store),
+        rank=members.index(rank),
+        world_size=len(members),
+    )
+    told.append(objcomm.all_gather(rank))
+    told.append(len(objcomm.broadcast(bytes(100_000), group_src=len(members) - 1)))
+    return told
+
+
+def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left:
+    """Destroy everything, and find what stays."""
+    del case, rank, store
+    dist.destroy_process_group()
+    gc.collect()
+    until = time.monotonic() + _SETTLE_SECONDS
+    while (left := _left(baseline)) != Left([], 0) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
+
+
+def _left(baseline: set[str]) -> Left:
+    threads = [each.name for each in threading.enumerate() if each.name.startswith("objcomm")]
+    own = 2 if "objcomm-watch" in threads else 0  # its pair of sockets, one for each process
+    others = [name for name in threads if name != "objcomm-watch"]
+    return Left(others, max(0, len(sockets() - baseline) - own))
+
+
+_STEPS: dict[str, Callable[[Case, int, dist.Store, set[str]], Any]] = {
+    "call again": _call_again,
+    "begin anew": _begin_anew,
+    "leave": _leave,
+}
+
+
+def _torch_broadcast(case: Case, obj: Any) -> Any:
+    objs = [obj if dist.get_rank() == case.root else None]
+    dist.broadcast_object_list(objs, src=case.root)
+    return objs[0]
+
+
+def _torch_gather(case: Case, obj: Any) -> Any:
+    is_root = dist.get_rank() == case.root
+    objs = [None] * case.world_size if is_root else None
+    dist.gather_object(obj, objs, dst=case.root)
+    return objs
+
+
+def _torch_all_gather(case: Case, obj: Any) -> Any:
+    objs = [None] * case.world_size
+    dist.all_gather_object(objs, obj)
+    return objs
+
+
+def _torch_scatter(case: Case, obj: Any) -> Any:
+    mine: list[Any] = [None]
+    is_root = dist.get_rank() == case.root
+    dist.scatter_object_list(mine, [obj] * case.world_size if is_root else None, src=case.root)
+    return mine[0]
+
+
+_TORCH_CALLS: dict[str, Callable[[Case, Any], Any]] = {
+    "broadcast": _torch_broadcast,
+    "gather": _torch_gather,
+    "all_gather": _torch_all_gather,
+    "scatter": _torch_scatter,
+}

@@ -1,0 +1,106 @@
+"""The table of the documentation: every fault in every operation, and what each rank saw."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+from tests.faults.plan import LARGE_NBYTES, TORCHS, Case, in_torch, tabled
+from tests.faults.rank import TORCHS_LIMIT_SECONDS, Seen
+from tests.faults.run import HANG_SECONDS, Outcome
+
+BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+
+_HEAD = f"""
+Three ranks on one machine; each contributes {LARGE_NBYTES >> 20} MiB. "Naming" lists the ranks in
+the error's attributes, and seconds count from the fault. Torch's calls take no limit of their own,
+so their group has one of {TORCHS_LIMIT_SECONDS:g} s.
+"""
+
+
+def title(case: Case) -> str:
+    """What a table's heading says of a case."""
+    first, rest = case.fault.value[0], case.fault.value[1:]
+    return f"Rank {case.victim}: {first}{rest}, {case.asked_phase.value}"
+
+
+def rows() -> Iterator[tuple[str, list[Case]]]:
+    """The cases of each fault, under its title."""
+    for name, cases in groupby(tabled(), title):
+        yield name, list(cases)
+
+
+def table(carry_out: Callable[[Case], Outcome]) -> str:
+    """Carry out all of it and write it down."""
+    parts = [_HEAD]
+    for name, cases in rows():
+        lines = [f"\n**{name}**\n", "| operation | objcomm | torch |", "|---|---|---|"]
+        for case in cases:
+            other = in_torch(case)
+            theirs = "" if other is None else f"{summary(carry_out(other))}"
+            lines.append(f"| {case.operation} | {summary(carry_out(case))} | {theirs} |")
+        parts.append("\n".join(lines) + "\n")
+    return "".join(parts)
+
+
+def summary(outcome: Outcome) -> str:
+    """What each rank saw, in one line."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank in outcome.case.living:
+        alike[_words(outcome, rank)].append(rank)
+    everybody = len(alike) == 1
+    told = []
+    for words, ranks in alike.items():
+        seconds = [outcome.seconds(rank) for rank in ranks if rank in outcome.seen]
+        when = f" {_span(seconds)}" if seconds else ""
+        who = "" if everybody else f"{', '.join(map(str, ranks))}: "
+        told.append(f"{who}{words}{when}")
+    return "; ".join(told)
+
+
+def _words(outcome: Outcome, rank: int) -> str:
+    seen = outcome.seen.get(rank)
+    if seen is None:
+        code = outcome.exits.get(rank)
+        return f"hangs (over {HANG_SECONDS:g} s)" if not code else f"ends with exit code {code}"
+    if seen.error == "returned":
+        return "returns" if seen.call == 0 else "returns, and so does its next call"
+    return f"`{seen.error}`{_naming(seen)}{' in its next call' if seen.call else ''}"
+
+
+def _naming(seen: Seen) -> str:
+    named = f" naming {', '.join(map(str, seen.ranks))}" if seen.ranks else ""
+    return named + ', "store: no answer"' * seen.is_store_silent
+
+
+def _span(seconds: list[float]) -> str:
+    low, high = f"{min(seconds):.1f}", f"{max(seconds):.1f}"
+    return f"{low} s" if low == high else f"{low}–{high} s"
+
+
+def replaced(page: str, written: str) -> str:
+    """A page with the table between its markers written anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{written}\n{END}{after}"
+
+
+def listed(page: str) -> list[tuple[str, str, str]]:
+    """What a page's table has: title, operation, and whether it tells of torch's as well."""
+    found = []
+    name = ""
+    for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
+        if line.startswith("**"):
+            name = line.strip("*")
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if name and cells and cells[0] not in {"operation", "---"}:
+            found.append((name, cells[0], "torch" if cells[2] else ""))
+    return found
+
+
+def planned() -> list[tuple[str, str, str]]:
+    """What a page's table must have."""
+    return [
+        (name, case.operation, "torch" if case.operation in TORCHS else "")
+        for name, cases in rows()
+        for case in cases
+    ]

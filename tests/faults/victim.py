@@ -1,0 +1,167 @@
+"""Makes something happen to this process at a chosen place of its next operation.
+
+Wraps what sends and receives, from outside: objcomm has no hooks for this.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from objcomm.message import Message
+from objcomm.transport.base import LANE_BITS, POKE_TAG
+from objcomm.transport.exchange import Exchange
+from objcomm.transport.gloo import GlooLink
+from tests.faults.plan import Case, Fault, Phase
+
+Strike = Callable[[], None]
+
+# Some of a payload's bytes move meanwhile, never all of 32 MiB.
+_MOVING_SECONDS = 0.002
+
+
+def sockets() -> set[str]:
+    """This process's sockets, by what the system calls them."""
+    return {target for _, target in _descriptors() if target.startswith("socket:")}
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with suppress(FileNotFoundError):  # the one that listed them
+            yield int(path.name), str(path.readlink())
+
+
+def strike_for(
+    case: Case, tell: Callable[[str], None], mesh_sockets: set[str], store_port: int
+) -> Strike:
+    """What happens to this process, as a function; ``tell`` says that it begins."""
+
+    def strike() -> None:
+        tell("fault")
+        if case.fault is Fault.KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif case.fault is Fault.EXITS:
+            os._exit(1)
+        elif case.fault is Fault.DISCONNECTED:
+            _shut(mesh_sockets, store_port)
+        elif case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            tell("resumed")
+
+    return strike
+
+
+def _shut(targets: set[str], store_port: int) -> None:
+    for descriptor, target in _descriptors():
+        if target in targets:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                # Gloo ends the process when one that still listens is shut.
+                is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                is_tcp = connection.family in {socket.AF_INET, socket.AF_INET6}
+                if is_tcp and not is_listening and connection.getpeername()[1] != store_port:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def armed(case: Case, strike: Strike) -> Iterator[None]:
+    """Let ``strike`` happen once in the block, at the case's phase."""
+    is_torchs = case.library == "torch"
+    traps: dict[Phase, Callable[[Case, Strike], list[tuple[Any, str, Callable[..., Any]]]]] = {
+        Phase.IN_CALL: _before_head,
+        Phase.BETWEEN: _after_head,
+        Phase.PAYLOAD: _in_payload,
+    }
+    trap = _in_torch if is_torchs else traps.get(case.phase)
+    if trap is None or (is_torchs and case.phase in {Phase.BEFORE, Phase.IN_CALL}):
+        yield
+        return
+    struck: list[float] = []
+
+    def once() -> None:
+        if not struck:
+            struck.append(time.monotonic())
+            strike()
+
+    places = trap(case, once)
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    try:
+        for owner, name, replacement in places:
+            setattr(owner, name, replacement)
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+    if not struck:
+        raise AssertionError(f"{case} never came to its phase")
+
+
+Places = list[tuple[Any, str, Callable[..., Any]]]
+
+
+def _before_head(_: Case, strike: Strike) -> Places:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            strike()
+            return original(*args, **kwargs)
+
+        return replacement
+
+    return [(Exchange, name, wrap(getattr(Exchange, name))) for name in ("send_head", "recv_heads")]
+
+
+def _after_head(_: Case, strike: Strike) -> Places:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(self: Exchange, what: Any, *args: Any) -> Any:
+            messages = [what] if isinstance(what, Message) else [each for _, each in what]
+            if not all(message.is_all_head for message in messages):
+                strike()
+            return original(self, what, *args)
+
+        return replacement
+
+    names = ("send_rest", "relay_rest", "recv_rest")
+    return [(Exchange, name, wrap(getattr(Exchange, name))) for name in names]
+
+
+def _in_payload(_: Case, strike: Strike) -> Places:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(self: GlooLink, flat: Any, peer: int, tag: int) -> Any:
+            pending = original(self, flat, peer, tag)
+            if tag >> LANE_BITS and tag != POKE_TAG:  # a payload's
+                time.sleep(_MOVING_SECONDS)
+                strike()
+            return pending
+
+        return replacement
+
+    return [(GlooLink, name, wrap(getattr(GlooLink, name))) for name in ("send", "recv")]
+
+
+def _in_torch(case: Case, strike: Strike) -> Places:
+    """Torch sends sizes first, in one collective or two, then what was pickled."""
+    calls: list[str] = []
+    payload_call = 3 if case.operation == "scatter" else 2
+
+    def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) != payload_call:
+                return original(*args, **kwargs)
+            if case.phase is Phase.BETWEEN:
+                strike()
+                return original(*args, **kwargs)
+            work = original(*args, **kwargs, async_op=True)
+            time.sleep(_MOVING_SECONDS)
+            strike()
+            return work.wait()
+
+        return replacement
+
+    names = ("broadcast", "all_gather", "gather", "scatter")
+    return [(c10d, name, wrap(name, getattr(c10d, name))) for name in names]
