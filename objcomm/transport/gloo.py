@@ -10,17 +10,20 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.autograd.profiler
 import torch.distributed as dist
 
 from objcomm.transport.base import POKE_TAG, Deadline, Pending
 from objcomm.transport.rendezvous import Progress, forget, meet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # What Gloo says of connections that it closed because a wait of this rank's own timed out.
 _OWN_DOING = "Application timeout"
 _CONNECT_MAX = timedelta(seconds=60)
+
+_profiler = torch.autograd.profiler
 
 
 class GlooLink:
@@ -58,13 +61,11 @@ class GlooLink:
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""
-        pending: Pending = self._mesh.send([flat], peer, tag)
-        return pending
+        return _begun(self._mesh.send, flat, peer, tag)
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""
-        pending: Pending = self._mesh.recv([flat], peer, tag)
-        return pending
+        return _begun(self._mesh.recv, flat, peer, tag)
 
     def abort(self) -> None:
         """See ``base.Link``: a receive that times out closes all of this rank's connections.
@@ -100,3 +101,19 @@ class GlooLink:
         except RuntimeError as error:
             return str(error)
         return ""
+
+
+def _begun(begin: Callable[..., Pending], flat: torch.Tensor, peer: int, tag: int) -> Pending:
+    """Begin a transfer that ``torch.profiler`` does not see.
+
+    Of one that it sees, the time of its end is written into the profiler's memory, even when the
+    profiler was stopped before and that memory is somebody else's: torch 2.13 damages the heap so,
+    with a plain ``irecv`` too. A receive that stands ready outlives any ``with profile()``.
+    """
+    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
+        return begin([flat], peer, tag)
+    torch.autograd._enable_record_function(False)  # noqa: SLF001, FBT003  # there is no public way
+    try:
+        return begin([flat], peer, tag)
+    finally:
+        torch.autograd._enable_record_function(True)  # noqa: SLF001, FBT003  # likewise
