@@ -152,7 +152,7 @@ def _with_callback(case: Case, strike: Callable[[], None]) -> Any:
         strike()
         return first(left, right)
 
-    operation = {"reduce": objcomm.reduce, "all_reduce": objcomm.all_reduce}[case.operation]
+    operation: Callable[..., Any] = getattr(objcomm, case.operation)
     return operation(obj, strike_first)
 
 
