@@ -28,10 +28,14 @@ _LIMIT_SECONDS = 30.0
 
 
 def main(folder: Path, turns: int) -> None:
-    """Run every kind of job ``turns`` times; returns in each of their ranks as well."""
+    """Run a job with each event ``turns`` times, each time with the other ending.
+
+    Returns in each of their ranks as well.
+    """
     count = 0
-    for turn, event, ending in itertools.product(range(turns), EVENTS, ENDINGS):
-        world_size = 2 + (turn + EVENTS.index(event)) % 3
+    for turn, (number, event) in itertools.product(range(turns), enumerate(EVENTS)):
+        ending = ENDINGS[(turn + number) % len(ENDINGS)]
+        world_size = 2 + (turn + number) % 3
         store = folder / f"store{count}"
         logs = [folder / f"{count}.{rank}" for rank in range(world_size)]
         pids = []

@@ -152,9 +152,8 @@ def _with_callback(case: Case, strike: Callable[[], None]) -> Any:
         strike()
         return first(left, right)
 
-    if case.operation == "reduce":
-        return objcomm.reduce(obj, strike_first)
-    return objcomm.all_reduce(obj, strike_first)
+    operation: Callable[..., Any] = getattr(objcomm, case.operation)
+    return operation(obj, strike_first)
 
 
 def _interrupted(pipe: Connection, call: Callable[[], Any]) -> Seen:

@@ -4,16 +4,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
-from tests.faults.plan import LARGE_NBYTES, TORCHS, Case, in_torch, tabled
+from tests.faults.plan import LARGE_NBYTES, LIMIT_SECONDS, TORCHS, Case, in_torch, tabled
 from tests.faults.rank import TORCHS_LIMIT_SECONDS, Seen
 from tests.faults.run import HANG_SECONDS, Outcome
 
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 
 _HEAD = f"""
-Three ranks on one machine; each contributes {LARGE_NBYTES >> 20} MiB. "Naming" lists the ranks in
-the error's attributes, and seconds count from the fault. Torch's calls take no limit of their own,
-so their group has one of {TORCHS_LIMIT_SECONDS:g} s.
+Three ranks on one machine; each contributes {LARGE_NBYTES >> 20} MiB. The source of a broadcast or
+scatter is the rank to which it happens, the destination of a gather or reduce is rank 0. What
+several ranks saw alike stands there once; "naming" lists the ranks in the error's attributes, and
+seconds count from the fault. Where only a limit can end the wait, objcomm's calls have one of
+{LIMIT_SECONDS:g} s. Torch's take none of their own, so their group has one of
+{TORCHS_LIMIT_SECONDS:g} s. For the interrupt, the others make their call when it is over.
 """
 
 
@@ -51,7 +54,7 @@ def summary(outcome: Outcome) -> str:
     told = []
     for words, ranks in alike.items():
         seconds = [outcome.seconds(rank) for rank in ranks if rank in outcome.seen]
-        when = f" {_span(seconds)}" if seconds else ""
+        when = f", {_span(seconds)}" if seconds else ""
         who = "" if everybody else f"{', '.join(map(str, ranks))}: "
         told.append(f"{who}{words}{when}")
     return "; ".join(told)

@@ -71,14 +71,10 @@ def _shut(targets: set[str], store_port: int) -> None:
 @contextmanager
 def armed(case: Case, strike: Strike) -> Iterator[None]:
     """Let ``strike`` happen once in the block, at the case's phase."""
-    is_torchs = case.library == "torch"
-    traps: dict[Phase, Callable[[Case, Strike], list[tuple[Any, str, Callable[..., Any]]]]] = {
-        Phase.IN_CALL: _before_head,
-        Phase.BETWEEN: _after_head,
-        Phase.PAYLOAD: _in_payload,
-    }
-    trap = _in_torch if is_torchs else traps.get(case.phase)
-    if trap is None or (is_torchs and case.phase in {Phase.BEFORE, Phase.IN_CALL}):
+    trap = _TRAPS.get(case.phase)
+    if case.library == "torch":
+        trap = None if case.phase in {Phase.BEFORE, Phase.IN_CALL} else _in_torch
+    if trap is None:
         yield
         return
     struck: list[float] = []
@@ -165,3 +161,10 @@ def _in_torch(case: Case, strike: Strike) -> Places:
 
     names = ("broadcast", "all_gather", "gather", "scatter")
     return [(c10d, name, wrap(name, getattr(c10d, name))) for name in names]
+
+
+_TRAPS: dict[Phase, Callable[[Case, Strike], Places]] = {
+    Phase.IN_CALL: _before_head,
+    Phase.BETWEEN: _after_head,
+    Phase.PAYLOAD: _in_payload,
+}
