@@ -208,7 +208,9 @@ class Group:
         if ended is not None and ended.verdict is not None:
             if not ended.can_be_replaced:
                 raise BrokenGroupError(operation, text_of(ended.verdict.error("an earlier call")))
-            owing = [name for name, lane in ended.lanes.items() if lane.owes]
+            # A thread that has ended is in no sequence of calls that others could be ahead of.
+            lanes = [lane for lane in ended.lanes.values() if lane.owner.is_alive()]
+            owing = [lane.name for lane in lanes if lane.owes]
             self._owed.update(dict.fromkeys(owing, ended.verdict))
         process_group = self._own()
         self._device_link = device_link(process_group)

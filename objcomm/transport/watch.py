@@ -50,7 +50,8 @@ _LONG_SECONDS = 4.0
 _TICKS_BETWEEN_LOOKS = 4
 _EXPIRY_SECONDS = 0.9
 _INTERRUPT_SECONDS = 0.3
-_FAREWELL_SECONDS = 0.5
+# Usually they are there at once; a machine that is busy gets its time, a stopped store no more.
+_FAREWELL_SECONDS = 2.0
 _FAREWELL_PAUSE_SECONDS = 0.01
 _NUDGE = b"\0"  # no signal's number
 
@@ -67,6 +68,8 @@ class Watcher(threading.Thread):
         self._sending.setblocking(False)  # noqa: FBT003  # socket's own signature
         self._lock = threading.Lock()
         self._meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+        # Also those whose world has gone, until their threads have ended.
+        self.bulletins: weakref.WeakSet[Bulletin] = weakref.WeakSet()
         self._fallbacks: list[tuple[float, Mesh, Verdict]] = []
         self._investigating: set[Bulletin] = set()
         self._expiring: weakref.WeakKeyDictionary[Bulletin, deque[Waiting]] = (
@@ -200,9 +203,7 @@ class Watcher(threading.Thread):
         if self.pid != os.getpid():
             return
         self._end_waits()
-        with self._lock:
-            bulletins = {mesh.bulletin for mesh in self._meshes}
-        for bulletin in bulletins:
+        for bulletin in list(self.bulletins):
             bulletin.close(_FAREWELL_SECONDS)
         self._is_closing = True
         self._nudge()
@@ -242,13 +243,14 @@ class _Watchers:
         with self._lock:
             if world not in self._bulletins:
                 is_there = weakref.ref(world)
-                self._bulletins[world] = Bulletin(
+                found = self._bulletins[world] = Bulletin(
                     world.get_group_store(),
                     world.rank(),
                     world.size(),
                     describe=watcher.whereabouts,
                     is_alive=lambda: is_there() is not None,
                 )
+                watcher.bulletins.add(found)
             return self._bulletins[world]
 
 

@@ -25,7 +25,7 @@ from tests.group.operations import OPERATIONS, ROOTED, first
 #: Torch's object collectives take no limit for one call, so the group gets one that is not long.
 TORCHS_LIMIT_SECONDS = 5.0
 _INTERRUPT_AFTER_SECONDS = 0.7
-_SETTLE_SECONDS = 2.0
+_SETTLE_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
