@@ -152,10 +152,6 @@ class History:
         both = sorted((*self._meetings.copy(), *self._entries.copy()), key=lambda each: each.began)
         return [entry.plain() for entry in both]
 
-    def last(self) -> Entry | None:
-        """The latest call."""
-        return self._entries[-1] if self._entries else None
-
 
 def call_site() -> str:
     """The innermost ``file:line`` outside of objcomm."""

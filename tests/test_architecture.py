@@ -24,7 +24,7 @@ FLOORS: list[list[str]] = [
     ],
     ["admission", "codecs.restricted", "codecs.rules"],
     ["codecs.pickle5", "codecs.plain"],
-    ["codecs"],
+    ["codecs", "transport.record"],
     [
         "outcome",
         "serialization",

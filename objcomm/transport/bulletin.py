@@ -11,6 +11,7 @@ from __future__ import annotations  # torch may be built without distributed
 import contextlib
 import queue
 import threading
+from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from objcomm.errors import WireError
 from objcomm.transport.verdict import Verdict
-from objcomm.transport.whereabouts import Whereabouts
+from objcomm.transport.whereabouts import Conflict, Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,7 @@ R = TypeVar("R")
 #: less often, so that the store serves 1,000 such looks a second at most.
 IDLE_SECONDS = 0.3
 _LOOKS_PER_SECOND = 1000
+_CIRCLES = 4
 #: How long a raising rank waits for the store.
 PATIENCE_SECONDS = 0.5
 
@@ -51,6 +53,7 @@ class Board:
         self._store: Any = dist.PrefixStore(_PREFIX, store.clone())  # type: ignore[attr-defined]
         self.rank = rank
         self.answered = 0
+        self._circles: deque[Conflict] = deque(maxlen=_CIRCLES)
 
     def ask(self) -> int:
         """Ask every rank where it is; returns the question's number."""
@@ -64,8 +67,13 @@ class Board:
 
     def publish(self, whereabouts: Whereabouts) -> None:
         """Tell where this process is."""
-        self._store.set(f"where/{self.rank}", whereabouts.pack())
+        told = whereabouts._replace(circles=tuple(self._circles))
+        self._store.set(f"where/{self.rank}", told.pack())
         self.answered = whereabouts.asked
+
+    def tell_circle(self, circle: Conflict) -> None:
+        """Add to what is published: this rank raises because of ``circle``."""
+        self._circles.append(circle)
 
     def leave(self) -> None:
         """Take back what this process has told."""

@@ -6,28 +6,8 @@ for that is no conflict.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from objcomm.transport.whereabouts import LaneState, Step, Whereabouts
-
-
-class Conflict(NamedTuple):
-    """Two or more ranks whose calls can't meet.
-
-    Attributes:
-        reason: what differs.
-        found: each rank's lane and call.
-    """
-
-    reason: str
-    found: tuple[tuple[int, LaneState, Step], ...]
-
-    @property
-    def is_of_one_lane(self) -> bool:
-        """Whether it is two calls with the same number on one lane."""
-        calls = {(state.nonce, state.number, step.sequence) for _, state, step in self.found}
-        return len(calls) == 1
-
+from objcomm.transport.whereabouts import Conflict, LaneState, Step, Whereabouts
 
 Fetch = Callable[[int], Whereabouts | None]
 
@@ -50,6 +30,9 @@ def find_conflict(  # noqa: PLR0911  # each step of the search may end it
         theirs = fetch(lane.awaits) if lane.awaits >= 0 else None
         if theirs is None:
             return None
+        told = next((circle for circle in theirs.circles if circle.holds(rank, start)), None)
+        if told is not None:
+            return told._replace(is_told=True)
         their_lane = theirs.lane(lane.group, lane.number)
         if their_lane is not None and their_lane.nonce == lane.nonce:
             differing = _first_difference(lane, their_lane)

@@ -14,7 +14,7 @@ from objcomm.admission import Gate
 from objcomm.errors import TransportError, TransportTimeout
 from objcomm.frames import EVERYONE
 from objcomm.history import Entry
-from objcomm.memory import view
+from objcomm.memory import empty, view
 from objcomm.message import Message, open_body
 from objcomm.transport import topology
 from objcomm.transport.base import Deadline, Link, Pending, head_tag, payload_tag, receipt_tag
@@ -185,14 +185,13 @@ class Exchange:
 
     def _expect_receipt(self, peer: int, message: Message) -> None:
         if self._is_noticed(message):
-            flat = torch.empty(1, dtype=torch.uint8, device="cpu")
+            flat = empty(1)
             pending = self._post(peer, flat, self._receipt_tag)
             self._sends.append((pending, peer, flat, message))
 
     def _send_receipt(self, peer: int, message: Message) -> None:
         if self._is_noticed(message):
-            flat = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            self._send(flat, peer, self._receipt_tag, message)
+            self._send(empty(1), peer, self._receipt_tag, message)
 
     def _is_noticed(self, message: Message) -> bool:
         """Whether so much follows its head here that a receipt is due; the same on both ranks."""

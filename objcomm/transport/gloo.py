@@ -13,6 +13,7 @@ import torch
 import torch.autograd.profiler
 import torch.distributed as dist
 
+from objcomm.memory import empty
 from objcomm.transport.base import POKE_TAG, Deadline, Pending
 from objcomm.transport.rendezvous import Progress, forget, meet
 
@@ -72,32 +73,32 @@ class GlooLink:
 
         ``ProcessGroup.abort()`` does not wake a waiting Gloo operation (tried with torch 2.13).
         """
-        for peer in range(self.size):
+        for peer in self._others():
             # To each in turn: a connection that is closed already refuses, and closes no other.
-            if peer != self.rank:
-                self._poke(peer)
+            self._poke(peer)
 
     def closed(self) -> Sequence[int]:
         """The peers to whom the connection is closed, on whichever side it began; closes none."""
-        return [peer for peer in range(self.size) if peer != self.rank and self._is_closed(peer)]
+        return [peer for peer in self._others() if self._is_closed(peer)]
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
 
     def _is_closed(self, peer: int) -> bool:
         try:
-            self._mesh.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, POKE_TAG)
+            self.recv(empty(1), peer, POKE_TAG)
         except RuntimeError:
             return True
         return False
 
     def closed_by(self) -> Sequence[int]:
         """The peers that had closed their connections before this rank did."""
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        return [peer for peer in others if _OWN_DOING not in self._poke(peer)]
+        return [peer for peer in self._others() if _OWN_DOING not in self._poke(peer)]
 
     def _poke(self, peer: int) -> str:
         """Begin a receive that ends at once, and say how."""
-        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
-            self._mesh.recv([nothing], peer, POKE_TAG).wait(timedelta(milliseconds=1))
+            self.recv(empty(1), peer, POKE_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             return str(error)
         return ""

@@ -12,11 +12,11 @@ from objcomm.errors import Position
 from objcomm.frames import operation_name
 from objcomm.history import Entry
 from objcomm.transport.bulletin import Board
-from objcomm.transport.conflict import Conflict, find_conflict
+from objcomm.transport.conflict import find_conflict
 from objcomm.transport.lane import Lane
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.verdict import Cause, Verdict
-from objcomm.transport.whereabouts import MEETING, LaneState, Step, Whereabouts
+from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
 
 #: A call of one lane that waits for other ranks.
 Waiting = tuple[Mesh, Lane, Entry]
@@ -54,6 +54,7 @@ def _state(mesh: Mesh, lane: Lane) -> LaneState:
         next_sequence=lane.sequence,
         now=None if entry is None else _step(entry),
         awaits=mesh.ranks[entry.awaits] if entry is not None and entry.awaits >= 0 else -1,
+        since=0.0 if entry is None else entry.waits_since,
         seconds=seconds,
         past=tuple(_step(each) for each in entries),
     )
@@ -106,10 +107,15 @@ def _look_for_conflict(
     # What ranks have done does not change, but whereabouts are read one after another, and a busy
     # rank's are old: who waits for whom must look the same twice, in answers to a later question.
     calls = conflict and [(rank, *state[:3], step.sequence) for rank, state, step in conflict.found]
-    is_sure = conflict is not None and (conflict.is_of_one_lane or suspected == calls)
+    is_sure = conflict is not None and (
+        conflict.is_told or conflict.is_of_one_lane or suspected == calls
+    )
     entry.suspicion = (mine.asked, calls) if calls else None
     if conflict is not None and is_sure and lane.entry is entry:
         verdict = _desync(mesh, conflict)
+        if not conflict.is_of_one_lane:
+            board.tell_circle(conflict)
+            board.publish(mine)
         for other in meshes:  # before any connection closes: the others look there
             if other is not mesh and other.verdict is None and other.nonce in verdict.meshes:
                 board.propose(other.nonce, _desync(other, conflict))

@@ -21,7 +21,7 @@ from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import MEETING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
@@ -166,11 +166,7 @@ class Mesh:
             return self.verdict
         if not self.nonce:
             return self.stop(proposal)
-        try:
-            winner = self.bulletin.call(lambda board: board.propose(self.nonce, proposal))
-        except StoreSilentError:
-            winner = proposal._replace(is_store_silent=True)
-        return self.stop(winner)
+        return self.stop(self._posted(proposal, lambda board: board.propose(self.nonce, proposal)))
 
     def fail(self, key: str, proposal: Verdict) -> Verdict:
         """End the mesh because the block ``key`` failed here, and let it be known there, too."""
@@ -181,12 +177,16 @@ class Mesh:
                 board.propose(self.nonce, winner)
             return winner
 
-        try:
-            winner = self.bulletin.call(post)
-        except StoreSilentError:
-            winner = proposal._replace(is_store_silent=True)
+        winner = self._posted(proposal, post)
         self.stop(winner)
         return winner
+
+    def _posted(self, proposal: Verdict, post: Callable[[Board], Verdict]) -> Verdict:
+        """The verdict that stands once ``post`` was done, or this rank's own without an answer."""
+        try:
+            return self.bulletin.call(post)
+        except StoreSilentError:
+            return proposal._replace(is_store_silent=True)
 
     def failed(self, key: str) -> Verdict | None:
         """What some rank has posted for the block ``key``, as far as the store answers."""

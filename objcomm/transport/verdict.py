@@ -8,8 +8,6 @@ import uuid
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
-import msgpack
-
 from objcomm.errors import (
     CollectiveError,
     DesyncError,
@@ -18,10 +16,8 @@ from objcomm.errors import (
     RankFailure,
     TransportError,
     TransportTimeout,
-    WireError,
 )
-
-_TEXT_ERRORS = "surrogatepass"
+from objcomm.transport import record
 
 
 class Cause(IntEnum):
@@ -110,9 +106,7 @@ class Verdict(NamedTuple):
         failures = [
             (each.rank, each.type_name, each.message, each.traceback) for each in self.failures
         ]
-        fields = self._replace(failures=failures)  # type: ignore[arg-type]  # plain lists travel
-        packed: bytes = msgpack.packb(list(fields), unicode_errors=_TEXT_ERRORS)
-        return packed
+        return record.pack(self._replace(failures=failures))  # type: ignore[arg-type]  # plain lists travel
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
@@ -121,16 +115,17 @@ class Verdict(NamedTuple):
         Raises:
             WireError: another program wrote it.
         """
-        try:
-            fields = cls(*msgpack.unpackb(raw, unicode_errors=_TEXT_ERRORS))
-            return fields._replace(
-                cause=Cause(fields.cause),
-                ranks=tuple(fields.ranks),
-                seconds=float(fields.seconds),
-                positions=tuple(Position(*each) for each in fields.positions),
-                failures=tuple(RankFailure(*each) for each in fields.failures),  # type: ignore[misc]  # plain lists travel
-                silent=tuple(fields.silent),
-                meshes=tuple(fields.meshes),
-            )
-        except (ValueError, TypeError) as error:
-            raise WireError("the store holds a verdict that can't be read") from error
+        return record.unpack(raw, cls._of_plain, "a verdict")
+
+    @classmethod
+    def _of_plain(cls, *plain: Any) -> Self:
+        fields = cls(*plain)
+        return fields._replace(
+            cause=Cause(fields.cause),
+            ranks=tuple(fields.ranks),
+            seconds=float(fields.seconds),
+            positions=tuple(Position(*each) for each in fields.positions),
+            failures=tuple(RankFailure(*each) for each in fields.failures),  # type: ignore[misc]  # plain lists travel
+            silent=tuple(fields.silent),
+            meshes=tuple(fields.meshes),
+        )

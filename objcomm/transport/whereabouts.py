@@ -1,12 +1,10 @@
 """Where one process is, on every lane it uses, as the other ranks read it in the store."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-import msgpack
-
-from objcomm.errors import WireError
 from objcomm.frames import Operation
+from objcomm.transport import record
 
 #: The number of the call in which a group's ranks meet: before all others.
 MEETING = -1
@@ -40,6 +38,7 @@ class LaneState(NamedTuple):
         next_sequence: calls begun so far.
         now: the call under way, if the lane is waiting.
         awaits: the global rank that it can't go on without; -1 if none.
+        since: when the wait began, by that process's clock: no two waits of a lane's have the same.
         seconds: since the wait began, or since the last call ended.
         past: the latest calls, the one under way included, oldest first.
     """
@@ -51,8 +50,37 @@ class LaneState(NamedTuple):
     next_sequence: int
     now: Step | None
     awaits: int
+    since: float
     seconds: float
     past: tuple[Step, ...]
+
+
+class Conflict(NamedTuple):
+    """Two or more ranks whose calls can't meet.
+
+    Attributes:
+        reason: what differs.
+        found: each rank's lane and call.
+        is_told: whether one of those ranks was sure of it, and has raised.
+    """
+
+    reason: str
+    found: tuple[tuple[int, LaneState, Step], ...]
+    is_told: bool = False
+
+    @property
+    def is_of_one_lane(self) -> bool:
+        """Whether it is two calls with the same number on one lane."""
+        calls = {(state.nonce, state.number, step.sequence) for _, state, step in self.found}
+        return len(calls) == 1
+
+    def holds(self, rank: int, lane: LaneState) -> bool:
+        """Whether ``lane`` of ``rank`` still waits where this was found."""
+        wait = (rank, lane.group, lane.number, lane.since)
+        return any(
+            (other, state.group, state.number, state.since) == wait
+            for other, state, _ in self.found
+        )
 
 
 class Whereabouts(NamedTuple):
@@ -62,11 +90,14 @@ class Whereabouts(NamedTuple):
         asked: the latest question that it answers, so that a reader knows how fresh this is.
         main_thread: the number of its main thread.
         lanes: all of them.
+        circles: the latest ones that it was in. It has raised and waits no more, so whoever comes
+            later could not find them.
     """
 
     asked: int
     main_thread: int
     lanes: tuple[LaneState, ...]
+    circles: tuple[Conflict, ...] = ()
 
     def lane(self, group: str, number: int) -> LaneState | None:
         """The state of one lane; ``None`` if that process has not used it."""
@@ -80,8 +111,7 @@ class Whereabouts(NamedTuple):
 
     def pack(self) -> bytes:
         """As bytes for the store."""
-        packed: bytes = msgpack.packb(self, unicode_errors="surrogatepass")
-        return packed
+        return record.pack(self)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
@@ -90,11 +120,23 @@ class Whereabouts(NamedTuple):
         Raises:
             WireError: another program wrote it.
         """
-        try:
-            asked, main_thread, lanes = msgpack.unpackb(raw, unicode_errors="surrogatepass")
-            return cls(asked, main_thread, tuple(_lane(fields) for fields in lanes))
-        except (ValueError, TypeError) as error:
-            raise WireError("the store holds whereabouts that can't be read") from error
+        return record.unpack(raw, cls._of_plain, "whereabouts")
+
+    @classmethod
+    def _of_plain(
+        cls, asked: int, main_thread: int, lanes: Iterable[Any], circles: Iterable[Any]
+    ) -> Self:
+        return cls(
+            asked,
+            main_thread,
+            tuple(_lane(fields) for fields in lanes),
+            tuple(_conflict(*fields) for fields in circles),
+        )
+
+
+def _conflict(reason: str, found: Iterable[Any], is_told: bool) -> Conflict:  # noqa: FBT001  # a record's fields
+    calls = tuple((rank, _lane(state), Step(*step)) for rank, state, step in found)
+    return Conflict(reason, calls, is_told)
 
 
 def _lane(fields: Iterable[object]) -> LaneState:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
+from objcomm.transport import watch
 from tests.group.helpers import assert_group_works, subgroup, tell_all
 from tests.ranks import ranks
 from tests.workers import here
@@ -179,6 +181,22 @@ def test_ranks_that_wait_in_a_circle_of_groups_hear_of_it() -> None:
         error = desync_in(lambda: objcomm.all_gather("x", group=group))
         assert error.reason == "each waits for another"
         tell_all("circle", "")
+        assert_group_works(None)
+
+
+@ranks(3)
+def test_a_rank_that_looks_when_a_circle_is_broken_hears_of_it_too() -> None:
+    """The others have raised, and its group has no name yet by which they could have told it."""
+    overdue_seconds = 3.0 if here().rank == 2 else watch.OVERDUE_SECONDS
+    with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c:
+        group = {0: a, 1: b, 2: c}[here().rank]
+        with (
+            mock.patch.object(watch, "OVERDUE_SECONDS", overdue_seconds),
+            pytest.raises(DesyncError) as caught,
+        ):
+            objcomm.all_gather("x", group=group)
+        assert caught.value.reason == "each waits for another"
+        tell_all("broken circle", "")
         assert_group_works(None)
 
 

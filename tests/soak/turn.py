@@ -54,11 +54,6 @@ class Turn(NamedTuple):
         """What is passed as ``group_src=`` or ``group_dst=``."""
         return self.size if self.fault == "no such rank" else self.root
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether what arrives twice in one object may arrive as one object."""
-        return "msgpack" not in self.codecs
-
     def object_of(self, rank: int) -> Any:
         """What a rank contributes, its fault included."""
         obj = payloads.payload(self.seed * 64 + rank, self.sizes[rank])

@@ -3,8 +3,8 @@
 import pytest
 
 from objcomm.frames import Operation
-from objcomm.transport.conflict import Conflict, find_conflict
-from objcomm.transport.whereabouts import MEETING, LaneState, Step, Whereabouts
+from objcomm.transport.conflict import find_conflict
+from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
 
 MAIN, OTHER = 1, 2
 
@@ -20,17 +20,18 @@ def lane(
     thread: int = MAIN,
     number: int = 0,
     nonce: str | None = None,
+    since: float = 0.0,
 ) -> LaneState:
     """A lane whose latest call is under way if it awaits somebody."""
     now = past[-1] if past and awaits >= 0 else None
     next_sequence = past[-1].sequence + 1 if past else 0
     name = group if nonce is None else nonce
-    return LaneState(group, name, number, thread, next_sequence, now, awaits, 1.0, past)
+    return LaneState(group, name, number, thread, next_sequence, now, awaits, since, 1.0, past)
 
 
 def meeting(group: str, *, awaits: int, thread: int = MAIN) -> LaneState:
     now = Step(MEETING, Operation.NONE, -1, 0, "train.py:1", "barrier")
-    return LaneState(group, "", 0, thread, 0, now, awaits, 1.0, ())
+    return LaneState(group, "", 0, thread, 0, now, awaits, 0.0, 1.0, ())
 
 
 def conflict_of(ranks: dict[int, list[LaneState]], start: int = 0) -> Conflict | None:
@@ -130,6 +131,26 @@ def test_a_circle_of_three_is_found_by_each() -> None:
         found = conflict_of(ranks, start)
         assert found is not None
         assert len(found.found) == 3
+
+
+def test_a_circle_is_known_from_who_has_left_it() -> None:
+    """Rank 0 has raised and waits no more; without its word rank 2 would wait for ever."""
+    ranks = {
+        0: [lane("a", step(0), awaits=1, since=5.0)],
+        1: [lane("b", step(0), awaits=2, since=6.0)],
+        2: [lane("c", step(0), awaits=0, since=7.0)],
+    }
+    told = conflict_of(ranks)
+    assert told is not None
+    assert not told.is_told
+    left = Whereabouts(2, MAIN, (lane("a", step(0)),), (told,))
+    for rank in (1, 2):
+        known = {each: Whereabouts(2, MAIN, tuple(lanes)) for each, lanes in ranks.items()}
+        known[0] = left
+        found = find_conflict(rank, known[rank], ranks[rank][0], known.get)
+        assert found == told._replace(is_told=True)
+    later = ranks[2][0]._replace(since=8.0)  # another wait of the same lane
+    assert find_conflict(2, Whereabouts(2, MAIN, (later,)), later, {0: left}.get) is None
 
 
 def test_other_threads_waits_are_no_conflict() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from objcomm import errors
 from objcomm.errors import Position, RankFailure, WireError
 from objcomm.transport.verdict import Cause, Verdict
-from objcomm.transport.whereabouts import LaneState, Step, Whereabouts
+from objcomm.transport.whereabouts import Conflict, LaneState, Step, Whereabouts
 
 POSITIONS = (
     Position(0, "gather", 3, 1, "train.py:3", 1.5),
@@ -34,13 +34,16 @@ VERDICTS = {
     Cause.LOST: (Verdict.of(Cause.LOST, ranks=(1,), reason="it died"), errors.TransportError),
     Cause.LEFT: (Verdict.of(Cause.LEFT, ranks=(1,), reason="Ctrl-C"), errors.TransportError),
 }
+CALL = Step(3, 2, 0, 9, "a.py:1", "gather")
+STATE = LaneState("world", "n", 0, 1, 4, CALL, 2, 1.5, 0.5, ())
 WHEREABOUTS = Whereabouts(
     7,
     140_000_000_000_000,
     (
-        LaneState("world", "n", 0, 1, 4, Step(3, 2, 0, 9, "a.py:1", "gather"), 2, 0.5, ()),
-        LaneState("dp", "", 5, 2, 0, None, -1, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
+        STATE,
+        LaneState("dp", "", 5, 2, 0, None, -1, 0.0, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
     ),
+    (Conflict("each waits for another", ((3, STATE, CALL), (4, STATE, CALL)), is_told=True),),
 )
 
 
