@@ -27,6 +27,8 @@ from objcomm.errors import (
 )
 from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
+from objcomm.p2p import irecv, isend, recv, send, sendrecv
+from objcomm.probing import Envelope, iprobe, probe
 from objcomm.reductions import all_reduce, reduce
 from objcomm.scattering import scatter
 from objcomm.serialization import from_tensor, to_tensor
@@ -44,6 +46,7 @@ __all__ = [
     "DecodeError",
     "DesyncError",
     "EncodeError",
+    "Envelope",
     "ForbiddenTypeError",
     "MissingDependencyError",
     "NotInGroupError",
@@ -69,17 +72,24 @@ __all__ = [
     "from_tensor",
     "gather",
     "gather_scalar",
+    "iprobe",
+    "irecv",
     "is_initialized",
     "is_main",
+    "isend",
     "lane",
+    "probe",
     "rank",
     "recorder",
+    "recv",
     "reduce",
     "reduce_and_broadcast",
     "register",
     "register_codec",
     "reset_stats",
     "scatter",
+    "send",
+    "sendrecv",
     "stats",
     "to_tensor",
     "wait_all",

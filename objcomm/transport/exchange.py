@@ -12,12 +12,20 @@ import torch
 
 from objcomm.admission import Gate
 from objcomm.errors import TransportError, TransportTimeout
-from objcomm.frames import EVERYONE
+from objcomm.frames import EVERYONE, Header
 from objcomm.history import Entry
 from objcomm.memory import empty, view
 from objcomm.message import Message, open_body
 from objcomm.transport import topology
-from objcomm.transport.base import Deadline, Link, Pending, head_tag, payload_tag, receipt_tag
+from objcomm.transport.base import (
+    Deadline,
+    Link,
+    Pending,
+    head_tag,
+    payload_tag,
+    reason_of,
+    receipt_tag,
+)
 from objcomm.transport.device import DevicePath
 from objcomm.transport.lane import Lane, Standing
 
@@ -131,6 +139,10 @@ class Exchange:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
         header = self.gate.header_in(raw)
         self.gate.check_call(self.header, header, sender)
+        return self.adopt(raw, header)
+
+    def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
+        """Take in a first message that was checked when it arrived."""
         message = self.gate.take_in(raw, header)
         if header.is_inline and message.refusal is None:
             open_body(message, self.device.device)
@@ -271,7 +283,7 @@ class Exchange:
         """What a link raised, as an error that names the ranks concerned."""
         if self._has_timed_out(error):
             return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
-        reason = f"it died, exited or lost its network ({_reason(error)})"
+        reason = f"it died, exited or lost its network ({reason_of(error)})"
         return TransportError(self.entry.operation, peers, reason)
 
     def _has_timed_out(self, error: RuntimeError) -> bool:
@@ -291,14 +303,6 @@ def _ended(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
         return pieces
     *rest, last = pieces
     return [*rest, last[:-1], last[-1:]]
-
-
-def _reason(error: RuntimeError) -> str:
-    """Gloo's text without its source file and its general advice."""
-    text = str(error)
-    if text.startswith("["):
-        text = text.partition("] ")[2]
-    return text.partition(". This is typically")[0]
 
 
 def _absent(peers: Sequence[int], standing: Sequence[Standing], start: int) -> tuple[int, ...]:

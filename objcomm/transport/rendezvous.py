@@ -26,6 +26,9 @@ _ONE_HOST, _SEVERAL_HOSTS = "one host", "several hosts"
 
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
+_LONG_PAUSE_SECONDS = 0.25
+# So a pause is at most 2 % of the wait before it: who has waited for minutes is in no hurry.
+_GROWTH = 1.02
 
 
 class GivenUpError(Exception):
@@ -159,4 +162,6 @@ def _wait_for(store: dist.Store, key: str, progress: Progress) -> str:
 
 def _sleep(pause: float) -> float:
     time.sleep(pause)
-    return min(2 * pause, _PAUSE_MAX_SECONDS)
+    if pause < _PAUSE_MAX_SECONDS:
+        return min(2 * pause, _PAUSE_MAX_SECONDS)
+    return min(_GROWTH * pause, _LONG_PAUSE_SECONDS)
