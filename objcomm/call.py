@@ -196,8 +196,8 @@ class Call:
         """
         try:
             encoded = encode(self._codec, produce(), device_type=self._device_type)
-            header = self.exchange.header._replace(codec=self._codec.name)
-            return compose(header, encoded.meta, encoded.buffers)
+            header, codec = self.exchange.header, self._codec.name
+            return compose(header, encoded.meta, encoded.buffers, codec=codec)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error)
 
@@ -225,7 +225,7 @@ class Call:
 
     def announcement(self, status: Status) -> Message:
         """A message that says all with its status."""
-        return compose(self.exchange.header._replace(status=status), b"")
+        return compose(self.exchange.header, b"", status=status)
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
         """Raise what some messages, or this rank's own error, call for.
