@@ -223,7 +223,7 @@ class Call:
 
     def announcement(self, status: Status) -> Message:
         """A message that says all with its status."""
-        return compose(self.exchange.header._replace(status=status), b"")
+        return compose(self.exchange.header, b"", status=status)
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
         """Raise what some messages, or this rank's own error, call for.

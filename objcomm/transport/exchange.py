@@ -160,6 +160,8 @@ class Exchange:
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
         """Wait for what follows the heads of some peers, from all at once."""
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
+        if not arriving:
+            return
         self._wait_for([(peer, _ended(self._body(message))) for peer, message in arriving])
         for _, message in arriving:
             if not message.header.is_inline:
