@@ -1,15 +1,16 @@
 """One point-to-point call on this rank: encode and send, or find, receive and decode."""
 
 import contextlib
+import operator
 import threading
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from objcomm.admission import Gate
 from objcomm.call import begin_span
 from objcomm.coding import Coding
-from objcomm.errors import ObjcommError, UsageError
+from objcomm.errors import ObjcommError, TransportTimeout, UsageError
 from objcomm.frames import Header, Operation
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
@@ -53,6 +54,7 @@ class Errand:
         timeout: Timeout,
         coding: Coding,
         tag: int | None,
+        name: str = "",
     ) -> None:
         """Begin.
 
@@ -62,29 +64,30 @@ class Errand:
             timeout: in seconds.
             coding: encodes or decodes.
             tag: of the message; None for any.
+            name: of the user's call, where it is another.
 
         Raises:
             UsageError: an argument is wrong.
             NotInGroupError: this rank is no member.
         """
         self._began = time.perf_counter()
-        self._name = operation.name.lower()
+        self._name = name or operation.name.lower()
         self.group = resolve(group)
         self._coding = coding
         self._deadline = self.group.deadline(self._name, timeout)
-        if tag is not None and not (type(tag) is int and 0 <= tag <= _TAG_MAX):
-            raise UsageError(f"{self._name}: tag={tag!r} is no integer from 0 to {_TAG_MAX}")
-        self._tag = tag
         header = Header(
             operation=operation,
             sender=self.group.rank,
-            tag=tag or 0,
+            tag=0 if tag is None else _tag(self._name, tag),
             call_site=call_site(),
         )
         self.entry = Entry(header, self._name, coding.codec_name)
         self._exchange: Exchange | None = None
         self._own_error: BaseException | None = None
         self._span: torch.autograd.profiler.record_function | None = None
+
+    def begin(self) -> None:
+        """Note that the call is under way: nothing is wrong with its arguments."""
         self.group.history.add(self.entry)
 
     def peer(self, global_rank: int | None, group_rank: int | None) -> int | None:
@@ -122,8 +125,11 @@ class Errand:
 
     def transmit(self, pair: Pair, place: Place, message: Message) -> None:
         """Send, after whatever was to be sent before; returns when the message was taken."""
+        self._deadline.restart()
         with self, contextlib.ExitStack() as held:
             held.enter_context(place)
+            if self._deadline.has_passed:  # while those before waited for the other rank
+                raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
             mesh, lane = pair.enter(self._name, self._deadline, self.entry.header.call_site)
             exchange = self._joined(mesh, lane, lane.sequence)
             with Turn(mesh, lane, exchange, self._deadline):
@@ -146,26 +152,32 @@ class Errand:
         """Put a request to the mailbox; whoever may serve it is listened to from now on.
 
         Raises:
-            ObjcommError: no rank that may serve it can send any more.
+            ObjcommError: no message has come, and no rank that may serve it can send any more.
         """
-        pairs = self._pairs(src)
-        admitted = []
-        for pair in pairs:
-            try:
-                admitted.append((pair, *pair.admit(self._name)))
-            except ObjcommError:
-                if src is not None or len(pairs) == 1:
-                    raise
-        if pairs and not admitted:
-            pairs[0].admit(self._name)  # raises again: nobody is left
+        mailbox = self.group.mailbox
+        if mailbox.meet(request):
+            return Waits(self.entry, [])
+        admitted = [(pair, *joined) for pair, joined in self._admitted(src)]
         self._deadline.apply(self.entry)
         self.entry.regions = regions.get()
         self.entry.withdraw = lambda verdict: self._withdraw(request, verdict)
         waits = Waits(self.entry, [lane for _, _, lane in admitted])
-        self.group.mailbox.ask(request)
+        mailbox.ask(request)
         for pair, mesh, lane in admitted:
-            pair.listen(mesh, lane)
+            if not pair.listen(mesh, lane):
+                mailbox.withdraw(request, mesh.verdict)
         return waits
+
+    def _admitted(self, src: int | None) -> list[tuple[Pair, tuple[Mesh, Lane]]]:
+        """The connections to the ranks that may serve a request."""
+        pairs = self._pairs(src)
+        if len(pairs) == 1:
+            return [(pairs[0], pairs[0].admit(self._name))]
+        joined = [(pair, pair.admit_among(self._name)) for pair in pairs]
+        admitted = [(pair, each) for pair, each in joined if each is not None]
+        if pairs and not admitted:
+            pairs[0].admit(self._name)  # raises: nobody is left
+        return admitted
 
     def awaited(self, src: int | None, tag: int | None, *, is_probe: bool = False) -> Arrival:
         """Wait for a message.
@@ -260,6 +272,11 @@ class Errand:
         )
         return self._exchange
 
+    def fail(self, error: ObjcommError) -> NoReturn:
+        """End by an error."""
+        with self:
+            raise error
+
     def __enter__(self) -> Self:
         self._span = begin_span(self._name)
         return self
@@ -274,6 +291,19 @@ class Errand:
         if self._span is not None:
             self._span.__exit__(kind, error, traceback)
         conclude(self.group, self.entry, self._exchange, error, self._began)
+
+
+def _tag(operation: str, tag: object) -> int:
+    """A tag as a number, numpy's integers included.
+
+    Raises:
+        UsageError: it is none, or too large.
+    """
+    with contextlib.suppress(TypeError):
+        number = operator.index(tag)  # type: ignore[arg-type]  # that is the question
+        if not isinstance(tag, bool) and 0 <= number <= _TAG_MAX:
+            return number
+    raise UsageError(f"{operation}: tag={tag!r} is no integer from 0 to {_TAG_MAX}")
 
 
 class Waits:

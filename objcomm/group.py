@@ -26,7 +26,7 @@ from objcomm.transport.mailbox import Mailbox
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.nccl import device_link
 from objcomm.transport.order import Crew
-from objcomm.transport.pair import Pair
+from objcomm.transport.pair import Pair, say_farewell
 from objcomm.transport.verdict import Verdict
 
 #: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.
@@ -86,11 +86,13 @@ class Group:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
-        self._whole = self._joining(tuple(range(self.size)))
+        self._whole = self._joining(tuple(range(self.size)), None)
         self.mailbox = Mailbox(self.rank, self.size)
         self.crew = Crew()
         self._pairs: dict[int, Pair] = {}  # by the other rank
-        weakref.finalize(self, _close, self._pairs).atexit = False  # the watcher sees to that
+        if process_group is not None:
+            # Its end, not this object's: whoever still waits for a message holds this one.
+            weakref.finalize(process_group, _close, self._pairs).atexit = False  # the watcher's
 
     def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
         """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
@@ -195,12 +197,13 @@ class Group:
         pair = self._pairs.get(peer)
         if pair is None:
             with self._lock:
-                channel = self._joining((min(peer, self.rank), max(peer, self.rank)))
+                members = (min(peer, self.rank), max(peer, self.rank))
+                channel = self._joining(members, self._whole)
                 made = Pair(channel, peer, self.rank, self.mailbox)
                 pair = self._pairs.setdefault(peer, made)
         return pair
 
-    def _joining(self, members: tuple[int, ...]) -> Channel:
+    def _joining(self, members: tuple[int, ...], whole: Channel | None) -> Channel:
         return Channel(
             process_group=self._own,
             world=self._world,
@@ -208,6 +211,7 @@ class Group:
             rank=self.rank,
             members=members,
             history=self.history,
+            whole=whole,
         )
 
 
@@ -219,8 +223,7 @@ def _living(reference: Callable[[], Any]) -> Any:
 
 
 def _close(pairs: dict[int, Pair]) -> None:
-    for pair in pairs.values():
-        pair.close()
+    say_farewell(list(pairs.values()))
 
 
 def _nothing() -> None:

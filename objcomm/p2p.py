@@ -1,5 +1,6 @@
 """Messages from one rank to another: send, recv and what belongs to them."""
 
+import functools
 import threading
 from collections.abc import Iterable
 from typing import Any, Literal, overload
@@ -8,7 +9,7 @@ from objcomm.coding import Coding
 from objcomm.collectives import DeviceLike
 from objcomm.config import Allowed
 from objcomm.errand import Errand
-from objcomm.errors import UsageError
+from objcomm.errors import ObjcommError, UsageError
 from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.transport.mailbox import Request
@@ -96,14 +97,15 @@ def send(
     peer = errand.peer(dst, group_dst)
     if peer is None:
         raise UsageError("send: give dst= or group_dst=")
+    pair = None if peer == errand.group.rank else errand.group.pair(peer)
+    errand.begin()
     work = errand.work() if async_op else None
-    if peer == errand.group.rank:
+    if pair is None:
         if work is None:
             errand.keep(obj)
             return None
         work.carry_out(lambda: errand.keep(obj))
         return work
-    pair = errand.group.pair(peer)
     message = errand.message(obj)
     place = pair.order.take()
     if work is None:
@@ -202,6 +204,7 @@ def recv(
         tag=tag,
     )
     peer = errand.peer(src, group_src)
+    errand.begin()
     if async_op:
         return _begin_recv(errand, peer, tag)
     with errand:
@@ -225,7 +228,10 @@ def _begin_recv(errand: Errand, peer: int | None, tag: int | None) -> Work[Any]:
         is_asked.wait()
         job()
 
-    waits.append(errand.ask(request, peer))
+    try:
+        waits.append(errand.ask(request, peer))
+    except ObjcommError as error:
+        work.carry_out(functools.partial(errand.fail, error))
     is_asked.set()
     return work
 
@@ -381,7 +387,7 @@ def sendrecv(
         async_op=True,
     )
     try:
-        return recv(
+        received = recv(
             src,
             group_src=group_src,
             tag=tag if recv_tag is None else recv_tag,
@@ -391,5 +397,8 @@ def sendrecv(
             accept=accept,
             allow=allow,
         )
-    finally:
+    except Exception:  # Ctrl-C is not kept waiting
         sending.wait()
+        raise
+    sending.wait()
+    return received

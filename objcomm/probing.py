@@ -63,8 +63,10 @@ def probe(
         timeout=timeout,
         coding=Coding(None, None, None, None),
         tag=tag,
+        name="probe",
     )
     peer = errand.peer(src, group_src)
+    errand.begin()
     with errand:
         return _envelope(errand, errand.awaited(peer, tag, is_probe=True))
 
@@ -103,16 +105,14 @@ def iprobe(
         timeout=None,
         coding=Coding(None, None, None, None),
         tag=tag,
+        name="iprobe",
     )
     peer = errand.peer(src, group_src)
-    with errand:
-        arrival = errand.group.mailbox.look(peer, tag)
-        if arrival is None:
-            request = Request(peer, tag, is_probe=True, on_end=_nothing)
-            errand.ask(request, peer).end()
-            errand.group.mailbox.withdraw(request, None)
-            arrival = request.arrival
-        return None if arrival is None else _envelope(errand, arrival)
+    # Neither counted nor recorded: a program that asks again and again would see nothing else.
+    request = Request(peer, tag, is_probe=True, on_end=_nothing)
+    errand.ask(request, peer).end()
+    errand.group.mailbox.withdraw(request, None)
+    return None if request.arrival is None else _envelope(errand, request.arrival)
 
 
 def _nothing() -> None:

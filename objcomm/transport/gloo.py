@@ -93,12 +93,13 @@ class GlooLink:
 
     def closed(self) -> Sequence[int]:
         """The peers to whom the connection is closed, on whichever side it began; closes none."""
-        return [peer for peer in self._others() if self._is_closed(peer)]
+        return [peer for peer in self._others() if self.is_closed(peer)]
 
     def _others(self) -> list[int]:
         return [peer for peer in self._places if peer != self.rank]
 
-    def _is_closed(self, peer: int) -> bool:
+    def is_closed(self, peer: int) -> bool:
+        """Whether the connection to one peer is; see ``closed``."""
         try:
             self.recv(empty(1), peer, POKE_TAG)
         except RuntimeError:

@@ -102,7 +102,7 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
         if mesh.verdict is not None or entry not in lane.waits():
             continue
         entry.first_asked = entry.first_asked or asked
-        if not _heed(board, mesh, entry):
+        if not _heed(board, mesh, entry) and not _is_deserted(board, mesh):
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
 
 
@@ -114,6 +114,16 @@ def _heed(board: Board, mesh: Mesh, entry: Entry) -> bool:
     if posted is not None:
         settle(board, mesh, posted)
     return posted is not None
+
+
+def _is_deserted(board: Board, mesh: Mesh) -> bool:
+    """End a mesh whose ranks have not met, if one of them can't come any more."""
+    missing = mesh.missing(board)
+    if missing:
+        mesh.is_deserted = True
+        reason = "it died, exited or lost its network before it sent to or received from this rank"
+        settle(board, mesh, Verdict.of(Cause.LOST, ranks=missing, reason=reason))
+    return bool(missing)
 
 
 def _look_for_conflict(
@@ -252,7 +262,8 @@ def _has_arrived(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> b
 
 def _where(mesh: Mesh, lane: Lane, rank: int, answer: Whereabouts) -> Position:
     state = answer.lane(mesh.name, lane.number)
-    waiting = answer.waiting_of(answer.main_thread if state is None else state.thread)
+    thread = answer.main_thread if state is None or lane.order is not None else state.thread
+    waiting = answer.waiting_of(thread)
     if waiting is None and state is not None and state.now is not None:
         waiting = state  # an asynchronous call, whose thread goes on meanwhile
     if waiting is not None and waiting.now is not None:

@@ -6,6 +6,8 @@ and of several messages that a request admits it takes the one that came first.
 
 from __future__ import annotations  # torch may be built without distributed
 
+import bisect
+import itertools
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 _KEPT_MAX_NBYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Arrival:
     """A message whose first part is here.
 
@@ -35,6 +37,7 @@ class Arrival:
         mesh: over which it came.
         lane: over which it came.
         obj: what this rank sent to itself.
+        number: the mailbox's own, in the order of arrival.
     """
 
     peer: int
@@ -45,6 +48,12 @@ class Arrival:
     mesh: Mesh | None = None
     lane: Lane | None = None
     obj: Any = None
+    number: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it has yet to come."""
+        return self.header is None or self.header.is_all_head
 
     @property
     def origin(self) -> tuple[Header, Mesh, Lane] | None:
@@ -109,14 +118,22 @@ class Mailbox:
             size: number of ranks.
         """
         self._expected = set(range(size)) - {rank}
+        self._sources: dict[int, object] = {}
+        self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._arrived: list[Arrival] = []
         self._requests: list[Request] = []
         self._kept_nbytes: dict[int, int] = {}
 
-    def expect(self, peer: int) -> None:
-        """A rank can send again, after its connection had ended."""
+    def expect(self, peer: int, source: object) -> None:
+        """A rank can send again, after its connection had ended.
+
+        Args:
+            peer: which.
+            source: its new connection: what is told of the end of an older one counts no more.
+        """
         with self._changed:
+            self._sources[peer] = source
             self._expected.add(peer)
 
     def look(self, src: int | None, tag: int | None) -> Arrival | None:
@@ -124,20 +141,38 @@ class Mailbox:
         with self._changed:
             return self._first(Request(src, tag, on_end=_nothing))
 
+    def meet(self, request: Request) -> bool:
+        """Give ``request`` a message that is here; returns whether there was one."""
+        with self._changed:
+            found = self._found(request)
+        if found is not None:
+            request.end(found, None)
+        return found is not None
+
     def ask(self, request: Request) -> None:
         """Give ``request`` a message that is here, or the first that comes and it admits."""
         with self._changed:
-            found = self._first(request)
+            found = self._found(request)
             if found is None:
                 self._requests.append(request)
                 self._changed.notify_all()
-            elif not request.is_probe:
-                self._take(found)
         if found is not None:
             request.end(found, None)
 
+    def _found(self, request: Request) -> Arrival | None:
+        found = self._first(request)
+        if found is not None and not request.is_probe:
+            self._take(found)
+        return found
+
     def deliver(self, arrival: Arrival) -> None:
         """Take a message in."""
+        with self._changed:
+            arrival.number = next(self._numbers)
+        self.give_back(arrival)
+
+    def give_back(self, arrival: Arrival) -> None:
+        """Give a message to whoever waits for it, or put it before all that came later."""
         with self._changed:
             met = [each for each in self._requests if each.admits(arrival.peer, arrival.tag)]
             takers = [each for each in met if not each.is_probe]
@@ -146,16 +181,10 @@ class Mailbox:
             for request in served:
                 self._requests.remove(request)
             if not takers:
-                self._arrived.append(arrival)
+                bisect.insort(self._arrived, arrival, key=_number)
                 self._count(arrival, len(arrival.raw))
         for request in served:
             request.end(arrival, None)
-
-    def give_back(self, arrival: Arrival) -> None:
-        """Put a message back to where it was: before all that came later."""
-        with self._changed:
-            self._arrived.insert(0, arrival)
-            self._count(arrival, len(arrival.raw))
 
     def withdraw(self, request: Request, verdict: Verdict | None) -> bool:
         """End a request without a message; returns whether it was still waiting."""
@@ -166,15 +195,28 @@ class Mailbox:
         request.end(None, verdict)
         return True
 
-    def fail(self, peer: int, verdict: Verdict, *, is_for_any: bool) -> None:
+    def fail(self, peer: int, source: object, verdict: Verdict, *, is_for_any: bool) -> None:
         """End the requests that wait for ``peer`` alone, or also those for any rank.
 
         Those end in any case when there is nobody left.
 
-        What it has sent and nobody took is lost with the connection.
+        Messages that are here whole outlive a connection that nothing can come after. What was
+        begun is lost, and so is all where both ranks begin anew: it belongs to what failed.
+
+        Args:
+            peer: whose connection has ended.
+            source: that connection; nothing happens if there is a newer one.
+            verdict: why.
+            is_for_any: whether requests for any rank end as well.
         """
         with self._changed:
-            lost = [each for each in self._arrived if each.peer == peer]
+            if self._sources.get(peer) is not source:
+                return
+            lost = [
+                each
+                for each in self._arrived
+                if each.peer == peer and (verdict.is_recoverable or not each.is_whole)
+            ]
             for arrival in lost:
                 self._take(arrival)
             self._expected.discard(peer)
@@ -210,6 +252,10 @@ class Mailbox:
 
     def _count(self, arrival: Arrival, nbytes: int) -> None:
         self._kept_nbytes[arrival.peer] = self._kept_nbytes.get(arrival.peer, 0) + nbytes
+
+
+def _number(arrival: Arrival) -> int:
+    return arrival.number
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
 from objcomm.transport.regions import regions
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
-from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
 from objcomm.transport.whereabouts import MEETING
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Mesh:
         link: the connections, once the ranks have met.
         verdict: what ended it.
         number: what headers carry of its nonce, once the ranks have met.
+        is_deserted: whether it ended because a rank that never came is known to be gone.
         failed_meeting: the nonce of the group's last mesh, where not all ranks came to know it.
     """
 
@@ -62,6 +63,7 @@ class Mesh:
         history: History,
         bulletin: Bulletin,
         members: tuple[int, ...],
+        whole: Callable[[], Mesh | None],
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -73,7 +75,9 @@ class Mesh:
         self.link: GlooLink | None = None
         self.verdict: Verdict | None = None
         self.number = 0
+        self.is_deserted = False
         self.failed_meeting = ""
+        self._whole = whole
         self._progress = Progress(rank, members)
         self._connected: Future[GlooLink] = Future()
         self._lock = threading.Lock()
@@ -96,7 +100,27 @@ class Mesh:
     @property
     def can_be_replaced(self) -> bool:
         """Whether the group's next call may make a new mesh, once there is a verdict."""
-        return self.verdict is not None and (self.verdict.is_recoverable or self.link is None)
+        if self.verdict is None or self.is_deserted:
+            return False
+        return self.verdict.is_recoverable or self.link is None
+
+    def missing(self, board: Board) -> tuple[int, ...]:
+        """The members that can't come to meet this rank, because the whole group has lost them.
+
+        Args:
+            board: to ask whether the group's connections were closed for another reason.
+        """
+        whole = self._whole()
+        if self.link is not None or whole is None or whole.link is None:
+            return ()
+        verdict = whole.verdict
+        if verdict is None:
+            gone = tuple(peer for peer in self.others if whole.link.is_closed(peer))
+            verdict = board.look(whole.nonce) if gone else None
+            if verdict is None:
+                return gone
+        is_loss = verdict.cause is Cause.LOST or verdict.reason in FAREWELLS
+        return tuple(peer for peer in self.others if is_loss and peer in verdict.ranks)
 
     def connect(
         self, store: dist.Store, deadline: Deadline, lane: Lane, operation: str, call_site: str

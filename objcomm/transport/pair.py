@@ -8,22 +8,26 @@ and it has no probe.
 
 from __future__ import annotations  # torch may be built without distributed
 
+import contextlib
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from objcomm.admission import Gate
-from objcomm.config import settings
-from objcomm.errors import ObjcommError, TransportError
+from objcomm.config import Settings, settings
+from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, UsageError
 from objcomm.frames import Header, Operation
 from objcomm.transport.base import FOREVER_SECONDS, Deadline, reason_of
+from objcomm.transport.bulletin import Board, StoreSilentError
 from objcomm.transport.mailbox import Arrival, Mailbox
 from objcomm.transport.order import Order
 from objcomm.transport.proposal import proposal_for
-from objcomm.transport.verdict import PROGRAM_ENDED, Cause, Verdict
+from objcomm.transport.verdict import DESTROYED, FAREWELLS, Cause, Verdict
 from objcomm.transport.watch import expect
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from objcomm.transport.channel import Channel
     from objcomm.transport.lane import Lane
     from objcomm.transport.mesh import Mesh
@@ -54,7 +58,8 @@ class Pair:
         self._rank = rank
         self._mailbox = mailbox
         self._lock = threading.Lock()
-        self._listening: Mesh | None = None
+        self._current: Mesh | None = None
+        self._is_listening = False
 
     @property
     def channel(self) -> Channel:
@@ -69,7 +74,33 @@ class Pair:
             ObjcommError: what has closed it since the last call; the next call is served.
             UsageError: the group is destroyed.
         """
-        return self._channel.admit(operation, "", self.order)
+        mesh, lane = self._channel.admit(operation, "", self.order)
+        with self._lock:
+            former = self._current
+            if former is None or (former is not mesh and former.verdict is not None):
+                if former is not None and former.verdict is not None:
+                    _fail(self._mailbox, self.peer, former, former.verdict)
+                self._current, self._is_listening = mesh, False
+                self._mailbox.expect(self.peer, mesh)
+        return mesh, lane
+
+    def admit_among(self, operation: str) -> tuple[Mesh, Lane] | None:
+        """As ``admit`` for a call that others can serve, too; None if this one never will.
+
+        Raises:
+            ObjcommError: the other rank has died since the last call.
+        """
+        try:
+            return self.admit(operation)
+        except BrokenGroupError:
+            return None
+        except UsageError:
+            raise
+        except ObjcommError:
+            mesh = self._channel.mesh
+            if mesh is None or mesh.verdict is None or _concerns_any(mesh.verdict):
+                raise
+            return self.admit(operation) if mesh.can_be_replaced else None
 
     def enter(self, operation: str, deadline: Deadline, call_site: str) -> tuple[Mesh, Lane]:
         """The connection; waits until the other rank has come.
@@ -83,24 +114,29 @@ class Pair:
         self._channel.connect(mesh, lane, operation, deadline, call_site)
         return mesh, lane
 
-    def listen(self, mesh: Mesh, lane: Lane) -> None:
-        """See to it that what the other rank sends is taken in, or said to be lost."""
+    def listen(self, mesh: Mesh, lane: Lane) -> bool:
+        """See to it that what the other rank sends is taken in, or said to be lost.
+
+        Returns:
+            False if that mesh has ended, and another one stands in its place.
+        """
         with self._lock:
-            is_new = self._listening is not mesh
-            self._listening = mesh
-        if is_new:
+            is_current = self._current is mesh
+            begins = is_current and not self._is_listening
+            self._is_listening |= begins
+        if begins:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
-            self._mailbox.expect(self.peer)
             listener = threading.Thread(
                 target=_listen,
-                args=(mesh, lane, self.peer, self._mailbox),
+                args=(mesh, lane, self.peer, self._mailbox, settings()),
                 name="objcomm-listen",
                 daemon=True,
             )
             expect(mesh, listener)
             listener.start()
         elif mesh.verdict is not None:
-            _fail(self._mailbox, self.peer, mesh.verdict)
+            _fail(self._mailbox, self.peer, mesh, mesh.verdict)
+        return is_current
 
     def absolve(self, verdict: Verdict) -> None:
         """A call has raised a verdict: the next one need not."""
@@ -109,16 +145,30 @@ class Pair:
             for lane in tuple(mesh.lanes.values()):
                 lane.owes = False
 
-    def close(self) -> None:
-        """End what waits: the group is no more."""
-        mesh = self._channel.mesh
-        if mesh is not None:
-            reason = "the process group was destroyed"
-            verdict = Verdict.of(Cause.LEFT, ranks=(self._rank,), reason=reason)
-            mesh.stop(verdict._replace(is_store_silent=True))
+
+def say_farewell(pairs: Iterable[Pair]) -> None:
+    """End the connections of a group that is no more, and let the other ranks know why."""
+    verdicts: dict[Mesh, Verdict] = {}
+    for pair in pairs:
+        mesh = pair.channel.mesh
+        if mesh is not None and mesh.verdict is None:
+            verdicts[mesh] = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
+
+    def tell(board: Board) -> None:
+        for mesh, verdict in verdicts.items():
+            if mesh.link is not None:
+                board.propose(mesh.nonce, verdict)
+                board.acknowledge(mesh.nonce, len(mesh.members))
+
+    # All in one: where the world has gone as well, the bulletin does no second job.
+    for bulletin in {mesh.bulletin for mesh in verdicts}:
+        with contextlib.suppress(StoreSilentError):
+            bulletin.call(tell)
+    for mesh, verdict in verdicts.items():
+        mesh.stop(verdict._replace(is_store_silent=True))
 
 
-def _listen(mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox) -> None:
+def _listen(mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox, chosen: Settings) -> None:
     """Until the connection ends; keeps no group alive."""
     try:
         link = mesh.connections
@@ -126,13 +176,15 @@ def _listen(mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox) -> None:
         while mesh.verdict is None:
             mailbox.await_room(peer, lambda: mesh.verdict is not None, _LOOK_SECONDS)
             standing.pending.wait(timedelta(seconds=FOREVER_SECONDS))
-            header = _judged(mesh, lane, peer, standing.raw)
+            header = _judged(mesh, lane, peer, standing.raw, chosen)
             raw = bytes(memoryview(standing.raw)[: header.head_nbytes])
-            standing.post()
-            lane.taken += 1
             nbytes = header.head_nbytes + header.payload_nbytes
             nbytes += 0 if header.is_inline else header.body_nbytes
-            mailbox.deliver(Arrival(peer, header.tag, nbytes, header, raw, mesh, lane))
+            try:
+                standing.post()
+            finally:  # the peer may have left after this message: its right
+                lane.taken += 1
+                mailbox.deliver(Arrival(peer, header.tag, nbytes, header, raw, mesh, lane))
     except ObjcommError as error:
         mesh.settle(proposal_for(error, mesh.rank))
     except RuntimeError as error:
@@ -141,16 +193,18 @@ def _listen(mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox) -> None:
     except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
         mesh.settle(proposal_for(error, mesh.rank))
     if mesh.verdict is not None:
-        _fail(mailbox, peer, mesh.verdict)
+        _fail(mailbox, peer, mesh, mesh.verdict)
 
 
-def _judged(mesh: Mesh, lane: Lane, peer: int, raw: bytearray) -> Header:
+def _judged(mesh: Mesh, lane: Lane, peer: int, raw: bytearray, chosen: Settings) -> Header:
     """The header of what arrived.
 
     Raises:
         ObjcommError: it is not the peer's next message to this rank.
     """
-    gate = Gate(settings(), mesh.nonce, mesh.rank)
+    # A key that holds in a block only is known to the thread that began to listen in it.
+    current = settings()
+    gate = Gate(chosen if current.secret is None else current, mesh.nonce, mesh.rank)
     expected = Header(
         operation=Operation.SEND,
         sender=peer,
@@ -165,12 +219,16 @@ def _judged(mesh: Mesh, lane: Lane, peer: int, raw: bytearray) -> Header:
     return header
 
 
-def _fail(mailbox: Mailbox, peer: int, verdict: Verdict) -> None:
-    """End the requests that wait for a peer that is gone.
+def _fail(mailbox: Mailbox, peer: int, mesh: Mesh, verdict: Verdict) -> None:
+    """End the requests that wait for a peer that is gone."""
+    mailbox.fail(peer, mesh, verdict, is_for_any=_concerns_any(verdict))
 
-    Who waits for any rank can still be served by the others after a program's regular end, and
-    after what concerned two ranks only.
+
+def _concerns_any(verdict: Verdict) -> bool:
+    """Whether it ends a wait for any rank.
+
+    The others can still serve it after a program's regular end, and after what concerned two ranks
+    only.
     """
-    is_for_any = verdict.cause in (Cause.LOST, Cause.LEFT, Cause.FAILED)
-    is_for_any = is_for_any and verdict.reason != PROGRAM_ENDED
-    mailbox.fail(peer, verdict, is_for_any=is_for_any)
+    is_grave = verdict.cause in (Cause.LOST, Cause.LEFT, Cause.FAILED)
+    return is_grave and verdict.reason not in FAREWELLS

@@ -34,6 +34,12 @@ class Cause(IntEnum):
 #: The reason of a rank that has left because it had nothing more to do.
 PROGRAM_ENDED = "its program has ended"
 
+#: The reason of one that has destroyed its process group.
+DESTROYED = "it destroyed its process group"
+
+#: After these a rank has nothing more to say, and nothing is wrong.
+FAREWELLS = frozenset({PROGRAM_ENDED, DESTROYED})
+
 #: After these all ranks live and know it, so they can meet again.
 _RECOVERABLE = frozenset({Cause.DESYNC, Cause.REFUSED, Cause.FAILED})
 

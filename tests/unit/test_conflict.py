@@ -1,5 +1,7 @@
 """Which waits can never end: reasoning on whereabouts, without any process."""
 
+from typing import Any
+
 import pytest
 
 from objcomm.frames import Operation
@@ -192,3 +194,146 @@ def test_an_earlier_mesh_is_not_compared() -> None:
         1: [lane("a", step(0), nonce="old")],
     }
     assert conflict_of(ranks) is None
+
+
+# Messages from rank to rank: any thread may send, so a wait for one is in vain only where the
+# other process has a single thread, which waits itself.
+
+
+def pair(
+    *ranks: int,
+    waits: int = Operation.NONE,
+    awaits: int = -1,
+    sent: int = 0,
+    taken: int = 0,
+    waiter: int = MAIN,
+    since: float = 0.0,
+) -> LaneState:
+    """The lane of two ranks; ``waits`` is the operation that is under way, if any is."""
+    name = f"world, ranks {min(ranks)}-{max(ranks)}"
+    now = None if waits == Operation.NONE else step(0, waits)
+    who = waiter if now is not None else 0
+    return LaneState(name, name, 0, OTHER, who, sent, taken, now, awaits, since, 1.0, ())
+
+
+def recv(mine: int, src: int, **fields: Any) -> LaneState:
+    return pair(mine, src, waits=Operation.RECV, awaits=src, **fields)
+
+
+def send(mine: int, dst: int, **fields: Any) -> LaneState:
+    return pair(mine, dst, waits=Operation.SEND, awaits=dst, **fields)
+
+
+def conflict_among(
+    ranks: dict[int, list[LaneState]], start: int = 0, *, threaded: tuple[int, ...] = ()
+) -> Conflict | None:
+    """As ``conflict_of``; processes have one thread but for those that are listed."""
+    known = {
+        rank: Whereabouts(1, MAIN, tuple(lanes), is_single=rank not in threaded)
+        for rank, lanes in ranks.items()
+    }
+    return find_conflict(start, known[start], ranks[start][0], known.get)
+
+
+def is_circle(ranks: dict[int, list[LaneState]]) -> bool:
+    """Whether each of the ranks finds the circle of all of them."""
+    found = [conflict_among(ranks, rank) for rank in ranks]
+    return all(
+        each is not None
+        and each.reason == "each waits for another"
+        and {rank for rank, _, _ in each.found} == set(ranks)
+        for each in found
+    )
+
+
+@pytest.mark.parametrize("operation", [Operation.RECV, Operation.SEND])
+def test_two_that_wait_for_each_others_messages(operation: Operation) -> None:
+    mine, theirs = (pair(0, 1, waits=operation, awaits=other) for other in (1, 0))
+    assert is_circle({0: [mine], 1: [theirs]})
+
+
+def test_a_message_under_way_is_no_conflict() -> None:
+    """Rank 1 has sent, and waits for an answer; the bytes are not here yet."""
+    ranks = {0: [recv(0, 1, taken=2)], 1: [recv(1, 0, sent=3)]}
+    assert conflict_among(ranks) is None
+    assert conflict_among(ranks, 1) is None
+    assert is_circle({0: [recv(0, 1, taken=3)], 1: [recv(1, 0, sent=3)]})
+
+
+def test_a_large_message_that_waits_for_its_receiver_is_no_help_to_another_tag() -> None:
+    """Its head has come, and rank 0 waits for another one."""
+    assert is_circle({0: [recv(0, 1, taken=1)], 1: [send(1, 0, sent=1)]})
+
+
+def test_a_large_message_that_is_being_taken_in_awaits_nobody() -> None:
+    taking = recv(0, 1, taken=1)._replace(awaits=-1)
+    ranks = {0: [taking], 1: [send(1, 0, sent=1)]}
+    assert conflict_among(ranks) is None
+    assert conflict_among(ranks, 1) is None
+
+
+def test_a_second_thread_there_may_still_send() -> None:
+    ranks = {0: [recv(0, 1)], 1: [recv(1, 0)]}
+    assert conflict_among(ranks, threaded=(1,)) is None
+    assert conflict_among(ranks, threaded=(0,)) is None
+    assert conflict_among(ranks) is not None
+
+
+def test_what_no_thread_waits_for_is_no_wait() -> None:
+    """Rank 1 has begun to receive and computes."""
+    assert conflict_among({0: [recv(0, 1)], 1: [recv(1, 0, waiter=0)]}) is None
+
+
+def test_a_message_and_a_collective() -> None:
+    assert is_circle({0: [recv(0, 1)], 1: [lane("world", step(3), awaits=0)]})
+    assert is_circle({0: [send(0, 1)], 1: [meeting("world", awaits=0)]})
+
+
+def test_a_message_and_a_collective_that_is_served() -> None:
+    """Rank 0 has been in call 3 and has gone on to its ``recv``: what it sent is on the way."""
+    ranks = {
+        0: [recv(0, 1), lane("world", step(3))],
+        1: [lane("world", step(3), awaits=0)],
+    }
+    assert conflict_among(ranks) is None
+    assert conflict_among(ranks, 1) is None
+
+
+def test_a_collective_that_waits_for_a_slow_third_rank() -> None:
+    ranks = {0: [recv(0, 1)], 1: [lane("world", step(3), awaits=2)], 2: []}
+    assert conflict_among(ranks) is None
+
+
+def test_a_circle_of_three_through_messages_and_a_collective() -> None:
+    ranks = {
+        0: [recv(0, 1, since=1.0)],
+        1: [send(1, 2, since=2.0)],
+        2: [lane("world", step(3), awaits=0, since=3.0)],
+    }
+    assert is_circle(ranks)
+    ranks[1] = [send(1, 2, waiter=0)]
+    assert conflict_among(ranks) is None
+
+
+def test_a_ring_of_receives() -> None:
+    ranks = {rank: [recv(rank, (rank + 1) % 3)] for rank in range(3)}
+    assert is_circle(ranks)
+    ranks[2] = [recv(2, 0, sent=1)]  # towards rank 0 that is not the same pair's lane
+    assert is_circle(ranks)
+    ranks[0].append(pair(0, 2, sent=1))  # but this is: rank 0 has sent what rank 2 waits for
+    for rank in range(3):
+        assert conflict_among(ranks, rank) is None
+
+
+def test_who_waits_for_any_rank_is_in_no_circle() -> None:
+    anybody = recv(0, 1)._replace(awaits=-1)
+    ranks = {0: [anybody], 1: [recv(1, 0)]}
+    assert conflict_among(ranks) is None
+    assert conflict_among(ranks, 1) is None
+
+
+def test_numbers_of_messages_are_not_compared() -> None:
+    """Each direction counts by itself."""
+    mine = recv(0, 1, taken=4, sent=9)
+    theirs = pair(0, 1, sent=5, taken=9)
+    assert conflict_among({0: [mine], 1: [theirs]}) is None

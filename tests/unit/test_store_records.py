@@ -44,6 +44,7 @@ WHEREABOUTS = Whereabouts(
         LaneState("dp", "", 5, 2, 2, 0, 3, None, -1, 0.0, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
     ),
     (Conflict("each waits for another", ((3, STATE, CALL), (4, STATE, CALL)), is_told=True),),
+    is_single=True,
 )
 
 
@@ -84,6 +85,15 @@ def test_whereabouts_are_the_same_after_their_way_through_the_store() -> None:
     assert got.lane("world", 0) == WHEREABOUTS.lanes[0]
     assert got.waiting_of(1) == WHEREABOUTS.lanes[0]
     assert got.waiting_of(2) is None
+    assert got.is_single
+    assert (got.lanes[0].taken, got.lanes[1].taken) == (-1, 3)
+    other = WHEREABOUTS._replace(is_single=False)
+    assert Whereabouts.unpack(other.pack()) == other
+
+
+def test_nobody_waits_for_a_call_that_no_thread_waits_for() -> None:
+    unwaited = STATE._replace(waiter=0)
+    assert WHEREABOUTS._replace(lanes=(unwaited,)).waiting_of(0) is None
 
 
 RECORDS = [WHEREABOUTS.pack(), *[verdict.pack() for verdict, _ in VERDICTS.values()]]

@@ -1,0 +1,296 @@
+"""Which message goes to whom, without any rank: matching, probes, ends, and what one may keep."""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objcomm.frames import Header, Operation
+from objcomm.transport import mailbox as module
+from objcomm.transport.mailbox import Arrival, Mailbox, Request
+from objcomm.transport.verdict import Cause, Verdict
+
+LOST = Verdict.of(Cause.LOST, ranks=(1,), reason="it died")
+DESYNC = Verdict.of(Cause.DESYNC, reason="each waits for another")
+
+#: Stands for a connection to rank 1.
+FIRST = object()
+
+
+def arrival(peer: int, tag: int = 0, obj: Any = None) -> Arrival:
+    return Arrival(peer, tag, 0, obj=obj)
+
+
+@dataclass
+class Asked:
+    """A request, and how often it was ended."""
+
+    src: int | None = None
+    tag: int | None = 0
+    is_probe: bool = False
+    ends: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.request = Request(
+            self.src, self.tag, is_probe=self.is_probe, on_end=lambda: self.ends.append(1)
+        )
+
+    @property
+    def got(self) -> Any:
+        assert len(self.ends) == 1
+        assert self.request.arrival is not None
+        return self.request.arrival.obj
+
+
+def filled(*arrivals: Arrival) -> Mailbox:
+    box = Mailbox(0, 4)
+    box.expect(1, FIRST)
+    for each in arrivals:
+        box.deliver(each)
+    return box
+
+
+def ask(
+    box: Mailbox, src: int | None = None, tag: int | None = 0, *, is_probe: bool = False
+) -> Asked:
+    asked = Asked(src, tag, is_probe)
+    box.ask(asked.request)
+    return asked
+
+
+def test_the_first_message_that_fits_is_taken() -> None:
+    box = filled(arrival(1, 5, "a"), arrival(2, 0, "b"), arrival(1, 0, "c"), arrival(1, 0, "d"))
+    assert ask(box, 1).got == "c"
+    assert ask(box, None, None).got == "a"
+    assert ask(box).got == "b"
+    assert ask(box, 1).got == "d"
+    assert ask(box, None, None).ends == []
+
+
+def test_of_several_requests_the_first_gets_the_message() -> None:
+    box = filled()
+    others, first, second = ask(box, 2), ask(box, None, None), ask(box, 1)
+    box.deliver(arrival(1, 0, "a"))
+    assert first.got == "a"
+    box.deliver(arrival(1, 0, "b"))
+    assert second.got == "b"
+    assert others.ends == []
+
+
+def test_a_probe_sees_a_message_and_leaves_it() -> None:
+    box = filled()
+    before, taker, behind = ask(box, 1, is_probe=True), ask(box, 1), ask(box, 1, is_probe=True)
+    box.deliver(arrival(1, 0, "a"))
+    assert before.got == taker.got == "a"
+    assert behind.ends == []
+    box.deliver(arrival(1, 0, "b"))
+    assert behind.got == "b"
+    assert ask(box, 1, is_probe=True).got == "b"
+    assert ask(box, 1).got == "b"
+
+
+def test_to_meet_takes_what_is_here_and_asks_for_nothing() -> None:
+    box = filled(arrival(1, 0, "a"))
+    hit, miss = Asked(1), Asked(1)
+    assert box.meet(hit.request)
+    assert hit.got == "a"
+    assert not box.meet(miss.request)
+    box.deliver(arrival(1, 0, "b"))
+    assert miss.ends == []
+    assert ask(box, 1).got == "b"
+
+
+def test_what_is_given_back_is_before_what_came_later_and_behind_what_came_before() -> None:
+    box = filled(arrival(1, 7, "older"))
+    taken = ask(box, 1, 0)
+    box.deliver(arrival(1, 0, "mine"))
+    box.deliver(arrival(1, 0, "later"))
+    assert taken.request.arrival is not None
+    box.give_back(taken.request.arrival)
+    assert [ask(box, 1, None).got for _ in range(3)] == ["older", "mine", "later"]
+
+
+def test_what_is_given_back_serves_who_waits() -> None:
+    box = filled()
+    taken, waiting = ask(box, 1), ask(box, 1)
+    box.deliver(arrival(1, 0, "a"))
+    assert taken.request.arrival is not None
+    box.give_back(taken.request.arrival)
+    assert waiting.got == "a"
+
+
+def test_a_withdrawn_request_takes_nothing() -> None:
+    box = filled()
+    asked = ask(box, 1)
+    assert box.withdraw(asked.request, LOST)
+    assert asked.request.verdict is LOST
+    assert not box.withdraw(asked.request, DESYNC)
+    box.deliver(arrival(1, 0, "a"))
+    assert len(asked.ends) == 1
+    assert asked.request.arrival is None
+    assert ask(box, 1).got == "a"
+
+
+def test_a_failure_ends_who_waits_for_that_rank_or_for_any() -> None:
+    box = filled()
+    alone, anybody, other = ask(box, 1), ask(box), ask(box, 2)
+    box.fail(1, FIRST, LOST, is_for_any=False)
+    assert (alone.request.verdict, len(alone.ends)) == (LOST, 1)
+    assert (anybody.ends, other.ends) == ([], [])
+    box.fail(1, FIRST, LOST, is_for_any=True)
+    assert anybody.request.verdict is LOST
+    assert other.ends == []
+
+
+def test_who_waits_for_any_rank_ends_with_the_last_one() -> None:
+    box = filled()
+    for peer in (2, 3):
+        box.expect(peer, FIRST)
+    asked = ask(box)
+    for peer in (3, 1):
+        box.fail(peer, FIRST, LOST, is_for_any=False)
+        assert asked.ends == []
+    box.fail(2, FIRST, LOST, is_for_any=False)
+    assert asked.request.verdict is LOST
+
+
+def test_the_end_of_an_earlier_connection_counts_no_more() -> None:
+    box = filled()
+    second = object()
+    box.expect(1, second)
+    box.deliver(arrival(1, 0, "new"))
+    asked = ask(box, 1, 5)
+    box.fail(1, FIRST, LOST, is_for_any=True)
+    assert asked.ends == []
+    assert ask(box, 1).got == "new"
+    box.fail(1, second, LOST, is_for_any=True)
+    assert asked.request.verdict is LOST
+
+
+def header(*, body_nbytes: int) -> Header:
+    return Header(operation=Operation.SEND, sender=1, body_nbytes=body_nbytes)
+
+
+@pytest.mark.parametrize(("verdict", "stays"), [(LOST, True), (DESYNC, False)])
+def test_a_whole_message_outlives_its_senders_end_but_no_new_beginning(
+    verdict: Verdict, *, stays: bool
+) -> None:
+    large = Arrival(1, 3, 0, header(body_nbytes=1 << 20))
+    small = Arrival(1, 4, 0, header(body_nbytes=10))
+    assert (large.is_whole, small.is_whole) == (False, True)
+    box = filled(large, small, arrival(2, 0, "another's"))
+    box.fail(1, FIRST, verdict, is_for_any=True)
+    assert box.look(1, 3) is None
+    assert box.look(1, 4) is (small if stays else None)
+    assert ask(box).got == "another's"
+
+
+def test_a_sender_waits_while_its_share_is_full_until_somebody_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 100)
+    box = filled()
+
+    def has_room(peer: int) -> bool:
+        looks = iter([False, False, True])
+        box.await_room(peer, lambda: next(looks), 0.01)
+        return next(looks, None) is not None
+
+    for _ in range(3):
+        assert has_room(1)
+        box.deliver(Arrival(1, 7, 0, raw=bytes(40)))
+    assert not has_room(1)
+    assert has_room(2)
+    asked = ask(box, 2)
+    assert not has_room(1)
+    wanted = ask(box, 1)
+    assert has_room(1)
+    box.withdraw(wanted.request, None)
+    assert not has_room(1)
+    ask(box, 1, 7)
+    assert has_room(1)
+    assert asked.ends == []
+
+
+def test_a_request_wakes_a_sender_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
+    box = filled(Arrival(1, 7, 0, raw=bytes(40)))
+    waiting = threading.Thread(target=box.await_room, args=(1, lambda: False, 1000.0))
+    waiting.start()
+    ask(box, 1, 8)
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+class Model:
+    """What a mailbox does, in the fewest words: two lists, searched from the front."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[int, int, int]] = []
+        self.requests: list[tuple[int, int | None, int | None]] = []
+        self.served: dict[int, int] = {}
+
+    @staticmethod
+    def fits(src: int | None, tag: int | None, message: tuple[int, int, int]) -> bool:
+        return src in (None, message[0]) and tag in (None, message[1])
+
+    def send(self, message: tuple[int, int, int]) -> None:
+        for request in self.requests:
+            if self.fits(*request[1:], message):
+                self.requests.remove(request)
+                self.served[request[0]] = message[2]
+                return
+        self.messages.append(message)
+
+    def ask(self, number: int, src: int | None, tag: int | None) -> None:
+        for message in self.messages:
+            if self.fits(src, tag, message):
+                self.messages.remove(message)
+                self.served[number] = message[2]
+                return
+        self.requests.append((number, src, tag))
+
+
+SENDS = st.tuples(st.just("send"), st.integers(1, 3), st.integers(0, 2))
+ASKS = st.tuples(st.just("ask"), st.none() | st.integers(1, 3), st.none() | st.integers(0, 2))
+WITHDRAWALS = st.tuples(st.just("withdraw"), st.integers(0, 20), st.none())
+PROBES = st.tuples(st.just("probe"), st.none() | st.integers(1, 3), st.none() | st.integers(0, 2))
+
+
+@given(st.lists(SENDS | ASKS | WITHDRAWALS | PROBES, max_size=40))
+def test_any_sequence_gives_what_a_simple_model_gives(
+    steps: list[tuple[str, int | None, int | None]],
+) -> None:
+    box, model = Mailbox(0, 4), Model()
+    asked: dict[int, Asked] = {}
+    for number, (what, who, tag) in enumerate(steps):
+        if what == "send":
+            assert who is not None
+            assert tag is not None
+            box.deliver(arrival(who, tag, number))
+            model.send((who, tag, number))
+        elif what == "ask":
+            asked[number] = ask(box, who, tag)
+            model.ask(number, who, tag)
+        elif what == "probe":
+            found = box.look(who, tag)
+            want = next((each for each in model.messages if model.fits(who, tag, each)), None)
+            assert (found and found.obj) == (want and want[2])
+        elif asked:
+            chosen = sorted(asked)[(who or 0) % len(asked)]
+            was_waiting = box.withdraw(asked[chosen].request, None)
+            still = [each for each in model.requests if each[0] == chosen]
+            assert was_waiting == bool(still)
+            model.requests = [each for each in model.requests if each[0] != chosen]
+    served = {
+        number: each.got
+        for number, each in asked.items()
+        if each.ends and each.request.arrival is not None
+    }
+    assert served == model.served
+    while (left := ask(box, None, None)).ends:
+        assert left.got == model.messages.pop(0)[2]
+    assert model.messages == []
