@@ -26,6 +26,7 @@ from objcomm.transport.order import Place
 from objcomm.transport.pair import Pair
 from objcomm.transport.regions import regions
 from objcomm.transport.verdict import Verdict
+from objcomm.transport.watch import end_elsewhere
 from objcomm.turn import Turn
 from objcomm.work import Work
 from objcomm.world import GroupLike, resolve
@@ -130,7 +131,7 @@ class Errand:
             held.enter_context(place)
             if self._deadline.has_passed:  # while those before waited for the other rank
                 raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
-            mesh, lane = pair.enter(self._name, self._deadline, self.entry.header.call_site)
+            mesh, lane = pair.enter(self._deadline, self.entry)
             exchange = self._joined(mesh, lane, lane.sequence)
             with Turn(mesh, lane, exchange, self._deadline):
                 lane.sequence += 1
@@ -227,6 +228,7 @@ class Errand:
         if request.verdict is not None:
             for pair in self._pairs(request.src):
                 pair.absolve(request.verdict)
+            end_elsewhere(request.verdict)
             raise request.verdict.error(self._name, self.entry.header.position)
         if request.arrival is None:
             raise UsageError(f"{self._name}: it was interrupted")
@@ -317,8 +319,14 @@ class Waits:
 
     def end(self) -> None:
         """It is over."""
+        # The history keeps the entry, and this would keep the message.
+        self._entry.withdraw = _nothing
         for lane in self._lanes:
             lane.end(self._entry)
+
+
+def _nothing(_: object) -> None:
+    """Withdraws what has ended."""
 
 
 class _Signal:

@@ -92,7 +92,9 @@ class Group:
         self._pairs: dict[int, Pair] = {}  # by the other rank
         if process_group is not None:
             # Its end, not this object's: whoever still waits for a message holds this one.
-            weakref.finalize(process_group, _close, self._pairs).atexit = False  # the watcher's
+            weakref.finalize(
+                process_group, _close, self._pairs, self.crew
+            ).atexit = False  # the watcher's
 
     def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
         """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
@@ -222,8 +224,9 @@ def _living(reference: Callable[[], Any]) -> Any:
     return process_group
 
 
-def _close(pairs: dict[int, Pair]) -> None:
+def _close(pairs: dict[int, Pair], crew: Crew) -> None:
     say_farewell(list(pairs.values()))
+    crew.close()
 
 
 def _nothing() -> None:

@@ -56,12 +56,14 @@ class Entry:
         regions: the keys of the ``fail_together`` blocks around it.
         waiter: the thread that can do nothing else before it ends; 0 if there is none.
         is_served: whether what it waits for is under way.
+        caller: the call that this one is part of; None if it is none's.
         withdraw: ends it by a verdict that ends nothing else; None where there is no such way.
     """
 
     __slots__ = (
         "awaits",
         "began",
+        "caller",
         "codec",
         "first_asked",
         "has_expired",
@@ -102,6 +104,7 @@ class Entry:
         self.regions: tuple[str, ...] = ()
         self.waiter = 0
         self.is_served = False
+        self.caller: Entry | None = None
         self.withdraw: Callable[[Any], object] | None = None
 
     @property

@@ -9,7 +9,7 @@ from objcomm.coding import Coding
 from objcomm.collectives import DeviceLike
 from objcomm.config import Allowed
 from objcomm.errand import Errand
-from objcomm.errors import ObjcommError, UsageError
+from objcomm.errors import BrokenGroupError, ObjcommError, UsageError
 from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.transport.mailbox import Request
@@ -397,8 +397,13 @@ def sendrecv(
             accept=accept,
             allow=allow,
         )
-    except Exception:  # Ctrl-C is not kept waiting
-        sending.wait()
+    except ObjcommError as error:  # Ctrl-C is not kept waiting
+        try:
+            sending.wait()
+        except ObjcommError as other:
+            # Of two that fail for one reason, one says only that the other did.
+            if isinstance(error, BrokenGroupError):
+                raise other from error
         raise
     sending.wait()
     return received

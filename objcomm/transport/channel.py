@@ -22,7 +22,7 @@ from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from objcomm.history import History
+    from objcomm.history import Entry, History
     from objcomm.transport.order import Order
     from objcomm.transport.verdict import Verdict
 
@@ -119,10 +119,17 @@ class Channel:
         return mesh, lane
 
     def connect(
-        self, mesh: Mesh, lane: Lane, operation: str, deadline: Deadline, call_site: str
+        self,
+        mesh: Mesh,
+        lane: Lane,
+        operation: str,
+        deadline: Deadline,
+        call_site: str,
+        *,
+        caller: Entry | None = None,
     ) -> None:
-        """Wait until every member has come and ``mesh`` is connected."""
-        mesh.connect(self.store(), deadline, lane, operation, call_site)
+        """Wait until every member has come and ``mesh`` is connected; see ``Mesh.connect``."""
+        mesh.connect(self.store(), deadline, lane, operation, call_site, caller=caller)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -143,11 +150,10 @@ class Channel:
         mesh = self._mesh
         if mesh is None or mesh.settle(verdict).name != verdict.name:
             return
-        thread = threading.current_thread()
         with self._lock:
             for name, lane in mesh.lanes.items():
-                if lane.owner is thread:
-                    lane.owes = False
+                lane.absolve()
+                if not lane.owes:
                     self._owed.pop(name, None)
 
     def store(self) -> dist.Store:

@@ -54,7 +54,8 @@ def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
     entries = list(lane.past)
     order = lane.order
     if order is not None:
-        next_sequence, waiter = lane.sequence + order.waiting, 0 if entry is None else entry.waiter
+        next_sequence = lane.sequence + order.waiting
+        waiter = 0 if entry is None else (entry.caller or entry).waiter
     elif entry is not None:
         next_sequence, waiter = entry.header.sequence + 1, lane.waiting_thread
     else:

@@ -77,6 +77,11 @@ class Lane:
         else:
             self.errands.discard(entry)
 
+    def absolve(self) -> None:
+        """The calling thread has raised what ended the link, so this lane's next call need not."""
+        if self.order is not None or self.owner is threading.current_thread():
+            self.owes = False
+
     def waits(self) -> list[Entry]:
         """All calls that wait just now."""
         entry = self.entry

@@ -104,7 +104,8 @@ class Request:
     def end(self, arrival: Arrival | None, verdict: Verdict | None) -> None:
         """Let its maker know."""
         self.arrival, self.verdict = arrival, verdict
-        self._on_end()
+        on_end, self._on_end = self._on_end, _nothing  # it may hold this request
+        on_end()
 
 
 class Mailbox:

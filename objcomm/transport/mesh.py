@@ -123,7 +123,14 @@ class Mesh:
         return tuple(peer for peer in self.others if is_loss and peer in verdict.ranks)
 
     def connect(
-        self, store: dist.Store, deadline: Deadline, lane: Lane, operation: str, call_site: str
+        self,
+        store: dist.Store,
+        deadline: Deadline,
+        lane: Lane,
+        operation: str,
+        call_site: str,
+        *,
+        caller: Entry | None = None,
     ) -> GlooLink:
         """Meet the other ranks and connect to each; every rank must call this.
 
@@ -135,12 +142,14 @@ class Mesh:
             lane: the calling thread's.
             operation: which call needs the connections.
             call_site: the user's line that made it.
+            caller: that call, where another thread may wait for it.
 
         Raises:
             ObjcommError: the verdict, for instance that some ranks did not come.
         """
         header = Header(sender=self.rank, sequence=MEETING, lane=lane.number, call_site=call_site)
         entry = Entry(header, operation, lane=lane.name)
+        entry.caller = caller
         self.history.add_meeting(entry)
         deadline.apply(entry)
         self._progress.watch(entry)

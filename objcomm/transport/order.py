@@ -74,6 +74,7 @@ class Crew:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
+        self._is_closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
         """Do ``job``, which must not raise, soon."""
@@ -83,6 +84,14 @@ class Crew:
         self._jobs.put(job)
         if not has_idle:
             threading.Thread(target=self._run, name="objcomm-crew", daemon=True).start()
+
+    def close(self) -> None:
+        """Let each thread end after its job; what comes later is still done."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, 0
+        for _ in range(idle):
+            self._jobs.put(_nothing)
 
     def _run(self) -> None:
         while True:
@@ -97,4 +106,10 @@ class Crew:
             job()
             del job  # it holds the caller's objects
             with self._lock:
+                if self._is_closed:
+                    return
                 self._idle += 1
+
+
+def _nothing() -> None:
+    """Wakes an idle thread."""

@@ -28,6 +28,7 @@ from objcomm.transport.watch import expect
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from objcomm.history import Entry
     from objcomm.transport.channel import Channel
     from objcomm.transport.lane import Lane
     from objcomm.transport.mesh import Mesh
@@ -102,16 +103,18 @@ class Pair:
                 raise
             return self.admit(operation) if mesh.can_be_replaced else None
 
-    def enter(self, operation: str, deadline: Deadline, call_site: str) -> tuple[Mesh, Lane]:
+    def enter(self, deadline: Deadline, call: Entry) -> tuple[Mesh, Lane]:
         """The connection; waits until the other rank has come.
 
         Raises:
             TransportTimeout: it did not come.
             ObjcommError: as ``admit``.
         """
-        mesh, lane = self.admit(operation)
+        mesh, lane = self.admit(call.operation)
         self.listen(mesh, lane)
-        self._channel.connect(mesh, lane, operation, deadline, call_site)
+        if mesh.link is None:
+            place = call.header.call_site
+            self._channel.connect(mesh, lane, call.operation, deadline, place, caller=call)
         return mesh, lane
 
     def listen(self, mesh: Mesh, lane: Lane) -> bool:

@@ -157,6 +157,7 @@ def _wait_for(store: dist.Store, key: str, progress: Progress) -> str:
     while not store.check([key]):
         progress.await_rank(0)
         pause = _sleep(pause)
+    progress.await_rank(0)  # an answer may have come to who had given up
     return store.get(key).decode()
 
 

@@ -293,7 +293,7 @@ def end_elsewhere(verdict: Verdict) -> None:
     for mesh in _watchers.watcher().named(verdict.meshes):
         mesh.stop(verdict)
         for lane in tuple(mesh.lanes.values()):
-            lane.owes = lane.owes and lane.owner is not threading.current_thread()
+            lane.absolve()
 
 
 class interruptible:  # noqa: N801  # used as a function, like contextlib's

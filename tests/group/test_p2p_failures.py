@@ -1,0 +1,660 @@
+"""Messages from rank to rank when something is wrong: who raises what, and what is not lost."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import (
+    BrokenGroupError,
+    CollectiveError,
+    DecodeError,
+    DesyncError,
+    TransportError,
+    TransportTimeout,
+)
+from tests.group.helpers import (
+    RefusesToArrive,
+    RefusesToPickle,
+    assert_group_works,
+    subgroup,
+    tell_all,
+    when_main_thread_waits,
+)
+from tests.ranks import ranks
+from tests.workers import here
+
+# Promised within 2 s; a loaded machine gets more.
+SOON_S = 6.0
+
+LARGE = bytes(3_000_000)
+
+
+def assert_pair_works() -> None:
+    """Ranks 0 and 1 still talk, with small and large messages."""
+    if here().rank < 2:
+        other = 1 - here().rank
+        for obj in (here().rank, bytes([here().rank]) * 200_000):
+            assert len(str(objcomm.sendrecv(obj, other, other, tag=77))) == len(str(obj))
+
+
+def error_in(kind: type[Exception], call: Callable[[], Any]) -> Any:
+    """The error that a call must raise, soon."""
+    began = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    assert time.monotonic() - began < SOON_S
+    return caught.value
+
+
+# Refusals
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_object_that_cannot_be_encoded_raises_on_both(*, is_async: bool) -> None:
+    bad = RefusesToPickle(ValueError("not this one"))
+    if here().rank == 0:
+        send = objcomm.send if not is_async else lambda *given: objcomm.isend(*given).wait()
+        error = error_in(CollectiveError, lambda: send(bad, 1))
+        assert "not this one" in str(error.__cause__)
+    else:
+        receive = objcomm.recv if not is_async else lambda src: objcomm.irecv(src).wait()
+        error = error_in(CollectiveError, lambda: receive(0))
+    assert list(error.failures) == [0]
+    assert "not this one" in str(error)
+    assert_pair_works()
+    assert_group_works()
+
+
+@ranks(2)
+def test_an_object_that_cannot_be_rebuilt_raises_on_the_receiver_alone() -> None:
+    for obj in (RefusesToArrive(1), (RefusesToArrive(1), LARGE)):
+        if here().rank == 0:
+            objcomm.send(obj, 1)
+        else:
+            error_in(DecodeError, lambda: objcomm.recv(0))
+    assert_pair_works()
+
+
+@ranks(2)
+def test_a_small_message_that_is_refused_harms_nobody() -> None:
+    if here().rank == 0:
+        objcomm.send("pickled", 1)
+        objcomm.send(Path("x"), 1)
+    else:
+        error_in(DecodeError, lambda: objcomm.recv(0, accept=["msgpack"]))
+        error_in(DecodeError, lambda: objcomm.recv(0, allow=[]))
+    assert_pair_works()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "options", [{"accept": ["msgpack"]}, {"max_nbytes": 1000}], ids=["codec", "limit"]
+)
+def test_a_large_message_that_is_refused_raises_on_both(options: dict[str, Any]) -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        error = error_in(CollectiveError, lambda: objcomm.send(LARGE, 1))
+        assert list(error.failures) == [1]
+    else:
+        with objcomm.configure(**options):
+            error_in(objcomm.ObjcommError, lambda: objcomm.recv(0))
+    assert_pair_works()
+    assert_group_works()
+
+
+# Limits
+
+
+@ranks(2)
+def test_a_receive_that_waits_too_long_loses_nothing() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        began = time.monotonic()
+        error = error_in(TransportTimeout, lambda: objcomm.recv(1, tag=3, timeout=0.7))
+        assert time.monotonic() - began > 0.6
+        assert error.missing == (1,)
+        assert error.positions[0].operation == "recv"
+        assert error.positions[1].is_over
+        assert Path(__file__).name in error.positions[0].call_site
+        with pytest.raises(TransportTimeout):
+            objcomm.probe(1, timeout=0.2)
+        with pytest.raises(TransportTimeout):
+            objcomm.irecv(timeout=0.2).wait()
+        objcomm.send("now", 1)
+        assert [objcomm.recv(1, tag=tag) for tag in (0, 3)] == ["late", LARGE]
+    else:
+        time.sleep(2.0)  # in ``recv`` it would be out of step with who waits for it
+        assert objcomm.recv(0) == "now"
+        objcomm.send("late", 0)
+        objcomm.send(LARGE, 0, tag=3)
+    assert_pair_works()
+    assert_group_works()
+
+
+@ranks(3)
+def test_a_limit_tells_where_the_awaited_rank_is() -> None:
+    objcomm.barrier()
+    with subgroup(1, 2) as others:
+        if here().rank == 0:
+            error = error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=1.0))
+            assert error.positions[1].operation == "barrier"
+            assert not error.positions[1].is_over
+            error = error_in(TransportTimeout, lambda: objcomm.recv(timeout=0.5))
+            assert set(error.missing) == {1, 2}
+        elif here().rank == 1:
+            objcomm.barrier(group=others)
+        else:
+            time.sleep(2.0)
+            objcomm.barrier(group=others)
+    assert_pair_works()
+
+
+@ranks(2)
+def test_a_send_that_waits_too_long_ends_these_two_ranks_connection_only() -> None:
+    with subgroup(0, 1) as group:
+        other = 1 - here().rank
+        assert objcomm.sendrecv("met", other, other, group=group) == "met"
+        if here().rank == 0:
+            error = error_in(
+                TransportTimeout, lambda: objcomm.send(LARGE, 1, group=group, timeout=0.7)
+            )
+            assert error.missing == (1,)
+            tell_all("late", "")
+        else:
+            tell_all("late", "")
+            error_in(TransportError, lambda: objcomm.recv(0, group=group))
+        with pytest.raises(BrokenGroupError):
+            objcomm.send(1, other, group=group)
+        assert_group_works(group)
+        assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_many_sends_to_a_rank_that_never_comes_end_at_their_limit() -> None:
+    """Each waits for the one before, and all of them together for one limit."""
+    if here().rank == 0:
+        began = time.monotonic()
+        works = [objcomm.isend(number, 1, timeout=1.0) for number in range(10)]
+        for work in works:
+            with pytest.raises(TransportTimeout):
+                work.wait()
+        assert time.monotonic() - began < SOON_S
+    tell_all("over", "")
+
+
+# Ctrl-C
+
+
+@ranks(2)
+@pytest.mark.parametrize("src", [1, None])
+def test_an_interrupted_receive_loses_no_message(src: int | None) -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            objcomm.recv(src)
+        objcomm.send("go on", 1)
+        assert objcomm.recv(src) == "first"
+        assert objcomm.recv(src) == LARGE
+    else:
+        assert objcomm.recv(0) == "go on"
+        objcomm.send("first", 0)
+        objcomm.send(LARGE, 0)
+    assert_pair_works()
+    assert_group_works()
+
+
+@ranks(2)
+def test_an_interrupted_probe_and_wait_lose_nothing() -> None:
+    if here().rank == 0:
+        work = objcomm.irecv(1, tag=2)
+        for call in (work.wait, lambda: objcomm.probe(1)):
+            when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        objcomm.send("go on", 1)
+        assert work.wait() == "to the work"
+        assert objcomm.recv(1) == "to the probe"
+    else:
+        assert objcomm.recv(0) == "go on"
+        objcomm.send("to the work", 0, tag=2)
+        objcomm.send("to the probe", 0)
+
+
+@ranks(2, disposable=True)
+@pytest.mark.parametrize("call", ["send", "sendrecv"])
+def test_an_interrupted_send_of_something_large_is_told(call: str) -> None:
+    assert_pair_works()
+    if here().rank == 0:
+        when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+        args = (LARGE, 1) if call == "send" else (LARGE, 1, 1)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(objcomm, call)(*args)
+    tell_all("interrupted", "")
+    if here().rank == 1 and call == "send":
+        error = error_in(TransportError, lambda: objcomm.recv(0))
+        assert error.peers == (0,)
+    elif call == "sendrecv":
+        if here().rank == 1:
+            assert objcomm.recv(0) == LARGE
+        tell_all("taken", "")
+    assert_group_works()
+
+
+# Deaths and ends
+
+
+def _die_by_signal() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+DEATHS: dict[str, Callable[[], Any]] = {"killed": _die_by_signal, "exits": lambda: os._exit(3)}
+
+WAITS: dict[str, Callable[[], Any]] = {
+    "recv": lambda: objcomm.recv(1),
+    "recv from any": objcomm.recv,
+    "probe": lambda: objcomm.probe(1),
+    "send of something large": lambda: objcomm.send(LARGE, 1),
+    "send of something between": lambda: objcomm.send(bytes(45_000), 1),
+    "isend": lambda: objcomm.isend(LARGE, 1).wait(),
+    "irecv": lambda: objcomm.irecv(1, tag=None).wait(),
+    "irecv from any": lambda: objcomm.irecv().wait(),
+    "sendrecv": lambda: objcomm.sendrecv(LARGE, 1, 1),
+}
+
+
+@ranks(3, expect_dead=[1])
+@pytest.mark.parametrize("have_met", [False, True], ids=["strangers", "met"])
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("is_dead_before", [False, True], ids=["during", "before"])
+def test_a_death_ends_what_waits_for_that_rank(
+    wait: str, *, have_met: bool, is_dead_before: bool
+) -> None:
+    objcomm.barrier()
+    if have_met:
+        assert_pair_works()
+    if here().rank == 1:
+        if is_dead_before:
+            _die_by_signal()
+        time.sleep(1.0)
+        os._exit(3)
+    if here().rank == 0:
+        if is_dead_before:
+            time.sleep(0.7)
+        error = error_in(TransportError, WAITS[wait])
+        assert error.peers == (1,)
+        with pytest.raises(BrokenGroupError):
+            objcomm.recv(1)
+        with pytest.raises(BrokenGroupError):
+            objcomm.send(1, 1)
+        objcomm.send("the others can still talk", 2)
+        assert objcomm.recv() == "yes"
+    else:
+        assert objcomm.recv(0) == "the others can still talk"
+        objcomm.send("yes", 0)
+
+
+@ranks(2, expect_dead=[1])
+@pytest.mark.parametrize("src", [1, None])
+def test_a_death_between_head_and_payload(src: int | None) -> None:
+    if here().rank == 1:
+        work = objcomm.isend(LARGE, 0)
+        assert not work.done()
+        time.sleep(0.3)
+        _die_by_signal()
+    found = objcomm.probe(src)
+    assert found.nbytes > len(LARGE)
+    time.sleep(0.8)
+    assert error_in(TransportError, lambda: objcomm.recv(src)).peers == (1,)
+
+
+@ranks(2, expect_dead=[1])
+def test_a_death_in_mid_payload() -> None:
+    if here().rank == 1:
+        work = objcomm.isend(bytes(256 << 20), 0)
+        objcomm.recv(0)
+        time.sleep(0.01)
+        assert not work.done()
+        _die_by_signal()
+    objcomm.probe(1)
+    objcomm.send("now", 1)
+    assert error_in(TransportError, lambda: objcomm.recv(1)).peers == (1,)
+
+
+@ranks(3, expect_dead=[1])
+def test_what_a_rank_had_sent_before_its_death_is_received() -> None:
+    assert_pair_works()
+    if here().rank == 1:
+        for number in range(5):
+            objcomm.send(number, 0)
+        os._exit(0)
+    if here().rank == 0:
+        time.sleep(1.0)
+        assert objcomm.iprobe(1) is not None
+        assert [objcomm.recv(1) for _ in range(3)] == [0, 1, 2]
+        assert [objcomm.recv() for _ in range(2)] == [3, 4]
+        assert error_in(TransportError, objcomm.recv).peers == (1,)
+        assert objcomm.recv() == "from rank 2"
+    else:
+        time.sleep(1.5)
+        objcomm.send("from rank 2", 0)
+
+
+def _leave_regularly(*, is_destroyed: bool) -> None:
+    """End this rank's program as a program ends: the interpreter's exit handlers run."""
+    import atexit  # noqa: PLC0415  # for what a program's end does, in a process of the pool
+
+    if is_destroyed:
+        dist.destroy_process_group()
+        gc.collect()
+    atexit._run_exitfuncs()  # noqa: SLF001  # there is no public name for it
+    os._exit(0)
+
+
+@ranks(3, expect_dead=[1, 2])
+@pytest.mark.parametrize("is_destroyed", [False, True], ids=["abandoned", "destroyed"])
+def test_a_rank_whose_program_ends_is_missed_by_nobody_who_waits_for_any(
+    *, is_destroyed: bool
+) -> None:
+    if here().rank == 0:
+        assert sorted(objcomm.recv() for _ in range(2)) == [1, 2]
+        assert objcomm.recv() == "late"
+        error = error_in(TransportError, objcomm.recv)
+        assert "ended" in str(error) or "destroyed" in str(error)
+        with pytest.raises(TransportError):
+            objcomm.recv(1)
+        return
+    objcomm.send(here().rank, 0)
+    if here().rank == 2:
+        time.sleep(1.5)
+        objcomm.send("late", 0)
+    _leave_regularly(is_destroyed=is_destroyed)
+
+
+# Blocks that fail together
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("src", [1, None])
+def test_a_block_that_fails_elsewhere_ends_a_receive(src: int | None) -> None:
+    def fail_or_wait() -> None:
+        if here().rank == 1:
+            time.sleep(0.2)
+            raise LookupError("of rank 1")
+        objcomm.recv(src if here().rank == 0 else 1)
+
+    assert_pair_works()
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match="on rank 1"), objcomm.fail_together():
+        fail_or_wait()
+    assert time.monotonic() - began < SOON_S
+    for _ in range(2):  # not even the next calls hear of it
+        assert_pair_works()
+        objcomm.send("any", (here().rank + 1) % here().world_size, tag=5)
+        assert objcomm.recv(tag=5) == "any"
+        assert_group_works()
+
+
+# What stays
+
+
+def _left_over() -> tuple[int, int]:
+    own = Path("/proc/self")
+    return len(list(own.joinpath("fd").iterdir())), len(list(own.joinpath("task").iterdir()))
+
+
+def _use_and_destroy(turns: int) -> tuple[int, int]:
+    other = 1 - here().rank
+    for _ in range(turns):
+        group: Any = dist.new_group([0, 1])
+        assert objcomm.sendrecv(here().rank, other, other, group=group) == other
+        objcomm.send("never taken", other, tag=9, group=group)
+        work: Any = objcomm.irecv(other, tag=8, group=group)
+        objcomm.barrier(group=group)
+        dist.destroy_process_group(group)
+        del group
+        error_in(TransportError, work.wait)
+        del work
+        gc.collect()
+    time.sleep(0.5)
+    return _left_over()
+
+
+@ranks(2, disposable=True)
+def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
+    objcomm.barrier()
+    before = _use_and_destroy(3)
+    store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
+    until = time.monotonic() + SOON_S
+    while time.monotonic() < until:
+        now = _left_over()
+        keys = [key for key in store.list_keys() if "verdict" in key or "known" in key]
+        if now[0] <= before[0] + 4 and now[1] <= before[1] + 2 and not keys:
+            break
+        time.sleep(0.1)
+    tell_all("settled", "")
+    keys_before = len(store.list_keys())
+    tell_all("counted", "")
+    now = _use_and_destroy(8)
+    # Gloo closes in a thread of its own, so the last group's may still be there.
+    assert now[0] <= before[0] + 6
+    assert now[1] <= before[1] + 3
+    tell_all("used", "")
+    until = time.monotonic() + SOON_S
+    while any("verdict" in key or "known" in key for key in store.list_keys()):
+        assert time.monotonic() < until, store.list_keys()
+        time.sleep(0.1)
+    own = [key for key in store.list_keys() if "objcomm" in key]
+    assert len(own) <= keys_before, own
+
+
+@ranks(2)
+def test_nothing_of_a_destroyed_group_reaches_the_next() -> None:
+    other = 1 - here().rank
+    for turn in range(3):
+        with subgroup(0, 1) as group:
+            assert objcomm.iprobe(tag=None, group=group) is None
+            assert objcomm.sendrecv(turn, other, other, group=group) == turn
+            objcomm.send("stale", other, group=group)
+            objcomm.send("stale", here().rank, group=group)
+            objcomm.barrier(group=group)
+
+
+class Held:
+    """Something that can be watched."""
+
+
+@ranks(1, 2)
+def test_neither_what_was_sent_nor_what_arrived_is_kept() -> None:
+    import weakref  # noqa: PLC0415  # for this test alone
+
+    other = (here().rank + 1) % here().world_size
+    for is_async in (False, True):
+        mine = Held()
+        if is_async:
+            sending = objcomm.isend((mine, LARGE), other)
+            got = objcomm.irecv(other).wait()
+            sending.wait()
+            del sending
+        else:
+            got = objcomm.sendrecv((mine, "small"), other, other)
+        kept = [weakref.ref(mine), weakref.ref(got[0])]
+        del mine, got
+        until = time.monotonic() + SOON_S
+        while any(each() is not None for each in kept):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+# Who is out of step
+
+
+def out_of_step(*calls: Callable[[], Any] | None) -> DesyncError | None:
+    """Rank after rank makes its call, and raises; who has none does nothing."""
+    objcomm.barrier()
+    mine = calls[here().rank] if here().rank < len(calls) else None
+    error = None if mine is None else error_in(DesyncError, mine)
+    tell_all("out of step", "")
+    return error
+
+
+CIRCLES: dict[str, list[Callable[[], Any]]] = {
+    "both receive": [lambda: objcomm.recv(1), lambda: objcomm.recv(0)],
+    "both send something large": [lambda: objcomm.send(LARGE, 1), lambda: objcomm.send(LARGE, 0)],
+    "recv and all_gather": [lambda: objcomm.recv(1), *[lambda: objcomm.all_gather(1)] * 2],
+    "send of something large and barrier": [
+        lambda: objcomm.send(LARGE, 1),
+        objcomm.barrier,
+        objcomm.barrier,
+    ],
+    "works": [lambda: objcomm.irecv(1).wait(), lambda: objcomm.isend(LARGE, 0, tag=4).wait()],
+    "probe and recv": [lambda: objcomm.probe(1), lambda: objcomm.recv(0, tag=5)],
+    "another tag": [lambda: objcomm.send(LARGE, 1, tag=1), lambda: objcomm.recv(0, tag=2)],
+}
+
+
+CIRCLES_OF_THREE: dict[str, list[Callable[[], Any]]] = {
+    "receives": [lambda: objcomm.recv(1), lambda: objcomm.recv(2), lambda: objcomm.recv(0)],
+    "send, recv, barrier": [
+        lambda: objcomm.send(LARGE, 1),
+        lambda: objcomm.recv(2),
+        objcomm.barrier,
+    ],
+    "recv, send, all_gather": [
+        lambda: objcomm.recv(1),
+        lambda: objcomm.send(LARGE, 2),
+        lambda: objcomm.all_gather(1),
+    ],
+}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("have_met", [False, True], ids=["strangers", "met"])
+@pytest.mark.parametrize("kind", CIRCLES)
+def test_two_that_are_out_of_step_hear_of_it_and_work_on(kind: str, *, have_met: bool) -> None:
+    with subgroup(*range(here().world_size)):
+        if have_met:
+            assert_pair_works()
+        error = out_of_step(*CIRCLES[kind])
+        if error is not None:
+            assert {0, 1} <= set(error.positions)
+            for position in error.positions.values():
+                assert Path(__file__).name in position.call_site
+        assert_pair_works()
+        assert_group_works()
+
+
+@ranks(3)
+@pytest.mark.parametrize("kind", CIRCLES_OF_THREE)
+def test_a_circle_of_three(kind: str) -> None:
+    error = out_of_step(*CIRCLES_OF_THREE[kind])
+    assert error is not None
+    assert here().rank in error.positions
+    assert_pair_works()
+    assert_group_works()
+
+
+# And who is not
+
+
+@ranks(2)
+def test_a_slow_peer_is_no_desync() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        assert objcomm.recv(1) == "late"
+        objcomm.send(LARGE, 1)
+    else:
+        time.sleep(1.6)
+        objcomm.send("late", 0)
+        time.sleep(1.6)
+        assert objcomm.recv(0) == LARGE
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_background_thread_may_send_while_its_main_thread_waits() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        assert objcomm.recv(1) == "from the background"
+        objcomm.barrier()
+    else:
+
+        def send_late() -> None:
+            time.sleep(1.8)
+            objcomm.send("from the background", 0)
+
+        thread = threading.Thread(target=send_late)
+        thread.start()
+        objcomm.barrier()
+        thread.join()
+
+
+@ranks(2)
+def test_a_background_thread_may_receive_while_main_threads_meet() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(objcomm.recv, 1)
+            objcomm.barrier()
+            time.sleep(1.3)
+            objcomm.barrier()
+            assert later.result() == "after both"
+    else:
+        objcomm.barrier()
+        objcomm.barrier()
+        objcomm.send("after both", 0)
+
+
+@ranks(2)
+def test_what_was_begun_and_nobody_waits_for_is_no_desync() -> None:
+    objcomm.barrier()
+    receiving = objcomm.irecv(1 - here().rank)
+    objcomm.barrier()
+    time.sleep(1.5)
+    objcomm.barrier()
+    objcomm.send(LARGE[:100], 1 - here().rank)
+    assert len(receiving.wait()) == 100
+
+
+@ranks(2)
+def test_a_payload_that_takes_its_time_is_no_desync() -> None:
+    def slow(seconds: float) -> Iterator[None]:
+        time.sleep(seconds)
+        yield
+
+    nbytes = 256 << 20
+    if here().rank == 0:
+        objcomm.send(bytes(nbytes), 1)
+        objcomm.recv(1)
+    else:
+        list(slow(1.2))
+        assert len(objcomm.recv(0)) == nbytes
+        list(slow(1.2))
+        objcomm.send("done", 0)
+
+
+@ranks(3)
+def test_a_chain_behind_a_slow_rank_is_no_desync() -> None:
+    objcomm.barrier()
+    if here().rank == 2:
+        time.sleep(1.8)
+        objcomm.send("go", 1)
+        assert objcomm.recv(0) == "round"
+    elif here().rank == 1:
+        assert objcomm.recv(2) == "go"
+        objcomm.send("on", 0)
+    else:
+        assert objcomm.recv(1) == "on"
+        objcomm.send("round", 2)
+    assert_group_works()
