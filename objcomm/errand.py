@@ -25,7 +25,7 @@ from objcomm.transport.mesh import Mesh
 from objcomm.transport.order import Place
 from objcomm.transport.pair import Pair
 from objcomm.transport.regions import regions
-from objcomm.transport.verdict import Verdict
+from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.watch import end_elsewhere
 from objcomm.turn import Turn
 from objcomm.work import Work
@@ -210,7 +210,7 @@ class Errand:
         return self.found(request)
 
     def _withdraw(self, request: Request, verdict: Verdict) -> None:
-        if request.src is None:
+        if request.src is None and verdict.cause is Cause.TIMEOUT:
             others = tuple(rank for rank in range(self.group.size) if rank != self.group.rank)
             verdict = verdict._replace(ranks=others)
         self.group.mailbox.withdraw(request, verdict)
@@ -254,6 +254,8 @@ class Errand:
             message = exchange.adopt(arrival.raw, header)
         else:
             self.entry.is_served = True
+            if not self.entry.has_expired:
+                self.entry.withdraw = None  # the sender waits, too: only both can end this
             with Turn(mesh, lane, exchange, self._deadline):
                 message = exchange.adopt(arrival.raw, header)
                 exchange.recv_rest([(arrival.peer, message)])

@@ -16,6 +16,7 @@ WANTED = {
     "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
     "rank", "world_size", "is_initialized", "is_main", "to_tensor", "from_tensor",
     "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
+    "send", "recv", "sendrecv", "isend", "irecv", "probe", "iprobe", "Envelope",
     "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",
 }  # fmt: skip
 
@@ -68,6 +69,13 @@ OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
         ("reduce", set()),
         ("all_reduce", set()),
         ("reduce_and_broadcast", set()),
+        ("send", {"device", "accept", "allow"}),
+        ("isend", {"device", "accept", "allow"}),
+        ("recv", {"codec"}),
+        ("irecv", {"codec"}),
+        ("sendrecv", set()),
+        ("probe", {"codec", "device", "accept", "allow"}),
+        ("iprobe", {"codec", "device", "accept", "allow", "timeout"}),
         ("barrier", {"codec", "device", "accept", "allow"}),
         ("gather_scalar", {"codec", "device", "accept", "allow"}),
         ("all_gather_scalar", {"codec", "device", "accept", "allow"}),

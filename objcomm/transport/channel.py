@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from objcomm.errors import BrokenGroupError, UsageError, text_of
+from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
 from objcomm.frames import fingerprint
 from objcomm.transport.base import LANE_BITS, Deadline
 from objcomm.transport.lane import Lane
@@ -129,7 +129,12 @@ class Channel:
         caller: Entry | None = None,
     ) -> None:
         """Wait until every member has come and ``mesh`` is connected; see ``Mesh.connect``."""
-        mesh.connect(self.store(), deadline, lane, operation, call_site, caller=caller)
+        try:
+            mesh.connect(self.store(), deadline, lane, operation, call_site, caller=caller)
+        except ObjcommError:
+            if mesh.verdict is not None:
+                end_elsewhere(mesh.verdict)
+            raise
 
     @property
     def mesh(self) -> Mesh | None:
@@ -148,13 +153,19 @@ class Channel:
         Other threads' lanes raise it in their next calls, as they do on the other ranks.
         """
         mesh = self._mesh
-        if mesh is None or mesh.settle(verdict).name != verdict.name:
+        if mesh is None or (mesh.verdict is None and self._is_clear_of(mesh, verdict)):
+            return
+        if mesh.settle(verdict).name != verdict.name:
             return
         with self._lock:
             for name, lane in mesh.lanes.items():
                 lane.absolve()
                 if not lane.owes:
                     self._owed.pop(name, None)
+
+    def _is_clear_of(self, mesh: Mesh, verdict: Verdict) -> bool:
+        """Whether the other rank of a pair may have joined ``mesh`` when this was over for it."""
+        return self._whole is not None and (mesh.link is None or mesh.outlives == verdict.name)
 
     def store(self) -> dist.Store:
         """Where the members meet, theirs alone."""

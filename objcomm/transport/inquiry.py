@@ -110,10 +110,13 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
 def _heed(board: Board, mesh: Mesh, entry: Entry) -> bool:
     """End the mesh if another rank has said so, or has failed in a block around this call."""
     posted = board.look(mesh.nonce) if mesh.nonce else None
+    if posted is not None:
+        settle(board, mesh, posted)
+        return True
     for region in entry.regions:
         posted = posted or board.look(region)
     if posted is not None:
-        settle(board, mesh, posted)
+        end(board, mesh, entry, posted)
     return posted is not None
 
 

@@ -51,6 +51,8 @@ class Mesh:
         verdict: what ended it.
         number: what headers carry of its nonce, once the ranks have met.
         is_deserted: whether it ended because a rank that never came is known to be gone.
+        outlives: the name of a verdict that was known before its ranks met, and so concerns none of
+            its traffic.
         failed_meeting: the nonce of the group's last mesh, where not all ranks came to know it.
     """
 
@@ -76,6 +78,7 @@ class Mesh:
         self.verdict: Verdict | None = None
         self.number = 0
         self.is_deserted = False
+        self.outlives = ""
         self.failed_meeting = ""
         self._whole = whole
         self._progress = Progress(rank, members)
@@ -158,7 +161,7 @@ class Mesh:
         self.begin_meeting(store, deadline)
         try:
             link = self._connected.result()
-            self._raise_failures_of(entry.regions, operation)
+            self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
             lane.owes = lane.owes and not isinstance(error, ObjcommError)
             entry.end(error, time.time() - entry.began)
@@ -179,12 +182,20 @@ class Mesh:
                     target=self._meet, args=args, name="objcomm-connect", daemon=True
                 ).start()
 
-    def _raise_failures_of(self, blocks: Sequence[str], operation: str) -> None:
+    def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
         """Raise what has failed in blocks around a call, before it can pair with one outside."""
+        told = self.met_too_late(blocks)
+        if told is not None:
+            raise (told if is_pair else self.settle(told)).error(operation)
+
+    def met_too_late(self, blocks: Sequence[str]) -> Verdict | None:
+        """What had failed in these blocks when the ranks met; the other rank may be outside."""
         for key in blocks:
             told = self.failed(key)
             if told is not None:
-                raise self.settle(told).error(operation)
+                self.outlives = told.name
+                return told
+        return None
 
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         try:

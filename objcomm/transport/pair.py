@@ -22,6 +22,7 @@ from objcomm.transport.bulletin import Board, StoreSilentError
 from objcomm.transport.mailbox import Arrival, Mailbox
 from objcomm.transport.order import Order
 from objcomm.transport.proposal import proposal_for
+from objcomm.transport.regions import regions
 from objcomm.transport.verdict import DESTROYED, FAREWELLS, Cause, Verdict
 from objcomm.transport.watch import expect
 
@@ -131,7 +132,7 @@ class Pair:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
             listener = threading.Thread(
                 target=_listen,
-                args=(mesh, lane, self.peer, self._mailbox, settings()),
+                args=(mesh, lane, self.peer, self._mailbox, settings(), regions.get()),
                 name="objcomm-listen",
                 daemon=True,
             )
@@ -171,10 +172,22 @@ def say_farewell(pairs: Iterable[Pair]) -> None:
         mesh.stop(verdict._replace(is_store_silent=True))
 
 
-def _listen(mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox, chosen: Settings) -> None:
+def _listen(  # noqa: PLR0917  # a thread's arguments
+    mesh: Mesh,
+    lane: Lane,
+    peer: int,
+    mailbox: Mailbox,
+    chosen: Settings,
+    blocks: tuple[str, ...],
+) -> None:
     """Until the connection ends; keeps no group alive."""
     try:
         link = mesh.connections
+        told = mesh.met_too_late(blocks)
+        if told is not None:  # what comes is not for who still waits in the block
+            for entry in lane.waits():
+                if entry.withdraw is not None and set(blocks) & set(entry.regions):
+                    entry.withdraw(told)
         standing = lane.standing(link, peer)
         while mesh.verdict is None:
             mailbox.await_room(peer, lambda: mesh.verdict is not None, _LOOK_SECONDS)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 FIRST_USE = "first use of the group"
 
 _PREFIX = "objcomm"
+_PAIR = 2
 _ONE_HOST, _SEVERAL_HOSTS = "one host", "several hosts"
+_GIVEN_UP = "given up"
 
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
@@ -119,6 +121,25 @@ def forget(store: dist.Store, nonce: str, size: int) -> None:
 def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> bool:
     nonce = progress.nonce = uuid.uuid4().hex
     answered: dict[int, str] = {}
+    try:
+        machines = _answer(store, size, progress, answered)
+    except GivenUpError:
+        if size == _PAIR and answered:  # the guest has nobody else to wait for
+            store.set(f"go/{nonce}", _GIVEN_UP)
+        raise
+    for peer, number in answered.items():
+        for key in (f"hello/{peer}", f"welcome/{number}", f"joined/{nonce}/{peer}"):
+            store.delete_key(key)
+    is_one_host = len(set(machines.values())) == 1
+    store.set(f"go/{nonce}", _ONE_HOST if is_one_host else _SEVERAL_HOSTS)
+    return is_one_host
+
+
+def _answer(
+    store: dist.Store, size: int, progress: Progress, answered: dict[int, str]
+) -> dict[int, str]:
+    """Answer all guests until each has joined; returns the machine of each rank."""
+    nonce = progress.nonce
     machines = {0: _machine()}
     missing = list(range(1, size))
     pause = _PAUSE_MIN_SECONDS
@@ -135,21 +156,21 @@ def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> bool:
         missing = [peer for peer in missing if not store.check([f"joined/{nonce}/{peer}"])]
         if missing:
             pause = _sleep(pause)
-    for peer, number in answered.items():
-        for key in (f"hello/{peer}", f"welcome/{number}", f"joined/{nonce}/{peer}"):
-            store.delete_key(key)
-    is_one_host = len(set(machines.values())) == 1
-    store.set(f"go/{nonce}", _ONE_HOST if is_one_host else _SEVERAL_HOSTS)
-    return is_one_host
+    return machines
 
 
 def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> bool:
-    number = uuid.uuid4().hex
-    store.set(f"hello/{rank}", f"{number} {_machine()}")
-    nonce = _wait_for(store, f"welcome/{number}", progress)
-    progress.nonce = nonce
-    store.set(f"joined/{nonce}/{rank}", "")
-    return _wait_for(store, f"go/{nonce}", progress) == _ONE_HOST
+    while True:
+        number = uuid.uuid4().hex
+        store.set(f"hello/{rank}", f"{number} {_machine()}")
+        nonce = _wait_for(store, f"welcome/{number}", progress)
+        progress.nonce = nonce
+        store.set(f"joined/{nonce}/{rank}", "")
+        told = _wait_for(store, f"go/{nonce}", progress)
+        if told != _GIVEN_UP:
+            return told == _ONE_HOST
+        for key in (f"welcome/{number}", f"joined/{nonce}/{rank}", f"go/{nonce}"):
+            store.delete_key(key)
 
 
 def _wait_for(store: dist.Store, key: str, progress: Progress) -> str:

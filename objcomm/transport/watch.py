@@ -291,7 +291,7 @@ def expect(mesh: Mesh, listener: threading.Thread) -> None:
 def end_elsewhere(verdict: Verdict) -> None:
     """End the other meshes that a verdict names; the calling thread raises it for all of them."""
     for mesh in _watchers.watcher().named(verdict.meshes):
-        mesh.stop(verdict)
+        mesh.settle(verdict)  # told before it closes: not every finder of a circle has all meshes
         for lane in tuple(mesh.lanes.values()):
             lane.absolve()
 

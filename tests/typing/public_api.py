@@ -39,6 +39,24 @@ def collectives(config: Config, configs: list[Config]) -> None:
     objcomm.barrier("name", timeout=timedelta(seconds=3))
 
 
+def messages(config: Config, group: dist.ProcessGroup) -> None:
+    """What arrives is not known; a work knows what its wait gives."""
+    assert_type(objcomm.send(config, 1), None)  # type: ignore[func-returns-value]  # that is asked
+    assert_type(
+        objcomm.send(config, group_dst=1, tag=2, group=group, async_op=True), objcomm.Work[None]
+    )
+    assert_type(objcomm.isend(config, 1, timeout=3, codec="msgpack"), objcomm.Work[None])
+    assert_type(objcomm.recv(), Any)
+    assert_type(
+        objcomm.recv(1, tag=None, device="cpu", allow=[Config], async_op=True), objcomm.Work[Any]
+    )
+    assert_type(objcomm.irecv(group_src=0, accept={"pickle"}), objcomm.Work[Any])
+    assert_type(objcomm.sendrecv(config, 1, 0, recv_tag=3), Any)
+    assert_type(objcomm.probe(tag=None), objcomm.Envelope)
+    assert_type(objcomm.iprobe(1), objcomm.Envelope | None)
+    assert_type(objcomm.probe().nbytes, int)
+
+
 def helpers(config: Config) -> None:
     """The functions on top."""
     assert_type(objcomm.ddp_broadcast(config, 1), Config)
