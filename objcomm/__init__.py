@@ -28,7 +28,8 @@ from objcomm.errors import (
 from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
 from objcomm.reductions import all_reduce, reduce
-from objcomm.scattering import scatter
+from objcomm.scans import exscan, scan
+from objcomm.scattering import all_to_all, reduce_scatter, scatter
 from objcomm.serialization import from_tensor, to_tensor
 from objcomm.together import fail_together
 from objcomm.work import Work, as_completed, wait_all
@@ -59,12 +60,14 @@ __all__ = [
     "all_gather",
     "all_gather_scalar",
     "all_reduce",
+    "all_to_all",
     "as_completed",
     "barrier",
     "broadcast",
     "check",
     "configure",
     "ddp_broadcast",
+    "exscan",
     "fail_together",
     "from_tensor",
     "gather",
@@ -76,9 +79,11 @@ __all__ = [
     "recorder",
     "reduce",
     "reduce_and_broadcast",
+    "reduce_scatter",
     "register",
     "register_codec",
     "reset_stats",
+    "scan",
     "scatter",
     "stats",
     "to_tensor",

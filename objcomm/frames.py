@@ -52,6 +52,10 @@ class Operation(IntEnum):
     GATHER_SCALAR = 9
     ALL_GATHER_SCALAR = 10
     FAIL_TOGETHER = 11
+    ALL_TO_ALL = 12
+    SCAN = 13
+    EXSCAN = 14
+    REDUCE_SCATTER = 15
 
 
 class Status(IntEnum):

@@ -54,7 +54,7 @@ FLOORS: list[list[str]] = [
     ["recorder"],
     ["call"],
     ["collectives", "together"],
-    ["control", "metrics", "reductions", "scattering"],
+    ["control", "metrics", "reductions", "scans", "scattering"],
     [""],
     ["inspector.dumps"],
     ["inspector.rows"],
