@@ -185,7 +185,7 @@ class _Torch:
 
     def all_to_all(self, obj: Any) -> Any:
         objs = [obj] * self.world
-        arrived = []
+        arrived: list[Any] = []
         for source in range(self.world):
             box = [None]
             dist.scatter_object_list(box, objs if self.rank == source else None, src=source)

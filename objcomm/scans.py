@@ -26,6 +26,10 @@ from objcomm.world import GroupLike
 
 T = TypeVar("T")
 
+# Up to so much of each rank's goes to the rank that combines. Scanning arrays of 0.4 MB on 8 ranks
+# took 23 ms so, and 43 with all ranks combining; of 4 MB on 4 ranks 39 and 34 (2 cores).
+_SMALL_NBYTES = 1 << 20
+
 
 @overload
 def scan(
@@ -214,20 +218,28 @@ class _Scan:
         self._operand: Any = None
         self._copy: Any = None
         self._result: Any = None
-        self._mine = call.message(lambda: self._prepare(obj))
+        self._mine = call.message(lambda: self._prepared(obj))
+        if self._mine.header.status != Status.FAILURE:
+            self._mine = self._copied()
         self._combined: Any = None
         self._partial: Message | None = self._mine
         self._failed = [self._mine] if self._mine.header.status == Status.FAILURE else []
 
-    def _prepare(self, obj: Any) -> Any:
+    def _prepared(self, obj: Any) -> Any:
         self._operand = self._operator.prepare(obj)
-        # The operator may change what it gets, and from now on the caller what was passed in.
-        self._copy = self._call.copy(self._operand)
         return self._operand
+
+    def _copied(self) -> Message:
+        """Copy the operand: the operator may change it, and from now on the caller may, too."""
+        try:
+            self._copy = self._call.copy(self._operand)
+        except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
+            return self._call.failure(error)
+        return self._mine
 
     def at_hub(self, exchange: Exchange) -> Message | None:
         """This rank's result from the rank that combines; ``None`` if all ranks have to."""
-        heads = routes.gather_heads(exchange, self._mine, routes.HUB)
+        heads = routes.gather(exchange, self._mine, routes.HUB, _SMALL_NBYTES)
         answers = None if heads is None else self._answers(heads)
         answer = routes.scatter(exchange, answers, routes.HUB)
         return None if answer.header.status == Status.TREE else answer
@@ -262,7 +274,7 @@ class _Scan:
     def _answers(self, heads: list[Message]) -> list[Message]:
         """One for each rank: its result, or alike for all that there is none."""
         answer = self._call.failures(heads)
-        if answer is None and not all(head.is_all_head for head in heads):
+        if answer is None and any(head.header.nbytes > _SMALL_NBYTES for head in heads):
             answer = self._call.announcement(Status.TREE)
         if answer is None:
             try:

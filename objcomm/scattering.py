@@ -1,5 +1,6 @@
 """Something else for each rank: from one, from every rank, or from every rank and combined."""
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -295,14 +296,7 @@ def _reduce_scatter(call: Call, operator: Operator, objs: Sequence[T]) -> Genera
     if call.is_alone:
         return call.alone(lambda: _alone(operator, _one_each(call, objs)[0]))
     own: list[Any] = []
-    messages = _encode_each(
-        call,
-        objs,
-        own,
-        prepare=operator.prepare,
-        # The operator may change what it gets, and from now on the caller what was passed in.
-        keep=lambda obj: call.copy(operator.prepare(obj)),
-    )
+    messages = _encode_each(call, objs, own, operator)
     yield
     with call.traffic() as exchange:
         arrived = routes.all_to_all(exchange, messages)
@@ -344,39 +338,37 @@ def _one_each(call: Call, objs: Sequence[T] | None) -> Sequence[T]:
     return objs
 
 
-def _unchanged(obj: Any) -> Any:
-    return obj
-
-
 def _encode_each(
-    call: Call,
-    objs: Sequence[T] | None,
-    own: list[Any],
-    *,
-    prepare: Callable[[T], Any] = _unchanged,
-    keep: Callable[[T], Any] = _unchanged,
+    call: Call, objs: Sequence[T] | None, own: list[Any], operator: Operator | None = None
 ) -> list[Message]:
     """A message for each rank; where one can't be made all say why.
 
     Args:
         call: whose.
         objs: one for each rank.
-        own: gets this rank's, which stays here.
-        prepare: makes of an object what travels.
-        keep: makes of this rank's what stays.
+        own: gets this rank's, which stays here: as the object itself, or as a copy to combine.
+        operator: prepares each, if they are to be combined.
     """
+    messages = []
     try:
         each = _one_each(call, objs)
-        own.append(keep(each[call.rank]))
+        for peer in range(call.size):
+            obj = each[peer]
+            if peer == call.rank and operator is None:
+                message = call.announcement(Status.VALUE)
+            else:
+                prepared = obj if operator is None else operator.prepare(obj)
+                message = call.message(functools.partial(_itself, prepared))
+            if message.header.status == Status.FAILURE:
+                return [message] * call.size
+            messages.append(message)
+            if peer == call.rank:
+                # An operator may change it, and from now on the caller what was passed in.
+                own.append(obj if operator is None else call.copy(prepared))
     except Exception as error:  # noqa: BLE001  # it travels, and is raised afterwards
         return [call.failure(error)] * call.size
-    messages = []
-    for peer in range(call.size):
-        if peer == call.rank:
-            message = call.announcement(Status.VALUE)
-        else:
-            message = call.message(lambda at=peer: prepare(each[at]))  # type: ignore[misc]
-        if message.header.status == Status.FAILURE:
-            return [message] * call.size
-        messages.append(message)
     return messages
+
+
+def _itself(obj: T) -> T:
+    return obj

@@ -14,6 +14,7 @@ _ROOT = Path(__file__).parents[1]
 
 WANTED = {
     "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
+    "all_to_all", "reduce_scatter", "scan", "exscan",
     "rank", "world_size", "is_initialized", "is_main", "to_tensor", "from_tensor",
     "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
     "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",

@@ -4,6 +4,7 @@ Each function is called by every rank of the group (the last two by the two rank
 reads as the protocol. What a message means is the callers' business.
 """
 
+import math
 from collections.abc import Sequence
 
 from objcomm.errors import WireError
@@ -54,14 +55,28 @@ def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Messag
     return messages
 
 
-def gather(exchange: Exchange, message: Message, root: int) -> list[Message] | None:
-    """Every rank's message to ``root``, each at its own size; ``None`` elsewhere."""
+def gather(
+    exchange: Exchange, message: Message, root: int, max_nbytes: float = math.inf
+) -> list[Message] | None:
+    """Every rank's message to ``root``, each at its own size; ``None`` elsewhere.
+
+    Args:
+        exchange: this operation's.
+        message: this rank's.
+        root: the same on every rank, like all that follows.
+        max_nbytes: of messages with more than that only the heads move.
+    """
     messages = gather_heads(exchange, message, root)
     if messages is None:
-        exchange.send_rest(message, [root])
-        exchange.device.send(message, root)
+        if message.header.nbytes <= max_nbytes:
+            exchange.send_rest(message, [root])
+            exchange.device.send(message, root)
         return None
-    arriving = [(peer, each) for peer, each in enumerate(messages) if peer != root]
+    arriving = [
+        (peer, each)
+        for peer, each in enumerate(messages)
+        if peer != root and each.header.nbytes <= max_nbytes
+    ]
     exchange.recv_rest(arriving)
     for peer, each in arriving:
         exchange.device.recv(each, peer)

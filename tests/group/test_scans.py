@@ -37,13 +37,14 @@ def check(mine: Any, op: Any, want: list[Any], **options: Any) -> None:
 
 
 @ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("small", [10, 100_000])
 @pytest.mark.parametrize("large", ["all", "none", 0, 1, -1])
-def test_operands_stay_in_rank_order_whatever_their_sizes(large: str | int) -> None:
+def test_operands_stay_in_rank_order_whatever_their_sizes(small: int, large: str | int) -> None:
     size = objcomm.world_size()
 
     def operand(i: int) -> bytes:
         is_large = large == "all" or (large != "none" and i == int(large) % size)
-        return bytes([65 + i]) * (LARGE + i if is_large else 10 + i)
+        return bytes([65 + i]) * (LARGE + i if is_large else small + i)
 
     check(operand(objcomm.rank()), join, list(itertools.accumulate(map(operand, range(size)))))
     assert_group_works()
