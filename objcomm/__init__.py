@@ -27,6 +27,7 @@ from objcomm.errors import (
 )
 from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
+from objcomm.ops import Op
 from objcomm.reductions import all_reduce, reduce
 from objcomm.serialization import from_tensor, to_tensor
 from objcomm.together import fail_together
@@ -46,6 +47,7 @@ __all__ = [
     "MissingDependencyError",
     "NotInGroupError",
     "ObjcommError",
+    "Op",
     "OperationStats",
     "Position",
     "RankFailure",

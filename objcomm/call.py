@@ -54,6 +54,7 @@ class Call:
         rank: this rank, within the group.
         size: number of ranks.
         root: group rank of source or destination; 0 where the operation has none.
+        device: where tensors shall arrive; None for where they were.
     """
 
     def __init__(  # an operation's own keywords, handed on
@@ -101,7 +102,7 @@ class Call:
         self.root = self._group.root(self.name, global_root, group_root)
         self._settings = settings_with(accept, allow)
         self._codec = codec_named(codec or self._settings.codec)
-        self._device = parse_device(device)
+        self.device = parse_device(device)
         self._deadline = self._group.deadline(self.name, timeout)
         self._confirm = confirm
         self._own_error: BaseException | None = None
@@ -129,7 +130,7 @@ class Call:
         device_link = self._group.device_link
         self._device_type = None if device_link is None else device_link.device.type
         gate = Gate(self._settings, mesh.nonce, self.rank)
-        is_staged = self._device is not None and self._device.type == self._device_type
+        is_staged = self.device is not None and self.device.type == self._device_type
         header = Header(
             status=Status.VALUE,
             flags=Flag.STAGED if is_staged else 0,
@@ -251,7 +252,7 @@ class Call:
             raise WireError(f"{message.header.position} sent status {message.header.status}")
         owners = [buffer.owner for buffer in message.buffers]
         with using(self._settings):
-            return decode(message.header.codec, message.meta, owners, device=self._device)
+            return decode(message.header.codec, message.meta, owners, device=self.device)
 
     def settle(self, conclude: Callable[[], R]) -> R:
         """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.

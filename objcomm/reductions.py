@@ -1,14 +1,16 @@
 """Reduce objects of all ranks into one: ``reduce`` and ``all_reduce``.
 
+Named operators that go leaf by leaf are ``trees``' business; here whole objects are combined.
 Operands stay in rank order, so an operator need not commute. Small operands meet at one rank,
 which folds them; large ones, and those of more than eight ranks, go along a binomial tree, so that
 neither all bytes nor all work land on one rank. Which of the two follows from the first messages,
 that one rank has read and answers, so all ranks take the same way (mpi4py's trees have the same
-order of operands: ``src/mpi4py/MPI.src/msgpickle.pxi``, PyMPI_reduce_intra).
+order of operands: ``src/mpi4py/MPI.src/msgpickle.pxi``, PyMPI_reduce_intra). A slow operator takes
+the tree at once.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -17,20 +19,25 @@ from objcomm.config import Allowed
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
-from objcomm.ops import Operator, operator_for
+from objcomm.ops import Op, Operator, operator_for
 from objcomm.transport import routes, topology
 from objcomm.transport.exchange import Exchange
+from objcomm.trees import Options, TreeReduction, alone, options_for
 from objcomm.world import GroupLike
 
 T = TypeVar("T")
 
+Missing = Literal["error", "skip"]
+
 
 def reduce(
     obj: T,
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     dst: int | None = None,
     *,
     group_dst: int | None = None,
+    dtype: torch.dtype | None = None,
+    missing: Missing = "error",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -46,12 +53,23 @@ def reduce(
     Args:
         obj: this rank's operand; it is not changed, even where ``op`` changes its arguments.
         op: a callable of two objects, which must be associative and may change and return its
-            left one; or ``sum``, ``prod``, ``min``, ``max``, ``mean``, ``any``, ``all`` for
-            numbers, tensors and arrays. Integers stay integers of any size; the mean of integers
-            is a float; tensors and arrays keep dtype and shape, but the mean of integer ones is
-            float64; a NaN is the least and the greatest.
+            left one; an ``objcomm.Op``; or a name. ``sum``, ``prod``, ``min``, ``max``, ``mean``,
+            ``any`` and ``all`` combine numbers, tensors and arrays, and go leaf by leaf through
+            dicts, lists, tuples, named tuples and dataclasses, however nested. Integers stay
+            integers of any size; the mean of integers is a float; tensors and arrays keep dtype,
+            shape and device, but the mean of integer ones is float64; a NaN is the least and the
+            greatest. Texts, bytes and None in containers must be equal and come back. The others
+            take whole objects: ``argmin`` and ``argmax`` give a tuple ``(value, rank)``, the
+            lowest group rank where operands tie; ``concat`` joins lists, tuples, texts, bytes,
+            tensors and arrays; ``union`` unites sets and dicts, in which a key may not have two
+            values; ``counter`` counts the members of iterables.
         dst: global rank that gets the result.
         group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        dtype: floating dtype in which ``sum``, ``prod`` and ``mean`` add up tensors of fractions;
+            results come back in the leaf's own. If None: float32 for halves, float64 for means,
+            the leaf's own for the rest.
+        missing: ``"skip"`` lets keys of dicts be missing on some ranks; each leaf is combined, and
+            averaged, over the ranks that have it, and comes back on all.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands.
@@ -68,7 +86,9 @@ def reduce(
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
         CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. The
-            destination and the rank where it happened.
+            destination and the rank where it happened. With an op that goes leaf by leaf also:
+            two ranks' structures differ; every rank, before a large tensor moves, and the error
+            names the path and the two.
         DesyncError: another rank is in another operation, or gave another named operator.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
@@ -79,6 +99,7 @@ def reduce(
         {'seen': {3}}
     """
     operator = operator_for(op)
+    options = options_for(operator, dtype, missing)
     with Call(
         Operation.REDUCE,
         group=group,
@@ -88,13 +109,19 @@ def reduce(
         global_root=dst,
         group_root=group_dst,
         has_root=True,
-        must_agree=operator.name,
+        must_agree=operator.name + options.text,
         confirm=confirm,
         accept=accept,
         allow=allow,
     ) as call:
         if call.is_alone:
-            return call.alone(lambda: _alone(operator, obj))
+            return call.alone(lambda: _alone(operator, obj, options))
+        if operator.is_leafwise:
+            tree = TreeReduction(call, operator, obj, options)
+            with call.traffic() as exchange:
+                answer = tree.run(exchange, call.root)
+            reduced: T | None = call.settle(lambda: tree.value(answer))
+            return reduced
         reduction = _Reduction(call, operator, obj)
         with call.traffic() as exchange:
             message = reduction.onto(exchange, call.root)
@@ -104,8 +131,10 @@ def reduce(
 
 def all_reduce(
     obj: T,
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
+    dtype: torch.dtype | None = None,
+    missing: Missing = "error",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -122,6 +151,11 @@ def all_reduce(
     Args:
         obj: this rank's operand; it is not changed, even where ``op`` changes its arguments.
         op: as in ``reduce``.
+        dtype: floating dtype in which ``sum``, ``prod`` and ``mean`` add up tensors of fractions;
+            results come back in the leaf's own. If None: float32 for halves, float64 for means,
+            the leaf's own for the rest.
+        missing: ``"skip"`` lets keys of dicts be missing on some ranks; each leaf is combined, and
+            averaged, over the ranks that have it, and comes back on all.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands and the result.
@@ -136,7 +170,8 @@ def all_reduce(
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
-        CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Every rank.
+        CollectiveError: an operand could not be encoded or decoded, ``op`` raised, or two ranks'
+            structures differ; the error names the path and the two. Every rank.
         DecodeError: the result could not be rebuilt. That rank only; later calls work.
         DesyncError: another rank is in another operation, or gave another named operator.
         TransportTimeout: the limit passed. Every rank that still waited.
@@ -148,19 +183,26 @@ def all_reduce(
         True
     """
     operator = operator_for(op)
+    options = options_for(operator, dtype, missing)
     with Call(
         Operation.ALL_REDUCE,
         group=group,
         timeout=timeout,
         codec=codec,
         device=device,
-        must_agree=operator.name,
+        must_agree=operator.name + options.text,
         confirm=confirm,
         accept=accept,
         allow=allow,
     ) as call:
         if call.is_alone:
-            return call.alone(lambda: _alone(operator, obj))
+            return call.alone(lambda: _alone(operator, obj, options))
+        if operator.is_leafwise:
+            tree = TreeReduction(call, operator, obj, options)
+            with call.traffic() as exchange:
+                answer = tree.run(exchange, None)
+            reduced: T = call.settle(lambda: tree.value(answer))
+            return reduced
         reduction = _Reduction(call, operator, obj)
         with call.traffic() as exchange:
             message = reduction.onto_all(exchange)
@@ -168,8 +210,12 @@ def all_reduce(
         return result
 
 
-def _alone(operator: Operator, obj: T) -> T:
-    finished: T = operator.finish(operator.prepare(obj), 1)
+def _alone(operator: Operator, obj: T, options: Options) -> T:
+    finished: T
+    if operator.is_leafwise:
+        finished = alone(operator, obj, options)
+    else:
+        finished = operator.finish(operator.prepare(obj, 0), 1)
     return finished
 
 
@@ -226,30 +272,32 @@ class _Reduction:
 
     def onto(self, exchange: Exchange, root: int) -> Message | None:
         """All operands into one message on ``root``; ``None`` elsewhere."""
-        if exchange.size <= topology.STAR_MAX_SIZE:
+        if self._may_be_folded(exchange):
             heads = routes.gather_heads(exchange, self._mine, root)
             folded = self._fold_if_small(heads)
             status = Status.TREE if folded is None else Status.VALUE
             answer = None if heads is None else self._call.announcement(status)
             if routes.broadcast(exchange, answer, root).header.status != Status.TREE:
                 return folded
-        combined = self._along_tree(exchange)
-        if root == routes.HUB:
+        top = root if self._operator.is_commutative else routes.HUB
+        combined = self._along_tree(exchange, top)
+        if root == top:
             return combined
         if combined is not None:
             routes.send(exchange, combined, root)
-        return routes.recv(exchange, routes.HUB) if exchange.rank == root else None
+        return routes.recv(exchange, top) if exchange.rank == root else None
 
     def onto_all(self, exchange: Exchange) -> Message:
         """All operands into one message, on every rank."""
-        if exchange.size <= topology.STAR_MAX_SIZE:
+        if self._may_be_folded(exchange):
             heads = routes.gather_heads(exchange, self._mine, routes.HUB)
             folded = self._fold_if_small(heads)
             answer = folded or self._call.announcement(Status.TREE)
             message = routes.broadcast(exchange, answer, routes.HUB)
             if message.header.status != Status.TREE:
                 return message
-        return routes.broadcast(exchange, self._along_tree(exchange), routes.HUB)
+        combined = self._along_tree(exchange, routes.HUB)
+        return routes.broadcast(exchange, combined, routes.HUB)
 
     def value(self, message: Message | None) -> Any:
         """The result; where it was computed, the very object that was sent."""
@@ -261,8 +309,11 @@ class _Reduction:
         return self._call.decode(message)
 
     def _prepare(self, obj: Any) -> Any:
-        self._operand = self._operator.prepare(obj)
+        self._operand = self._operator.prepare(obj, self._call.rank)
         return self._operand
+
+    def _may_be_folded(self, exchange: Exchange) -> bool:
+        return exchange.size <= topology.STAR_MAX_SIZE and not self._operator.is_slow
 
     def _fold_if_small(self, heads: list[Message] | None) -> Message | None:
         """Fold on this rank, if it has all operands and all came with their first messages."""
@@ -274,18 +325,23 @@ class _Reduction:
         self._computed = accumulator.result()
         return self._computed[0]
 
-    def _along_tree(self, exchange: Exchange) -> Message | None:
-        """The binomial tree to rank 0: at each step a rank takes its right neighbour's partial."""
+    def _along_tree(self, exchange: Exchange, top: int) -> Message | None:
+        """The binomial tree to ``top``: at each step a rank takes its right neighbour's partial.
+
+        Ranks count from ``top`` on, so another one than the first changes the operands' order.
+        """
+        size = exchange.size
+        place = (exchange.rank - top) % size
         accumulator = _Accumulator(self._call, self._operator, self._mine, self._operand)
         is_leaf = True
         step = 1
-        while step < exchange.size:
-            if exchange.rank & step:
+        while step < size:
+            if place & step:
                 partial = self._mine if is_leaf else accumulator.partial()
-                routes.send(exchange, partial, exchange.rank - step)
+                routes.send(exchange, partial, (exchange.rank - step) % size)
                 return None
-            if exchange.rank + step < exchange.size:
-                right = routes.recv(exchange, exchange.rank + step)
+            if place + step < size:
+                right = routes.recv(exchange, (exchange.rank + step) % size)
                 if is_leaf:
                     accumulator.add(self._mine)
                     is_leaf = False

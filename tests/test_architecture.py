@@ -11,8 +11,8 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A floor may import from all floors above it in this list, never from its own or from below.
 FLOORS: list[list[str]] = [
     ["errors"],
-    ["authentication", "counters", "frames", "memory", "ops"],
-    ["config"],
+    ["arrays", "authentication", "counters", "elementwise", "frames", "memory"],
+    ["config", "ops"],
     [
         "codecs.base",
         "codecs.nesting",
@@ -22,7 +22,7 @@ FLOORS: list[list[str]] = [
         "history",
         "message",
     ],
-    ["admission", "codecs.restricted", "codecs.rules"],
+    ["admission", "codecs.restricted", "codecs.rules", "structures"],
     ["codecs.pickle5", "codecs.plain"],
     ["codecs", "transport.record"],
     [
@@ -43,14 +43,14 @@ FLOORS: list[list[str]] = [
         "transport.rendezvous",
     ],
     ["transport.exchange", "transport.gloo"],
-    ["transport.mesh", "transport.routes"],
+    ["transport.mesh", "transport.reduction", "transport.routes"],
     ["transport.inquiry"],
     ["transport.watch"],
     ["group"],
     ["world"],
     ["recorder"],
     ["call"],
-    ["collectives", "together"],
+    ["collectives", "together", "trees"],
     ["control", "metrics", "reductions"],
     [""],
     ["inspector.dumps"],
