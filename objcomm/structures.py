@@ -245,7 +245,7 @@ class _Merging:
         if len(nodes) < self._size and type_name not in _MADE:
             lacking = next(rank for rank in range(self._size) if rank not in nodes)
             reason = f"only mappings, lists and tuples can be filled in, not {type_name}"
-            raise DifferenceError(path, (lowest, lacking), reason)
+            raise DifferenceError(path, _in_order(lowest, lacking), reason)
         members = {rank: dict(zip(node[2], node[3], strict=True)) for rank, node in nodes.items()}
         keys = tuple(dict.fromkeys(key for each in members.values() for key in each))
         children = []
@@ -256,9 +256,13 @@ class _Merging:
                 holder = next(iter(having))
                 lacking = next(rank for rank in members if rank not in having)
                 reason = f"rank {lacking} has no such member; give it, or pass missing='skip'"
-                raise DifferenceError(step, (holder, lacking), reason)
+                raise DifferenceError(step, _in_order(holder, lacking), reason)
             children.append(self.node(having, step))
         return kind, type_name, keys, tuple(children)
+
+
+def _in_order(one: int, other: int) -> tuple[int, int]:
+    return min(one, other), max(one, other)
 
 
 def _kind_text(node: Any) -> str:

@@ -10,7 +10,7 @@ is being filled when its peer dies, and ``Exchange.arrived`` does; two lanes can
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ from objcomm.transport.exchange import Arriving, Exchange
 # A piece small enough for the processor's cache, and large enough that messages cost little.
 _PIECE_MIN_NBYTES = 256 << 10
 _PIECE_MAX_NBYTES = 4 << 20
+# Parts of at most this size share a piece: copying them costs less than messages of their own.
+_SHARED_MAX_NBYTES = 120 << 10
 # So many pieces for each owner let it combine one while the next arrives.
 _PIECES_FOR_EACH_OWNER = 4
 # For so many of its pieces an owner has memory for the operands that arrive.
@@ -93,7 +95,7 @@ def _pieces(parts: list[Part], size: int) -> list[_Piece]:
     open_bags: dict[object, _Piece] = {}
     for part in parts:
         most = limit // max(part.dtype.itemsize, part.result_dtype.itemsize)
-        if part.numel > most // 2:
+        if part.numel * part.dtype.itemsize > _SHARED_MAX_NBYTES:
             count = -(-part.numel // most)
             cuts = [part.numel * at // count for at in range(count + 1)]
             pieces += [
@@ -211,13 +213,23 @@ class _Run:
 def _operand(piece: _Piece) -> torch.Tensor:
     """This rank's elements of a piece: their own memory, or several parts' copied together."""
     if piece.operand is None:
-        views = [
-            part.operand[start:stop]
-            for part, start, stop in piece.spans
-            if part.operand is not None
-        ]
-        piece.operand = views[0] if len(views) == 1 else torch.cat(views)
+        part, start, stop = piece.spans[0]
+        if len(piece.spans) == 1 and part.operand is not None:
+            piece.operand = part.operand[start:stop]
+        else:
+            piece.operand = empty(piece.numel * part.dtype.itemsize).view(part.dtype)
+            for (part, start, stop), room in _shared(piece, piece.operand):
+                if part.operand is not None:
+                    room.copy_(part.operand[start:stop])
     return piece.operand
+
+
+def _shared(
+    piece: _Piece, flat: torch.Tensor
+) -> Iterator[tuple[tuple[Part, int, int], torch.Tensor]]:
+    """Each part of a piece, with its place in the piece's memory."""
+    sizes = [stop - start for _, start, stop in piece.spans]
+    return zip(piece.spans, flat.split(sizes), strict=True)
 
 
 def _room(piece: _Piece) -> torch.Tensor:
@@ -236,8 +248,6 @@ def _unpack(piece: _Piece) -> None:
     """Copy the results of several parts that shared a piece to where each belongs."""
     if len(piece.spans) == 1 or piece.result is None:
         return
-    at = 0
-    for part, start, stop in piece.spans:
+    for (part, start, stop), room in _shared(piece, piece.result):
         if part.result is not None:
-            part.result[start:stop].copy_(piece.result[at : at + stop - start])
-        at += stop - start
+            part.result[start:stop].copy_(room)
