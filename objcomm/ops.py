@@ -85,6 +85,7 @@ class Operator:
         combine: takes what lower ranks gave and what higher ranks gave; it may change the first.
         prepare: applied to each rank's object first, with that rank's number in the group.
         finish: takes the last combination and the number of operands.
+        present: makes of a result, which is plain so that every codec takes it, what users get.
         is_leafwise: whether containers are reduced leaf by leaf.
         is_commutative: whether operands may change places.
         is_slow: whether combining costs more than a message.
@@ -95,6 +96,7 @@ class Operator:
     combine: Callable[[Any, Any], Any]
     prepare: Callable[[Any, int], Any] = _unchanged
     finish: Callable[[Any, int], Any] = lambda combined, _: combined
+    present: Callable[[Any], Any] = lambda finished: finished
     is_leafwise: bool = False
     is_commutative: bool = False
     is_slow: bool = False
@@ -228,21 +230,26 @@ def _truth(obj: Any, _: int = 0) -> Any:
     return bool(obj)
 
 
-def _located(obj: Any, rank: int) -> Extreme:
+_Located = tuple[Any, Any]
+
+
+def _located(obj: Any, rank: int) -> _Located:
     obj = _combinable(obj)
-    return Extreme(obj, arrays.filled_like(obj, rank))
+    return obj, arrays.filled_like(obj, rank)
 
 
-def _first_extreme(is_better: Callable[[Any, Any], Any]) -> Callable[[Extreme, Extreme], Extreme]:
+def _first_extreme(
+    is_better: Callable[[Any, Any], Any],
+) -> Callable[[_Located, _Located], _Located]:
     """Of two the better, element by element; the left one, of the lower rank, where they tie."""
 
-    def combine(left: Extreme, right: Extreme) -> Extreme:
-        ours, theirs = left.value, right.value
+    def combine(left: _Located, right: _Located) -> _Located:
+        (ours, our_rank), (theirs, their_rank) = left, right
         if is_array(ours) or is_array(theirs):
             arrays.must_match(arrays.form(ours), arrays.form(theirs))
             taken = (is_better(theirs, ours) | arrays.is_nan(theirs)) & ~arrays.is_nan(ours)
-            value = arrays.chosen(taken, theirs, ours)
-            return Extreme(value, arrays.chosen(taken, right.rank, left.rank))
+            rank = arrays.chosen(taken, their_rank, our_rank)
+            return arrays.chosen(taken, theirs, ours), rank
         if arrays.is_nan(ours):
             return left
         return right if arrays.is_nan(theirs) or is_better(theirs, ours) else left
@@ -301,11 +308,12 @@ def _counted(obj: Any, _: int = 0) -> Any:
     # Texts are iterables, too, but nobody counts letters of ranks by mistake only once.
     if isinstance(obj, (str, bytes)):
         raise UsageError(f"counter counts the members of an iterable; put the {obj!r} into a list")
-    return collections.Counter(obj)
+    return dict(collections.Counter(obj))
 
 
 def _counts_added(left: Any, right: Any) -> Any:
-    left.update(right)  # unlike +, keeps counts of zero and below
+    for member, count in right.items():  # unlike a Counter's +, keeps counts of zero and below
+        left[member] = left.get(member, 0) + count
     return left
 
 
@@ -317,9 +325,9 @@ _NAMED = {
     "mean": Operator("mean", _add_sums, _to_average, _average, is_leafwise=True),
     "any": Operator("any", alike(operator.or_), _truth, is_leafwise=True),
     "all": Operator("all", alike(operator.and_), _truth, is_leafwise=True),
-    "argmin": Operator("argmin", _first_extreme(operator.lt), _located),
-    "argmax": Operator("argmax", _first_extreme(operator.gt), _located),
+    "argmin": Operator("argmin", _first_extreme(operator.lt), _located, present=Extreme._make),
+    "argmax": Operator("argmax", _first_extreme(operator.gt), _located, present=Extreme._make),
     "concat": Operator("concat", arrays.concatenated, _sequence),
     "union": Operator("union", _united, _set_or_mapping),
-    "counter": Operator("counter", _counts_added, _counted),
+    "counter": Operator("counter", _counts_added, _counted, present=collections.Counter),
 }

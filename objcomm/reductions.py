@@ -215,7 +215,7 @@ def _alone(operator: Operator, obj: T, options: Options) -> T:
     if operator.is_leafwise:
         finished = alone(operator, obj, options)
     else:
-        finished = operator.finish(operator.prepare(obj, 0), 1)
+        finished = operator.present(operator.finish(operator.prepare(obj, 0), 1))
     return finished
 
 
@@ -305,8 +305,8 @@ class _Reduction:
         if message is None:
             return None
         if self._computed is not None and message is self._computed[0]:
-            return self._computed[1]
-        return self._call.decode(message)
+            return self._operator.present(self._computed[1])
+        return self._operator.present(self._call.decode(message))
 
     def _prepare(self, obj: Any) -> Any:
         self._operand = self._operator.prepare(obj, self._call.rank)

@@ -15,15 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from objcomm import elementwise
-from objcomm.codecs.tensors import (
-    describe_array,
-    dtype_name,
-    dtype_named,
-    is_plain_array,
-    is_plain_tensor,
-)
 from objcomm.errors import UsageError
+from objcomm.leaves import described, tensors_of
 from objcomm.ops import Operator
 
 #: In place of a leaf that this rank does not have.
@@ -31,7 +24,6 @@ ABSENT = object()
 
 _ROOT = "obj"
 _NUMBER = "number"
-_TENSOR, _ARRAY = "tensor", "array"
 _MAPPING, _FIELDS, _SEQUENCE = "mapping", "fields", "sequence"
 _CONSTANT = "constant"
 _CONSTANTS = (str, bytes, enum.Enum, type(None), torch.dtype, torch.device)
@@ -77,15 +69,6 @@ class Leaf(NamedTuple):
     places: dict[int, int]
 
 
-class Tensors(NamedTuple):
-    """What a description says of a tensor or an array."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device_type: str
-    is_array: bool
-
-
 def describe(obj: Any, operator: Operator, rank: int) -> tuple[Any, list[Any]]:
     """An operand's structure and its leaves.
 
@@ -113,12 +96,8 @@ def describe(obj: Any, operator: Operator, rank: int) -> tuple[Any, list[Any]]:
 
 
 def _described(member: Any, operator: Operator, *, is_nested: bool) -> tuple[Any, Any]:
-    if is_plain_tensor(member) and member.dtype in elementwise.DTYPES and not member.is_meta:
-        value = member.detach().resolve_conj().resolve_neg()
-        name = dtype_name(value.dtype)
-        return (_TENSOR, name, tuple(value.shape), value.device.type), value
-    if is_plain_array(member) and _torch_dtype_of(member) is not None:
-        return (_ARRAY, member.dtype.name, tuple(member.shape), "cpu"), member
+    if (found := described(member)) is not None:
+        return found
     is_arraylike = isinstance(member, torch.Tensor) or hasattr(member, "__array_interface__")
     if operator.name in {"any", "all"} and not is_arraylike:
         return _NUMBER, bool(member)
@@ -137,13 +116,6 @@ def _check(operator: Operator, member: Any, path: str, rank: int, description: A
             raise UsageError(f"{path}: {error}") from error
     elif operator.name in {"min", "max"} and "complex" in description[1]:
         raise UsageError(f"{path}: complex numbers have no {operator.name}")
-
-
-def _torch_dtype_of(array: Any) -> torch.dtype | None:
-    if not array.dtype.isnative or array.dtype.names is not None:
-        return None
-    dtype = getattr(torch, array.dtype.name, None)
-    return dtype if dtype in elementwise.DTYPES else None
 
 
 def _type_name(obj: Any) -> str:
@@ -179,14 +151,6 @@ def _step(kind: str, key: Any) -> str:
 
 def _is_leaf(node: Any) -> bool:
     return type(node[0]) is int
-
-
-def tensors_of(description: Any) -> Tensors | None:
-    """What a tensor's or an array's description says; ``None`` for any other leaf."""
-    if type(description) is not tuple or description[0] not in {_TENSOR, _ARRAY}:
-        return None
-    kind, dtype, shape, device_type = description
-    return Tensors(dtype_named(dtype), tuple(shape), device_type, kind == _ARRAY)
 
 
 def is_constant(description: Any) -> bool:
@@ -330,23 +294,3 @@ def _sequence_like(own: Any, members: list[Any]) -> Any:
     made = copy.copy(own)
     made[:] = members
     return made
-
-
-def flat_of(leaf: Any, op: str) -> torch.Tensor:
-    """A tensor's or an array's elements in C order, in the dtype that travels; often a view."""
-    if isinstance(leaf, torch.Tensor):
-        flat = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    else:
-        import numpy as np  # noqa: PLC0415  # numpy is optional
-
-        dtype = getattr(torch, leaf.dtype.name)
-        flat = describe_array(np.ascontiguousarray(leaf))[1].view(dtype)
-    return flat.to(elementwise.operand_dtype(op, flat.dtype))
-
-
-def room_for(about: Tensors, op: str, device: torch.device | str) -> tuple[Any, torch.Tensor]:
-    """A fresh result and a flat view of its elements."""
-    dtype = elementwise.result_dtype(op, about.dtype)
-    with torch.inference_mode(mode=False):
-        tensor = torch.empty(about.shape, dtype=dtype, device=device)
-        return (tensor.numpy() if about.is_array else tensor), tensor.view(-1)

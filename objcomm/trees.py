@@ -15,10 +15,11 @@ from objcomm import elementwise, structures
 from objcomm.call import Call
 from objcomm.errors import RankFailure, UsageError
 from objcomm.frames import Status
+from objcomm.leaves import Tensors, flat_of, room_for, tensors_of
 from objcomm.message import Message
 from objcomm.ops import Operator
 from objcomm.outcome import failure_message
-from objcomm.structures import ABSENT, DifferenceError, Leaf, Tensors
+from objcomm.structures import ABSENT, DifferenceError, Leaf
 from objcomm.transport import reduction, routes
 from objcomm.transport.exchange import Exchange
 
@@ -108,7 +109,7 @@ class TreeReduction:
     def _describe(self) -> tuple[Any, list[Any] | None]:
         structure, leaves = structures.describe(self._obj, self._operator, self._call.rank)
         self._structure, self._leaves = structure, leaves
-        abouts = [structures.tensors_of(each) for _, each in structures.leaves_of(structure)]
+        abouts = [tensors_of(each) for _, each in structures.leaves_of(structure)]
         nbytes = sum(_nbytes(about) for about in abouts if about is not None)
         # What travels outside of messages is not signed.
         if nbytes <= _INLINE_NBYTES or self._call.exchange.gate.signer is not None:
@@ -195,7 +196,7 @@ class TreeReduction:
         descriptions = [each for _, each in structures.leaves_of(self._structure)]
         leaves = []
         for value, about in zip(self._leaves, descriptions, strict=True):
-            if structures.tensors_of(about) is not None:
+            if tensors_of(about) is not None:
                 leaves.append(None if self._mine_follows else value)
             else:
                 leaves.append(self._call.copy(value) if type(about) is tuple else value)
@@ -216,7 +217,7 @@ class TreeReduction:
         own = structures.aligned(structure, self._obj)
         parts, rooms = [], {}
         for at, ranks in answer.following:
-            about = structures.tensors_of(descriptions[at])
+            about = tensors_of(descriptions[at])
             if about is None:
                 raise UsageError("an answer names a leaf that is no tensor")
             part, rooms[at] = self._part(about, own[at], tuple(ranks))
@@ -233,11 +234,11 @@ class TreeReduction:
         device: torch.device | str = about.device_type
         operand = None
         if own is not ABSENT:
-            operand = structures.flat_of(own, op).cpu()
+            operand = flat_of(own, op).cpu()
             device = own.device if isinstance(own, torch.Tensor) else device
         result, flat = None, None
         if self._is_taker:
-            result, flat = structures.room_for(about, op, "cpu")
+            result, flat = room_for(about, op, "cpu")
         wide = elementwise.wide_dtype(op, about.dtype, self._options.dtype)
         dtype = elementwise.operand_dtype(op, about.dtype)
         part = reduction.Part(
@@ -258,7 +259,7 @@ def _path(structure: Any, at: int) -> str:
 
 
 def _is_large(leaf: Leaf) -> bool:
-    return structures.tensors_of(leaf.description) is not None
+    return tensors_of(leaf.description) is not None
 
 
 def _numel(about: Tensors) -> int:
@@ -271,7 +272,7 @@ def _nbytes(about: Tensors) -> int:
 
 def _folded(operator: Operator, leaf: Leaf, values: Sequence[Any], options: Options) -> Any:
     """One leaf of all ranks that have it, combined here."""
-    about = structures.tensors_of(leaf.description)
+    about = tensors_of(leaf.description)
     ranks = list(leaf.places)
     if about is not None:
         return _tensors_folded(operator.name, about, values, options)
@@ -287,9 +288,9 @@ def _folded(operator: Operator, leaf: Leaf, values: Sequence[Any], options: Opti
 
 
 def _tensors_folded(op: str, about: Tensors, values: Sequence[Any], options: Options) -> Any:
-    flats = [structures.flat_of(value, op) for value in values]
+    flats = [flat_of(value, op) for value in values]
     device = flats[0].device
-    result, into = structures.room_for(about, op, device)
+    result, into = room_for(about, op, device)
     wide = elementwise.wide_dtype(op, about.dtype, options.dtype)
     elementwise.combine(op, [flat.to(device) for flat in flats], into, wide)
     return result

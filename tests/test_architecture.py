@@ -22,8 +22,8 @@ FLOORS: list[list[str]] = [
         "history",
         "message",
     ],
-    ["admission", "codecs.restricted", "codecs.rules", "structures"],
-    ["codecs.pickle5", "codecs.plain"],
+    ["admission", "codecs.restricted", "codecs.rules", "leaves"],
+    ["codecs.pickle5", "codecs.plain", "structures"],
     ["codecs", "transport.record"],
     [
         "outcome",
