@@ -29,7 +29,7 @@ class Tensors(NamedTuple):
 
 
 def described(leaf: Any) -> tuple[Any, Any] | None:
-    """A leaf's description as plain data, and the leaf; ``None`` if it is not for ``elementwise``."""
+    """A leaf's description as plain data, and the leaf; ``None`` if ``elementwise`` has no use."""
     if is_plain_tensor(leaf) and leaf.dtype in elementwise.DTYPES and not leaf.is_meta:
         value = leaf.detach().resolve_conj().resolve_neg()
         name = dtype_name(value.dtype)

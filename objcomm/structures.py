@@ -37,8 +37,8 @@ _MADE: dict[str, Callable[[], Any]] = {
 }
 
 
-class DifferenceError(UsageError):
-    """Two ranks gave other structures.
+class DifferenceError(Exception):
+    """Two ranks gave other structures; it becomes a failure of the second, and never leaves here.
 
     Attributes:
         path: where they differ, such as ``obj['val'][2].loss``.

@@ -168,7 +168,7 @@ class TreeReduction:
 
     def _difference(self, error: DifferenceError) -> Message:
         """The message of an error that is no rank's own, in the name of the rank that differs."""
-        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        kind = f"{UsageError.__module__}.{UsageError.__qualname__}"
         failure = RankFailure(error.ranks[1], kind, str(error), str(error))
         return failure_message(self._call.exchange.header, [failure])
 
