@@ -28,7 +28,7 @@ _INLINE_NBYTES = 16 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+class Leafwise:
     """What a caller says about a reduction of leaves.
 
     Attributes:
@@ -45,7 +45,7 @@ class Options:
         return f"{self.dtype or ''}{'?' * self.may_lack}"
 
 
-def options_for(operator: Operator, dtype: torch.dtype | None, missing: str) -> Options:
+def options_for(operator: Operator, dtype: torch.dtype | None, missing: str) -> Leafwise:
     """The options from a call's arguments.
 
     Raises:
@@ -61,7 +61,7 @@ def options_for(operator: Operator, dtype: torch.dtype | None, missing: str) -> 
         raise UsageError(f"dtype= is for sum, prod and mean; {operator.name!r} adds nothing up")
     if missing == "skip" and not operator.is_leafwise:
         raise UsageError("missing='skip' is for the named ops that go leaf by leaf")
-    return Options(dtype, missing == "skip")
+    return Leafwise(dtype, missing == "skip")
 
 
 class _Answer(NamedTuple):
@@ -78,7 +78,7 @@ class _Answer(NamedTuple):
     following: Sequence[tuple[int, tuple[int, ...]]]
 
 
-def alone(operator: Operator, obj: Any, options: Options) -> Any:
+def alone(operator: Operator, obj: Any, options: Leafwise) -> Any:
     """The reduction of a single operand."""
     structure, leaves = structures.describe(obj, operator, 0)
     _, merged = structures.merge([structure], may_lack=False)
@@ -92,12 +92,12 @@ def alone(operator: Operator, obj: Any, options: Options) -> Any:
 class TreeReduction:
     """One reduction on this rank."""
 
-    def __init__(self, call: Call, operator: Operator, obj: Any, options: Options) -> None:
+    def __init__(self, call: Call, operator: Operator, obj: Any, options: Leafwise) -> None:
         """Describe this rank's operand; an error becomes its failure."""
         self._call = call
         self._operator = operator
         self._options = options
-        self._obj = obj
+        self._own = obj
         self._structure: Any = None
         self._leaves: list[Any] = []
         self._mine_follows = False
@@ -107,8 +107,10 @@ class TreeReduction:
         self._is_taker = True
 
     def _describe(self) -> tuple[Any, list[Any] | None]:
-        structure, leaves = structures.describe(self._obj, self._operator, self._call.rank)
+        structure, leaves = structures.describe(self._own, self._operator, self._call.rank)
         self._structure, self._leaves = structure, leaves
+        # Containers of its own: an asynchronous call's caller may change theirs meanwhile.
+        self._own = structures.rebuild(structure, self._own, leaves)
         abouts = [tensors_of(each) for _, each in structures.leaves_of(structure)]
         nbytes = sum(_nbytes(about) for about in abouts if about is not None)
         # What travels outside of messages is not signed.
@@ -144,7 +146,7 @@ class TreeReduction:
         results = [
             self._followed[at] if at in self._followed else next(folded) for at in range(count)
         ]
-        return structures.rebuild(structure, self._obj, results)
+        return structures.rebuild(structure, self._own, results)
 
     def _read(self, message: Message) -> _Answer:
         if self._answer is None:
@@ -214,7 +216,7 @@ class TreeReduction:
         """Combine the large leaves, on all ranks together."""
         structure = self._structure if answer.structure is None else answer.structure
         descriptions = [each for _, each in structures.leaves_of(structure)]
-        own = structures.aligned(structure, self._obj)
+        own = structures.aligned(structure, self._own)
         parts, rooms = [], {}
         for at, ranks in answer.following:
             about = tensors_of(descriptions[at])
@@ -270,7 +272,7 @@ def _nbytes(about: Tensors) -> int:
     return _numel(about) * about.dtype.itemsize
 
 
-def _folded(operator: Operator, leaf: Leaf, values: Sequence[Any], options: Options) -> Any:
+def _folded(operator: Operator, leaf: Leaf, values: Sequence[Any], options: Leafwise) -> Any:
     """One leaf of all ranks that have it, combined here."""
     about = tensors_of(leaf.description)
     ranks = list(leaf.places)
@@ -287,7 +289,7 @@ def _folded(operator: Operator, leaf: Leaf, values: Sequence[Any], options: Opti
     return operator.finish(combined, len(values))
 
 
-def _tensors_folded(op: str, about: Tensors, values: Sequence[Any], options: Options) -> Any:
+def _tensors_folded(op: str, about: Tensors, values: Sequence[Any], options: Leafwise) -> Any:
     flats = [flat_of(value, op) for value in values]
     device = flats[0].device
     result, into = room_for(about, op, device)

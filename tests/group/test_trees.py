@@ -413,6 +413,26 @@ def test_with_a_key_all_is_signed() -> None:
     assert_same(got, {"w": torch.full((LARGE // 10,), 2.0)})
 
 
+@ranks(1, 2, 3)
+def test_a_tree_in_flight_keeps_the_containers_that_it_was_given() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    works = []
+    for numel in (3, LARGE // 10):
+        mine: dict[str, Any] = {"w": [torch.full((numel,), float(rank))], "n": rank}
+        works.append(objcomm.all_reduce(mine, async_op=True))
+        last = objcomm.reduce(mine, "max", dst=size - 1, async_op=True)
+        if size > 1:
+            mine["w"].clear()
+            mine["n"] = "gone"
+        got = last.wait()
+        if rank == size - 1:
+            assert got is not None
+            assert_same(got["w"][0], torch.full((numel,), float(size - 1)))
+    total = size * (size - 1) // 2
+    for numel, work in zip((3, LARGE // 10), works, strict=True):
+        assert_same(work.wait(), {"w": [torch.full((numel,), float(total))], "n": total})
+
+
 @ranks(2)
 def test_a_result_keeps_no_history_of_gradients() -> None:
     weight = torch.nn.Parameter(torch.ones(LARGE // 10))
