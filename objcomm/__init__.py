@@ -6,6 +6,7 @@ from objcomm.collectives import all_gather, barrier, broadcast, gather, scatter
 from objcomm.config import check, configure
 from objcomm.control import ddp_broadcast
 from objcomm.counters import OperationStats
+from objcomm.eager import keep_eager
 from objcomm.errors import (
     AuthenticationError,
     BrokenGroupError,
@@ -80,3 +81,6 @@ __all__ = [
     "to_tensor",
     "world_size",
 ]
+
+keep_eager([*(globals()[name] for name in __all__), recorder.dump])
+del keep_eager  # no public name

@@ -11,7 +11,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A floor may import from all floors above it in this list, never from its own or from below.
 FLOORS: list[list[str]] = [
     ["errors"],
-    ["authentication", "counters", "frames", "memory", "ops"],
+    ["authentication", "counters", "eager", "frames", "memory", "ops"],
     ["config"],
     [
         "codecs.base",
