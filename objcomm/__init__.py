@@ -30,6 +30,7 @@ from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
 from objcomm.reductions import all_reduce, reduce
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
 from objcomm.world import is_initialized, is_main, rank, reset_stats, stats, world_size
 
@@ -62,6 +63,7 @@ __all__ = [
     "check",
     "configure",
     "ddp_broadcast",
+    "dup",
     "fail_together",
     "from_tensor",
     "gather",
@@ -69,6 +71,8 @@ __all__ = [
     "is_initialized",
     "is_main",
     "lane",
+    "leaders",
+    "node_group",
     "rank",
     "recorder",
     "reduce",
@@ -77,6 +81,7 @@ __all__ = [
     "register_codec",
     "reset_stats",
     "scatter",
+    "split",
     "stats",
     "to_tensor",
     "world_size",

@@ -52,6 +52,10 @@ class Operation(IntEnum):
     GATHER_SCALAR = 9
     ALL_GATHER_SCALAR = 10
     FAIL_TOGETHER = 11
+    SPLIT = 30
+    DUP = 31
+    NODE_GROUP = 32
+    LEADERS = 33
 
 
 class Status(IntEnum):

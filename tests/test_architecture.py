@@ -37,6 +37,7 @@ FLOORS: list[list[str]] = [
     [
         "transport.bulletin",
         "transport.conflict",
+        "transport.creation",
         "transport.device",
         "transport.lane",
         "transport.nccl",
@@ -51,7 +52,7 @@ FLOORS: list[list[str]] = [
     ["recorder"],
     ["call"],
     ["collectives", "together"],
-    ["control", "metrics", "reductions"],
+    ["control", "metrics", "reductions", "subgroups"],
     [""],
     ["inspector.dumps"],
     ["inspector.rows"],
