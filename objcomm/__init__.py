@@ -2,7 +2,7 @@
 
 from objcomm import recorder
 from objcomm.codecs import register, register_codec
-from objcomm.collectives import all_gather, barrier, broadcast, gather, scatter
+from objcomm.collectives import all_gather, barrier, broadcast, gather
 from objcomm.config import check, configure
 from objcomm.control import ddp_broadcast
 from objcomm.counters import OperationStats
@@ -29,9 +29,11 @@ from objcomm.errors import (
 from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
 from objcomm.reductions import all_reduce, reduce
+from objcomm.scattering import scatter
 from objcomm.serialization import from_tensor, to_tensor
 from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
+from objcomm.work import Work, as_completed, wait_all
 from objcomm.world import is_initialized, is_main, rank, reset_stats, stats, world_size
 
 __version__ = "0.1.0"
@@ -55,9 +57,11 @@ __all__ = [
     "TransportTimeout",
     "UsageError",
     "WireError",
+    "Work",
     "all_gather",
     "all_gather_scalar",
     "all_reduce",
+    "as_completed",
     "barrier",
     "broadcast",
     "check",
@@ -84,6 +88,7 @@ __all__ = [
     "split",
     "stats",
     "to_tensor",
+    "wait_all",
     "world_size",
 ]
 

@@ -4,47 +4,54 @@ What every operation does around its traffic, so that each can be read as its pr
 before any traffic, send a failure instead of a value, raise alike, decode last.
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar
 
 import torch
 import torch.autograd.profiler
 
 from objcomm.admission import Gate
-from objcomm.codecs import codec_named, copy, decode, encode
-from objcomm.config import Allowed, settings_with, using
+from objcomm.coding import Coding
+from objcomm.config import Allowed
 from objcomm.errors import (
-    CodecError,
     CollectiveError,
-    DesyncError,
     ObjcommError,
-    Position,
-    TransportError,
-    TransportTimeout,
     WireError,
-    text_of,
 )
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
-from objcomm.memory import parse_device
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
 from objcomm.recorder import attach
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
-from objcomm.transport.regions import regions
-from objcomm.transport.verdict import Cause, Verdict
-from objcomm.transport.watch import end_elsewhere, interruptible
+from objcomm.transport.line import Line
+from objcomm.turn import Turn
+from objcomm.work import Work
 from objcomm.world import GroupLike, resolve
+
+if TYPE_CHECKING:
+    from objcomm.transport.lane import Lane
 
 R = TypeVar("R")
 
 _profiler = torch.autograd.profiler
+
+
+class Options(TypedDict, total=False):
+    """The keywords that every operation on objects takes; see ``objcomm.broadcast``."""
+
+    group: GroupLike
+    timeout: Timeout
+    codec: str | None
+    device: torch.device | str | int | None
+    confirm: bool
+    accept: Iterable[str] | None
+    allow: Iterable[Allowed] | None
 
 
 class Call:
@@ -99,25 +106,23 @@ class Call:
         self._group = resolve(group)
         self.rank, self.size = self._group.rank, self._group.size
         self.root = self._group.root(self.name, global_root, group_root)
-        self._settings = settings_with(accept, allow)
-        self._codec = codec_named(codec or self._settings.codec)
-        self._device = parse_device(device)
+        self._coding = Coding(codec, device, accept, allow)
         self._deadline = self._group.deadline(self.name, timeout)
         self._confirm = confirm
         self._own_error: BaseException | None = None
-        self._exchange: Exchange | None = None
-        self._has_met = False
+        self._turn: Turn | None = None
+        self._lane: Lane | None = None
         self._span: torch.autograd.profiler.record_function | None = None
         root = self.root if has_root else -1
-        self._must_meet = self._settings.is_checked
         if self.size > 1:
-            self._exchange = self._begin(operation, root, must_agree)
+            must_agree += "\0confirm" * confirm + "\0check" * self._coding.settings.is_checked
+            self._turn = self._begin(operation, root, must_agree)
         else:
             number = self._group.history.next_number()
             header = Header(operation=operation, root=root, sequence=number, call_site=call_site())
-            self._record(Entry(header, self.name, self._codec.name))
+            self._record(Entry(header, self.name, self._coding.codec_name))
 
-    def _begin(self, operation: Operation, root: int, must_agree: str) -> Exchange:
+    def _begin(self, operation: Operation, root: int, must_agree: str) -> Turn:
         """Take the next number on this thread's lane, last of all that can go wrong."""
         place = call_site()
         try:
@@ -125,11 +130,12 @@ class Call:
         except ObjcommError as error:
             attach(error, self._group)
             raise
-        self._mesh, self._lane = mesh, lane
+        self._lane = lane
         device_link = self._group.device_link
         self._device_type = None if device_link is None else device_link.device.type
-        gate = Gate(self._settings, mesh.nonce, self.rank)
-        is_staged = self._device is not None and self._device.type == self._device_type
+        gate = Gate(self._coding.settings, mesh.nonce, self.rank)
+        device = self._coding.device
+        is_staged = device is not None and device.type == self._device_type
         header = Header(
             status=Status.VALUE,
             flags=Flag.STAGED if is_staged else 0,
@@ -139,12 +145,10 @@ class Call:
             lane=lane.number,
             group=mesh.number,
             sequence=lane.sequence,
-            fingerprint=fingerprint(
-                must_agree + "\0confirm" * self._confirm + "\0check" * self._must_meet
-            ),
+            fingerprint=fingerprint(must_agree),
             call_site=place,
         )
-        entry = Entry(header, self.name, self._codec.name, lane.name)
+        entry = Entry(header, self.name, self._coding.codec_name, lane.name)
         exchange = Exchange(
             link=mesh.connections,
             lane=lane,
@@ -156,7 +160,8 @@ class Call:
         lane.sequence += 1
         lane.past.append(entry)
         self._record(entry)
-        return exchange
+        meeting = compose(header, b"") if self._coding.settings.is_checked else None
+        return Turn(mesh, lane, exchange, self._deadline, meeting)
 
     def _record(self, entry: Entry) -> None:
         self._entry = entry
@@ -166,7 +171,7 @@ class Call:
     @property
     def is_alone(self) -> bool:
         """Whether there is no other rank, and so no traffic."""
-        return self._exchange is None
+        return self._turn is None
 
     @property
     def is_root(self) -> bool:
@@ -176,17 +181,12 @@ class Call:
     @property
     def place(self) -> str:
         """A name of this call that is the same on every rank and means no other call."""
-        if self._exchange is None:
-            return ""
-        header = self._exchange.header
-        return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
+        return "" if self._turn is None else self._turn.place
 
     @property
     def exchange(self) -> Exchange:
         """The traffic."""
-        if self._exchange is None:
-            raise WireError(f"{self.name}: a world of one has no traffic")
-        return self._exchange
+        return self._own_turn().exchange
 
     def message(self, produce: Callable[[], object]) -> Message:
         """Encode what ``produce`` returns; an error of either becomes a failure message.
@@ -195,9 +195,7 @@ class Call:
         afterwards.
         """
         try:
-            encoded = encode(self._codec, produce(), device_type=self._device_type)
-            header = self.exchange.header._replace(codec=self._codec.name)
-            return compose(header, encoded.meta, encoded.buffers)
+            return self._coding.message(self.exchange.header, produce, self._device_type)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error)
 
@@ -221,7 +219,7 @@ class Call:
 
     def copy(self, obj: object) -> Any:
         """An independent copy of this rank's own operand, which an operator may change."""
-        return copy(self._codec, obj)
+        return self._coding.copy(obj)
 
     def announcement(self, status: Status) -> Message:
         """A message that says all with its status."""
@@ -246,12 +244,7 @@ class Call:
             DecodeError: it can't be rebuilt here.
             WireError: it carries none, or what its sender did not sign.
         """
-        message.check()
-        if message.header.status != Status.VALUE:
-            raise WireError(f"{message.header.position} sent status {message.header.status}")
-        owners = [buffer.owner for buffer in message.buffers]
-        with using(self._settings):
-            return decode(message.header.codec, message.meta, owners, device=self._device)
+        return self._coding.decode(message)
 
     def settle(self, conclude: Callable[[], R]) -> R:
         """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.
@@ -275,67 +268,74 @@ class Call:
         self.raise_failures(acknowledged)
         return result
 
-    @contextlib.contextmanager
-    def traffic(self) -> Iterator[Exchange]:
-        """The part of a call during which ranks wait for each other, and Ctrl-C ends a wait.
+    def run(self, body: Generator[None, None, R], *, async_op: bool = False) -> R | Work[R]:
+        """Carry the operation out.
 
-        After an error in it nobody knows what the other ranks wait for, so all are told, and every
-        connection is closed: they raise too, instead of waiting.
+        Args:
+            body: does so; yields once where what the caller may change afterwards was encoded.
+                What follows may run on another thread.
+            async_op: whether to return before the rest is done.
+
+        Returns:
+            What ``body`` returns, or a work that will.
         """
-        lane, entry = self._lane, self._entry
-        lane.regions = regions.get()
-        self._deadline.apply(entry)  # a limit is for waiting, not for encoding or callbacks
-        lane.entry = entry
+        return self._launched(body) if async_op else self._carried_out(body)
+
+    def _carried_out(self, body: Generator[None, None, R]) -> R:
+        with self:
+            try:
+                next(body)
+            except StopIteration as end:
+                result: R = end.value
+                return result
+            return _last_half(body)
+
+    def _launched(self, body: Generator[None, None, R]) -> Work[R]:
+        work: Work[R] = Work(self.name, self._entry.header.call_site, self._lane)
+        if self._lane is None:
+            work.carry_out(lambda: self._carried_out(body))
+            return work
         try:
-            with interruptible(self._mesh):
-                if self._must_meet:
-                    routes.all_meet(self.exchange, self.announcement(Status.VALUE))
-                    self._must_meet = False
-                yield self.exchange
-                self.exchange.finish()
-            self._has_met = True
+            next(body)
         except BaseException as error:
-            self._raise_verdict(error)
+            self.__exit__(type(error), error, error.__traceback__)
             raise
-        finally:
-            lane.entry = None
+        if self._lane.line is None:
+            self._lane.line = Line(f"objcomm-line {self._lane.name}".strip())
+        work.carry_out_on(self._lane.line, lambda: self._concluded(body))
+        return work
 
-    def _raise_verdict(self, error: BaseException) -> None:
-        """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""
-        self._lane.owes = False
-        proposal = self._proposal(error)
-        if proposal.cause is Cause.LOST:
-            proposal = self._mesh.blamed(proposal)
-        verdict = self._mesh.settle(proposal)
-        end_elsewhere(verdict)
-        if isinstance(error, TransportError):
-            raise self._mesh.local(verdict, error).error(self.name, self._position()) from error
-        if verdict.name != proposal.name and isinstance(error, Exception):
-            raise verdict.error(self.name, self._position()) from error
+    def _concluded(self, body: Generator[None, None, R]) -> R:
+        """The rest of an asynchronous call, when its turn has come."""
+        self._begin_span()
+        try:
+            result = _last_half(body)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        self.__exit__(None, None, None)
+        return result
 
-    def _position(self) -> Position:
-        return self.exchange.header.position
+    def traffic(self) -> Turn:
+        """The part of a call during which ranks wait for each other; a context that gives it."""
+        return self._own_turn()
 
-    def _proposal(self, error: BaseException) -> Verdict:
-        """What this rank says of an error, if nobody has said anything before."""
-        if isinstance(error, DesyncError):
-            positions = tuple(error.positions.values())
-            return Verdict.of(Cause.DESYNC, reason=error.reason, positions=positions)
-        if isinstance(error, TransportTimeout):
-            return Verdict.of(Cause.TIMEOUT, ranks=error.missing, seconds=error.seconds)
-        if isinstance(error, TransportError):
-            return Verdict.of(Cause.LOST, ranks=error.peers, reason=error.reason)
-        if isinstance(error, (WireError, CodecError)):
-            return Verdict.of(Cause.REFUSED, failures=(failure_of(error, self.rank),))
-        reason = f"it left after {text_of(error)}"
-        return Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=reason)
+    def _own_turn(self) -> Turn:
+        if self._turn is None:
+            raise WireError(f"{self.name}: a world of one has no traffic")
+        return self._turn
 
     def __enter__(self) -> Self:
+        if self._lane is not None and self._lane.line is not None:
+            self._lane.line.drain()  # calls before this one
+        self._begin_span()
+        return self
+
+    def _begin_span(self) -> None:
         # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
         if _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
             self._span = _profiler.record_function(f"objcomm::{self.name}")
             self._span.__enter__()
-        return self
 
     def __exit__(
         self,
@@ -343,14 +343,15 @@ class Call:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        exchange = self._exchange
+        turn = self._turn
+        exchange = None if turn is None else turn.exchange
         seconds = time.perf_counter() - self._began
         self._own_error = None  # its traceback holds this call, and so the caller's object
         if self._span is not None:
             self._span.__exit__(kind, error, traceback)
-        if exchange is not None:
+        if turn is not None and exchange is not None:
             if error is not None:
-                self._end_by(error)
+                turn.give_up(error)
             self._entry.sent_nbytes = exchange.sent_nbytes
             self._entry.received_nbytes = exchange.received_nbytes
         self._entry.end(error, seconds)
@@ -364,7 +365,11 @@ class Call:
             seconds=seconds,
         )
 
-    def _end_by(self, error: BaseException) -> None:
-        if not self._has_met:
-            # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
-            self._mesh.settle(self._proposal(error))
+
+def _last_half(body: Generator[None, None, R]) -> R:
+    try:
+        next(body)
+    except StopIteration as end:
+        result: R = end.value
+        return result
+    raise RuntimeError("an operation's body yields once")  # a fault of the caller's

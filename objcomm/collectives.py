@@ -1,19 +1,18 @@
-"""Objects in, objects out: broadcast, gather, all_gather, scatter and barrier."""
+"""The same for all ranks: broadcast, gather, all_gather and barrier."""
 
-import functools
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Literal, TypeVar, Unpack, overload
 
 import torch
 
-from objcomm.call import Call
+from objcomm.call import Call, Options
 from objcomm.config import Allowed
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
 from objcomm.transport import routes
+from objcomm.work import Work
 from objcomm.world import GroupLike
 
 T = TypeVar("T")
@@ -25,6 +24,24 @@ def _unchecked(obj: T) -> T:
     return obj
 
 
+@overload
+def broadcast(
+    obj: T,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[Options],
+) -> T: ...
+@overload
+def broadcast(
+    obj: T,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[T]: ...
 def broadcast(
     obj: T,
     src: int | None = None,
@@ -37,7 +54,8 @@ def broadcast(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
-) -> T:
+    async_op: bool = False,
+) -> T | Work[T]:
     """Share one rank's object with every rank of the group.
 
     Every rank of ``group`` must call this, in the same order as its other collectives.
@@ -55,6 +73,8 @@ def broadcast(
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
+            ``obj`` must not change before its ``wait`` returns.
 
     Returns:
         The source's object: the identical one there, an independent and writable copy elsewhere.
@@ -74,7 +94,7 @@ def broadcast(
         >>> objcomm.broadcast({"lr": 0.1, "layers": (64, 10)})
         {'lr': 0.1, 'layers': (64, 10)}
     """
-    with Call(
+    call = Call(
         Operation.BROADCAST,
         group=group,
         timeout=timeout,
@@ -86,13 +106,18 @@ def broadcast(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    ) as call:
-        if call.is_alone:
-            return obj
-        mine = call.message(lambda: obj) if call.is_root else None
-        with call.traffic() as exchange:
-            message = routes.broadcast(exchange, mine, call.root)
-        return call.settle(lambda: _shared(call, message, obj))
+    )
+    return call.run(_broadcast(call, obj), async_op=async_op)
+
+
+def _broadcast(call: Call, obj: T) -> Generator[None, None, T]:
+    if call.is_alone:
+        return obj
+    mine = call.message(lambda: obj) if call.is_root else None
+    yield
+    with call.traffic() as exchange:
+        message = routes.broadcast(exchange, mine, call.root)
+    return call.settle(lambda: _shared(call, message, obj))
 
 
 def _shared(call: Call, message: Message, obj: T) -> T:
@@ -100,6 +125,24 @@ def _shared(call: Call, message: Message, obj: T) -> T:
     return obj if call.is_root else call.decode(message)
 
 
+@overload
+def gather(
+    obj: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[Options],
+) -> list[T] | None: ...
+@overload
+def gather(
+    obj: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[list[T] | None]: ...
 def gather(
     obj: T,
     dst: int | None = None,
@@ -112,7 +155,8 @@ def gather(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
-) -> list[T] | None:
+    async_op: bool = False,
+) -> list[T] | Work[list[T] | None] | None:
     """Collect one object from every rank onto one.
 
     Every rank of ``group`` must call this. Each contribution travels at its own size. A rank that
@@ -129,6 +173,8 @@ def gather(
         confirm: make every rank wait, and raise, if any contribution was missing or unreadable.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
+            ``obj`` must not change before its ``wait`` returns.
 
     Returns:
         On the destination one object per rank, in the order of group ranks; its own is the
@@ -148,7 +194,7 @@ def gather(
         >>> objcomm.gather({"rank": 0, "correct": 41})
         [{'rank': 0, 'correct': 41}]
     """
-    with Call(
+    call = Call(
         Operation.GATHER,
         group=group,
         timeout=timeout,
@@ -160,12 +206,14 @@ def gather(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    ) as call:
-        return gather_in(call, obj)
+    )
+    return call.run(gather_in(call, obj), async_op=async_op)
 
 
-def gather_in(call: Call, obj: T, check: Callable[[T], T] = _unchecked) -> list[T] | None:
-    """``gather`` for a call that was already begun.
+def gather_in(
+    call: Call, obj: T, check: Callable[[T], T] = _unchecked
+) -> Generator[None, None, list[T] | None]:
+    """``gather`` for a call that was already begun; to be given to ``call.run``.
 
     Args:
         call: the call.
@@ -175,6 +223,7 @@ def gather_in(call: Call, obj: T, check: Callable[[T], T] = _unchecked) -> list[
     if call.is_alone:
         return [call.alone(lambda: check(obj))]
     mine = call.message(lambda: check(obj))
+    yield
     with call.traffic() as exchange:
         messages = routes.gather(exchange, mine, call.root)
     return call.settle(lambda: _collected(call, messages, obj))
@@ -192,6 +241,20 @@ def decode_others(call: Call, messages: Sequence[Message], own: T) -> list[T]:
     ]
 
 
+@overload
+def all_gather(
+    obj: T,
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[Options],
+) -> list[T]: ...
+@overload
+def all_gather(
+    obj: T,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[list[T]]: ...
 def all_gather(
     obj: T,
     *,
@@ -202,7 +265,8 @@ def all_gather(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
-) -> list[T]:
+    async_op: bool = False,
+) -> list[T] | Work[list[T]]:
     """Collect one object from every rank onto every rank.
 
     Every rank of ``group`` must call this. Each contribution travels at its own size.
@@ -216,6 +280,8 @@ def all_gather(
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
+            ``obj`` must not change before its ``wait`` returns.
 
     Returns:
         One object per rank, in the order of group ranks; this rank's own is the identical one.
@@ -234,7 +300,7 @@ def all_gather(
         >>> objcomm.all_gather("shard-0.parquet")
         ['shard-0.parquet']
     """
-    with Call(
+    call = Call(
         Operation.ALL_GATHER,
         group=group,
         timeout=timeout,
@@ -243,15 +309,18 @@ def all_gather(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    ) as call:
-        return all_gather_in(call, obj)
+    )
+    return call.run(all_gather_in(call, obj), async_op=async_op)
 
 
-def all_gather_in(call: Call, obj: T, check: Callable[[T], T] = _unchecked) -> list[T]:
+def all_gather_in(
+    call: Call, obj: T, check: Callable[[T], T] = _unchecked
+) -> Generator[None, None, list[T]]:
     """``all_gather`` for a call that was already begun; arguments as in ``gather_in``."""
     if call.is_alone:
         return [call.alone(lambda: check(obj))]
     mine = call.message(lambda: check(obj))
+    yield
     with call.traffic() as exchange:
         messages = routes.all_gather(exchange, mine)
 
@@ -262,111 +331,25 @@ def all_gather_in(call: Call, obj: T, check: Callable[[T], T] = _unchecked) -> l
     return call.settle(conclude)
 
 
-def scatter(
-    objs: Sequence[T] | None,
-    src: int | None = None,
+@overload
+def barrier(
+    name: str = "",
     *,
-    group_src: int | None = None,
     group: GroupLike = None,
     timeout: Timeout = None,
-    codec: str | None = None,
-    device: DeviceLike = None,
-    confirm: bool = False,
-    accept: Iterable[str] | None = None,
-    allow: Iterable[Allowed] | None = None,
-) -> T:
-    """Give each rank one object of the source's.
-
-    Every rank of ``group`` must call this. Each object travels to its own rank only, at its own
-    size.
-
-    Args:
-        objs: on the source one object per rank, in the order of group ranks; elsewhere ignored.
-        src: global rank of the source.
-        group_src: the same as a rank within the group; give one. Neither: the group's first rank.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes the objects on the source.
-        device: where tensors inside the object shall lie on receivers.
-        confirm: wait until every rank has decoded, and raise everywhere if one could not.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-
-    Returns:
-        This rank's object: the identical one on the source, an independent copy elsewhere.
-
-    Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
-        CollectiveError: the source gave another number of objects, or could not encode one.
-            Every rank.
-        DecodeError: the object could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation. The rank that sees it.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
-
-    Example:
-        >>> import objcomm
-        >>> objcomm.scatter([{"files": ["a", "b"]}])
-        {'files': ['a', 'b']}
-    """
-    with Call(
-        Operation.SCATTER,
-        group=group,
-        timeout=timeout,
-        codec=codec,
-        device=device,
-        global_root=src,
-        group_root=group_src,
-        has_root=True,
-        confirm=confirm,
-        accept=accept,
-        allow=allow,
-    ) as call:
-        if call.is_alone:
-            return call.alone(lambda: _one_each(objs, 1)[0])
-        messages = _encode_each(call, objs) if call.is_root else None
-        with call.traffic() as exchange:
-            message = routes.scatter(exchange, messages, call.root)
-
-        def conclude() -> T:
-            call.raise_failures([message])
-            mine: T = (
-                _one_each(objs, call.size)[call.rank] if call.is_root else call.decode(message)
-            )
-            return mine
-
-        return call.settle(conclude)
-
-
-def _one_each(objs: Sequence[T] | None, size: int) -> Sequence[T]:
-    if objs is None or isinstance(objs, str) or len(objs) != size:
-        given = "None" if objs is None else f"{type(objs).__name__} of {len(objs)}"
-        raise UsageError(
-            f"scatter: the source must give one object for each of {size} ranks, not a {given}"
-        )
-    return objs
-
-
-def _encode_each(call: Call, objs: Sequence[Any] | None) -> list[Message]:
-    """A message for each rank; where one can't be made all say why."""
-    try:
-        each = _one_each(objs, call.size)
-    except Exception as error:  # noqa: BLE001  # it travels, and is raised afterwards
-        return [call.failure(error)] * call.size
-    messages = []
-    for peer in range(call.size):
-        if peer == call.rank:
-            message = call.announcement(Status.VALUE)  # stays here, as the object itself
-        else:
-            message = call.message(functools.partial(operator.getitem, each, peer))
-        if message.header.status == Status.FAILURE:
-            return [message] * call.size
-        messages.append(message)
-    return messages
-
-
-def barrier(name: str = "", *, group: GroupLike = None, timeout: Timeout = None) -> None:
+    async_op: Literal[False] = False,
+) -> None: ...
+@overload
+def barrier(
+    name: str = "",
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: Literal[True],
+) -> Work[None]: ...
+def barrier(
+    name: str = "", *, group: GroupLike = None, timeout: Timeout = None, async_op: bool = False
+) -> Work[None] | None:
     """Wait until every rank of the group has come here.
 
     Every rank of ``group`` must call this.
@@ -375,6 +358,7 @@ def barrier(name: str = "", *, group: GroupLike = None, timeout: Timeout = None)
         name: barriers of different names do not release each other: they raise.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
+        async_op: return a work at once, whose ``wait`` returns when every rank has come.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
@@ -390,7 +374,14 @@ def barrier(name: str = "", *, group: GroupLike = None, timeout: Timeout = None)
     """
     if not isinstance(name, str):
         raise UsageError(f"barrier: name={name!r} is no text")
-    with Call(Operation.BARRIER, group=group, timeout=timeout, must_agree=name) as call:
-        if not call.is_alone:
-            with call.traffic() as exchange:
-                routes.all_meet(exchange, call.announcement(Status.VALUE))
+    call = Call(Operation.BARRIER, group=group, timeout=timeout, must_agree=name)
+    return call.run(_barrier(call), async_op=async_op)
+
+
+def _barrier(call: Call) -> Generator[None, None, None]:
+    if call.is_alone:
+        return
+    mine = call.announcement(Status.VALUE)
+    yield
+    with call.traffic() as exchange:
+        routes.all_meet(exchange, mine)

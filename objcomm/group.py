@@ -3,10 +3,12 @@
 The only place where global ranks become group ranks. Knows nothing of operations.
 """
 
+import functools
 import operator
 import os
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from datetime import timedelta
 from types import TracebackType
@@ -15,16 +17,14 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from objcomm.counters import Counters
-from objcomm.errors import BrokenGroupError, UsageError, text_of
-from objcomm.frames import fingerprint
+from objcomm.errors import UsageError
 from objcomm.history import History
-from objcomm.transport.base import LANE_BITS, Deadline, DeviceLink
+from objcomm.transport.base import Deadline, DeviceLink
+from objcomm.transport.channel import Channel
 from objcomm.transport.lane import Lane
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.nccl import device_link
-from objcomm.transport.regions import regions
 from objcomm.transport.verdict import Verdict
-from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
 
 #: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.
 Timeout: TypeAlias = float | timedelta | None
@@ -33,6 +33,18 @@ Timeout: TypeAlias = float | timedelta | None
 _TIMEOUT_SECONDS = 1800.0
 
 _lane_name: ContextVar[str] = ContextVar("objcomm_lane", default="")
+
+
+def seconds_of(operation: str, timeout: float | timedelta) -> float:
+    """What ``timeout=`` means, in seconds.
+
+    Raises:
+        UsageError: it is not a positive time.
+    """
+    seconds: Any = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise UsageError(f"{operation}: timeout={timeout!r} is not a positive time")
+    return seconds
 
 
 class Group:
@@ -53,24 +65,24 @@ class Group:
         self.description = getattr(process_group, "group_desc", "")
         self.rank = 0
         self.ranks: tuple[int, ...] = (0,)
+        self._own: Callable[[], Any]
         if process_group is None:
-            self._process_group = None
+            self._own = functools.partial(_living, _nothing)
             self._timeout_seconds = _TIMEOUT_SECONDS
         else:
             self.rank = process_group.rank()
             self.ranks = tuple(dist.get_process_group_ranks(process_group))
             # Weak, or the state of a destroyed group would live as long as the process.
-            self._process_group = weakref.ref(process_group)
+            self._own = functools.partial(_living, weakref.ref(process_group))
             self._timeout_seconds = _timeout_seconds(process_group)
         self.size = len(self.ranks)
         self.counters = Counters()
         self.history = History()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._world: Any = None if world is None else weakref.ref(world)
-        self._mesh: Mesh | None = None
-        self._owed: dict[str, Verdict] = {}  # by lane, what ended an earlier mesh
-        self._device_link: DeviceLink | None = None
+        self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
+        self._whole = self._joining(tuple(range(self.size)))
+        self._pairs: dict[int, Channel] = {}  # by the other rank
 
     def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
         """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
@@ -103,12 +115,11 @@ class Group:
         """
         if timeout is None:
             return Deadline(self._timeout_seconds)
-        seconds: Any = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise UsageError(f"{operation}: timeout={timeout!r} is not a positive time")
-        return Deadline(seconds)
+        return Deadline(seconds_of(operation, timeout))
 
-    def enter(self, operation: str, deadline: Deadline, call_site: str) -> tuple[Mesh, Lane]:
+    def enter(
+        self, operation: str, deadline: Deadline, call_site: str, peer: int | None = None
+    ) -> tuple[Mesh, Lane]:
         """The connections and the calling thread's lane; the first use makes all ranks meet.
 
         Raises:
@@ -123,131 +134,82 @@ class Group:
                 f"{operation}: a forked process cannot use its parent's connections; "
                 "call objcomm from the process that called init_process_group"
             )
-        name, mesh = _lane_name.get(), self._mesh
-        if mesh is None or mesh.verdict is not None or self._owed:
-            mesh = self._settled(operation, name)
-        lane = mesh.lanes.get(name)
-        if lane is None or lane.owner is not threading.current_thread():
-            lane = self._taken(operation, mesh, name)
-        if lane.entry is not None:
-            waiting = f"{lane.entry.operation} at {lane.entry.header.call_site}"
-            raise UsageError(
-                f"{operation}: a callback of {waiting} cannot use the group that waits "
-                "for it; communicate before or after that call"
-            )
-        if mesh.link is None:
-            lane.regions = regions.get()
-            store = self._own().get_group_store()
-            mesh.connect(store, deadline, lane, operation, call_site)
-        return mesh, lane
+        return self._channel(peer).enter(operation, deadline, call_site, _lane_name.get())
 
-    @property
+    @functools.cached_property
     def device_link(self) -> DeviceLink | None:
-        """What joins the ranks' accelerators, once ``enter`` was called."""
-        return self._device_link
+        """What joins the ranks' accelerators."""
+        return device_link(self._own())
 
     @property
     def verdict(self) -> Verdict | None:
-        """What has ended the connections, if anything has."""
-        return None if self._mesh is None else self._mesh.verdict
+        """What has ended the connections of all ranks, if anything has."""
+        mesh = self._whole.mesh
+        return None if mesh is None else mesh.verdict
 
     @property
     def is_broken(self) -> bool:
-        """Whether the group can carry no more objects."""
-        mesh = self._mesh
-        return mesh is not None and mesh.verdict is not None and not mesh.can_be_replaced
+        """Whether all ranks together can exchange no more objects."""
+        return self._whole.is_broken
 
     def fail(self, key: str, verdict: Verdict) -> Verdict:
         """Tell all ranks in the block ``key`` that this one failed; returns what all raise."""
-        return verdict if self._mesh is None else self._mesh.fail(key, verdict)
+        mesh = self._whole.mesh
+        return verdict if mesh is None else mesh.fail(key, verdict)
 
     def failed(self, key: str) -> Verdict | None:
         """What some rank has told of the block ``key``, where its mesh has been replaced since."""
-        mesh = self._mesh
+        mesh = self._whole.mesh
         is_same = mesh is None or (mesh.verdict is None and key.startswith(mesh.nonce))
         return None if mesh is None or is_same else mesh.failed(key)
 
     def leave(self, key: str) -> None:
         """Forget the block ``key``, which this rank leaves by an error."""
-        if self._mesh is not None:
-            self._mesh.leave(key)
+        mesh = self._whole.mesh
+        if mesh is not None:
+            mesh.leave(key)
 
-    def absolve(self, verdict: Verdict) -> None:
-        """End the connections by a verdict that the calling thread raises elsewhere.
+    def absolve(self, verdict: Verdict, global_ranks: Iterable[int]) -> None:
+        """End what joins only these ranks, by a verdict that the calling thread raises elsewhere.
 
         Other threads' lanes raise it in their next calls, as they do on the other ranks.
         """
-        mesh = self._mesh
-        if mesh is None or mesh.settle(verdict).name != verdict.name:
-            return
-        thread = threading.current_thread()
         with self._lock:
-            for name, lane in mesh.lanes.items():
-                if lane.owner is thread:
-                    lane.owes = False
-                    self._owed.pop(name, None)
+            channels = [self._whole, *self._pairs.values()]
+        for channel in channels:
+            if set(channel.global_ranks) <= set(global_ranks):
+                channel.absolve(verdict)
 
-    def _settled(self, operation: str, lane_name: str) -> Mesh:
-        """A mesh that nothing has ended, once the lane has raised what ended the last one."""
-        with self._lock:
-            owed = self._owed.pop(lane_name, None)
-            mesh = self._mesh
-            if owed is None and mesh is not None and mesh.verdict is not None:
-                lane = mesh.lanes.get(lane_name)
-                if lane is not None and lane.owes:
-                    lane.owes, owed = False, mesh.verdict
-            if owed is not None:
-                end_elsewhere(owed)
-                raise owed.error(operation)
-            if mesh is None or mesh.verdict is not None:
-                mesh = self._mesh = self._renewed(operation, mesh)
-            return mesh
+    def _channel(self, peer: int | None) -> Channel:
+        if peer is None:
+            return self._whole
+        pair = self._pairs.get(peer)
+        if pair is None:
+            with self._lock:
+                made = self._joining((min(peer, self.rank), max(peer, self.rank)))
+                pair = self._pairs.setdefault(peer, made)
+        return pair
 
-    def _renewed(self, operation: str, ended: Mesh | None) -> Mesh:
-        """A new mesh in the place of one that has ended."""
-        if ended is not None and ended.verdict is not None:
-            if not ended.can_be_replaced:
-                raise BrokenGroupError(operation, text_of(ended.verdict.error("an earlier call")))
-            # A thread that has ended is in no sequence of calls that others could be ahead of.
-            lanes = [lane for lane in ended.lanes.values() if lane.owner.is_alive()]
-            owing = [lane.name for lane in lanes if lane.owes]
-            self._owed.update(dict.fromkeys(owing, ended.verdict))
-        process_group = self._own()
-        self._device_link = device_link(process_group)
-        bulletin = bulletin_of(self._world())
-        mesh = Mesh(process_group.group_name, self.ranks, self.rank, self.history, bulletin)
-        if ended is not None and ended.link is None:
-            mesh.failed_meeting = ended.nonce
-        watch(mesh)
-        return mesh
+    def _joining(self, members: tuple[int, ...]) -> Channel:
+        return Channel(
+            process_group=self._own,
+            world=self._world,
+            ranks=self.ranks,
+            rank=self.rank,
+            members=members,
+            history=self.history,
+        )
 
-    def _taken(self, operation: str, mesh: Mesh, name: str) -> Lane:
-        """The lane of that name for the calling thread."""
-        thread = threading.current_thread()
-        with self._lock:
-            lane = mesh.lanes.get(name) or self._new_lane(mesh, name, thread)
-            if lane.owner is not thread and lane.owner.is_alive():
-                which = f"lane {name!r} of this group" if name else "this group"
-                raise UsageError(
-                    f"{operation}: thread {lane.owner.name!r} already uses {which}; let "
-                    f"{thread.name!r} take a lane of its own: with objcomm.lane('…'):"
-                )
-            lane.owner = thread
-            return lane
 
-    def _new_lane(self, mesh: Mesh, name: str, thread: threading.Thread) -> Lane:
-        number = fingerprint(name) % (1 << LANE_BITS)
-        for other in mesh.lanes.values():
-            if other.number == number:
-                raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
-        mesh.lanes[name] = Lane(name, number, thread)
-        return mesh.lanes[name]
+def _living(reference: Callable[[], Any]) -> Any:
+    process_group = reference()
+    if process_group is None:
+        raise UsageError("this process group was destroyed")
+    return process_group
 
-    def _own(self) -> Any:
-        process_group = self._process_group and self._process_group()
-        if process_group is None:
-            raise UsageError("this process group was destroyed")
-        return process_group
+
+def _nothing() -> None:
+    """Stands for a process group that there never was."""
 
 
 def _index(operation: str, rank: object) -> int:

@@ -1,8 +1,8 @@
 """Familiar helpers around small results: scalars of every rank, and what is computed of them."""
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterable
+from typing import Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -12,15 +12,27 @@ from objcomm.config import Allowed
 from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.transport import routes
+from objcomm.work import Work
 from objcomm.world import GroupLike
 
 T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")
 
+
+class _Options(TypedDict, total=False):
+    group: GroupLike
+    timeout: Timeout
+    codec: str | None
+    device: torch.device | str | int | None
+    accept: Iterable[str] | None
+    allow: Iterable[Allowed] | None
+
+
 _PLAIN_SCALARS = (bool, int, float, complex, str, type(None))
 
 
+@overload
 def gather_scalar(
     value: T,
     dst: int | None = None,
@@ -28,7 +40,27 @@ def gather_scalar(
     group_dst: int | None = None,
     group: GroupLike = None,
     timeout: Timeout = None,
-) -> list[T] | None:
+    async_op: Literal[False] = False,
+) -> list[T] | None: ...
+@overload
+def gather_scalar(
+    value: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: Literal[True],
+) -> Work[list[T] | None]: ...
+def gather_scalar(
+    value: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> list[T] | Work[list[T] | None] | None:
     """Collect one scalar from every rank onto one, each with its exact value and type.
 
     Every rank of ``group`` must call this. Types may differ between ranks: nothing is converted,
@@ -41,6 +73,7 @@ def gather_scalar(
         group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
+        async_op: return a work at once, whose ``wait`` gives the result.
 
     Returns:
         On the destination one value per rank, in the order of group ranks. ``None`` elsewhere.
@@ -55,7 +88,7 @@ def gather_scalar(
         >>> objcomm.gather_scalar(2**70 + 1)
         [1180591620717411303425]
     """
-    with Call(
+    call = Call(
         Operation.GATHER_SCALAR,
         group=group,
         timeout=timeout,
@@ -63,11 +96,25 @@ def gather_scalar(
         global_root=dst,
         group_root=group_dst,
         has_root=True,
-    ) as call:
-        return gather_in(call, value, check=_check_scalar)
+    )
+    return call.run(gather_in(call, value, check=_check_scalar), async_op=async_op)
 
 
-def all_gather_scalar(value: T, *, group: GroupLike = None, timeout: Timeout = None) -> list[T]:
+@overload
+def all_gather_scalar(
+    value: T,
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: Literal[False] = False,
+) -> list[T]: ...
+@overload
+def all_gather_scalar(
+    value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: Literal[True]
+) -> Work[list[T]]: ...
+def all_gather_scalar(
+    value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: bool = False
+) -> list[T] | Work[list[T]]:
     """Collect one scalar from every rank onto every rank, each with its exact value and type.
 
     Every rank of ``group`` must call this.
@@ -76,6 +123,7 @@ def all_gather_scalar(value: T, *, group: GroupLike = None, timeout: Timeout = N
         value: as in ``gather_scalar``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
+        async_op: return a work at once, whose ``wait`` gives the result.
 
     Returns:
         One value per rank, in the order of group ranks.
@@ -90,10 +138,8 @@ def all_gather_scalar(value: T, *, group: GroupLike = None, timeout: Timeout = N
         >>> objcomm.all_gather_scalar(True)
         [True]
     """
-    with Call(
-        Operation.ALL_GATHER_SCALAR, group=group, timeout=timeout, codec=_codec_for(value)
-    ) as call:
-        return all_gather_in(call, value, check=_check_scalar)
+    call = Call(Operation.ALL_GATHER_SCALAR, group=group, timeout=timeout, codec=_codec_for(value))
+    return call.run(all_gather_in(call, value, check=_check_scalar), async_op=async_op)
 
 
 def _codec_for(value: object) -> str:
@@ -119,6 +165,22 @@ def _check_scalar(value: T) -> T:
     raise TypeError(f"a {type(value).__name__} is no scalar; objcomm.gather takes any object")
 
 
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], A],
+    fn2: Callable[[list[A]], B],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> B: ...
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], A],
+    fn2: Callable[[list[A]], B],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[_Options],
+) -> Work[B]: ...
 def reduce_and_broadcast(
     fn1: Callable[[], A],
     fn2: Callable[[list[A]], B],
@@ -129,7 +191,8 @@ def reduce_and_broadcast(
     device: torch.device | str | int | None = None,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
-) -> B:
+    async_op: bool = False,
+) -> B | Work[B]:
     """Compute something on every rank, then once of all results, and share that with every rank.
 
     Every rank of ``group`` must call this.
@@ -145,6 +208,8 @@ def reduce_and_broadcast(
         device: where tensors inside what is received shall lie.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        async_op: return a work at once, whose ``wait`` gives the result. ``fn1`` has been called by
+            then; ``fn2`` is called on another thread.
 
     Returns:
         What ``fn2`` returned, on every rank.
@@ -160,7 +225,7 @@ def reduce_and_broadcast(
         >>> objcomm.reduce_and_broadcast(lambda: 41, lambda counts: sum(counts) / len(counts))
         41.0
     """
-    with Call(
+    call = Call(
         Operation.REDUCE_AND_BROADCAST,
         group=group,
         timeout=timeout,
@@ -168,23 +233,29 @@ def reduce_and_broadcast(
         device=device,
         accept=accept,
         allow=allow,
-    ) as call:
-        if call.is_alone:
-            return call.alone(lambda: fn2([fn1()]))
-        own: list[A] = []
-        shared: list[B] = []
-        mine = call.message(lambda: _kept(own, fn1()))
-        with call.traffic() as exchange:
-            messages = routes.gather(exchange, mine, routes.HUB)
-            answer = None
-            if messages is not None:
-                values = functools.partial(decode_others, call, messages, *own)
-                answer = call.failures(messages) or call.message(
-                    lambda: _kept(shared, fn2(values()))
-                )
-            message = routes.broadcast(exchange, answer, routes.HUB)
-        call.raise_failures([message])
-        return shared[0] if shared else call.decode(message)
+    )
+    return call.run(_reduce_and_broadcast(call, fn1, fn2), async_op=async_op)
+
+
+def _reduce_and_broadcast(
+    call: Call, fn1: Callable[[], A], fn2: Callable[[list[A]], B]
+) -> Generator[None, None, B]:
+    if call.is_alone:
+        return call.alone(lambda: fn2([fn1()]))
+    own: list[A] = []
+    shared: list[B] = []
+    mine = call.message(lambda: _kept(own, fn1()))
+    yield
+    with call.traffic() as exchange:
+        messages = routes.gather(exchange, mine, routes.HUB)
+        answer = None
+        if messages is not None:
+            values = functools.partial(decode_others, call, messages, *own)
+            answer = call.failures(messages) or call.message(lambda: _kept(shared, fn2(values())))
+        message = routes.broadcast(exchange, answer, routes.HUB)
+    call.raise_failures([message])
+    result: B = shared[0] if shared else call.decode(message)
+    return result
 
 
 def _kept(place: list[T], value: T) -> T:

@@ -7,12 +7,12 @@ that one rank has read and answers, so all ranks take the same way (mpi4py's tre
 order of operands: ``src/mpi4py/MPI.src/msgpickle.pxi``, PyMPI_reduce_intra).
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
-from objcomm.call import Call
+from objcomm.call import Call, Options
 from objcomm.config import Allowed
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
@@ -20,11 +20,32 @@ from objcomm.message import Message
 from objcomm.ops import Operator, operator_for
 from objcomm.transport import routes, topology
 from objcomm.transport.exchange import Exchange
+from objcomm.work import Work
 from objcomm.world import GroupLike
 
 T = TypeVar("T")
 
 
+@overload
+def reduce(
+    obj: T,
+    op: Callable[[T, T], T] | str = "sum",
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[Options],
+) -> T | None: ...
+@overload
+def reduce(
+    obj: T,
+    op: Callable[[T, T], T] | str = "sum",
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[T | None]: ...
 def reduce(
     obj: T,
     op: Callable[[T, T], T] | str = "sum",
@@ -38,7 +59,8 @@ def reduce(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
-) -> T | None:
+    async_op: bool = False,
+) -> T | Work[T | None] | None:
     """Combine the objects of all ranks, in rank order, onto one rank.
 
     Every rank of ``group`` must call this, with the same operator.
@@ -59,6 +81,8 @@ def reduce(
         confirm: make every rank wait, and raise, if the result could not be made.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        async_op: return at once; the result is the work's. Buffers of tensors and arrays in ``obj``
+            must not change before its ``wait`` returns, and ``op`` is called on another thread.
 
     Returns:
         The result on the destination, ``None`` elsewhere. In a world of one a callable is not
@@ -79,7 +103,7 @@ def reduce(
         {'seen': {3}}
     """
     operator = operator_for(op)
-    with Call(
+    call = Call(
         Operation.REDUCE,
         group=group,
         timeout=timeout,
@@ -92,16 +116,37 @@ def reduce(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    ) as call:
-        if call.is_alone:
-            return call.alone(lambda: _alone(operator, obj))
-        reduction = _Reduction(call, operator, obj)
-        with call.traffic() as exchange:
-            message = reduction.onto(exchange, call.root)
-        result: T | None = call.settle(lambda: reduction.value(message))
-        return result
+    )
+    return call.run(_reduce(call, operator, obj), async_op=async_op)
 
 
+def _reduce(call: Call, operator: Operator, obj: T) -> Generator[None, None, T | None]:
+    if call.is_alone:
+        return call.alone(lambda: _alone(operator, obj))
+    reduction = _Reduction(call, operator, obj)
+    yield
+    with call.traffic() as exchange:
+        message = reduction.onto(exchange, call.root)
+    result: T | None = call.settle(lambda: reduction.value(message))
+    return result
+
+
+@overload
+def all_reduce(
+    obj: T,
+    op: Callable[[T, T], T] | str = "sum",
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[Options],
+) -> T: ...
+@overload
+def all_reduce(
+    obj: T,
+    op: Callable[[T, T], T] | str = "sum",
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[T]: ...
 def all_reduce(
     obj: T,
     op: Callable[[T, T], T] | str = "sum",
@@ -113,7 +158,8 @@ def all_reduce(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
-) -> T:
+    async_op: bool = False,
+) -> T | Work[T]:
     """Combine the objects of all ranks, in rank order, onto every rank.
 
     Every rank of ``group`` must call this, with the same operator. The result is computed once and
@@ -129,6 +175,8 @@ def all_reduce(
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        async_op: return at once; the result is the work's. Buffers of tensors and arrays in ``obj``
+            must not change before its ``wait`` returns, and ``op`` is called on another thread.
 
     Returns:
         The result. In a world of one a callable is not called and ``obj`` comes back.
@@ -148,7 +196,7 @@ def all_reduce(
         True
     """
     operator = operator_for(op)
-    with Call(
+    call = Call(
         Operation.ALL_REDUCE,
         group=group,
         timeout=timeout,
@@ -158,14 +206,19 @@ def all_reduce(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    ) as call:
-        if call.is_alone:
-            return call.alone(lambda: _alone(operator, obj))
-        reduction = _Reduction(call, operator, obj)
-        with call.traffic() as exchange:
-            message = reduction.onto_all(exchange)
-        result: T = call.settle(lambda: reduction.value(message))
-        return result
+    )
+    return call.run(_all_reduce(call, operator, obj), async_op=async_op)
+
+
+def _all_reduce(call: Call, operator: Operator, obj: T) -> Generator[None, None, T]:
+    if call.is_alone:
+        return call.alone(lambda: _alone(operator, obj))
+    reduction = _Reduction(call, operator, obj)
+    yield
+    with call.traffic() as exchange:
+        message = reduction.onto_all(exchange)
+    result: T = call.settle(lambda: reduction.value(message))
+    return result
 
 
 def _alone(operator: Operator, obj: T) -> T:

@@ -8,7 +8,7 @@ import operator
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
@@ -17,8 +17,9 @@ import torch.distributed as dist
 from objcomm.call import Call
 from objcomm.collectives import all_gather_in
 from objcomm.errors import CollectiveError, RankFailure, UsageError
-from objcomm.frames import Operation, fingerprint
+from objcomm.frames import Operation, Status, fingerprint
 from objcomm.group import Timeout
+from objcomm.transport import routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.creation import create, is_alive
 from objcomm.transport.rendezvous import machine
@@ -286,13 +287,10 @@ def _divided(
     parent = process_group_of(group) if is_initialized() else None
     living = _children.living(parent) if parent is not None and not is_always_new else {}
     word = _Word(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])
-    with Call(operation, group=group, timeout=timeout, codec="msgpack") as call:
-        told: list[Any] = all_gather_in(call, tuple(word))
-        words = [_Word(*each) for each in told]
-        _check_colors(call.name, words)
-        rank = call.rank
+    call = Call(operation, group=group, timeout=timeout, codec="msgpack")
+    words: list[_Word] = call.run(_told(call, word))  # type: ignore[assignment]  # no work: it is not asynchronous
     parts = {members: _name(members, words) for members in parts_of(words)}
-    mine = next((members for members in parts if rank in members), None)
+    mine = next((members for members in parts if call.rank in members), None)
     if parent is None:
         return NOBODY if mine is None else None
     old = {name for known in words for name in known.names}
@@ -306,6 +304,22 @@ def _divided(
     if mine is not None and not is_always_new:
         _children.add(parent, mine, made)
     return made
+
+
+def _told(call: Call, word: _Word) -> Generator[None, None, list[_Word]]:
+    """What each rank says; the body of the first call."""
+    told: list[Any] = yield from all_gather_in(call, tuple(word))
+    words = [_Word(*each) for each in told]
+    _check_colors(call.name, words)
+    return words
+
+
+def _met(call: Call) -> Generator[None, None, None]:
+    """Wait for all ranks; the body of the second call."""
+    yield
+    if not call.is_alone:
+        with call.traffic() as exchange:
+            routes.all_meet(exchange, call.announcement(Status.VALUE))
 
 
 def _name(members: Members, words: Sequence[_Word]) -> str:
@@ -341,12 +355,14 @@ def _connected(
             new = create(torchs, name, ranks, limit=limit, timeout=own_limit, purpose=purpose)
             made.append(new)
 
+    # A rank may have had every word, and not all have had its own: connecting waits in C++, so it
+    # begins when all ranks are known to come.
+    call = Call(operation, group=group, timeout=deadline.left(), must_agree="meet")
+    call.run(_met(call))
     left = deadline.left()
     try:
-        with Call(
-            operation, group=group, timeout=left, codec="msgpack", must_agree="connect"
-        ) as call:
-            all_gather_in(call, None, check=connect)
+        call = Call(operation, group=group, timeout=left, codec="msgpack", must_agree="connect")
+        call.run(all_gather_in(call, None, check=connect))
     except BaseException:
         for each in made:
             dist.destroy_process_group(each)

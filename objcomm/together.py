@@ -122,8 +122,8 @@ class _Block:
             raise verdict.error(_NAME) from error
 
     def _end_groups(self, verdict: Verdict | None) -> None:
-        """Begin anew on every group that has no other ranks: each of them leaves this block."""
+        """Begin anew wherever no other ranks are joined: each of these leaves this block."""
         self._group.leave(self._key)
         for group in known_groups():
-            if verdict is not None and set(group.ranks) <= set(self._group.ranks):
-                group.absolve(verdict)
+            if verdict is not None:
+                group.absolve(verdict, self._group.ranks)

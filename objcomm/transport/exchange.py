@@ -33,6 +33,7 @@ class Exchange:
     """What one rank sends and receives in one operation; sends are begun, ``finish`` ends them.
 
     Attributes:
+        entry: the call on this rank.
         header: what this rank's own messages carry.
         device: moves the members that lie on an accelerator.
         gate: signs this rank's messages and judges the others'.
@@ -72,7 +73,7 @@ class Exchange:
         self.received_nbytes = 0
         self._link = link
         self._lane = lane
-        self._entry = entry
+        self.entry = entry
         self._deadline = deadline
         self.gate = gate
         self._head_tag = head_tag(lane.number)
@@ -105,7 +106,7 @@ class Exchange:
         standing = [self._standing(peer) for peer in peers]
         messages = []
         for at, (peer, each) in enumerate(zip(peers, standing, strict=True)):
-            self._entry.awaits = peer
+            self.entry.awaits = peer
             try:
                 each.pending.wait(self._deadline.left())
             except RuntimeError as error:
@@ -260,7 +261,7 @@ class Exchange:
             self._wait(pending, peer)
 
     def _wait(self, pending: Pending, peer: int) -> None:
-        self._entry.awaits = peer
+        self.entry.awaits = peer
         try:
             pending.wait(self._deadline.left())
         except RuntimeError as error:
@@ -269,9 +270,9 @@ class Exchange:
     def _naming(self, error: RuntimeError, peers: tuple[int, ...]) -> TransportError:
         """What a link raised, as an error that names the ranks concerned."""
         if self._has_timed_out(error):
-            return TransportTimeout(self._entry.operation, peers, self._deadline.seconds)
+            return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
         reason = f"it died, exited or lost its network ({_reason(error)})"
-        return TransportError(self._entry.operation, peers, reason)
+        return TransportError(self.entry.operation, peers, reason)
 
     def _has_timed_out(self, error: RuntimeError) -> bool:
         # Gloo counts whole milliseconds, so its limit may pass before ours.

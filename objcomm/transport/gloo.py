@@ -28,45 +28,59 @@ _profiler = torch.autograd.profiler
 
 
 class GlooLink:
-    """Joins all ranks of one group by a private ``ProcessGroupGloo``.
+    """Joins ranks of one group by a private ``ProcessGroupGloo``.
 
     Constructing it is collective.
 
     Attributes:
         rank: rank within the group.
-        size: number of ranks.
+        size: number of ranks that it joins.
         is_one_host: whether all ranks run on one machine.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, deadline: Deadline, progress: Progress
+        self,
+        store: dist.Store,
+        rank: int,
+        members: tuple[int, ...],
+        deadline: Deadline,
+        progress: Progress,
     ) -> None:
         """Meet the other ranks and connect to each; may block in C++ up to the limit.
+
+        Args:
+            store: theirs alone.
+            rank: this one, within the group.
+            members: those that it joins, as ranks within the group.
+            deadline: how long to wait.
+            progress: tells others how far it has come.
 
         Raises:
             GivenUpError: ``progress`` was ended from outside.
             RuntimeError: the ranks met, but a connection failed.
         """
         self.rank = rank
-        self.size = size
+        self.size = size = len(members)
+        self._places = {member: place for place, member in enumerate(members)}
+        place = self._places[rank]
         # Gloo waits in the store, and a TCPStore lets one thread at a time in: over the user's own
         # two groups that connect at once would wait for each other.
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
-        self.is_one_host = meet(own, rank, size, progress)
+        self.is_one_host = meet(own, place, size, progress)
         prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", own)
         # All ranks are here: one that dies now must not hold this thread for as long as a call.
         limit = min(deadline.left(), _CONNECT_MAX)
         # Any: torch's stubs leave out point-to-point of a backend.
-        self._mesh: Any = dist.ProcessGroupGloo(prefixed, rank, size, limit)
+        self._mesh: Any = dist.ProcessGroupGloo(prefixed, place, size, limit)
         forget(own, progress.nonce, size)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""
-        return _begun(self._mesh.send, flat, peer, tag)
+        return _begun(self._mesh.send, flat, self._places[peer], tag)
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""
-        return _begun(self._mesh.recv, flat, peer, tag)
+        return _begun(self._mesh.recv, flat, self._places[peer], tag)
 
     def abort(self) -> None:
         """See ``base.Link``: a receive that times out closes all of this rank's connections.
@@ -82,7 +96,7 @@ class GlooLink:
         return [peer for peer in self._others() if self._is_closed(peer)]
 
     def _others(self) -> list[int]:
-        return [peer for peer in range(self.size) if peer != self.rank]
+        return [peer for peer in self._places if peer != self.rank]
 
     def _is_closed(self, peer: int) -> bool:
         try:
@@ -104,7 +118,7 @@ class GlooLink:
         return ""
 
 
-def _begun(begin: Callable[..., Pending], flat: torch.Tensor, peer: int, tag: int) -> Pending:
+def _begun(begin: Callable[..., Pending], flat: torch.Tensor, place: int, tag: int) -> Pending:
     """Begin a transfer that ``torch.profiler`` does not see.
 
     Of one that it sees, the time of its end is written into the profiler's memory, even when the
@@ -112,9 +126,9 @@ def _begun(begin: Callable[..., Pending], flat: torch.Tensor, peer: int, tag: in
     with a plain ``irecv`` too. A receive that stands ready outlives any ``with profile()``.
     """
     if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
-        return begin([flat], peer, tag)
+        return begin([flat], place, tag)
     torch.autograd._enable_record_function(False)  # noqa: SLF001, FBT003  # there is no public way
     try:
-        return begin([flat], peer, tag)
+        return begin([flat], place, tag)
     finally:
         torch.autograd._enable_record_function(True)  # noqa: SLF001, FBT003  # likewise

@@ -51,7 +51,8 @@ def _state(mesh: Mesh, lane: Lane) -> LaneState:
         nonce=mesh.nonce,
         number=lane.number,
         thread=lane.owner.ident or 0,
-        next_sequence=lane.sequence,
+        waiter=0 if entry is None else lane.waiting_thread,
+        next_sequence=lane.sequence if entry is None else entry.header.sequence + 1,
         now=None if entry is None else _step(entry),
         awaits=mesh.ranks[entry.awaits] if entry is not None and entry.awaits >= 0 else -1,
         since=0.0 if entry is None else entry.waits_since,
@@ -161,7 +162,8 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
     while True:
         waiting += _taken(expiring)
         waiting = [each for each in waiting if _still_waits(board, *each)]
-        missing = {rank for mesh, _, _ in waiting for rank in mesh.ranks} - answers.keys()
+        members = {mesh.ranks[each] for mesh, _, _ in waiting for each in mesh.members}
+        missing = members - answers.keys()
         found = {rank: board.read(rank, since) for rank in missing}
         answers |= {rank: answer for rank, answer in found.items() if answer is not None}
         if missing <= answers.keys() or time.monotonic() > until:
@@ -170,7 +172,8 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
         if board.asked() > board.answered:  # another rank's limit has passed as well
             board.publish(whereabouts(meshes, board.asked()))
     for mesh, lane, entry in waiting:
-        known = {rank: answers[each] for rank, each in enumerate(mesh.ranks) if each in answers}
+        global_ranks = {rank: mesh.ranks[rank] for rank in mesh.members}
+        known = {rank: answers[each] for rank, each in global_ranks.items() if each in answers}
         settle(board, mesh, timeout_verdict(mesh, lane, entry, known))
 
 
@@ -198,10 +201,9 @@ def timeout_verdict(
         return Verdict.of(
             Cause.TIMEOUT, ranks=awaited, seconds=entry.limit_seconds, is_store_silent=True
         )
-    ranks = range(len(mesh.ranks))
     missing = tuple(
         rank
-        for rank in ranks
+        for rank in mesh.members
         if rank not in answers or not _has_arrived(mesh, lane, entry, answers[rank])
     )
     return Verdict.of(
@@ -209,7 +211,7 @@ def timeout_verdict(
         ranks=missing or awaited,
         seconds=entry.limit_seconds,
         positions=tuple(_where(mesh, lane, rank, answers[rank]) for rank in sorted(answers)),
-        silent=tuple(rank for rank in ranks if rank not in answers),
+        silent=tuple(rank for rank in mesh.members if rank not in answers),
     )
 
 
@@ -223,6 +225,8 @@ def _has_arrived(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> b
 def _where(mesh: Mesh, lane: Lane, rank: int, answer: Whereabouts) -> Position:
     state = answer.lane(mesh.name, lane.number)
     waiting = answer.waiting_of(answer.main_thread if state is None else state.thread)
+    if waiting is None and state is not None and state.now is not None:
+        waiting = state  # an asynchronous call, whose thread goes on meanwhile
     if waiting is not None and waiting.now is not None:
         return _position(mesh, rank, waiting, waiting.now, is_over=False)
     if state is not None and state.past:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import threading
 
     from objcomm.history import Entry
+    from objcomm.transport.line import Line
 
 # How many calls the other ranks are told of: a rank that only sends can be some ahead.
 _PAST = 8
@@ -34,6 +35,9 @@ class Lane:
         entry: the call whose ranks wait for each other just now, if there is one.
         regions: the keys of the ``fail_together`` blocks around that call.
         past: its latest calls.
+        runner: the thread that carries ``entry`` out, as a number; its owner, or the line's.
+        waiter: the thread that waits for a call which the line carries out; 0 if none does.
+        line: carries out asynchronous calls, if there ever was one.
         owes: whether its thread has yet to raise the verdict that ended the link.
     """
 
@@ -44,9 +48,17 @@ class Lane:
         self.owner = owner
         self.entry: Entry | None = None
         self.regions: tuple[str, ...] = ()
+        self.runner = 0
+        self.waiter = 0
+        self.line: Line | None = None
         self.owes = True
         self.past: deque[Entry] = deque(maxlen=_PAST)
         self._standing: dict[int, Standing] = {}
+
+    @property
+    def waiting_thread(self) -> int:
+        """The thread that can do nothing else before ``entry`` has ended; 0 if there is none."""
+        return self.runner if self.runner == self.owner.ident else self.waiter
 
     def standing(self, link: Link, peer: int) -> Standing:
         """The receive that is posted for ``peer``'s next first message."""

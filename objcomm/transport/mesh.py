@@ -40,8 +40,9 @@ class Mesh:
 
     Attributes:
         name: the group's.
-        ranks: global ranks of the members.
+        ranks: global ranks of the group.
         rank: this process's rank within the group.
+        members: those of the group's ranks that it joins, as ranks within the group.
         history: the group's calls on this rank.
         bulletin: where verdicts are posted.
         lanes: by name.
@@ -53,15 +54,18 @@ class Mesh:
 
     def __init__(
         self,
+        *,
         name: str,
         ranks: tuple[int, ...],
         rank: int,
         history: History,
         bulletin: Bulletin,
+        members: tuple[int, ...],
     ) -> None:
         self.name = name
         self.ranks = ranks
         self.rank = rank
+        self.members = members
         self.history = history
         self.bulletin = bulletin
         self.lanes: dict[str, Lane] = {}
@@ -69,7 +73,7 @@ class Mesh:
         self.verdict: Verdict | None = None
         self.number = 0
         self.failed_meeting = ""
-        self._progress = Progress(rank)
+        self._progress = Progress(rank, members)
         self._connected: Future[GlooLink] = Future()
         self._lock = threading.Lock()
 
@@ -77,6 +81,11 @@ class Mesh:
     def nonce(self) -> str:
         """Its name among all meshes, once this rank knows it; the key of its verdict."""
         return self._progress.nonce
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The members but this one."""
+        return tuple(member for member in self.members if member != self.rank)
 
     @property
     def connections(self) -> GlooLink:
@@ -110,6 +119,7 @@ class Mesh:
         self.history.add_meeting(entry)
         deadline.apply(entry)
         self._progress.watch(entry)
+        lane.runner = threading.get_ident()
         lane.entry = entry  # last: the watcher reads all the rest of it
         with self._lock:
             if not self._progress.has_begun:
@@ -140,19 +150,18 @@ class Mesh:
 
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         try:
-            link = GlooLink(store, self.rank, len(self.ranks), deadline, self._progress)
+            link = GlooLink(store, self.rank, self.members, deadline, self._progress)
         except GivenUpError:
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
-            others = tuple(peer for peer in range(len(self.ranks)) if peer != self.rank)
-            self.settle(Verdict.of(Cause.LOST, ranks=others, reason=str(error)))
+            self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=str(error)))
             return
         with self._lock:
             self.number = fingerprint(self.nonce)
             self.link = link
             if self.verdict is None:
                 self._connected.set_result(link)
-                if self.rank == 0 and self.failed_meeting:
+                if self.rank == self.members[0] and self.failed_meeting:
                     self.bulletin.submit(lambda board: board.retract(self.failed_meeting))
                 return
         link.abort()  # the verdict came first
@@ -197,7 +206,7 @@ class Mesh:
 
     def leave(self, key: str) -> None:
         """Say that this rank leaves the block ``key`` by its verdict."""
-        self.bulletin.submit(lambda board: board.acknowledge(key, len(self.ranks)))
+        self.bulletin.submit(lambda board: board.acknowledge(key, len(self.members)))
 
     def stop(self, verdict: Verdict) -> Verdict:
         """Close the connections because of a verdict that is known to the other ranks.
@@ -216,7 +225,7 @@ class Mesh:
             self.link.abort()
         lost = verdict.ranks if verdict.cause is Cause.LOST else ()
         if self.nonce and not verdict.is_store_silent and self.rank not in lost:
-            key, awaited = self.nonce, len(self.ranks) - len(lost)
+            key, awaited = self.nonce, len(self.members) - len(lost)
             self.bulletin.submit(lambda board: board.acknowledge(key, awaited))
         return verdict
 
@@ -225,7 +234,7 @@ class Mesh:
 
         If others have ended them, their verdict stands already, and this one will not be used.
         """
-        others = len(self.ranks) - 1
+        others = len(self.others)
         if self.verdict is not None or self.link is None or others == 1:
             return proposal
         time.sleep(_OTHERS_FIRST_SECONDS)

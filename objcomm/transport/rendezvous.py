@@ -44,12 +44,19 @@ class Progress:
         has_begun: whether a thread is at it.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, members: tuple[int, ...]) -> None:
+        """Begin.
+
+        Args:
+            rank: this one.
+            members: who meets, the host first.
+        """
+        self._members = members
         self.nonce = ""
         self.is_over = False
         self.has_begun = False
         self._entries: list[Entry] = []
-        self._awaits = 1 if rank == 0 else 0  # rank 0 is the host
+        self._awaits = members[1 if rank == members[0] else 0]
 
     def watch(self, entry: Entry) -> None:
         """Let ``entry`` tell whom this rank awaits."""
@@ -57,27 +64,27 @@ class Progress:
         entry.awaits = self._awaits
 
     def await_rank(self, peer: int) -> None:
-        """Say whom this rank awaits.
+        """Say whom this rank awaits, as a position among the members.
 
         Raises:
             GivenUpError: it need not.
         """
         if self.is_over:
             raise GivenUpError
-        self._awaits = peer
+        self._awaits = self._members[peer]
         for entry in self._entries:
-            entry.awaits = peer
+            entry.awaits = self._awaits
 
 
 def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> bool:
     """Meet all ranks and agree on a name that is new, which ``progress`` gets, and on the place.
 
-    Every rank of the group must call this. It has no limit of its own: see ``Progress.is_over``.
+    Every member must call this. It has no limit of its own: see ``Progress.is_over``.
 
     Args:
         store: the group's own.
-        rank: rank within the group.
-        size: number of ranks.
+        rank: this one's position among the members; 0 is the host.
+        size: number of members.
         progress: tells others how far it has come.
 
     Returns:

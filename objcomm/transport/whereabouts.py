@@ -35,6 +35,7 @@ class LaneState(NamedTuple):
         nonce: which mesh of the group's; empty before its ranks have met.
         number: the lane's.
         thread: whoever owns the lane, as a number that means something in that process only.
+        waiter: the thread that can do nothing else before the call under way has ended.
         next_sequence: calls begun so far.
         now: the call under way, if the lane is waiting.
         awaits: the global rank that it can't go on without; -1 if none.
@@ -47,6 +48,7 @@ class LaneState(NamedTuple):
     nonce: str
     number: int
     thread: int
+    waiter: int
     next_sequence: int
     now: Step | None
     awaits: int
@@ -106,8 +108,8 @@ class Whereabouts(NamedTuple):
 
     def waiting_of(self, thread: int) -> LaneState | None:
         """The lane on which a thread waits just now."""
-        found = (lane for lane in self.lanes if lane.thread == thread and lane.now is not None)
-        return next(found, None)
+        found = (lane for lane in self.lanes if lane.waiter == thread and lane.now is not None)
+        return next(found, None) if thread else None
 
     def pack(self) -> bytes:
         """As bytes for the store."""

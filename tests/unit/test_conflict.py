@@ -26,12 +26,14 @@ def lane(
     now = past[-1] if past and awaits >= 0 else None
     next_sequence = past[-1].sequence + 1 if past else 0
     name = group if nonce is None else nonce
-    return LaneState(group, name, number, thread, next_sequence, now, awaits, since, 1.0, past)
+    return LaneState(
+        group, name, number, thread, thread, next_sequence, now, awaits, since, 1.0, past
+    )
 
 
 def meeting(group: str, *, awaits: int, thread: int = MAIN) -> LaneState:
     now = Step(MEETING, Operation.NONE, -1, 0, "train.py:1", "barrier")
-    return LaneState(group, "", 0, thread, 0, now, awaits, 0.0, 1.0, ())
+    return LaneState(group, "", 0, thread, thread, 0, now, awaits, 0.0, 1.0, ())
 
 
 def conflict_of(ranks: dict[int, list[LaneState]], start: int = 0) -> Conflict | None:

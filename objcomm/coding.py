@@ -1,0 +1,73 @@
+"""How one call encodes its objects and decodes what arrives: codec, options and device."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from objcomm.codecs import codec_named, copy, decode, encode
+from objcomm.config import Allowed, settings_with, using
+from objcomm.errors import WireError
+from objcomm.frames import Header, Status
+from objcomm.memory import parse_device
+from objcomm.message import Message, compose
+
+
+class Coding:
+    """See the module.
+
+    Attributes:
+        settings: the options that hold for the call.
+        codec_name: of the codec that encodes.
+        device: where tensors shall arrive, if the caller said so.
+    """
+
+    __slots__ = ("_codec", "codec_name", "device", "settings")
+
+    def __init__(
+        self,
+        codec: str | None,
+        device: torch.device | str | int | None,
+        accept: Iterable[str] | None,
+        allow: Iterable[Allowed] | None,
+    ) -> None:
+        """Begin; the arguments are the caller's own.
+
+        Raises:
+            UsageError: one of them is wrong.
+        """
+        self.settings = settings_with(accept, allow)
+        self._codec = codec_named(codec or self.settings.codec)
+        self.codec_name = self._codec.name
+        self.device = parse_device(device)
+
+    def message(
+        self, header: Header, produce: Callable[[], object], device_type: str | None = None
+    ) -> Message:
+        """What ``produce`` returns, as a message; what it raises passes through.
+
+        Args:
+            header: of the message, but for its sizes.
+            produce: gives the object.
+            device_type: the type of memory that travels over a device link, if there is one.
+        """
+        encoded = encode(self._codec, produce(), device_type=device_type)
+        return compose(header._replace(codec=self.codec_name), encoded.meta, encoded.buffers)
+
+    def copy(self, obj: object) -> Any:
+        """An independent copy of an object."""
+        return copy(self._codec, obj)
+
+    def decode(self, message: Message) -> Any:
+        """The object in a message that carries one.
+
+        Raises:
+            DecodeError: it can't be rebuilt here.
+            WireError: it carries none, or what its sender did not sign.
+        """
+        message.check()
+        if message.header.status != Status.VALUE:
+            raise WireError(f"{message.header.position} sent status {message.header.status}")
+        owners = [buffer.owner for buffer in message.buffers]
+        with using(self.settings):
+            return decode(message.header.codec, message.meta, owners, device=self.device)

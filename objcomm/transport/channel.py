@@ -1,0 +1,198 @@
+"""What joins some ranks of one group for all of its life: one mesh after another.
+
+Lets one call at a time in on each lane, and renews the mesh after a verdict that all ranks outlive.
+A group has one channel for all of its ranks, and one for each pair that sends from rank to rank:
+the two need nobody else to be there, and what ends their connections ends nobody else's.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from objcomm.errors import BrokenGroupError, UsageError, text_of
+from objcomm.frames import fingerprint
+from objcomm.transport.base import LANE_BITS, Deadline
+from objcomm.transport.lane import Lane
+from objcomm.transport.mesh import Mesh
+from objcomm.transport.regions import regions
+from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from objcomm.history import History
+    from objcomm.transport.verdict import Verdict
+
+
+class Channel:
+    """See the module; every method may be called from any thread.
+
+    Attributes:
+        members: the ranks that it joins, as ranks within the group.
+        global_ranks: the same as global ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_group: Callable[[], dist.ProcessGroup],
+        world: Callable[[], dist.ProcessGroup],
+        ranks: tuple[int, ...],
+        rank: int,
+        members: tuple[int, ...],
+        history: History,
+    ) -> None:
+        """Begin.
+
+        Args:
+            process_group: the user's group; raises UsageError once it was destroyed.
+            world: the group of all ranks.
+            ranks: the group's global ranks.
+            rank: this process's rank within the group.
+            members: the ranks to join, as ranks within the group.
+            history: the group's calls on this rank.
+        """
+        self.members = members
+        self.global_ranks = tuple(ranks[member] for member in members)
+        self._process_group = process_group
+        self._world = world
+        self._ranks = ranks
+        self._rank = rank
+        self._history = history
+        self._is_whole = len(members) == len(ranks)
+        self._lock = threading.Lock()
+        self._mesh: Mesh | None = None
+        self._owed: dict[str, Verdict] = {}  # by lane, what ended an earlier mesh
+
+    def enter(
+        self, operation: str, deadline: Deadline, call_site: str, lane_name: str
+    ) -> tuple[Mesh, Lane]:
+        """The connections and the calling thread's lane; the first call connects.
+
+        Args:
+            operation: for an error's text.
+            deadline: the call's.
+            call_site: the user's line.
+            lane_name: of the calling thread's lane.
+
+        Raises:
+            BrokenGroupError: an earlier error has closed the connections for good.
+            ObjcommError: what has closed them since this lane's last call; the next call is served.
+            UsageError: the group is destroyed, another thread has the lane, or this one has it and
+                waits for a callback.
+            TransportTimeout: not every member came.
+        """
+        mesh = self._mesh
+        if mesh is None or mesh.verdict is not None or self._owed:
+            mesh = self._settled(operation, lane_name)
+        lane = mesh.lanes.get(lane_name)
+        if lane is not None and lane.entry is not None and lane.runner == threading.get_ident():
+            waiting = f"{lane.entry.operation} at {lane.entry.header.call_site}"
+            raise UsageError(
+                f"{operation}: a callback of {waiting} cannot use the group that waits "
+                "for it; communicate before or after that call"
+            )
+        if lane is None or lane.owner is not threading.current_thread():
+            lane = self._taken(operation, mesh, lane_name)
+        if mesh.link is None:
+            lane.regions = regions.get()
+            mesh.connect(self._store(), deadline, lane, operation, call_site)
+        return mesh, lane
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The one that is in use, or the last one."""
+        return self._mesh
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it can carry no more objects."""
+        mesh = self._mesh
+        return mesh is not None and mesh.verdict is not None and not mesh.can_be_replaced
+
+    def absolve(self, verdict: Verdict) -> None:
+        """End the connections by a verdict that the calling thread raises elsewhere.
+
+        Other threads' lanes raise it in their next calls, as they do on the other ranks.
+        """
+        mesh = self._mesh
+        if mesh is None or mesh.settle(verdict).name != verdict.name:
+            return
+        thread = threading.current_thread()
+        with self._lock:
+            for name, lane in mesh.lanes.items():
+                if lane.owner is thread:
+                    lane.owes = False
+                    self._owed.pop(name, None)
+
+    def _store(self) -> dist.Store:
+        store = self._process_group().get_group_store()
+        return store if self._is_whole else dist.PrefixStore(f"pair/{self._pair}", store)
+
+    @property
+    def _pair(self) -> str:
+        return "-".join(map(str, self.members))
+
+    def _settled(self, operation: str, lane_name: str) -> Mesh:
+        """A mesh that nothing has ended, once the lane has raised what ended the last one."""
+        with self._lock:
+            owed = self._owed.pop(lane_name, None)
+            mesh = self._mesh
+            if owed is None and mesh is not None and mesh.verdict is not None:
+                lane = mesh.lanes.get(lane_name)
+                if lane is not None and lane.owes:
+                    lane.owes, owed = False, mesh.verdict
+            if owed is not None:
+                end_elsewhere(owed)
+                raise owed.error(operation)
+            if mesh is None or mesh.verdict is not None:
+                mesh = self._mesh = self._renewed(operation, mesh)
+            return mesh
+
+    def _renewed(self, operation: str, ended: Mesh | None) -> Mesh:
+        """A new mesh in the place of one that has ended."""
+        if ended is not None and ended.verdict is not None:
+            if not ended.can_be_replaced:
+                raise BrokenGroupError(operation, text_of(ended.verdict.error("an earlier call")))
+            # A thread that has ended is in no sequence of calls that others could be ahead of.
+            lanes = [lane for lane in ended.lanes.values() if lane.owner.is_alive()]
+            owing = [lane.name for lane in lanes if lane.owes]
+            self._owed.update(dict.fromkeys(owing, ended.verdict))
+        name = self._process_group().group_name
+        mesh = Mesh(
+            name=name if self._is_whole else f"{name}, ranks {self._pair}",
+            ranks=self._ranks,
+            rank=self._rank,
+            history=self._history,
+            bulletin=bulletin_of(self._world()),
+            members=self.members,
+        )
+        if ended is not None and ended.link is None:
+            mesh.failed_meeting = ended.nonce
+        watch(mesh)
+        return mesh
+
+    def _taken(self, operation: str, mesh: Mesh, name: str) -> Lane:
+        """The lane of that name for the calling thread."""
+        thread = threading.current_thread()
+        with self._lock:
+            lane = mesh.lanes.get(name) or self._new_lane(mesh, name, thread)
+            if lane.owner is not thread and lane.owner.is_alive():
+                which = f"lane {name!r} of this group" if name else "this group"
+                raise UsageError(
+                    f"{operation}: thread {lane.owner.name!r} already uses {which}; let "
+                    f"{thread.name!r} take a lane of its own: with objcomm.lane('…'):"
+                )
+            lane.owner = thread
+            return lane
+
+    def _new_lane(self, mesh: Mesh, name: str, thread: threading.Thread) -> Lane:
+        number = fingerprint(name) % (1 << LANE_BITS)
+        for other in mesh.lanes.values():
+            if other.number == number:
+                raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
+        mesh.lanes[name] = Lane(name, number, thread)
+        return mesh.lanes[name]

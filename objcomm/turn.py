@@ -1,0 +1,148 @@
+"""One call's turn on its lane: the time during which ranks wait for each other.
+
+After an error in it nobody knows what the other ranks wait for, so all are told, and every
+connection is closed: they raise too, instead of waiting.
+"""
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from objcomm.errors import (
+    CodecError,
+    DesyncError,
+    TransportError,
+    TransportTimeout,
+    WireError,
+    text_of,
+)
+from objcomm.outcome import failure_of
+from objcomm.transport import routes
+from objcomm.transport.base import Deadline
+from objcomm.transport.exchange import Exchange
+from objcomm.transport.lane import Lane
+from objcomm.transport.mesh import Mesh
+from objcomm.transport.regions import regions
+from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.watch import end_elsewhere, interruptible
+
+if TYPE_CHECKING:
+    from objcomm.message import Message
+
+
+class Turn:
+    """See the module; entered as a context, any number of times, in which Ctrl-C ends a wait.
+
+    Attributes:
+        exchange: the traffic.
+        has_met: whether the other ranks have met this rank in this call.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        lane: Lane,
+        exchange: Exchange,
+        deadline: Deadline,
+        meeting: "Message | None" = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            mesh: joins the ranks.
+            lane: whose turn it is.
+            exchange: the call's traffic.
+            deadline: for all waits together; counts from the turn's beginning, because a limit is
+                for waiting, not for encoding or callbacks.
+            meeting: any small message, if all ranks are to agree on the call before it begins.
+        """
+        self.exchange = exchange
+        self._meeting = meeting
+        self.has_met = False
+        self._mesh = mesh
+        self._lane = lane
+        self._entry = exchange.entry
+        self._deadline = deadline
+        self._interruptible = interruptible(mesh)
+
+    @property
+    def place(self) -> str:
+        """A name of this call that is the same on every rank and means no other call."""
+        header = self.exchange.header
+        return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
+
+    def __enter__(self) -> Exchange:
+        lane, entry = self._lane, self._entry
+        lane.regions = regions.get()
+        self._deadline.apply(entry)
+        lane.runner = threading.get_ident()
+        lane.entry = entry
+        self._interruptible.__enter__()
+        if self._meeting is not None:
+            try:
+                routes.all_meet(self.exchange, self._meeting)
+            except BaseException as error:
+                self._leave(error)
+                raise
+            self._meeting = None
+        return self.exchange
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            try:
+                self.exchange.finish()
+            except BaseException as failure:
+                self._leave(failure)
+                raise
+            self.has_met = True
+        self._leave(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others of an error outside of the traffic, if they wait for this call."""
+        self._lane.owes = False
+        if not self.has_met:
+            # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
+            self._mesh.settle(self._proposal(error))
+
+    def _leave(self, error: BaseException | None) -> None:
+        self._interruptible.__exit__(None, None, None)
+        try:
+            if error is not None:
+                self._raise_verdict(error)
+        finally:
+            self._lane.entry = None
+
+    def _raise_verdict(self, error: BaseException) -> None:
+        """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""
+        mesh, position = self._mesh, self.exchange.header.position
+        operation = self._entry.operation
+        self._lane.owes = False
+        proposal = self._proposal(error)
+        if proposal.cause is Cause.LOST:
+            proposal = mesh.blamed(proposal)
+        verdict = mesh.settle(proposal)
+        end_elsewhere(verdict)
+        if isinstance(error, TransportError):
+            raise mesh.local(verdict, error).error(operation, position) from error
+        if verdict.name != proposal.name and isinstance(error, Exception):
+            raise verdict.error(operation, position) from error
+
+    def _proposal(self, error: BaseException) -> Verdict:
+        """What this rank says of an error, if nobody has said anything before."""
+        rank = self._mesh.rank
+        if isinstance(error, DesyncError):
+            positions = tuple(error.positions.values())
+            return Verdict.of(Cause.DESYNC, reason=error.reason, positions=positions)
+        if isinstance(error, TransportTimeout):
+            return Verdict.of(Cause.TIMEOUT, ranks=error.missing, seconds=error.seconds)
+        if isinstance(error, TransportError):
+            return Verdict.of(Cause.LOST, ranks=error.peers, reason=error.reason)
+        if isinstance(error, (WireError, CodecError)):
+            return Verdict.of(Cause.REFUSED, failures=(failure_of(error, rank),))
+        reason = f"it left after {text_of(error)}"
+        return Verdict.of(Cause.LEFT, ranks=(rank,), reason=reason)

@@ -1,0 +1,266 @@
+"""An operation in flight, and waiting for several."""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import asyncio
+import contextvars
+import threading
+import time
+import warnings
+from concurrent import futures
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+
+from objcomm.errors import UsageError, text_of
+from objcomm.group import seconds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator
+    from types import TracebackType
+
+    from objcomm.group import Timeout
+    from objcomm.transport.line import Line
+
+T = TypeVar("T")
+
+
+class Waited(Protocol):
+    """What the watcher reads of a wait.
+
+    Attributes:
+        waiter: the thread that can do nothing else before it ends; 0 if there is none.
+    """
+
+    waiter: int
+
+
+class _Nobody:
+    """Stands for what is not watched, because it never waits for another rank."""
+
+    waiter = 0
+
+
+class Work(Generic[T]):
+    """An operation that was begun with ``async_op=True`` and goes on by itself.
+
+    Calls of one lane are carried out in their order, as if they were made one after another, so
+    ranks may wait for them in any order. Errors, also those of other ranks, surface where the
+    result is asked for. A work that nobody ever asks is reported by a RuntimeWarning that points to
+    the line that began it.
+
+    Also an awaitable: ``scores = await objcomm.all_gather(score, async_op=True)``.
+
+    Attributes:
+        operation: its name.
+        call_site: the user's ``file:line`` that began it.
+
+    Example:
+        >>> import objcomm
+        >>> work = objcomm.all_gather(0.5, async_op=True)
+        >>> work.wait()
+        [0.5]
+    """
+
+    __slots__ = ("__weakref__", "_future", "_is_asked", "_waited", "call_site", "operation")
+
+    def __init__(self, operation: str, call_site: str, waited: Waited | None = None) -> None:
+        self.operation = operation
+        self.call_site = call_site
+        self._waited: Waited = _Nobody() if waited is None else waited
+        self._is_asked = False
+        self._future: futures.Future[T] = futures.Future()
+        self._future.set_running_or_notify_cancel()  # nobody can cancel what others take part in
+
+    def __repr__(self) -> str:
+        state = "in flight" if not self.done() else "failed" if self._error() else "done"
+        return f"<objcomm.Work: {self.operation} at {self.call_site}, {state}>"
+
+    def wait(self, timeout: Timeout = None) -> T:
+        """Block until the operation has ended.
+
+        Args:
+            timeout: how long to block, in seconds or as a timedelta; without end if None. When it
+                passes the operation goes on; what ends it is the ``timeout=`` of the operation.
+
+        Returns:
+            What the operation returns when it is called without ``async_op``.
+
+        Raises:
+            TimeoutError: it is still in flight.
+            ObjcommError: whatever the operation raises.
+        """
+        seconds = None if timeout is None else seconds_of(f"{self.operation}: wait", timeout)
+        self._is_asked = True
+        self._waited.waiter = threading.get_ident()
+        try:
+            return self._future.result(seconds)
+        except TimeoutError as error:
+            if self._future.done():
+                raise  # the operation's own
+            raise TimeoutError(
+                f"{self.operation} at {self.call_site} is still in flight after {seconds} s; "
+                "it goes on, and can be waited for again"
+            ) from error
+        finally:
+            self._waited.waiter = 0
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or by an error; never blocks."""
+        return self._future.done()
+
+    def result(self) -> T:
+        """What the operation returns; never blocks.
+
+        Raises:
+            UsageError: it is still in flight.
+            ObjcommError: whatever the operation raises.
+        """
+        self._must_be_done()
+        return self._future.result()
+
+    def exception(self) -> BaseException | None:
+        """What the operation raises, or None if it ended well; never blocks.
+
+        Raises:
+            UsageError: it is still in flight.
+        """
+        self._must_be_done()
+        return self._error()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self._is_asked = True
+        return asyncio.wrap_future(self._future).__await__()
+
+    def carry_out(self, body: Callable[[], T]) -> None:
+        """End by what ``body`` returns or raises; objcomm's own business."""
+        try:
+            result = body()
+        except BaseException as error:  # noqa: BLE001  # raised where somebody waits
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+
+    def carry_out_on(self, line: Line, body: Callable[[], T]) -> None:
+        """The same on a line's thread, with this thread's context, CUDA device and stream."""
+        context, device = contextvars.copy_context(), _DevicePlace()
+
+        def rest() -> T:
+            with device:
+                return body()
+
+        line.submit(lambda: context.run(self.carry_out, rest))
+
+    def _must_be_done(self) -> None:
+        if not self._future.done():
+            raise UsageError(
+                f"{self.operation} at {self.call_site} is still in flight; wait() for it first"
+            )
+        self._is_asked = True
+
+    def _error(self) -> BaseException | None:
+        return self._future.exception() if self._future.done() else None
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_asked", True):
+            return
+        error = self._error()
+        ending = "" if error is None else f", and ended by {text_of(error)}"
+        file, _, line = self.call_site.rpartition(":")
+        warnings.warn_explicit(
+            f"{self.operation} was begun here but never waited for{ending}",
+            RuntimeWarning,
+            file,
+            int(line),
+        )
+
+
+def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[Work[T]]:
+    """Give each work when it has ended, the first to end first.
+
+    Local: other ranks may wait in another order, or not at all.
+
+    Args:
+        works: what to wait for.
+        timeout: for all together, in seconds or as a timedelta; without end if None.
+
+    Yields:
+        Works that are done; ``result()`` gives or raises.
+
+    Raises:
+        TimeoutError: some are still in flight; they go on.
+
+    Example:
+        >>> import objcomm
+        >>> works = [objcomm.all_gather(each, async_op=True) for each in "ab"]
+        >>> sorted(work.result() for work in objcomm.as_completed(works))
+        [['a'], ['b']]
+    """
+    seconds = None if timeout is None else seconds_of("as_completed", timeout)
+    by_future = {work._future: work for work in works}  # noqa: SLF001  # its own class's business
+    for future in futures.as_completed(by_future, seconds):
+        yield by_future[future]
+
+
+def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
+    """Wait until all have ended.
+
+    Local: other ranks may wait in another order, or not at all.
+
+    Args:
+        works: what to wait for.
+        timeout: for all together, in seconds or as a timedelta; without end if None.
+
+    Returns:
+        Their results, in the order of ``works``.
+
+    Raises:
+        TimeoutError: some are still in flight; they go on.
+        ObjcommError: some have failed: the first one's error, after all have ended. The others'
+            are still there to be asked for.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.wait_all([objcomm.broadcast(each, async_op=True) for each in "ab"])
+        ['a', 'b']
+    """
+    waiting = list(works)
+    seconds = None if timeout is None else seconds_of("wait_all", timeout)
+    until = None if seconds is None else time.monotonic() + seconds
+    first: BaseException | None = None
+    results = []
+    for work in waiting:
+        left = None if until is None else max(until - time.monotonic(), 1e-6)
+        try:
+            results.append(work.wait(left))
+        except BaseException as error:
+            if not work.done():  # the limit, or Ctrl-C
+                raise
+            first = first or error
+    if first is not None:
+        raise first
+    return results
+
+
+class _DevicePlace:
+    """The calling thread's CUDA device and stream, for another thread to go on with."""
+
+    def __init__(self) -> None:
+        # Without a context there is nothing on a device yet, and asking would make one.
+        is_used = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._stream = torch.cuda.current_stream() if is_used else None
+        self._entered: torch.cuda.StreamContext | None = None
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._entered = torch.cuda.stream(self._stream)
+            self._entered.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(kind, error, traceback)
