@@ -28,12 +28,15 @@ from objcomm.world import NOBODY, GroupLike, is_initialized, process_group_of, r
 #: Ranks of the parent, in the order of the group that they form.
 Members: TypeAlias = tuple[int, ...]
 
+# All that travels here is plain data, and taken by ranks that refuse pickles, or all but pickles.
+_CODEC = "msgpack"
+
 # A name is the same on all members and says for whom it is; only objcomm makes names like it.
 _NAME = "objcomm/{members:016x}/{fresh}"
 
 
 class _Word(NamedTuple):
-    """What one rank tells the others; plain data, so a rank that refuses pickles takes it."""
+    """What one rank tells the others."""
 
     color: int | str | None
     key: int
@@ -287,7 +290,7 @@ def _divided(
     parent = process_group_of(group) if is_initialized() else None
     living = _children.living(parent) if parent is not None and not is_always_new else {}
     word = _Word(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])
-    call = Call(operation, group=group, timeout=timeout, codec="msgpack")
+    call = Call(operation, group=group, timeout=timeout, codec=_CODEC, accept=[_CODEC])
     words: list[_Word] = call.run(_told(call, word))  # type: ignore[assignment]  # no work: it is not asynchronous
     parts = {members: _name(members, words) for members in parts_of(words)}
     mine = next((members for members in parts if call.rank in members), None)
@@ -361,7 +364,14 @@ def _connected(
     call.run(_met(call))
     left = deadline.left()
     try:
-        call = Call(operation, group=group, timeout=left, codec="msgpack", must_agree="connect")
+        call = Call(
+            operation,
+            group=group,
+            timeout=left,
+            codec=_CODEC,
+            accept=[_CODEC],
+            must_agree="connect",
+        )
         call.run(all_gather_in(call, None, check=connect))
     except BaseException:
         for each in made:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, NotInGroupError, UsageError
 from objcomm.subgroups import _by_color, _leaders, _Word
-from tests.group.helpers import assert_group_works, subgroup, tell_all
+from tests.group.helpers import assert_group_works, exit_at_once, subgroup, tell_all
 from tests.group.operations import OPERATIONS
 from tests.ranks import ranks, solo
 from tests.workers import here
@@ -215,8 +215,8 @@ def test_a_destroyed_group_is_held_by_nobody() -> None:
 
 
 @ranks(2, joined=False)
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
-def test_a_new_group_has_its_parents_backend_and_limit(backend: str) -> None:
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
+def test_a_new_group_has_its_parents_backend_and_limit(backend: str | None) -> None:
     from datetime import timedelta  # noqa: PLC0415
 
     place = here()
@@ -230,6 +230,81 @@ def test_a_new_group_has_its_parents_backend_and_limit(backend: str) -> None:
         assert group._get_backend(torch.device("cpu")).options._timeout == limit  # noqa: SLF001
         assert_group_works(group)
     dist.destroy_process_group()
+
+
+@ranks(2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_groups_are_made_under_torchs_own_checks() -> None:
+    for group in (objcomm.split(0), objcomm.dup()):
+        assert_group_works(group)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+
+@ranks(2, joined=False)
+def test_a_world_that_is_bound_to_a_device_stays_so() -> None:
+    place = here()
+    dist.init_process_group(
+        "cpu:gloo,cuda:gloo", store=place.store("s"), rank=place.rank, world_size=2
+    )
+    world: Any = dist.GroupMember.WORLD
+    world.bound_device_id = device = torch.device("cuda", 0)
+    group = objcomm.dup()
+    assert group.bound_device_id == world.bound_device_id == device
+    # Gloo, which stands in for NCCL here, would be asked for a device that there is not.
+    assert_group_works(group)
+    dist.destroy_process_group()
+
+
+@ranks(2)
+def test_a_rank_that_takes_only_pickles_takes_part() -> None:
+    with objcomm.configure(codec="pickle", accept=["pickle"]):
+        assert members(objcomm.split("pickles")) == [0, 1]
+        dist.destroy_process_group(objcomm.dup())
+    with objcomm.check():
+        dist.destroy_process_group(objcomm.dup())
+
+
+@ranks(2)
+def test_calls_in_flight_and_divisions_go_together() -> None:
+    work = objcomm.all_gather(here().rank, async_op=True)
+    group = objcomm.dup()
+    inner = objcomm.all_gather(here().rank, group=group, async_op=True)
+    again = objcomm.split(here().rank)
+    assert members(again) == [here().rank]
+    assert inner.wait() == work.wait() == [0, 1]
+    dist.destroy_process_group(group)
+
+
+@ranks(3)
+@pytest.mark.parametrize("part", ["split", "dup", "node_group", "leaders"])
+def test_a_rank_that_fails_before_it_comes_ends_the_wait_of_the_others(part: str) -> None:
+    calls: dict[str, Any] = {
+        "split": lambda: objcomm.split("new", here().rank % 2),
+        "dup": objcomm.dup,
+        "node_group": objcomm.node_group,
+        "leaders": objcomm.leaders,
+    }
+
+    def fail() -> None:
+        raise LookupError("no such shard")
+
+    call = fail if here().rank == 1 else calls[part]
+    with pytest.raises(CollectiveError) as caught, objcomm.fail_together():
+        call()
+    assert caught.value.failures[1].message == "no such shard"
+    assert_group_works()
+    found = calls[part]()
+    assert found == NOBODY or here().rank in members(found)
+
+
+@ranks(3, expect_dead=[1])
+def test_a_rank_that_dies_while_the_others_connect_is_not_waited_for_longer() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if here().rank == 1:
+            patch.setattr("objcomm.subgroups.create", lambda *_, **__: exit_at_once())
+        with pytest.raises(objcomm.ObjcommError):
+            objcomm.split("all", timeout=2)
+    assert len(dist.distributed_c10d._world.pg_map) == 1  # noqa: SLF001  # no group is left
 
 
 @ranks(2)
