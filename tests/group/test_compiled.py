@@ -68,9 +68,11 @@ def test_a_compiled_step_computes_what_it_computes_uncompiled(backend: str) -> N
         shapes = objcomm.all_gather({"shape": tuple(x.shape)})
         objcomm.barrier("middle")
         z = objcomm.broadcast(y + 1, src=1)
-        total = objcomm.all_reduce(y, "sum")
+        total = objcomm.all_reduce(y, "sum", group=objcomm.split("all"))
+        work = objcomm.all_gather_scalar(2.0, async_op=True)
         with objcomm.lane("side"), objcomm.fail_together():
-            scale = objcomm.all_gather_scalar(2.0)
+            objcomm.barrier()
+        scale = work.wait()
         return z * len(shapes) + total * scale[0] + objcomm.world_size()
 
     want = step(torch.arange(4.0))
