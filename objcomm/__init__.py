@@ -6,6 +6,7 @@ from objcomm.collectives import all_gather, barrier, broadcast, gather
 from objcomm.config import check, configure
 from objcomm.control import ddp_broadcast
 from objcomm.counters import OperationStats
+from objcomm.eager import keep_eager
 from objcomm.errors import (
     AuthenticationError,
     BrokenGroupError,
@@ -32,6 +33,7 @@ from objcomm.probing import Envelope, iprobe, probe
 from objcomm.reductions import all_reduce, reduce
 from objcomm.scattering import scatter
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
 from objcomm.work import Work, as_completed, wait_all
 from objcomm.world import is_initialized, is_main, rank, reset_stats, stats, world_size
@@ -68,6 +70,7 @@ __all__ = [
     "check",
     "configure",
     "ddp_broadcast",
+    "dup",
     "fail_together",
     "from_tensor",
     "gather",
@@ -78,6 +81,8 @@ __all__ = [
     "is_main",
     "isend",
     "lane",
+    "leaders",
+    "node_group",
     "probe",
     "rank",
     "recorder",
@@ -90,8 +95,12 @@ __all__ = [
     "scatter",
     "send",
     "sendrecv",
+    "split",
     "stats",
     "to_tensor",
     "wait_all",
     "world_size",
 ]
+
+keep_eager([*(globals()[name] for name in __all__), recorder.dump])
+del keep_eager  # no public name

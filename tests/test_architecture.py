@@ -11,7 +11,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A floor may import from all floors above it in this list, never from its own or from below.
 FLOORS: list[list[str]] = [
     ["errors"],
-    ["authentication", "counters", "frames", "memory", "ops"],
+    ["authentication", "counters", "eager", "frames", "memory", "ops"],
     ["config"],
     [
         "codecs.base",
@@ -40,6 +40,7 @@ FLOORS: list[list[str]] = [
     [
         "transport.bulletin",
         "transport.conflict",
+        "transport.creation",
         "transport.device",
         "transport.lane",
         "transport.nccl",
@@ -57,7 +58,7 @@ FLOORS: list[list[str]] = [
     ["recorder"],
     ["call"],
     ["collectives", "errand", "together"],
-    ["control", "metrics", "p2p", "probing", "reductions", "scattering"],
+    ["control", "metrics", "p2p", "probing", "reductions", "scattering", "subgroups"],
     [""],
     ["inspector.dumps"],
     ["inspector.rows"],
