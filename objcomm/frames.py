@@ -52,6 +52,16 @@ class Operation(IntEnum):
     GATHER_SCALAR = 9
     ALL_GATHER_SCALAR = 10
     FAIL_TOGETHER = 11
+    ALL_TO_ALL = 12
+    SCAN = 13
+    EXSCAN = 14
+    REDUCE_SCATTER = 15
+    SEND = 16
+    RECV = 17  # in no header: what waits for a SEND
+    SPLIT = 18
+    DUP = 19
+    NODE_GROUP = 20
+    LEADERS = 21
 
 
 class Status(IntEnum):

@@ -18,6 +18,7 @@ WANTED = {
     "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
     "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",
     "Op",
+    "split", "dup", "node_group", "leaders",
 }  # fmt: skip
 
 
@@ -56,6 +57,7 @@ def test_every_public_name_is_documented(name: str) -> None:
             assert f"{parameter}:" in doc, f"{name} does not say what {parameter} is"
 
 
+SUBGROUPS = ["split", "dup", "node_group", "leaders"]
 OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
 
 
@@ -69,6 +71,7 @@ OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
         ("reduce", set()),
         ("all_reduce", set()),
         ("reduce_and_broadcast", set()),
+        *((name, OPTIONS - {"group", "timeout"}) for name in SUBGROUPS),
         ("barrier", {"codec", "device", "accept", "allow"}),
         ("gather_scalar", {"codec", "device", "accept", "allow"}),
         ("all_gather_scalar", {"codec", "device", "accept", "allow"}),

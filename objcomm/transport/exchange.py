@@ -14,7 +14,7 @@ import torch
 
 from objcomm.admission import Gate
 from objcomm.errors import TransportError, TransportTimeout
-from objcomm.frames import EVERYONE
+from objcomm.frames import EVERYONE, Header
 from objcomm.history import Entry
 from objcomm.memory import empty, view
 from objcomm.message import Message, open_body
@@ -25,6 +25,7 @@ from objcomm.transport.base import (
     Pending,
     head_tag,
     payload_tag,
+    reason_of,
     receipt_tag,
     result_tag,
 )
@@ -159,6 +160,10 @@ class Exchange:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
         header = self.gate.header_in(raw)
         self.gate.check_call(self.header, header, sender)
+        return self.adopt(raw, header)
+
+    def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
+        """Take in a first message that was checked when it arrived."""
         message = self.gate.take_in(raw, header)
         if header.is_inline and message.refusal is None:
             open_body(message, self.device.device)
@@ -176,6 +181,8 @@ class Exchange:
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
         """Wait for what follows the heads of some peers, from all at once."""
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
+        if not arriving:
+            return
         self._wait_for([(peer, _ended(self._body(message))) for peer, message in arriving])
         for _, message in arriving:
             if not message.header.is_inline:
@@ -331,7 +338,7 @@ class Exchange:
         """What a link raised, as an error that names the ranks concerned."""
         if self._has_timed_out(error):
             return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
-        reason = f"it died, exited or lost its network ({_reason(error)})"
+        reason = f"it died, exited or lost its network ({reason_of(error)})"
         return TransportError(self.entry.operation, peers, reason)
 
     def _has_timed_out(self, error: RuntimeError) -> bool:
@@ -351,14 +358,6 @@ def _ended(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
         return pieces
     *rest, last = pieces
     return [*rest, last[:-1], last[-1:]]
-
-
-def _reason(error: RuntimeError) -> str:
-    """Gloo's text without its source file and its general advice."""
-    text = str(error)
-    if text.startswith("["):
-        text = text.partition("] ")[2]
-    return text.partition(". This is typically")[0]
 
 
 def _absent(peers: Sequence[int], standing: Sequence[Standing], start: int) -> tuple[int, ...]:

@@ -72,6 +72,16 @@ def groups(group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> 
         assert_type(objcomm.stats()["gather"].sent_nbytes, int)
 
 
+def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+    """Any: torch has no type for a group that this rank may be outside of."""
+    assert_type(objcomm.split(0), Any)
+    assert_type(objcomm.split("eval", key=-1, group=mesh["dp"], timeout=5), Any)
+    assert_type(objcomm.split(None), Any)
+    assert_type(objcomm.dup(group=group), Any)
+    assert_type(objcomm.node_group(timeout=timedelta(seconds=3)), Any)
+    assert_type(objcomm.all_gather(1, group=objcomm.leaders(group=mesh)), list[int])
+
+
 def bytes_of_objects(config: Config) -> None:
     """The layer by itself; what bytes hold is not known."""
     assert_type(objcomm.to_tensor(config), torch.Tensor)
