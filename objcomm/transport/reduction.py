@@ -29,6 +29,8 @@ _PIECES_FOR_EACH_OWNER = 4
 # For so many of its pieces an owner has memory for the operands that arrive.
 _AHEAD = 3
 
+_ALIGNMENT = 64
+
 Combine = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 
 
@@ -60,7 +62,6 @@ class Part(NamedTuple):
 class _Piece:
     """Neighbouring elements that travel as one; the same picture on all ranks."""
 
-    owner: int
     spans: list[tuple[Part, int, int]]
     numel: int
     operand: torch.Tensor | None = None
@@ -72,6 +73,22 @@ class _Piece:
         """Any of its parts, which agree in dtype, operator and ranks."""
         return self.spans[0][0]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the operand."""
+        return self.numel * self.about.dtype.itemsize
+
+
+class _Batch(NamedTuple):
+    """Pieces that a rank waits for together, because each wait costs a message of its own."""
+
+    owner: int
+    pieces: list[_Piece]
+
+    def of(self, rank: int) -> list[_Piece]:
+        """The pieces that ``rank`` has operands of."""
+        return [piece for piece in self.pieces if rank in piece.about.present]
+
 
 def reduce_tensors(exchange: Exchange, parts: Iterable[Part], root: int | None) -> None:
     """Fill in the results of all parts; every rank calls this with parts that agree.
@@ -81,16 +98,29 @@ def reduce_tensors(exchange: Exchange, parts: Iterable[Part], root: int | None) 
         parts: in the same order on all ranks.
         root: the only rank that gets results; every rank if None.
     """
-    pieces = _pieces(list(parts), exchange.size)
-    if pieces:
-        _Run(exchange, pieces, root).run()
+    batches = _batches(list(parts), exchange.size)
+    if batches:
+        _Run(exchange, batches, root).run()
 
 
-def _pieces(parts: list[Part], size: int) -> list[_Piece]:
-    """Cut large parts, join small ones of the same kind, and give each piece an owner."""
+def _batches(parts: list[Part], size: int) -> list[_Batch]:
+    """Neighbouring pieces together, and each batch's owner in turn."""
     nbytes = sum(part.numel * part.dtype.itemsize for part in parts)
     fair = -(-nbytes // (size * _PIECES_FOR_EACH_OWNER))
     limit = min(max(fair, _PIECE_MIN_NBYTES), _PIECE_MAX_NBYTES)
+    batches: list[_Batch] = []
+    filled = limit
+    for piece in _pieces(parts, limit):
+        if filled + piece.nbytes // 2 >= limit:
+            batches.append(_Batch(len(batches) % size, []))
+            filled = 0
+        batches[-1].pieces.append(piece)
+        filled += piece.nbytes
+    return batches
+
+
+def _pieces(parts: list[Part], limit: int) -> list[_Piece]:
+    """Cut large parts, and join small ones of the same kind."""
     pieces: list[_Piece] = []
     open_bags: dict[object, _Piece] = {}
     for part in parts:
@@ -99,115 +129,130 @@ def _pieces(parts: list[Part], size: int) -> list[_Piece]:
             count = -(-part.numel // most)
             cuts = [part.numel * at // count for at in range(count + 1)]
             pieces += [
-                _Piece(0, [(part, start, stop)], stop - start)
+                _Piece([(part, start, stop)], stop - start)
                 for start, stop in itertools.pairwise(cuts)
             ]
         elif part.numel:
             bag = open_bags.get(part.kind)
             if bag is None or bag.numel + part.numel > most:
-                bag = open_bags[part.kind] = _Piece(0, [], 0)
+                bag = open_bags[part.kind] = _Piece([], 0)
                 pieces.append(bag)
             bag.spans.append((part, 0, part.numel))
             bag.numel += part.numel
-    for at, piece in enumerate(pieces):
-        piece.owner = at % size
     return pieces
 
 
 class _Run:
     """One reduction on this rank."""
 
-    def __init__(self, exchange: Exchange, pieces: list[_Piece], root: int | None) -> None:
+    def __init__(self, exchange: Exchange, batches: list[_Batch], root: int | None) -> None:
         self._exchange = exchange
-        self._pieces = pieces
-        self._root = root
+        self._batches = batches
         rank, size = exchange.rank, exchange.size
         self._rank = rank
         # Each begins with another peer, or all would send to the same one first.
         self._others = [(rank + step) % size for step in range(1, size)]
         self._takers = self._others if root is None else [root] * (rank != root)
         self._is_taker = root in {None, rank}
-        self._memory: list[torch.Tensor] = []
+        self._memory: dict[tuple[int, int], torch.Tensor] = {}
         self._sent_to: set[int] = set()
         self._received_from: set[int] = set()
 
     def run(self) -> None:
         """See ``reduce_tensors``."""
-        mine = [piece for piece in self._pieces if piece.owner == self._rank]
-        others = [piece for piece in self._pieces if piece.owner != self._rank]
-        for at, piece in enumerate(mine[:_AHEAD]):
-            self._await_operands(piece, at)
+        mine = [batch for batch in self._batches if batch.owner == self._rank]
+        others = [batch for batch in self._batches if batch.owner != self._rank]
+        for at, batch in enumerate(mine[:_AHEAD]):
+            self._await_operands(batch, at)
         coming = self._await_results(others) if self._is_taker else []
-        for piece in others:
-            if self._rank in piece.about.present:
-                self._send(_operand(piece), piece.owner, is_ended=True)
-        last = mine[-1] if mine else None
-        for at, piece in enumerate(mine):
-            self._combine(piece)
+        for batch in others:
+            self._send_operands(batch)
+        for at, batch in enumerate(mine):
+            self._combine(batch)
             if at + _AHEAD < len(mine):
                 self._await_operands(mine[at + _AHEAD], at)
-            for peer in self._takers:
-                # Whoever waits for the last byte of the last piece has all before it.
-                self._send_result(piece, peer, is_ended=piece is last)
+            self._send_results(batch, is_last=batch is mine[-1])
         for peer, arriving in coming:
             arriving.wait(peer)
-        for piece in self._pieces if self._is_taker else ():
-            _unpack(piece)
+        for batch in self._batches if self._is_taker else ():
+            for piece in batch.pieces:
+                _unpack(piece)
         self._exchange.confirm(self._received_from, self._sent_to)
 
-    def _await_operands(self, piece: _Piece, at: int) -> None:
-        """Make ready for all ranks' operands of a piece of this rank's own."""
-        about = piece.about
-        nbytes = piece.numel * about.dtype.itemsize
-        peers = [peer for peer in self._others if peer in about.present]
-        slots = self._slots(at % _AHEAD, len(peers), nbytes)
-        for peer, flat in zip(peers, slots, strict=True):
-            arriving = self._exchange.arriving(flat, peer, is_ended=True)
-            piece.arriving.append((peer, arriving))
-            self._received_from.add(peer)
+    def _await_operands(self, batch: _Batch, at: int) -> None:
+        """Make ready for all ranks' operands of a batch of this rank's own."""
+        for peer in self._others:
+            pieces = batch.of(peer)
+            flats = self._slots(at % _AHEAD, peer, pieces)
+            for piece, flat in zip(pieces, flats, strict=True):
+                is_last = piece is pieces[-1]
+                arriving = self._exchange.arriving(flat, peer, is_ended=is_last)
+                piece.arriving.append((peer, arriving))
+                self._received_from.add(peer)
 
-    def _slots(self, row: int, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Memory for operands, used again by the piece that comes ``_AHEAD`` later."""
-        places = range(row * len(self._others), row * len(self._others) + count)
-        while len(self._memory) < (row + 1) * len(self._others):
-            self._memory.append(empty(0))
-        for place in places:
-            if self._memory[place].numel() < nbytes:
-                self._memory[place] = empty(nbytes)
-        return [self._memory[place][:nbytes] for place in places]
+    def _slots(self, row: int, peer: int, pieces: list[_Piece]) -> list[torch.Tensor]:
+        """Memory for one rank's operands, used again by the batch that comes ``_AHEAD`` later."""
+        ends = list(itertools.accumulate(_aligned(piece.nbytes) for piece in pieces))
+        nbytes = ends[-1] if ends else 0
+        memory = self._memory.get((row, peer))
+        if memory is None or memory.numel() < nbytes:
+            memory = self._memory[row, peer] = empty(nbytes)
+        return [
+            memory[end - _aligned(piece.nbytes) :][: piece.nbytes]
+            for piece, end in zip(pieces, ends, strict=True)
+        ]
 
-    def _combine(self, piece: _Piece) -> None:
-        about = piece.about
-        operands = {}
-        for peer, arriving in piece.arriving:
-            operands[peer] = arriving.wait(peer).view(about.dtype)
-        if self._rank in about.present:
-            operands[self._rank] = _operand(piece)
-        into = _room(piece)
-        about.combine([operands[rank] for rank in about.present], into)
-        piece.arriving.clear()
+    def _combine(self, batch: _Batch) -> None:
+        # The last piece first: when it has come, all before it have, and none is half-filled.
+        for piece in reversed(batch.pieces):
+            for peer, arriving in piece.arriving:
+                arriving.wait(peer)
+        for piece in batch.pieces:
+            about = piece.about
+            operands = {peer: each.flat.view(about.dtype) for peer, each in piece.arriving}
+            if self._rank in about.present:
+                operands[self._rank] = _operand(piece)
+            about.combine([operands[rank] for rank in about.present], _room(piece))
+            piece.arriving.clear()
 
-    def _await_results(self, pieces: list[_Piece]) -> list[tuple[int, Arriving]]:
-        """Post all receives of results; each owner's last one is to be waited for."""
-        last = {piece.owner: piece for piece in pieces}
+    def _await_results(self, batches: list[_Batch]) -> list[tuple[int, Arriving]]:
+        """Post all receives of results, and list them in the order in which to wait."""
+        last = {batch.owner: batch.pieces[-1] for batch in batches}
         coming = []
-        for piece in pieces:
-            flat = _room(piece).view(torch.uint8)
-            is_last = last[piece.owner] is piece
-            arriving = self._exchange.arriving(flat, piece.owner, is_result=True, is_ended=is_last)
-            coming.append((piece.owner, arriving))
+        for batch in batches:
+            for piece in batch.pieces:
+                flat = _room(piece).view(torch.uint8)
+                is_last = piece is last[batch.owner]
+                arriving = self._exchange.arriving(
+                    flat, batch.owner, is_result=True, is_ended=is_last
+                )
+                coming.append((batch.owner, arriving))
         self._received_from.update(last)
-        # The last pieces first: when one has come, all before it have, and none is half-filled.
-        return coming[::-1]
+        return coming[::-1]  # as in ``_combine``
 
-    def _send(self, flat: torch.Tensor, peer: int, *, is_ended: bool) -> None:
-        self._sent_to.add(peer)
-        self._exchange.send_flat(flat.view(torch.uint8), peer, is_ended=is_ended)
+    def _send_operands(self, batch: _Batch) -> None:
+        pieces = batch.of(self._rank)
+        for piece in pieces:
+            self._send(_operand(piece), batch.owner, is_ended=piece is pieces[-1])
 
-    def _send_result(self, piece: _Piece, peer: int, *, is_ended: bool) -> None:
+    def _send_results(self, batch: _Batch, *, is_last: bool) -> None:
+        for piece in batch.pieces:
+            # Whoever waits for the last byte of the last piece has all before it.
+            is_ended = is_last and piece is batch.pieces[-1]
+            for peer in self._takers:
+                self._send(_room(piece), peer, is_result=True, is_ended=is_ended)
+
+    def _send(
+        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
+    ) -> None:
         self._sent_to.add(peer)
-        flat = _room(piece).view(torch.uint8)
-        self._exchange.send_flat(flat, peer, is_result=True, is_ended=is_ended)
+        self._exchange.send_flat(
+            flat.view(torch.uint8), peer, is_result=is_result, is_ended=is_ended
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _operand(piece: _Piece) -> torch.Tensor:
