@@ -81,7 +81,8 @@ class Pair:
         """
         mesh, lane = self.admit(operation)
         self.listen(mesh, lane)
-        self._channel.connect(mesh, lane, operation, deadline, call_site)
+        if mesh.link is None:
+            self._channel.connect(mesh, lane, operation, deadline, call_site)
         return mesh, lane
 
     def listen(self, mesh: Mesh, lane: Lane) -> None:
