@@ -75,24 +75,31 @@ def describe(obj: Any, operator: Operator, rank: int) -> tuple[Any, list[Any]]:
     Raises:
         UsageError: the operator cannot combine a leaf; names its path.
     """
-    leaves: list[Any] = []
+    describing = _Describing(operator, rank)
+    return describing.node(obj, _ROOT), describing.leaves
 
-    def leaf(member: Any, path: str) -> Any:
-        description, value = _described(member, operator, is_nested=path != _ROOT)
-        if description != _CONSTANT:
-            _check(operator, member, path, rank, description)
-        leaves.append(value)
-        return len(leaves) - 1, description
 
-    def node(member: Any, path: str) -> Any:
+class _Describing:
+    # No nested functions: one that calls itself would be left to the garbage collector.
+    def __init__(self, operator: Operator, rank: int) -> None:
+        self.leaves: list[Any] = []
+        self._operator = operator
+        self._rank = rank
+
+    def node(self, member: Any, path: str) -> Any:
         kind = _kind_of(member)
         if kind is None:
-            return leaf(member, path)
+            return self._leaf(member, path)
         keys = _keys_of(kind, member)
-        children = tuple(node(_member(kind, member, key), path + _step(kind, key)) for key in keys)
-        return kind, _type_name(member), keys, children
+        children = [self.node(_member(kind, member, key), path + _step(kind, key)) for key in keys]
+        return kind, _type_name(member), keys, tuple(children)
 
-    return node(obj, _ROOT), leaves
+    def _leaf(self, member: Any, path: str) -> Any:
+        description, value = _described(member, self._operator, is_nested=path != _ROOT)
+        if description != _CONSTANT:
+            _check(self._operator, member, path, self._rank, description)
+        self.leaves.append(value)
+        return len(self.leaves) - 1, description
 
 
 def _described(member: Any, operator: Operator, *, is_nested: bool) -> tuple[Any, Any]:
