@@ -1,9 +1,12 @@
 """Import time, measured in fresh interpreters that alternate.
 
-Knows nothing of ranks: one interpreter imports torch, the next torch and then objcomm.
+Knows nothing of ranks: one interpreter imports torch, the next torch and then objcomm. Both find
+compiled bytecode, as an installed package has it, whatever the environment of the benchmark says:
+under PYTHONDONTWRITEBYTECODE most of the time would be the compiler's.
 """
 
 import json
+import os
 import subprocess
 import sys
 
@@ -35,5 +38,8 @@ def import_seconds(samples: int) -> dict[str, list[float]]:
 
 def _imports(*modules: str) -> list[float]:
     command = [sys.executable, "-c", _PROGRAM, *modules]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    printed = subprocess.run(  # noqa: S603  # this very interpreter
+        command, check=True, capture_output=True, text=True, env=environment
+    ).stdout
     return [float(seconds) for seconds in json.loads(printed)]

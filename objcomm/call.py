@@ -25,7 +25,7 @@ from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
-from objcomm.recorder import attach
+from objcomm.recorder import attach, conclude
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -61,6 +61,7 @@ class Call:
         rank: this rank, within the group.
         size: number of ranks.
         root: group rank of source or destination; 0 where the operation has none.
+        device: where tensors shall arrive; None for where they were.
     """
 
     def __init__(  # an operation's own keywords, handed on
@@ -107,6 +108,7 @@ class Call:
         self.rank, self.size = self._group.rank, self._group.size
         self.root = self._group.root(self.name, global_root, group_root)
         self._coding = Coding(codec, device, accept, allow)
+        self.device = self._coding.device
         self._deadline = self._group.deadline(self.name, timeout)
         self._confirm = confirm
         self._own_error: BaseException | None = None
@@ -223,7 +225,7 @@ class Call:
 
     def announcement(self, status: Status) -> Message:
         """A message that says all with its status."""
-        return compose(self.exchange.header._replace(status=status), b"")
+        return compose(self.exchange.header, b"", status=status)
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
         """Raise what some messages, or this rank's own error, call for.
@@ -311,7 +313,7 @@ class Call:
 
     def _concluded(self, body: Generator[None, None, R]) -> R:
         """The rest of an asynchronous call, when its turn has come."""
-        self._begin_span()
+        self._span = begin_span(self.name)
         try:
             result = _last_half(body)
         except BaseException as error:
@@ -332,14 +334,8 @@ class Call:
     def __enter__(self) -> Self:
         if self._lane is not None and self._lane.line is not None:
             self._lane.line.drain()  # calls before this one
-        self._begin_span()
+        self._span = begin_span(self.name)
         return self
-
-    def _begin_span(self) -> None:
-        # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
-        if _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
-            self._span = _profiler.record_function(f"objcomm::{self.name}")
-            self._span.__enter__()
 
     def __exit__(
         self,
@@ -348,26 +344,23 @@ class Call:
         traceback: TracebackType | None,
     ) -> None:
         turn = self._turn
-        exchange = None if turn is None else turn.exchange
-        seconds = time.perf_counter() - self._began
         self._own_error = None  # its traceback holds this call, and so the caller's object
         if self._span is not None:
             self._span.__exit__(kind, error, traceback)
-        if turn is not None and exchange is not None:
-            if error is not None:
-                turn.give_up(error)
-            self._entry.sent_nbytes = exchange.sent_nbytes
-            self._entry.received_nbytes = exchange.received_nbytes
-        self._entry.end(error, seconds)
-        if isinstance(error, ObjcommError):
-            attach(error, self._group)
-        self._group.counters.add(
-            self.name,
-            exchanges=exchange.rounds if exchange else 0,
-            sent_nbytes=exchange.sent_nbytes if exchange else 0,
-            received_nbytes=exchange.received_nbytes if exchange else 0,
-            seconds=seconds,
-        )
+        if turn is not None and error is not None:
+            turn.give_up(error)
+        exchange = None if turn is None else turn.exchange
+        conclude(self._group, self._entry, exchange, error, self._began)
+
+
+def begin_span(name: str) -> torch.autograd.profiler.record_function | None:
+    """Let ``torch.profiler`` show an operation by its name, if it looks; to be exited."""
+    # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
+    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
+        return None
+    span = _profiler.record_function(f"objcomm::{name}")
+    span.__enter__()
+    return span
 
 
 def _last_half(body: Generator[None, None, R]) -> R:

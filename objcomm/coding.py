@@ -52,7 +52,7 @@ class Coding:
             device_type: the type of memory that travels over a device link, if there is one.
         """
         encoded = encode(self._codec, produce(), device_type=device_type)
-        return compose(header._replace(codec=self.codec_name), encoded.meta, encoded.buffers)
+        return compose(header, encoded.meta, encoded.buffers, codec=self.codec_name)
 
     def copy(self, obj: object) -> Any:
         """An independent copy of an object."""

@@ -156,6 +156,8 @@ class Position(NamedTuple):
         group = f" of group {self.group!r}" if self.group else ""
         where = f" at {self.call_site}" if self.call_site else ""
         call = f"{self.operation} (call {self.sequence}){root}{group}{where}"
+        if self.is_over and not self.operation:
+            return f"rank {self.rank} is in no call"
         if self.is_over:
             return f"rank {self.rank} is in no call; its last was {call}, {self.seconds:.1f} s ago"
         since = f" for {self.seconds:.1f} s" if self.seconds else ""

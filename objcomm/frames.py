@@ -56,6 +56,12 @@ class Operation(IntEnum):
     SCAN = 13
     EXSCAN = 14
     REDUCE_SCATTER = 15
+    SEND = 16
+    RECV = 17  # in no header: what waits for a SEND
+    SPLIT = 18
+    DUP = 19
+    NODE_GROUP = 20
+    LEADERS = 21
 
 
 class Status(IntEnum):

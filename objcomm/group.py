@@ -22,8 +22,11 @@ from objcomm.history import History
 from objcomm.transport.base import Deadline, DeviceLink
 from objcomm.transport.channel import Channel
 from objcomm.transport.lane import Lane
+from objcomm.transport.mailbox import Mailbox
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.nccl import device_link
+from objcomm.transport.order import Crew
+from objcomm.transport.pair import Pair
 from objcomm.transport.verdict import Verdict
 
 #: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.
@@ -58,6 +61,8 @@ class Group:
         ranks: their global ranks, in group order.
         counters: what its operations cost this rank.
         history: its last operations on this rank.
+        mailbox: messages from rank to rank that have come here.
+        crew: threads for calls that end in any order.
     """
 
     def __init__(self, process_group: Any = None, world: Any = None) -> None:
@@ -82,7 +87,10 @@ class Group:
         self._lock = threading.Lock()
         self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
         self._whole = self._joining(tuple(range(self.size)))
-        self._pairs: dict[int, Channel] = {}  # by the other rank
+        self.mailbox = Mailbox(self.rank, self.size)
+        self.crew = Crew()
+        self._pairs: dict[int, Pair] = {}  # by the other rank
+        weakref.finalize(self, _close, self._pairs).atexit = False  # the watcher sees to that
 
     def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
         """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
@@ -117,9 +125,7 @@ class Group:
             return Deadline(self._timeout_seconds)
         return Deadline(seconds_of(operation, timeout))
 
-    def enter(
-        self, operation: str, deadline: Deadline, call_site: str, peer: int | None = None
-    ) -> tuple[Mesh, Lane]:
+    def enter(self, operation: str, deadline: Deadline, call_site: str) -> tuple[Mesh, Lane]:
         """The connections and the calling thread's lane; the first use makes all ranks meet.
 
         Raises:
@@ -129,12 +135,15 @@ class Group:
                 thread has the lane, or this one has it and waits for a callback.
             TransportTimeout: not every rank came.
         """
+        self._check_process(operation)
+        return self._whole.enter(operation, deadline, call_site, _lane_name.get())
+
+    def _check_process(self, operation: str) -> None:
         if self._pid != os.getpid():
             raise UsageError(
                 f"{operation}: a forked process cannot use its parent's connections; "
                 "call objcomm from the process that called init_process_group"
             )
-        return self._channel(peer).enter(operation, deadline, call_site, _lane_name.get())
 
     @functools.cached_property
     def device_link(self) -> DeviceLink | None:
@@ -175,18 +184,19 @@ class Group:
         Other threads' lanes raise it in their next calls, as they do on the other ranks.
         """
         with self._lock:
-            channels = [self._whole, *self._pairs.values()]
+            channels = [self._whole, *[pair.channel for pair in self._pairs.values()]]
         for channel in channels:
             if set(channel.global_ranks) <= set(global_ranks):
                 channel.absolve(verdict)
 
-    def _channel(self, peer: int | None) -> Channel:
-        if peer is None:
-            return self._whole
+    def pair(self, peer: int) -> Pair:
+        """This rank and another one, for messages from rank to rank."""
+        self._check_process("send")
         pair = self._pairs.get(peer)
         if pair is None:
             with self._lock:
-                made = self._joining((min(peer, self.rank), max(peer, self.rank)))
+                channel = self._joining((min(peer, self.rank), max(peer, self.rank)))
+                made = Pair(channel, peer, self.rank, self.mailbox)
                 pair = self._pairs.setdefault(peer, made)
         return pair
 
@@ -206,6 +216,11 @@ def _living(reference: Callable[[], Any]) -> Any:
     if process_group is None:
         raise UsageError("this process group was destroyed")
     return process_group
+
+
+def _close(pairs: dict[int, Pair]) -> None:
+    for pair in pairs.values():
+        pair.close()
 
 
 def _nothing() -> None:

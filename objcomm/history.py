@@ -9,10 +9,13 @@ import itertools
 import sys
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from objcomm.errors import Position
 from objcomm.frames import Header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: Older ones are forgotten: 140 KiB for a group.
 LENGTH = 256
@@ -50,6 +53,10 @@ class Entry:
         first_asked: the number of the first question where the others are that it made; 0 if none.
         suspicion: what may keep it from ever ending, found once and to be confirmed.
         has_expired: whether its limit has been seen to pass.
+        regions: the keys of the ``fail_together`` blocks around it.
+        waiter: the thread that can do nothing else before it ends; 0 if there is none.
+        is_served: whether what it waits for is under way.
+        withdraw: ends it by a verdict that ends nothing else; None where there is no such way.
     """
 
     __slots__ = (
@@ -59,16 +66,20 @@ class Entry:
         "first_asked",
         "has_expired",
         "header",
+        "is_served",
         "lane",
         "limit_seconds",
         "operation",
         "outcome",
         "received_nbytes",
+        "regions",
         "seconds",
         "sent_nbytes",
         "suspicion",
+        "waiter",
         "waits_since",
         "waits_until",
+        "withdraw",
     )
 
     def __init__(self, header: Header, operation: str, codec: str = "", lane: str = "") -> None:
@@ -88,6 +99,10 @@ class Entry:
         self.first_asked = 0
         self.suspicion: tuple[int, Any] | None = None
         self.has_expired = False
+        self.regions: tuple[str, ...] = ()
+        self.waiter = 0
+        self.is_served = False
+        self.withdraw: Callable[[Any], object] | None = None
 
     @property
     def is_over(self) -> bool:

@@ -107,13 +107,16 @@ class Message:
         return [buffer.flat for buffer in self.large if buffer.kind is Kind.DEVICE]
 
 
-def compose(header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] = ()) -> Message:
+def compose(
+    header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] = (), **changed: Any
+) -> Message:
     """Make a message to send.
 
     Args:
         header: who sends what; its sizes and checksum are filled in here.
         meta: the codec's own bytes.
         buffers: the codec's buffers.
+        changed: further fields in which the message's header differs from ``header``.
     """
     if not buffers:
         body = bytearray(meta)
@@ -135,6 +138,7 @@ def compose(header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] =
         body_nbytes=len(body),
         payload_nbytes=payload_nbytes,
         body_checksum=zlib.crc32(body),
+        **changed,
     )
     return Message(complete, body, buffers, large)
 

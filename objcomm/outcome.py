@@ -52,7 +52,7 @@ def failure_message(header: Header, failures: Iterable[RankFailure]) -> Message:
     """A message that says: these ranks failed, there is no value."""
     texts = [(each.rank, each.type_name, each.message, each.traceback) for each in failures]
     meta = msgpack.packb(texts, unicode_errors=_ERRORS)
-    return compose(header._replace(status=Status.FAILURE, codec=""), meta)
+    return compose(header, meta, status=Status.FAILURE, codec="")
 
 
 def failures_in(messages: Iterable[Message]) -> dict[int, RankFailure]:

@@ -18,7 +18,8 @@ from typing import Any
 from objcomm.config import settings
 from objcomm.errors import BrokenGroupError, DesyncError, ObjcommError, TransportError, text_of
 from objcomm.group import Group
-from objcomm.history import DUMP_VERSION, LENGTH
+from objcomm.history import DUMP_VERSION, LENGTH, Entry
+from objcomm.transport.exchange import Exchange
 from objcomm.world import GroupLike, known_groups, rank, resolve, solo_group, world_size
 
 __all__ = ["dump"]
@@ -27,6 +28,34 @@ __all__ = ["dump"]
 _MOST_FILES = 16
 
 _numbers = itertools.count()
+
+
+def conclude(
+    group: Group, entry: Entry, exchange: Exchange | None, error: BaseException | None, began: float
+) -> None:
+    """Note how a call has ended, and what it cost.
+
+    Args:
+        group: whose.
+        entry: the call.
+        exchange: its traffic, if there was any.
+        error: what it raises; one of objcomm's own gets the latest calls as its ``record``.
+        began: when it was called, in seconds of ``time.perf_counter``.
+    """
+    seconds = time.perf_counter() - began
+    if exchange is not None:
+        entry.sent_nbytes = exchange.sent_nbytes
+        entry.received_nbytes = exchange.received_nbytes
+    entry.end(error, seconds)
+    if isinstance(error, ObjcommError):
+        attach(error, group)
+    group.counters.add(
+        entry.operation,
+        exchanges=0 if exchange is None else exchange.rounds,
+        sent_nbytes=entry.sent_nbytes,
+        received_nbytes=entry.received_nbytes,
+        seconds=seconds,
+    )
 
 
 def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None) -> dict[str, Any]:

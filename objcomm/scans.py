@@ -1,11 +1,11 @@
 """Reductions of all ranks up to this one: ``scan``, and ``exscan`` of those before it.
 
-Small operands meet at one rank, which combines each of them once and sends every rank its result.
-Large ones, and those of more than eight ranks, are combined by all ranks at once in log2(ranks)
-steps: in step k each rank combines what it has with what the rank 2**k before it has (W. D. Hillis
-and G. L. Steele, "Data parallel algorithms", 1986). What came from lower ranks always stands on the
-left, fresh from the wire, so an operator may change it; what this rank has may meanwhile be on its
-way to another rank, and stands on the right.
+Operands of up to 1 MiB meet at one rank, which combines each of them once and sends every rank its
+result. Larger ones, those of more than eight ranks and those of a slow operator are combined by all
+ranks at once in log2(ranks) steps: in step k each rank combines what it has with what the rank
+2**k before it has (W. D. Hillis and G. L. Steele, "Data parallel algorithms", 1986). What came from
+lower ranks always stands on the left, fresh from the wire, so an operator may change it; what this
+rank has may meanwhile be on its way to another rank, and stands on the right.
 """
 
 import functools
@@ -18,7 +18,7 @@ from objcomm.config import Allowed
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
-from objcomm.ops import Operator, operator_for
+from objcomm.ops import Op, Operator, operator_for
 from objcomm.transport import routes, topology
 from objcomm.transport.exchange import Exchange
 from objcomm.work import Work
@@ -34,7 +34,7 @@ _SMALL_NBYTES = 1 << 20
 @overload
 def scan(
     obj: T,
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     async_op: Literal[False] = False,
     **options: Unpack[Options],
@@ -42,14 +42,14 @@ def scan(
 @overload
 def scan(
     obj: T,
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     async_op: Literal[True],
     **options: Unpack[Options],
 ) -> Work[T]: ...
 def scan(
     obj: T,
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     group: GroupLike = None,
     timeout: Timeout = None,
@@ -66,7 +66,9 @@ def scan(
 
     Args:
         obj: this rank's operand; it is not changed, even where ``op`` changes its arguments.
-        op: as in ``reduce``; ``mean`` gives each rank the mean of those up to it.
+        op: as in ``reduce``; but the named ones that go leaf by leaf there take a number, a tensor
+            or an array here, and no container of them. ``mean`` gives each rank
+            the mean of those up to it.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands and results.
@@ -114,7 +116,7 @@ def scan(
 @overload
 def exscan(
     obj: T,
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     async_op: Literal[False] = False,
     **options: Unpack[Options],
@@ -122,14 +124,14 @@ def exscan(
 @overload
 def exscan(
     obj: T,
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     async_op: Literal[True],
     **options: Unpack[Options],
 ) -> Work[T | None]: ...
 def exscan(
     obj: T,
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     group: GroupLike = None,
     timeout: Timeout = None,
@@ -147,7 +149,9 @@ def exscan(
 
     Args:
         obj: this rank's operand; it is not changed, even where ``op`` changes its arguments.
-        op: as in ``reduce``; ``mean`` gives each rank the mean of those before it.
+        op: as in ``reduce``; but the named ones that go leaf by leaf there take a number, a tensor
+            or an array here, and no container of them. ``mean`` gives each rank
+            the mean of those before it.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands and results.
@@ -159,8 +163,8 @@ def exscan(
             must not change before its ``wait`` returns, and ``op`` is called on another thread.
 
     Returns:
-        On rank i of the group the combination of the operands of ranks 0 to i - 1; ``None`` on the
-        group's first rank, which has none before it.
+        On rank i of the group the combination of the operands of ranks 0 to i - 1; on the group's
+        first rank, which has none before it, the ``identity`` of an ``Op``, else ``None``.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
@@ -197,15 +201,22 @@ def _scanned(
 ) -> Generator[None, None, Any]:
     """The body of both; ``first`` is the lowest rank that gets a combination."""
     if call.is_alone:
-        return call.alone(lambda: None if first else operator.finish(operator.prepare(obj), 1))
+        return call.alone(lambda: _alone(operator, obj, first))
     scan = _Scan(call, operator, obj, first)
     yield
     with call.traffic() as exchange:
-        answer = scan.at_hub(exchange) if exchange.size <= topology.STAR_MAX_SIZE else None
+        may_meet = exchange.size <= topology.STAR_MAX_SIZE and not operator.is_slow
+        answer = scan.at_hub(exchange) if may_meet else None
         if answer is None:
             scan.by_all(exchange)
     # A rank that only sends upwards hears of no other's error before it is told.
     return call.settle(lambda: scan.value(answer), together=answer is None)
+
+
+def _alone(operator: Operator, obj: Any, first: int) -> Any:
+    if first:
+        return operator.identity
+    return operator.present(operator.finish(operator.prepare(obj, 0), 1))
 
 
 class _Scan:
@@ -226,7 +237,7 @@ class _Scan:
         self._failed = [self._mine] if self._mine.header.status == Status.FAILURE else []
 
     def _prepared(self, obj: Any) -> Any:
-        self._operand = self._operator.prepare(obj)
+        self._operand = self._operator.prepare(obj, self._call.rank)
         return self._operand
 
     def _copied(self) -> Message:
@@ -264,12 +275,14 @@ class _Scan:
 
     def value(self, answer: Message | None) -> Any:
         """This rank's result, from the hub's answer if there is one."""
-        rank, first = self._call.rank, self._first
-        self._call.raise_failures(self._failed if answer is None else [answer])
+        call, operator = self._call, self._operator
+        call.raise_failures(self._failed if answer is None else [answer])
+        count = call.rank + 1 - self._first
+        if not count:
+            return operator.identity
         if answer is None:
-            count = rank + 1 - first
-            return self._operator.finish(self._combined, count) if count else None
-        return self._result if rank == routes.HUB else self._call.decode(answer)
+            return operator.present(operator.finish(self._combined, count))
+        return operator.present(self._result if call.rank == routes.HUB else call.decode(answer))
 
     def _answers(self, heads: list[Message]) -> list[Message]:
         """One for each rank: its result, or alike for all that there is none."""

@@ -11,7 +11,7 @@ from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
-from objcomm.ops import Operator, operator_for
+from objcomm.ops import Op, Operator, operator_for
 from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike
@@ -212,7 +212,7 @@ def _all_to_all(call: Call, objs: Sequence[T]) -> Generator[None, None, list[T]]
 @overload
 def reduce_scatter(
     objs: Sequence[T],
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     async_op: Literal[False] = False,
     **options: Unpack[Options],
@@ -220,14 +220,14 @@ def reduce_scatter(
 @overload
 def reduce_scatter(
     objs: Sequence[T],
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     async_op: Literal[True],
     **options: Unpack[Options],
 ) -> Work[T]: ...
 def reduce_scatter(
     objs: Sequence[T],
-    op: Callable[[T, T], T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     group: GroupLike = None,
     timeout: Timeout = None,
@@ -247,7 +247,8 @@ def reduce_scatter(
     Args:
         objs: one operand per rank, in the order of group ranks; none is changed, even where ``op``
             changes its arguments.
-        op: as in ``reduce``.
+        op: as in ``reduce``; but the named ones that go leaf by leaf there take numbers, tensors or
+            arrays here, and no containers of them.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands.
@@ -312,7 +313,7 @@ def _reduce_scatter(call: Call, operator: Operator, objs: Sequence[T]) -> Genera
 
 
 def _alone(operator: Operator, obj: T) -> T:
-    finished: T = operator.finish(operator.prepare(obj), 1)
+    finished: T = operator.present(operator.finish(operator.prepare(obj, 0), 1))
     return finished
 
 
@@ -323,7 +324,7 @@ def _folded(call: Call, operator: Operator, arrived: Sequence[Message], own: Any
         for peer, message in enumerate(arrived):
             obj = own if peer == call.rank else call.decode(message)
             combined = operator.combine(combined, obj) if peer else obj
-        return operator.finish(combined, call.size)
+        return operator.present(operator.finish(combined, call.size))
     except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
         call.failure(error)
         return None
@@ -357,7 +358,7 @@ def _encode_each(
             if peer == call.rank and operator is None:
                 message = call.announcement(Status.VALUE)
             else:
-                prepared = obj if operator is None else operator.prepare(obj)
+                prepared = obj if operator is None else operator.prepare(obj, call.rank)
                 message = call.message(functools.partial(_itself, prepared))
             if message.header.status == Status.FAILURE:
                 return [message] * call.size

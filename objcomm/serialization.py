@@ -48,7 +48,7 @@ def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
     in_force = settings()
     chosen = codec_named(codec or in_force.codec)
     encoded = encode(chosen, obj)
-    message = compose(_HEADER._replace(codec=chosen.name), encoded.meta, encoded.buffers)
+    message = compose(_HEADER, encoded.meta, encoded.buffers, codec=chosen.name)
     message.header = message.header._replace(tag=_checksum(message.following_on_host))
     head = Gate(in_force, _PURPOSE).head_of(message)[:HEADER_NBYTES]
     parts = [view(head), view(message.body), *message.following_on_host]

@@ -4,26 +4,18 @@ After an error in it nobody knows what the other ranks wait for, so all are told
 connection is closed: they raise too, instead of waiting.
 """
 
-import threading
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from objcomm.errors import (
-    CodecError,
-    DesyncError,
-    TransportError,
-    TransportTimeout,
-    WireError,
-    text_of,
-)
-from objcomm.outcome import failure_of
+from objcomm.errors import TransportError
 from objcomm.transport import routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane
 from objcomm.transport.mesh import Mesh
+from objcomm.transport.proposal import proposal_for
 from objcomm.transport.regions import regions
-from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.verdict import Cause
 from objcomm.transport.watch import end_elsewhere, interruptible
 
 if TYPE_CHECKING:
@@ -73,10 +65,9 @@ class Turn:
 
     def __enter__(self) -> Exchange:
         lane, entry = self._lane, self._entry
-        lane.regions = regions.get()
+        entry.regions = regions.get()
         self._deadline.apply(entry)
-        lane.runner = threading.get_ident()
-        lane.entry = entry
+        lane.begin(entry)
         self._interruptible.__enter__()
         if self._meeting is not None:
             try:
@@ -107,7 +98,7 @@ class Turn:
         self._lane.owes = False
         if not self.has_met:
             # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
-            self._mesh.settle(self._proposal(error))
+            self._mesh.settle(proposal_for(error, self._mesh.rank))
 
     def _leave(self, error: BaseException | None) -> None:
         self._interruptible.__exit__(None, None, None)
@@ -115,14 +106,14 @@ class Turn:
             if error is not None:
                 self._raise_verdict(error)
         finally:
-            self._lane.entry = None
+            self._lane.end(self._entry)
 
     def _raise_verdict(self, error: BaseException) -> None:
         """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""
         mesh, position = self._mesh, self.exchange.header.position
         operation = self._entry.operation
         self._lane.owes = False
-        proposal = self._proposal(error)
+        proposal = proposal_for(error, self._mesh.rank)
         if proposal.cause is Cause.LOST:
             proposal = mesh.blamed(proposal)
         verdict = mesh.settle(proposal)
@@ -131,18 +122,3 @@ class Turn:
             raise mesh.local(verdict, error).error(operation, position) from error
         if verdict.name != proposal.name and isinstance(error, Exception):
             raise verdict.error(operation, position) from error
-
-    def _proposal(self, error: BaseException) -> Verdict:
-        """What this rank says of an error, if nobody has said anything before."""
-        rank = self._mesh.rank
-        if isinstance(error, DesyncError):
-            positions = tuple(error.positions.values())
-            return Verdict.of(Cause.DESYNC, reason=error.reason, positions=positions)
-        if isinstance(error, TransportTimeout):
-            return Verdict.of(Cause.TIMEOUT, ranks=error.missing, seconds=error.seconds)
-        if isinstance(error, TransportError):
-            return Verdict.of(Cause.LOST, ranks=error.peers, reason=error.reason)
-        if isinstance(error, (WireError, CodecError)):
-            return Verdict.of(Cause.REFUSED, failures=(failure_of(error, rank),))
-        reason = f"it left after {text_of(error)}"
-        return Verdict.of(Cause.LEFT, ranks=(rank,), reason=reason)

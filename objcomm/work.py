@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from objcomm.group import Timeout
     from objcomm.transport.line import Line
+    from objcomm.transport.order import Crew
 
 T = TypeVar("T")
 
@@ -141,15 +142,19 @@ class Work(Generic[T]):
         else:
             self._future.set_result(result)
 
-    def carry_out_on(self, line: Line, body: Callable[[], T]) -> None:
-        """The same on a line's thread, with this thread's context, CUDA device and stream."""
+    def carry_out_on(self, line: Line | Crew, body: Callable[[], T]) -> None:
+        """The same on another thread, with this thread's context, CUDA device and stream."""
+        line.submit(self.job(body))
+
+    def job(self, body: Callable[[], T]) -> Callable[[], None]:
+        """What another thread is to do later, with this thread's context, device and stream."""
         context, device = contextvars.copy_context(), _DevicePlace()
 
         def rest() -> T:
             with device:
                 return body()
 
-        line.submit(lambda: context.run(self.carry_out, rest))
+        return lambda: context.run(self.carry_out, rest)
 
     def _must_be_done(self) -> None:
         if not self._future.done():

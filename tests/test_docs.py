@@ -126,6 +126,10 @@ def test_examples_in_docstrings_are_right(name: str) -> None:
         "configure",
         "lane",
         "stats",
+        "split",
+        "dup",
+        "node_group",
+        "leaders",
     ],
 )
 def test_every_public_function_shows_an_example(name: str) -> None:

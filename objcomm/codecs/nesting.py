@@ -5,6 +5,7 @@ reads the first; lists of such claims within each other multiply. Knows msgpack'
 nothing of what they mean.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,8 +22,6 @@ _LONG_LISTS = (b"\xdc", b"\xdd")
 _TOKEN = rb"[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]|[\xcb\xcf\xd3].{8}|[\xca\xce\xd2].{4}|[\xcd\xd1]..|"
 _TOKEN += rb"[\xcc\xd0].|\xd4..|\xd5.{3}|\xd6.{5}|\xd7.{9}|\xd8.{17}|"
 _TOKEN += b"|".join(rb"\x%02x.{%d}" % (0xA0 + nbytes, nbytes) for nbytes in range(32))
-_ONE = re.compile(_TOKEN, re.DOTALL)
-_RUN = re.compile(b"(?:" + _TOKEN + b")*+", re.DOTALL)
 
 # Texts, bytes and extensions: the length's own bytes, and what an extension has besides.
 _LONG_TOKENS = {
@@ -73,10 +72,17 @@ def check_nesting(meta: memoryview, max_depth: int) -> None:
         _check_depth(raw, max_depth)
 
 
+@functools.cache  # compiled by the first stream that needs them, which takes a millisecond
+def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """One token, and a run of as many as there are."""
+    return re.compile(_TOKEN, re.DOTALL), re.compile(b"(?:" + _TOKEN + b")*+", re.DOTALL)
+
+
 def _stops(raw: bytes) -> Iterator[_Stop]:
     at, end = 0, len(raw)
+    _, tokens = _patterns()
     while at < end:
-        run = _RUN.match(raw, at)
+        run = tokens.match(raw, at)
         start, at = at, run.end() if run else at
         if at >= end:
             return
@@ -97,9 +103,10 @@ def _stops(raw: bytes) -> Iterator[_Stop]:
 
 
 def _check_depth(raw: bytes, max_depth: int) -> None:
+    token, _ = _patterns()
     due = [1]  # members that each open container still lacks
     for stop in _stops(raw):
-        scalars = len(_ONE.findall(raw, stop.run_from, stop.run_until)) + (stop.members is None)
+        scalars = len(token.findall(raw, stop.run_from, stop.run_until)) + (stop.members is None)
         while scalars and due[0]:
             taken = min(scalars, due[-1])
             due[-1] -= taken

@@ -87,12 +87,6 @@ class _Encoder:
         self._depth = 0
         self._buffers: list[Buffer] = []
         self._positions: dict[tuple[Any, ...], int] = {}
-        self._lower_by_type: dict[type, Callable[[Any], Any]] = {
-            list: self._lower_list,
-            dict: self._lower_dict,
-            bytes: self._lower_bytes,
-            bytearray: self._lower_bytes,
-        }
 
     def encode(self, obj: object) -> Encoded:
         lowered = self._lower(obj)
@@ -113,9 +107,9 @@ class _Encoder:
         return lowered
 
     def _lower_member(self, kind: type, obj: Any) -> Any:
-        lower = self._lower_by_type.get(kind)
+        lower = _LOWER_BY_TYPE.get(kind)
         if lower is not None:
-            return lower(obj)
+            return lower(self, obj)
         rule = LOWER.get(kind)
         if rule is not None:
             return _extended(rule[0], *[self._lower(member) for member in rule[1](obj)])
@@ -185,6 +179,16 @@ class _Encoder:
         return position
 
 
+# By functions: an object's own table of its methods would refer to it, and only the garbage
+# collector would free what it holds, such as the caller's tensors.
+_LOWER_BY_TYPE: dict[type, Callable[[_Encoder, Any], Any]] = {
+    list: _Encoder._lower_list,  # noqa: SLF001  # part of that class, which does not exist sooner
+    dict: _Encoder._lower_dict,  # noqa: SLF001  # likewise
+    bytes: _Encoder._lower_bytes,  # noqa: SLF001  # likewise
+    bytearray: _Encoder._lower_bytes,  # noqa: SLF001  # likewise
+}
+
+
 def _lower_int(value: int) -> Any:
     return value if _INT_MIN <= value <= _INT_MAX else _extended("int", hex(value))
 
@@ -206,19 +210,6 @@ class _Decoder:
 
     def __init__(self, buffers: Sequence[Any]) -> None:
         self._buffers = buffers
-        self._rules: dict[str, Callable[..., Any]] = {
-            **RAISE,
-            "int": lambda text: int(text, 16),
-            "dict": lambda *members: dict(zip(members[::2], members[1::2], strict=True)),
-            "buffer": self._raise_buffer,
-            "tensor": self._raise_tensor,
-            "ndarray": self._raise_array,
-            "sparse": tensors.rebuild_coo,
-            "scalar": tensors.rebuild_scalar,
-            "dtype": tensors.array_dtype_named,
-            "object": _raise_object,
-            "exception": raise_exception,
-        }
 
     def decode(self, meta: memoryview) -> Any:
         check_nesting(meta, settings().max_depth + _DESCRIPTION_DEPTH)
@@ -232,9 +223,12 @@ class _Decoder:
 
     def _raise_list(self, members: list[Any]) -> Any:
         if members and type(members[0]) is _Tag:
-            rule = self._rules.get(members[0])
+            name = members[0]
+            if name in _RAISE_BUFFER:
+                return _RAISE_BUFFER[name](self, *members[1:])
+            rule = _RAISE_MEMBERS.get(name)
             if rule is None:
-                raise DecodeError(_NAME, f"no rule for {members[0]!r}; is the sender newer?")
+                raise DecodeError(_NAME, f"no rule for {name!r}; is the sender newer?")
             return rule(*members[1:])
         return members
 
@@ -279,3 +273,21 @@ def _raise_object(name: str, state: Any) -> Any:
             _NAME, f"class {name!r} is not registered on this rank; use objcomm.register"
         )
     return entry.decode(state)
+
+
+_RAISE_MEMBERS: dict[str, Callable[..., Any]] = {
+    **RAISE,
+    "int": lambda text: int(text, 16),
+    "dict": lambda *members: dict(zip(members[::2], members[1::2], strict=True)),
+    "sparse": tensors.rebuild_coo,
+    "scalar": tensors.rebuild_scalar,
+    "dtype": tensors.array_dtype_named,
+    "object": _raise_object,
+    "exception": raise_exception,
+}
+# By functions: see ``_LOWER_BY_TYPE``.
+_RAISE_BUFFER: dict[str, Callable[..., Any]] = {
+    "buffer": _Decoder._raise_buffer,  # noqa: SLF001  # part of that class
+    "tensor": _Decoder._raise_tensor,  # noqa: SLF001  # likewise
+    "ndarray": _Decoder._raise_array,  # noqa: SLF001  # likewise
+}

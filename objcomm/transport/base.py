@@ -18,10 +18,11 @@ LANE_BITS = 12
 _SEQUENCE_BITS = 16
 _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
 _RECEIPT = _PAYLOAD << 1
+_RESULT = _PAYLOAD << 2
 POKE_TAG = (1 << 31) - 1  # nothing is ever sent with it
 
-# Gloo adds the limit to a clock; a limit of many years would overflow it.
-_LIMIT_MAX_SECONDS = 1e7
+#: No limit. Gloo adds a limit to a clock; one of many years would overflow it.
+FOREVER_SECONDS = 1e7
 _GRACE_SECONDS = 2.0
 
 
@@ -38,6 +39,19 @@ def payload_tag(lane: int, sequence: int) -> int:
 def receipt_tag(lane: int, sequence: int) -> int:
     """The tag of what says that a payload has arrived."""
     return _RECEIPT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
+
+
+def result_tag(lane: int, sequence: int) -> int:
+    """The tag of what an owner has combined of other ranks' payloads."""
+    return _RESULT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
+
+
+def reason_of(error: RuntimeError) -> str:
+    """Gloo's text without its source file and its general advice."""
+    text = str(error)
+    if text.startswith("["):
+        text = text.partition("] ")[2]
+    return text.partition(". This is typically")[0]
 
 
 class Pending(Protocol):
@@ -100,12 +114,12 @@ class Deadline:
 
     def restart(self) -> None:
         """Count from now."""
-        self._end = time.monotonic() + min(self.seconds, _LIMIT_MAX_SECONDS)
+        self._end = time.monotonic() + min(self.seconds, FOREVER_SECONDS)
 
     def apply(self, entry: Entry) -> None:
         """Count from now, and let the watcher know that ``entry`` waits, and until when."""
         now = entry.waits_since = time.monotonic()
-        self._end = entry.waits_until = now + min(self.seconds, _LIMIT_MAX_SECONDS)
+        self._end = entry.waits_until = now + min(self.seconds, FOREVER_SECONDS)
         entry.limit_seconds = self.seconds
 
     @property

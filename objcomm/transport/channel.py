@@ -17,13 +17,13 @@ from objcomm.frames import fingerprint
 from objcomm.transport.base import LANE_BITS, Deadline
 from objcomm.transport.lane import Lane
 from objcomm.transport.mesh import Mesh
-from objcomm.transport.regions import regions
 from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from objcomm.history import History
+    from objcomm.transport.order import Order
     from objcomm.transport.verdict import Verdict
 
 
@@ -85,10 +85,27 @@ class Channel:
                 waits for a callback.
             TransportTimeout: not every member came.
         """
+        mesh, lane = self.admit(operation, lane_name)
+        if mesh.link is None:
+            self.connect(mesh, lane, operation, deadline, call_site)
+        return mesh, lane
+
+    def admit(
+        self, operation: str, lane_name: str, order: Order | None = None
+    ) -> tuple[Mesh, Lane]:
+        """As ``enter``, without connecting.
+
+        Args:
+            operation: for an error's text.
+            lane_name: of the calling thread's lane.
+            order: given if any thread may use the lane.
+        """
         mesh = self._mesh
         if mesh is None or mesh.verdict is not None or self._owed:
             mesh = self._settled(operation, lane_name)
         lane = mesh.lanes.get(lane_name)
+        if order is not None:
+            return mesh, lane or self._taken(operation, mesh, lane_name, order)
         if lane is not None and lane.entry is not None and lane.runner == threading.get_ident():
             waiting = f"{lane.entry.operation} at {lane.entry.header.call_site}"
             raise UsageError(
@@ -97,10 +114,13 @@ class Channel:
             )
         if lane is None or lane.owner is not threading.current_thread():
             lane = self._taken(operation, mesh, lane_name)
-        if mesh.link is None:
-            lane.regions = regions.get()
-            mesh.connect(self._store(), deadline, lane, operation, call_site)
         return mesh, lane
+
+    def connect(
+        self, mesh: Mesh, lane: Lane, operation: str, deadline: Deadline, call_site: str
+    ) -> None:
+        """Wait until every member has come and ``mesh`` is connected."""
+        mesh.connect(self.store(), deadline, lane, operation, call_site)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -128,7 +148,8 @@ class Channel:
                     lane.owes = False
                     self._owed.pop(name, None)
 
-    def _store(self) -> dist.Store:
+    def store(self) -> dist.Store:
+        """Where the members meet, theirs alone."""
         store = self._process_group().get_group_store()
         return store if self._is_whole else dist.PrefixStore(f"pair/{self._pair}", store)
 
@@ -175,12 +196,12 @@ class Channel:
         watch(mesh)
         return mesh
 
-    def _taken(self, operation: str, mesh: Mesh, name: str) -> Lane:
+    def _taken(self, operation: str, mesh: Mesh, name: str, order: Order | None = None) -> Lane:
         """The lane of that name for the calling thread."""
         thread = threading.current_thread()
         with self._lock:
-            lane = mesh.lanes.get(name) or self._new_lane(mesh, name, thread)
-            if lane.owner is not thread and lane.owner.is_alive():
+            lane = mesh.lanes.get(name) or self._new_lane(mesh, name, thread, order)
+            if order is None and lane.owner is not thread and lane.owner.is_alive():
                 which = f"lane {name!r} of this group" if name else "this group"
                 raise UsageError(
                     f"{operation}: thread {lane.owner.name!r} already uses {which}; let "
@@ -189,10 +210,12 @@ class Channel:
             lane.owner = thread
             return lane
 
-    def _new_lane(self, mesh: Mesh, name: str, thread: threading.Thread) -> Lane:
+    def _new_lane(
+        self, mesh: Mesh, name: str, thread: threading.Thread, order: Order | None
+    ) -> Lane:
         number = fingerprint(name) % (1 << LANE_BITS)
         for other in mesh.lanes.values():
             if other.number == number:
                 raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
-        mesh.lanes[name] = Lane(name, number, thread)
+        mesh.lanes[name] = Lane(name, number, thread, order)
         return mesh.lanes[name]

@@ -7,6 +7,7 @@ for that is no conflict.
 
 from collections.abc import Callable
 
+from objcomm.frames import Operation
 from objcomm.transport.whereabouts import Conflict, LaneState, Step, Whereabouts
 
 Fetch = Callable[[int], Whereabouts | None]
@@ -40,15 +41,16 @@ def find_conflict(  # noqa: PLR0911  # each step of the search may end it
                 reason = _difference(*differing)
                 ours, other = differing
                 return Conflict(reason, ((holder, lane, ours), (lane.awaits, their_lane, other)))
-            if their_lane.next_sequence > lane.now.sequence:
-                return None  # it has made this call, or makes it: what it sent is under way
+            if _is_under_way(lane, lane.now, their_lane):
+                return None
         following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
         if following is None:
             return None
         holder, here, lane = lane.awaits, theirs, following
-        met = [(other, each.group, each.number) for other, each, _ in path]
-        if (holder, lane.group, lane.number) in met:
-            circle = path[met.index((holder, lane.group, lane.number)) :]
+        met = [(other, each.group, each.number, each.since) for other, each, _ in path]
+        wait = (holder, lane.group, lane.number, lane.since)
+        if wait in met:
+            circle = path[met.index(wait) :]
             if any(each.group == start.group for _, each, _ in circle):
                 return Conflict("each waits for another", tuple(circle))
             return None  # those ranks will raise, and may come here then
@@ -59,9 +61,23 @@ def _serving(
     lane: LaneState, here: Whereabouts, theirs: LaneState | None, there: Whereabouts
 ) -> int:
     """The thread of the awaited process that would make the call that ``lane`` waits for."""
+    if _is_shared(lane):
+        return there.main_thread if there.is_single else 0
     if theirs is not None:
         return theirs.thread
     return there.main_thread if lane.thread == here.main_thread else 0
+
+
+def _is_under_way(lane: LaneState, call: Step, theirs: LaneState) -> bool:
+    """Whether the awaited rank has sent what ``lane`` waits for, or is sending it."""
+    if _is_shared(lane):
+        return call.operation == Operation.RECV and theirs.next_sequence > lane.taken
+    return theirs.next_sequence > call.sequence
+
+
+def _is_shared(lane: LaneState) -> bool:
+    """Whether any thread may use the lane, for messages from rank to rank."""
+    return lane.taken >= 0
 
 
 def _first_difference(mine: LaneState, theirs: LaneState) -> tuple[Step, Step] | None:

@@ -16,6 +16,8 @@ from objcomm.memory import empty
 from objcomm.message import Message
 from objcomm.transport.base import DeviceLink
 
+_STAGED = int(Flag.STAGED)  # an IntFlag's ``&`` costs 0.7 µs
+
 
 class DevicePath:
     """The device link of one operation, or the lack of one.
@@ -32,7 +34,7 @@ class DevicePath:
 
     def not_carried(self, message: Message) -> list[torch.Tensor]:
         """Flat tensors of ``message`` that must go over the CPU's link."""
-        return [] if message.header.flags & Flag.STAGED else message.following_on_host
+        return [] if message.header.flags & _STAGED else message.following_on_host
 
     def send(self, message: Message, peer: int) -> None:
         """This rank's part towards one other."""
@@ -53,7 +55,9 @@ class DevicePath:
                 link.broadcast(staged, root)
 
     def _carried(self, message: Message) -> Iterator[tuple[torch.Tensor, DeviceLink]]:
-        is_staged = message.header.flags & Flag.STAGED
+        if not message.large:
+            return
+        is_staged = message.header.flags & _STAGED
         flats = (message.following_on_host if is_staged else []) + message.following_on_device
         for flat in flats:
             if self._link is None:

@@ -5,19 +5,30 @@ who has to send to whom.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
 from objcomm.admission import Gate
 from objcomm.errors import TransportError, TransportTimeout
-from objcomm.frames import EVERYONE
+from objcomm.frames import EVERYONE, Header
 from objcomm.history import Entry
 from objcomm.memory import empty, view
 from objcomm.message import Message, open_body
 from objcomm.transport import topology
-from objcomm.transport.base import Deadline, Link, Pending, head_tag, payload_tag, receipt_tag
+from objcomm.transport.base import (
+    Deadline,
+    Link,
+    Pending,
+    head_tag,
+    payload_tag,
+    reason_of,
+    receipt_tag,
+    result_tag,
+)
 from objcomm.transport.device import DevicePath
 from objcomm.transport.lane import Lane, Standing
 
@@ -27,6 +38,23 @@ _INSTANT = timedelta(milliseconds=1)
 
 # So much is taken by the system's socket buffers, whether or not the peer reads.
 _UNNOTICED_NBYTES = 1 << 16
+
+
+class Arriving(NamedTuple):
+    """Bytes on their way to this rank.
+
+    Attributes:
+        flat: where they arrive.
+        await_from: waits for them, given the rank that sends them.
+    """
+
+    flat: torch.Tensor
+    await_from: Callable[[int], None]
+
+    def wait(self, peer: int) -> torch.Tensor:
+        """Where they have arrived."""
+        self.await_from(peer)
+        return self.flat
 
 
 class Exchange:
@@ -79,7 +107,8 @@ class Exchange:
         self._head_tag = head_tag(lane.number)
         self._payload_tag = payload_tag(lane.number, header.sequence)
         self._receipt_tag = receipt_tag(lane.number, header.sequence)
-        self._sends: list[tuple[Pending, int, torch.Tensor, Message]] = []
+        self._result_tag = result_tag(lane.number, header.sequence)
+        self._sends: list[tuple[Pending, int, torch.Tensor, object]] = []
 
     def send_head(
         self, message: Message, peers: Iterable[int], destination: int = EVERYONE
@@ -131,6 +160,10 @@ class Exchange:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
         header = self.gate.header_in(raw)
         self.gate.check_call(self.header, header, sender)
+        return self.adopt(raw, header)
+
+    def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
+        """Take in a first message that was checked when it arrived."""
         message = self.gate.take_in(raw, header)
         if header.is_inline and message.refusal is None:
             open_body(message, self.device.device)
@@ -148,6 +181,8 @@ class Exchange:
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
         """Wait for what follows the heads of some peers, from all at once."""
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
+        if not arriving:
+            return
         self._wait_for([(peer, _ended(self._body(message))) for peer, message in arriving])
         for _, message in arriving:
             if not message.header.is_inline:
@@ -173,6 +208,38 @@ class Exchange:
             self._expect_receipt(child, message)
         if parent is not None:
             self._send_receipt(parent, message)
+
+    def send_flat(
+        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
+    ) -> None:
+        """Begin to send bytes that both ranks have agreed on; ``peer`` calls ``arriving``.
+
+        Args:
+            flat: ``uint8``; it may not change before ``finish``.
+            peer: to whom.
+            is_result: which of the two streams between two ranks it belongs to.
+            is_ended: whether the last byte travels by itself.
+        """
+        tag = self._result_tag if is_result else self._payload_tag
+        for piece in _ended([flat]) if is_ended else [flat]:
+            self._send(piece, peer, tag, flat)
+
+    def arriving(
+        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
+    ) -> "Arriving":
+        """Begin to receive what ``peer`` sends by ``send_flat`` with the same options."""
+        tag = self._result_tag if is_result else self._payload_tag
+        pieces = _ended([flat]) if is_ended else [flat]
+        pendings = [self._post(peer, piece, tag) for piece in pieces]
+        return Arriving(flat, functools.partial(self._wait_backwards, pendings))
+
+    def confirm(self, received_from: Iterable[int], sent_to: Iterable[int]) -> None:
+        """Tell some ranks that all they sent has come, and let ``finish`` wait for such words."""
+        for peer in received_from:
+            self._send(empty(1), peer, self._receipt_tag, None)
+        for peer in sent_to:
+            flat = empty(1)
+            self._sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
 
     def finish(self) -> None:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
@@ -228,7 +295,7 @@ class Exchange:
                 for part in parts:
                     self._send(part, child, self._payload_tag, message)
 
-    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: Message) -> None:
+    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: object) -> None:
         try:
             pending = self._link.send(flat, peer, tag)
         except RuntimeError as error:
@@ -271,7 +338,7 @@ class Exchange:
         """What a link raised, as an error that names the ranks concerned."""
         if self._has_timed_out(error):
             return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
-        reason = f"it died, exited or lost its network ({_reason(error)})"
+        reason = f"it died, exited or lost its network ({reason_of(error)})"
         return TransportError(self.entry.operation, peers, reason)
 
     def _has_timed_out(self, error: RuntimeError) -> bool:
@@ -291,14 +358,6 @@ def _ended(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
         return pieces
     *rest, last = pieces
     return [*rest, last[:-1], last[-1:]]
-
-
-def _reason(error: RuntimeError) -> str:
-    """Gloo's text without its source file and its general advice."""
-    text = str(error)
-    if text.startswith("["):
-        text = text.partition("] ")[2]
-    return text.partition(". This is typically")[0]
 
 
 def _absent(peers: Sequence[int], standing: Sequence[Standing], start: int) -> tuple[int, ...]:

@@ -34,13 +34,32 @@ def whereabouts(meshes: Iterable[Mesh], asked: int) -> Whereabouts:
         asked: the number of the question.
     """
     in_order = sorted(meshes, key=lambda mesh: mesh.verdict is not None)
-    lanes = [_state(mesh, lane) for mesh in in_order for lane in tuple(mesh.lanes.values())]
-    return Whereabouts(asked, threading.main_thread().ident or 0, tuple(lanes))
+    lanes = [
+        _state(mesh, lane, entry)
+        for mesh in in_order
+        for lane in tuple(mesh.lanes.values())
+        for entry in (lane.waits() or (None,))
+    ]
+    main = threading.main_thread().ident or 0
+    return Whereabouts(asked, main, tuple(lanes), is_single=_is_single())
 
 
-def _state(mesh: Mesh, lane: Lane) -> LaneState:
-    entry = lane.entry
+def _is_single() -> bool:
+    """Whether no thread but the main one can make calls."""
+    others = [each for each in threading.enumerate() if not each.name.startswith("objcomm-")]
+    return len(others) == 1
+
+
+def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
     entries = list(lane.past)
+    order = lane.order
+    if order is not None:
+        next_sequence, waiter = lane.sequence + order.waiting, 0 if entry is None else entry.waiter
+    elif entry is not None:
+        next_sequence, waiter = entry.header.sequence + 1, lane.waiting_thread
+    else:
+        next_sequence, waiter = lane.sequence, 0
+    awaits = -1 if entry is None or entry.is_served else entry.awaits
     if entry is not None:
         seconds = time.monotonic() - entry.waits_since
     else:
@@ -51,10 +70,11 @@ def _state(mesh: Mesh, lane: Lane) -> LaneState:
         nonce=mesh.nonce,
         number=lane.number,
         thread=lane.owner.ident or 0,
-        waiter=0 if entry is None else lane.waiting_thread,
-        next_sequence=lane.sequence if entry is None else entry.header.sequence + 1,
+        waiter=waiter,
+        next_sequence=next_sequence,
+        taken=-1 if order is None else lane.taken,
         now=None if entry is None else _step(entry),
-        awaits=mesh.ranks[entry.awaits] if entry is not None and entry.awaits >= 0 else -1,
+        awaits=mesh.ranks[awaits] if awaits >= 0 else -1,
         since=0.0 if entry is None else entry.waits_since,
         seconds=seconds,
         past=tuple(_step(each) for each in entries),
@@ -79,17 +99,17 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
     mine = whereabouts(meshes, asked)
     board.publish(mine)
     for mesh, lane, entry in waiting:
-        if mesh.verdict is not None or lane.entry is not entry:
+        if mesh.verdict is not None or entry not in lane.waits():
             continue
         entry.first_asked = entry.first_asked or asked
-        if not _heed(board, mesh, lane):
+        if not _heed(board, mesh, entry):
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
 
 
-def _heed(board: Board, mesh: Mesh, lane: Lane) -> bool:
+def _heed(board: Board, mesh: Mesh, entry: Entry) -> bool:
     """End the mesh if another rank has said so, or has failed in a block around this call."""
     posted = board.look(mesh.nonce) if mesh.nonce else None
-    for region in lane.regions:
+    for region in entry.regions:
         posted = posted or board.look(region)
     if posted is not None:
         settle(board, mesh, posted)
@@ -100,8 +120,8 @@ def _look_for_conflict(
     board: Board, mine: Whereabouts, meshes: Sequence[Mesh], waiting: Waiting
 ) -> None:
     mesh, lane, entry = waiting
-    start = mine.lane(mesh.name, lane.number)
-    if start is None or start.now is None:
+    start = mine.waiting_since(mesh.name, lane.number, entry.waits_since)
+    if start is None:
         return
     asked, suspected = entry.suspicion or (entry.first_asked, None)
     conflict = find_conflict(board.rank, mine, start, lambda rank: board.read(rank, asked))
@@ -112,7 +132,7 @@ def _look_for_conflict(
         conflict.is_told or conflict.is_of_one_lane or suspected == calls
     )
     entry.suspicion = (mine.asked, calls) if calls else None
-    if conflict is not None and is_sure and lane.entry is entry:
+    if conflict is not None and is_sure and entry in lane.waits():
         verdict = _desync(mesh, conflict)
         if not conflict.is_of_one_lane:
             board.tell_circle(conflict)
@@ -174,7 +194,15 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
     for mesh, lane, entry in waiting:
         global_ranks = {rank: mesh.ranks[rank] for rank in mesh.members}
         known = {rank: answers[each] for rank, each in global_ranks.items() if each in answers}
-        settle(board, mesh, timeout_verdict(mesh, lane, entry, known))
+        end(board, mesh, entry, timeout_verdict(mesh, lane, entry, known))
+
+
+def end(board: Board, mesh: Mesh, entry: Entry, verdict: Verdict) -> None:
+    """End one call, and with it its mesh unless it can be withdrawn."""
+    if entry.withdraw is None:
+        settle(board, mesh, verdict)
+    else:
+        entry.withdraw(verdict)
 
 
 def _taken(expiring: deque[Waiting]) -> list[Waiting]:
@@ -182,7 +210,7 @@ def _taken(expiring: deque[Waiting]) -> list[Waiting]:
 
 
 def _still_waits(board: Board, mesh: Mesh, lane: Lane, entry: Entry) -> bool:
-    return mesh.verdict is None and lane.entry is entry and not _heed(board, mesh, lane)
+    return mesh.verdict is None and entry in lane.waits() and not _heed(board, mesh, entry)
 
 
 def timeout_verdict(
@@ -203,7 +231,7 @@ def timeout_verdict(
         )
     missing = tuple(
         rank
-        for rank in mesh.members
+        for rank in (mesh.others if lane.order is not None else mesh.members)
         if rank not in answers or not _has_arrived(mesh, lane, entry, answers[rank])
     )
     return Verdict.of(
@@ -217,7 +245,7 @@ def timeout_verdict(
 
 def _has_arrived(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> bool:
     state = answer.lane(mesh.name, lane.number)
-    if state is None or state.nonce != mesh.nonce:
+    if state is None or state.nonce != mesh.nonce or lane.order is not None:
         return False
     return state.next_sequence > entry.header.sequence
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,9 @@ from objcomm.frames import WINDOW_NBYTES
 from objcomm.transport.base import Link, head_tag
 
 if TYPE_CHECKING:
-    import threading
-
     from objcomm.history import Entry
     from objcomm.transport.line import Line
+    from objcomm.transport.order import Order
 
 # How many calls the other ranks are told of: a rank that only sends can be some ahead.
 _PAST = 8
@@ -30,10 +30,13 @@ class Lane:
     Attributes:
         name: as given to ``objcomm.lane``.
         number: what its tags and headers carry.
-        sequence: operations started on it so far.
+        order: of what is sent on a lane that joins two ranks for point-to-point calls, which any
+            thread may make at any time; None where calls come one after another.
+        sequence: operations started on it so far; messages sent, where there is an order.
+        taken: messages of the other rank's that arrived, where there is an order.
         owner: the thread that uses it.
         entry: the call whose ranks wait for each other just now, if there is one.
-        regions: the keys of the ``fail_together`` blocks around that call.
+        errands: the same where there is an order, and so may be many.
         past: its latest calls.
         runner: the thread that carries ``entry`` out, as a number; its owner, or the line's.
         waiter: the thread that waits for a call which the line carries out; 0 if none does.
@@ -41,19 +44,43 @@ class Lane:
         owes: whether its thread has yet to raise the verdict that ended the link.
     """
 
-    def __init__(self, name: str, number: int, owner: threading.Thread) -> None:
+    def __init__(
+        self, name: str, number: int, owner: threading.Thread, order: Order | None = None
+    ) -> None:
         self.name = name
         self.number = number
+        self.order = order
         self.sequence = 0
+        self.taken = 0
         self.owner = owner
         self.entry: Entry | None = None
-        self.regions: tuple[str, ...] = ()
+        self.errands: set[Entry] = set()
         self.runner = 0
         self.waiter = 0
         self.line: Line | None = None
         self.owes = True
         self.past: deque[Entry] = deque(maxlen=_PAST)
         self._standing: dict[int, Standing] = {}
+
+    def begin(self, entry: Entry) -> None:
+        """The calling thread begins to wait in ``entry``, for whoever watches."""
+        if self.order is None:
+            self.runner = threading.get_ident()
+            self.entry = entry
+        else:
+            self.errands.add(entry)
+
+    def end(self, entry: Entry) -> None:
+        """The wait is over."""
+        if self.order is None:
+            self.entry = None
+        else:
+            self.errands.discard(entry)
+
+    def waits(self) -> list[Entry]:
+        """All calls that wait just now."""
+        entry = self.entry
+        return [*self.errands.copy(), *([] if entry is None else [entry])]
 
     @property
     def waiting_thread(self) -> int:

@@ -16,6 +16,7 @@ from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
+from objcomm.transport.regions import regions
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
 from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import MEETING
@@ -119,8 +120,25 @@ class Mesh:
         self.history.add_meeting(entry)
         deadline.apply(entry)
         self._progress.watch(entry)
-        lane.runner = threading.get_ident()
-        lane.entry = entry  # last: the watcher reads all the rest of it
+        entry.regions = regions.get()
+        entry.waiter = threading.get_ident()
+        lane.begin(entry)  # last: the watcher reads all the rest of it
+        self.begin_meeting(store, deadline)
+        try:
+            link = self._connected.result()
+            self._raise_failures_of(entry.regions, operation)
+        except BaseException as error:
+            lane.owes = lane.owes and not isinstance(error, ObjcommError)
+            entry.end(error, time.time() - entry.began)
+            raise
+        finally:
+            lane.end(entry)
+        entry.header = header._replace(group=self.number)
+        entry.end(None, time.time() - entry.began)
+        return link
+
+    def begin_meeting(self, store: dist.Store, deadline: Deadline) -> None:
+        """Let a thread meet the other members, unless one has begun to; returns at once."""
         with self._lock:
             if not self._progress.has_begun:
                 self._progress.has_begun = True
@@ -128,18 +146,6 @@ class Mesh:
                 threading.Thread(
                     target=self._meet, args=args, name="objcomm-connect", daemon=True
                 ).start()
-        try:
-            link = self._connected.result()
-            self._raise_failures_of(lane.regions, operation)
-        except BaseException as error:
-            lane.owes = lane.owes and not isinstance(error, ObjcommError)
-            entry.end(error, time.time() - entry.began)
-            raise
-        finally:
-            lane.entry = None
-        entry.header = header._replace(group=self.number)
-        entry.end(None, time.time() - entry.began)
-        return link
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str) -> None:
         """Raise what has failed in blocks around a call, before it can pair with one outside."""

@@ -11,6 +11,7 @@ from __future__ import annotations  # torch may be built without distributed
 import socket
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
 FIRST_USE = "first use of the group"
 
 _PREFIX = "objcomm"
+_IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
+
 _ONE_HOST, _SEVERAL_HOSTS = "one host", "several hosts"
 
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
+_LONG_PAUSE_SECONDS = 0.25
+# So a pause is at most 2 % of the wait before it: who has waited for minutes is in no hurry.
+_GROWTH = 1.02
 
 
 class GivenUpError(Exception):
@@ -96,9 +102,21 @@ def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> bool:
     return _meet_as_host(ours, size, progress)
 
 
-def _machine() -> str:
-    """A name that two ranks share only on one machine."""
-    return f"{socket.gethostname()}/{uuid.getnode():x}"
+def machine() -> str:
+    """A name that two processes share only on one host.
+
+    Containers with different host names, network or shared memory count as different hosts, even
+    on one machine; so do machines that share a host name, because each start of a kernel has a
+    number of its own.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        rooms = [Path(f"/proc/self/ns/{room}").stat().st_ino for room in ("ipc", "net")]
+    except OSError:  # no Linux, or a sandbox
+        # Without a network card getnode() invents a number for each process, and says so.
+        node = uuid.getnode()
+        boot, rooms = "", [] if node & _IS_INVENTED else [node]
+    return "/".join((socket.gethostname(), boot, *map(str, rooms)))
 
 
 def forget(store: dist.Store, nonce: str, size: int) -> None:
@@ -116,18 +134,18 @@ def forget(store: dist.Store, nonce: str, size: int) -> None:
 def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> bool:
     nonce = progress.nonce = uuid.uuid4().hex
     answered: dict[int, str] = {}
-    machines = {0: _machine()}
+    machines = {0: machine()}
     missing = list(range(1, size))
     pause = _PAUSE_MIN_SECONDS
     while missing:
         progress.await_rank(missing[0])
         for peer in missing:
             if store.check([f"hello/{peer}"]):
-                number, _, machine = store.get(f"hello/{peer}").decode().partition(" ")
+                number, _, place = store.get(f"hello/{peer}").decode().partition(" ")
                 if answered.get(peer) != number:  # a stale hello is answered too, to nobody
                     store.set(f"welcome/{number}", nonce)
                     answered[peer] = number
-                    machines[peer] = machine
+                    machines[peer] = place
                     pause = _PAUSE_MIN_SECONDS
         missing = [peer for peer in missing if not store.check([f"joined/{nonce}/{peer}"])]
         if missing:
@@ -142,7 +160,7 @@ def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> bool:
 
 def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> bool:
     number = uuid.uuid4().hex
-    store.set(f"hello/{rank}", f"{number} {_machine()}")
+    store.set(f"hello/{rank}", f"{number} {machine()}")
     nonce = _wait_for(store, f"welcome/{number}", progress)
     progress.nonce = nonce
     store.set(f"joined/{nonce}/{rank}", "")
@@ -159,4 +177,6 @@ def _wait_for(store: dist.Store, key: str, progress: Progress) -> str:
 
 def _sleep(pause: float) -> float:
     time.sleep(pause)
-    return min(2 * pause, _PAUSE_MAX_SECONDS)
+    if pause < _PAUSE_MAX_SECONDS:
+        return min(2 * pause, _PAUSE_MAX_SECONDS)
+    return min(_GROWTH * pause, _LONG_PAUSE_SECONDS)

@@ -126,7 +126,7 @@ def _swap_heads(exchange: Exchange, message: Message) -> list[Message]:
 def compose_bundle(exchange: Exchange, messages: Sequence[Message]) -> Message:
     """One message made of the heads of all ranks."""
     meta = bytearray().join([exchange.gate.head_of(message) for message in messages])
-    return compose(exchange.header._replace(status=Status.BUNDLE, codec=""), meta)
+    return compose(exchange.header, meta, status=Status.BUNDLE, codec="")
 
 
 def open_bundle(exchange: Exchange, bundle: Message, mine: Message) -> list[Message]:

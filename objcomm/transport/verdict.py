@@ -31,6 +31,9 @@ class Cause(IntEnum):
     LEFT = 6  # a rank gave its call up: Ctrl-C, or an error of objcomm's own
 
 
+#: The reason of a rank that has left because it had nothing more to do.
+PROGRAM_ENDED = "its program has ended"
+
 #: After these all ranks live and know it, so they can meet again.
 _RECOVERABLE = frozenset({Cause.DESYNC, Cause.REFUSED, Cause.FAILED})
 

@@ -24,11 +24,12 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
 
+from objcomm.history import Entry
 from objcomm.transport.bulletin import Board, Bulletin
 from objcomm.transport.inquiry import (
     Waiting,
@@ -39,7 +40,7 @@ from objcomm.transport.inquiry import (
     whereabouts,
 )
 from objcomm.transport.mesh import Mesh
-from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.verdict import PROGRAM_ENDED, Cause, Verdict
 from objcomm.transport.whereabouts import Whereabouts
 
 _TICK_SECONDS = 0.25
@@ -68,9 +69,12 @@ class Watcher(threading.Thread):
         self._sending.setblocking(False)  # noqa: FBT003  # socket's own signature
         self._lock = threading.Lock()
         self._meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+        self._listeners: weakref.WeakKeyDictionary[Mesh, threading.Thread] = (
+            weakref.WeakKeyDictionary()
+        )
         # Also those whose world has gone, until their threads have ended.
         self.bulletins: weakref.WeakSet[Bulletin] = weakref.WeakSet()
-        self._fallbacks: list[tuple[float, Mesh, Verdict]] = []
+        self._fallbacks: list[tuple[float, Callable[[], object]]] = []
         self._investigating: set[Bulletin] = set()
         self._expiring: weakref.WeakKeyDictionary[Bulletin, deque[Waiting]] = (
             weakref.WeakKeyDictionary()
@@ -86,6 +90,11 @@ class Watcher(threading.Thread):
         with self._lock:
             self._meshes.add(mesh)
         self._nudge()
+
+    def expect(self, mesh: Mesh, listener: threading.Thread) -> None:
+        """End a thread that waits on ``mesh`` before the interpreter ends."""
+        with self._lock:
+            self._listeners[mesh] = listener
 
     def meshes(self, bulletin: Bulletin) -> list[Mesh]:
         """Those of one world."""
@@ -134,10 +143,13 @@ class Watcher(threading.Thread):
             with contextlib.suppress(OSError):  # its owner may have closed it
                 os.write(forward_to, signals)  # asyncio finds its signals there
 
-    def _fall_back(self, seconds: float, mesh: Mesh, verdict: Verdict) -> None:
-        """End a mesh without the store's help unless it has ended by then."""
+    def _fall_back(
+        self, seconds: float, mesh: Mesh, verdict: Verdict, entry: Entry | None = None
+    ) -> None:
+        """End a mesh, or one call, without the store's help unless it has ended by then."""
         local = verdict._replace(is_store_silent=True)
-        self._fallbacks.append((time.monotonic() + seconds, mesh, local))
+        end = mesh.stop if entry is None or entry.withdraw is None else entry.withdraw
+        self._fallbacks.append((time.monotonic() + seconds, functools.partial(end, local)))
 
     def _tick(self, now: float) -> None:
         self._ticks += 1
@@ -154,9 +166,9 @@ class Watcher(threading.Thread):
             self._investigate(bulletin, waiting)
         for bulletin, waiting in expired.items():
             self._expire(bulletin, [each for each in waiting if not each[2].has_expired])
-        for due, mesh, verdict in self._fallbacks:
+        for due, end in self._fallbacks:
             if due <= now:
-                mesh.stop(verdict)
+                end()
         self._fallbacks = [each for each in self._fallbacks if each[0] > now]
 
     def _waiting(self) -> list[Waiting]:
@@ -166,7 +178,7 @@ class Watcher(threading.Thread):
             (mesh, lane, entry)
             for mesh in meshes
             for lane in tuple(mesh.lanes.values())
-            if (entry := lane.entry) is not None
+            for entry in lane.waits()
         ]
 
     def _expire(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
@@ -179,7 +191,7 @@ class Watcher(threading.Thread):
         bulletin.submit(lambda board: expire(board, meshes, expiring))
         for mesh, lane, entry in waiting:
             entry.has_expired = True
-            self._fall_back(_EXPIRY_SECONDS, mesh, timeout_verdict(mesh, lane, entry, None))
+            self._fall_back(_EXPIRY_SECONDS, mesh, timeout_verdict(mesh, lane, entry, None), entry)
 
     def _investigate(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
         if bulletin in self._investigating:  # it still waits for the store
@@ -215,10 +227,14 @@ class Watcher(threading.Thread):
     def _end_waits(self) -> None:
         """Let the program's own daemon threads come back from C++ before the interpreter ends."""
         waiting = self._waiting()
-        for mesh in {mesh for mesh, _, _ in waiting}:
-            mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason="its program has ended"))
+        with self._lock:
+            listeners = list(self._listeners.items())
+        for mesh in {mesh for mesh, _, _ in waiting} | {mesh for mesh, _ in listeners}:
+            mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=PROGRAM_ENDED))
         until = time.monotonic() + _FAREWELL_SECONDS
-        while any(lane.entry is entry for _, lane, entry in waiting) and time.monotonic() < until:
+        for _, listener in listeners:
+            listener.join(max(0.0, until - time.monotonic()))
+        while any(entry in lane.waits() for _, lane, entry in waiting) and time.monotonic() < until:
             time.sleep(_FAREWELL_PAUSE_SECONDS)
 
 
@@ -265,6 +281,11 @@ def bulletin_of(world: dist.ProcessGroup) -> Bulletin:
 def watch(mesh: Mesh) -> None:
     """See to it that no wait on ``mesh`` is a silent one, as long as it lives."""
     _watchers.watcher().add(mesh)
+
+
+def expect(mesh: Mesh, listener: threading.Thread) -> None:
+    """End a thread that waits on ``mesh`` before the interpreter ends."""
+    _watchers.watcher().expect(mesh, listener)
 
 
 def end_elsewhere(verdict: Verdict) -> None:

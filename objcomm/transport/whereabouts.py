@@ -36,7 +36,8 @@ class LaneState(NamedTuple):
         number: the lane's.
         thread: whoever owns the lane, as a number that means something in that process only.
         waiter: the thread that can do nothing else before the call under way has ended.
-        next_sequence: calls begun so far.
+        next_sequence: calls begun so far; where any thread may send, messages sent or to be sent.
+        taken: where any thread may send, messages that have arrived; -1 on other lanes.
         now: the call under way, if the lane is waiting.
         awaits: the global rank that it can't go on without; -1 if none.
         since: when the wait began, by that process's clock: no two waits of a lane's have the same.
@@ -50,6 +51,7 @@ class LaneState(NamedTuple):
     thread: int
     waiter: int
     next_sequence: int
+    taken: int
     now: Step | None
     awaits: int
     since: float
@@ -94,12 +96,21 @@ class Whereabouts(NamedTuple):
         lanes: all of them.
         circles: the latest ones that it was in. It has raised and waits no more, so whoever comes
             later could not find them.
+        is_single: whether no thread but the main one can make calls.
     """
 
     asked: int
     main_thread: int
     lanes: tuple[LaneState, ...]
     circles: tuple[Conflict, ...] = ()
+    is_single: bool = False
+
+    def waiting_since(self, group: str, number: int, since: float) -> LaneState | None:
+        """The state of one lane in one wait; ``None`` if that wait is over."""
+        for lane in self.lanes:
+            if (lane.group, lane.number, lane.since) == (group, number, since) and lane.now:
+                return lane
+        return None
 
     def lane(self, group: str, number: int) -> LaneState | None:
         """The state of one lane; ``None`` if that process has not used it."""
@@ -126,13 +137,19 @@ class Whereabouts(NamedTuple):
 
     @classmethod
     def _of_plain(
-        cls, asked: int, main_thread: int, lanes: Iterable[Any], circles: Iterable[Any]
+        cls,
+        asked: int,
+        main_thread: int,
+        lanes: Iterable[Any],
+        circles: Iterable[Any],
+        is_single: bool,  # noqa: FBT001  # a record's fields
     ) -> Self:
         return cls(
             asked,
             main_thread,
             tuple(_lane(fields) for fields in lanes),
             tuple(_conflict(*fields) for fields in circles),
+            is_single,
         )
 
 

@@ -247,3 +247,29 @@ def test_more_than_two_gibibytes_arrive_whole(kind: str) -> None:
     assert (got[0], got[-2], got[-1]) == (0, 0, 7)
     del mine, got
     assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+def test_a_call_leaves_nothing_for_the_garbage_collector(codec: str) -> None:
+    mine = {"rank": objcomm.rank(), "weights": torch.ones(100_000)}
+    everyone = [mine] * objcomm.world_size()
+    calls: list[Callable[[], object]] = [
+        lambda: objcomm.broadcast(mine, codec=codec),
+        lambda: objcomm.gather(mine, codec=codec, confirm=True),
+        lambda: objcomm.all_gather(mine, codec=codec),
+        lambda: objcomm.scatter(everyone, codec=codec),
+        lambda: objcomm.all_reduce(torch.ones(3), codec=codec),
+        lambda: objcomm.all_reduce(torch.ones(100_000), codec=codec),
+        lambda: objcomm.all_gather_scalar(0.5),
+        objcomm.barrier,
+    ]
+    for call in calls:
+        call()  # the first builds caches
+        gc.collect()
+        gc.disable()
+        try:
+            call()
+            assert gc.collect() == 0
+        finally:
+            gc.enable()

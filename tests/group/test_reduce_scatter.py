@@ -70,6 +70,18 @@ def test_named_operators_finish_with_the_number_of_ranks() -> None:
     assert same.tolist() == [1, max(1, size - 1) if size > 1 else 0]
 
 
+@ranks(1, 2, 3, 4)
+def test_named_operators_on_whole_objects_are_reduced() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    greatest: Any = objcomm.reduce_scatter([rank * peer for peer in range(size)], "argmax")
+    assert (greatest.value, greatest.rank) == ((size - 1) * rank, size - 1 if rank else 0)
+    assert objcomm.reduce_scatter([[(rank, peer)] for peer in range(size)], "concat") == [
+        (peer, rank) for peer in range(size)
+    ]
+    own = objcomm.Op(join)
+    assert objcomm.reduce_scatter([f"{rank}"] * size, own) == "0123"[:size]
+
+
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("numel", [2, 500_000])
 def test_an_operation_in_place_changes_nobodys_input(numel: int) -> None:

@@ -1,5 +1,6 @@
 """scan and exscan: order, copies, sizes, means of prefixes, and failures."""
 
+import collections
 import functools
 import itertools
 import threading
@@ -161,6 +162,26 @@ def test_named_operators_are_exact() -> None:
     assert objcomm.scan(-rank, "max") == 0
     assert objcomm.exscan(rank == 1, "any") == (None if rank == 0 else rank > 1)
     assert objcomm.exscan(10 + rank) == (None, 10, 21, 33)[rank]
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_op_may_be_slow_and_have_an_identity(*, slow: bool) -> None:
+    rank = objcomm.rank()
+    op = objcomm.Op(join, identity="", slow=slow)
+    assert objcomm.scan(f"{rank}", op) == "0123"[: rank + 1]
+    assert objcomm.exscan(f"{rank}", op) == "0123"[:rank]
+
+
+@ranks(1, 2, 3, 4)
+def test_named_operators_on_whole_objects_are_scanned() -> None:
+    rank = objcomm.rank()
+    least: Any = objcomm.scan([5, 3, 3, 1][rank], "argmin")
+    assert (least.value, least.rank) == [(5, 0), (3, 1), (3, 1), (1, 3)][rank]
+    assert objcomm.exscan([rank], "concat") == (list(range(rank)) or None)
+    counts: Any = objcomm.scan(["a"] * rank + ["b"], "counter")
+    assert counts == collections.Counter(a=rank * (rank + 1) // 2, b=rank + 1)
+    assert objcomm.scan({rank}, "union") == set(range(rank + 1))
 
 
 @ranks(2, 3, 4)

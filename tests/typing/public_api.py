@@ -36,6 +36,12 @@ def collectives(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.reduce(config, Config.merge), Config | None)
     assert_type(objcomm.all_reduce(config, lambda a, b: a.merge(b)), Config)
     assert_type(objcomm.all_reduce(torch.ones(3), "max"), torch.Tensor)
+    assert_type(objcomm.all_reduce({"loss": 0.5}, "mean", missing="skip"), dict[str, float])
+    assert_type(objcomm.all_reduce([torch.ones(3)], dtype=torch.float64), list[torch.Tensor])
+    merge = objcomm.Op(Config.merge, commutative=True, identity=config, slow=True)
+    assert_type(merge, objcomm.Op[Config])
+    assert_type(objcomm.all_reduce(config, merge), Config)
+    assert_type(objcomm.reduce(config, merge, dst=1), Config | None)
     assert_type(objcomm.all_to_all(configs), list[Config])
     assert_type(objcomm.all_to_all((1, 2), async_op=True), objcomm.Work[list[int]])
     assert_type(objcomm.scan(config, Config.merge), Config)
@@ -72,6 +78,16 @@ def groups(group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> 
     assert_type(objcomm.stats(group), dict[str, objcomm.OperationStats])
     with objcomm.lane("eval"):
         assert_type(objcomm.stats()["gather"].sent_nbytes, int)
+
+
+def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+    """Any: torch has no type for a group that this rank may be outside of."""
+    assert_type(objcomm.split(0), Any)
+    assert_type(objcomm.split("eval", key=-1, group=mesh["dp"], timeout=5), Any)
+    assert_type(objcomm.split(None), Any)
+    assert_type(objcomm.dup(group=group), Any)
+    assert_type(objcomm.node_group(timeout=timedelta(seconds=3)), Any)
+    assert_type(objcomm.all_gather(1, group=objcomm.leaders(group=mesh)), list[int])
 
 
 def bytes_of_objects(config: Config) -> None:

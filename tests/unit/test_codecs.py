@@ -1,6 +1,7 @@
 """Codecs in one process: what they carry, what they refuse, and what they cost."""
 
 import collections
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -154,6 +155,18 @@ def test_what_is_decoded_is_writable_and_aligned(codec: str) -> None:
         tensor, array, raw = objcomm.from_tensor(sent)
         assert tensor.data_ptr() % 64 == array.ctypes.data % 64 == 0
         tensor[0], array[0], raw[0] = 2, 2, 2
+
+
+def test_a_codec_leaves_nothing_for_the_garbage_collector(codec: str) -> None:
+    sample = {"tensor": torch.zeros(100_000), "array": np.zeros(3), "raw": bytes(100_000), "n": 0.5}
+    objcomm.from_tensor(objcomm.to_tensor(sample, codec=codec))  # the first builds caches
+    gc.collect()
+    gc.disable()
+    try:
+        objcomm.from_tensor(objcomm.to_tensor(sample, codec=codec))
+        assert gc.collect() == 0  # a cycle would keep the caller's tensors until some later day
+    finally:
+        gc.enable()
 
 
 def test_device_moves_the_tensors_of_an_object() -> None:

@@ -27,13 +27,13 @@ def lane(
     next_sequence = past[-1].sequence + 1 if past else 0
     name = group if nonce is None else nonce
     return LaneState(
-        group, name, number, thread, thread, next_sequence, now, awaits, since, 1.0, past
+        group, name, number, thread, thread, next_sequence, -1, now, awaits, since, 1.0, past
     )
 
 
 def meeting(group: str, *, awaits: int, thread: int = MAIN) -> LaneState:
     now = Step(MEETING, Operation.NONE, -1, 0, "train.py:1", "barrier")
-    return LaneState(group, "", 0, thread, thread, 0, now, awaits, 0.0, 1.0, ())
+    return LaneState(group, "", 0, thread, thread, 0, -1, now, awaits, 0.0, 1.0, ())
 
 
 def conflict_of(ranks: dict[int, list[LaneState]], start: int = 0) -> Conflict | None:

@@ -35,13 +35,13 @@ VERDICTS = {
     Cause.LEFT: (Verdict.of(Cause.LEFT, ranks=(1,), reason="Ctrl-C"), errors.TransportError),
 }
 CALL = Step(3, 2, 0, 9, "a.py:1", "gather")
-STATE = LaneState("world", "n", 0, 1, 1, 4, CALL, 2, 1.5, 0.5, ())
+STATE = LaneState("world", "n", 0, 1, 1, 4, -1, CALL, 2, 1.5, 0.5, ())
 WHEREABOUTS = Whereabouts(
     7,
     140_000_000_000_000,
     (
         STATE,
-        LaneState("dp", "", 5, 2, 2, 0, None, -1, 0.0, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
+        LaneState("dp", "", 5, 2, 2, 0, 3, None, -1, 0.0, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
     ),
     (Conflict("each waits for another", ((3, STATE, CALL), (4, STATE, CALL)), is_told=True),),
 )

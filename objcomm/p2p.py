@@ -1,0 +1,403 @@
+"""Messages from one rank to another: send, recv and what belongs to them."""
+
+import functools
+import threading
+from collections.abc import Iterable
+from typing import Any, Literal, overload
+
+from objcomm.coding import Coding
+from objcomm.collectives import DeviceLike
+from objcomm.config import Allowed
+from objcomm.errand import Errand
+from objcomm.errors import ObjcommError, UsageError
+from objcomm.frames import Operation
+from objcomm.group import Timeout
+from objcomm.transport.mailbox import Request
+from objcomm.work import Work
+from objcomm.world import GroupLike
+
+
+@overload
+def send(
+    obj: object,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    async_op: Literal[False] = False,
+) -> None: ...
+@overload
+def send(
+    obj: object,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    async_op: Literal[True],
+) -> Work[None]: ...
+def send(
+    obj: object,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    async_op: bool = False,
+) -> Work[None] | None:
+    """Send an object to one rank, which calls ``recv``.
+
+    Only these two ranks take part, and the ranks' collectives may come before, after or meanwhile.
+    Any thread may send; messages of one sender with one tag arrive in the order in which they were
+    sent. Tensors on a CUDA device travel through CPU memory.
+
+    Args:
+        obj: what to send.
+        dst: global rank of the receiver; this rank's own is allowed.
+        group_dst: the same as a rank within the group; give one.
+        tag: a receiver takes messages of one tag, or of any; from 0 to 2**32 - 1.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+        codec: what encodes the object.
+        async_op: return a work at once; buffers of tensors and arrays in ``obj`` must not change
+            before its ``wait`` returns.
+
+    Returns:
+        Nothing, when the message was taken: a small one (32 KiB with its header) as soon as the
+        receiver has once sent to or received from this rank, a large one in its ``recv``.
+
+    Raises:
+        UsageError: an argument is wrong; nothing was sent.
+        NotInGroupError: this rank is no member of ``group``.
+        CollectiveError: the object can't be encoded, or the receiver refused it. Both ranks.
+        DesyncError: the receiver waits for this rank elsewhere. Both ranks.
+        TransportTimeout: the limit passed; the connection of these two ranks ends.
+        TransportError: the receiver died. Later calls between the two raise BrokenGroupError.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.send({"step": 3}, 0)
+        >>> objcomm.recv(0)
+        {'step': 3}
+    """
+    if dst is None and group_dst is None:
+        raise UsageError("send: give dst= or group_dst=")
+    if tag is None:
+        raise UsageError("send: a message has a tag; only a receiver takes any")
+    errand = Errand(
+        Operation.SEND,
+        group=group,
+        timeout=timeout,
+        coding=Coding(codec, None, None, None),
+        tag=tag,
+        global_peer=dst,
+        group_peer=group_dst,
+    )
+    if errand.peer == errand.group.rank:
+        if not async_op:
+            errand.keep(obj)
+            return None
+        work = errand.work()
+        work.carry_out(lambda: errand.keep(obj))
+        return work
+    (pair,) = errand.pairs()
+    message = errand.message(obj)
+    place = pair.order.take()
+    if not async_op:
+        errand.entry.waiter = threading.get_ident()
+        errand.transmit(pair, place, message)
+        return None
+    work = errand.work()
+    work.carry_out_on(errand.group.crew, lambda: errand.transmit(pair, place, message))
+    return work
+
+
+@overload
+def recv(
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    tag: int | None = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    device: DeviceLike = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+    async_op: Literal[False] = False,
+) -> Any: ...
+@overload
+def recv(
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    tag: int | None = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    device: DeviceLike = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+    async_op: Literal[True],
+) -> Work[Any]: ...
+def recv(
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    tag: int | None = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    device: DeviceLike = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Receive an object that one rank sends to this one.
+
+    Takes the first message that has come and fits. Of several receives that a message fits, the
+    one that was called first gets it. Any thread may receive.
+
+    Args:
+        src: global rank of the sender; neither this nor the next: from any rank.
+        group_src: the same as a rank within the group.
+        tag: of the message; None takes any.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None. When it passes nothing is lost: a
+            message that comes later waits for the next receive.
+        device: where tensors inside the object shall lie.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
+        async_op: return a work at once, whose ``wait`` gives the object.
+
+    Returns:
+        The object. Who sent it, where any rank may, tells ``objcomm.probe``.
+
+    Raises:
+        UsageError: an argument is wrong, or this rank waits for itself, which has sent nothing.
+        NotInGroupError: this rank is no member of ``group``.
+        CollectiveError: the sender could not encode the object. Both ranks.
+        DecodeError: the object could not be rebuilt. This rank only.
+        DesyncError: the sender waits for this rank elsewhere. Both ranks.
+        TransportTimeout: the limit passed.
+        TransportError: the sender died; or some rank did, where any may send. A rank whose program
+            has ended is not waited for, unless it was the last one.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.send("ready", 0, tag=7)
+        >>> objcomm.recv(tag=7)
+        'ready'
+    """
+    errand = Errand(
+        Operation.RECV,
+        group=group,
+        timeout=timeout,
+        coding=Coding(None, device, accept, allow),
+        tag=tag,
+        global_peer=src,
+        group_peer=group_src,
+    )
+    if async_op:
+        return _begin_recv(errand)
+    with errand:
+        return errand.take_in(errand.awaited())
+
+
+def _begin_recv(errand: Errand) -> Work[Any]:
+    work = errand.work()
+
+    def conclude() -> Any:
+        with errand:
+            waits[0].end()
+            return errand.take_in(errand.found(request))
+
+    waits = []
+    job = work.job(conclude)
+    request = Request(errand.peer, errand.tag, on_end=lambda: errand.group.crew.submit(ready))
+    is_asked = threading.Event()
+
+    def ready() -> None:
+        is_asked.wait()
+        job()
+
+    try:
+        waits.append(errand.ask(request))
+    except ObjcommError as error:
+        work.carry_out(functools.partial(_raise, errand, error))
+    is_asked.set()
+    return work
+
+
+def _raise(errand: Errand, error: ObjcommError) -> None:
+    with errand:
+        raise error
+
+
+def isend(
+    obj: object,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+) -> Work[None]:
+    """Begin to send an object to one rank: ``send`` with ``async_op=True``.
+
+    Args:
+        obj: what to send; buffers of tensors and arrays in it must not change before ``wait``.
+        dst: global rank of the receiver.
+        group_dst: the same as a rank within the group; give one.
+        tag: of the message.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+        codec: what encodes the object.
+
+    Returns:
+        A work, whose ``wait`` returns when the message was taken.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.send`` raises: what is wrong with the arguments at once,
+            all else where the work is waited for.
+
+    Example:
+        >>> import objcomm
+        >>> work = objcomm.isend([1, 2], 0)
+        >>> objcomm.recv(0), work.wait()
+        ([1, 2], None)
+    """
+    return send(
+        obj,
+        dst,
+        group_dst=group_dst,
+        tag=tag,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        async_op=True,
+    )
+
+
+def irecv(
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    tag: int | None = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    device: DeviceLike = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+) -> Work[Any]:
+    """Begin to receive an object: ``recv`` with ``async_op=True``.
+
+    Args:
+        src: global rank of the sender; neither this nor the next: from any rank.
+        group_src: the same as a rank within the group.
+        tag: of the message; None takes any.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+        device: where tensors inside the object shall lie.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
+
+    Returns:
+        A work, whose ``wait`` gives the object.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.recv`` raises: what is wrong with the arguments at once,
+            all else where the work is waited for.
+
+    Example:
+        >>> import objcomm
+        >>> work = objcomm.irecv(0)
+        >>> objcomm.send("late", 0)
+        >>> work.wait()
+        'late'
+    """
+    return recv(
+        src,
+        group_src=group_src,
+        tag=tag,
+        group=group,
+        timeout=timeout,
+        device=device,
+        accept=accept,
+        allow=allow,
+        async_op=True,
+    )
+
+
+def sendrecv(
+    obj: object,
+    dst: int | None = None,
+    src: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group_src: int | None = None,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    device: DeviceLike = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+) -> Any:
+    """Send an object to one rank and receive one, at the same time: the step of a ring.
+
+    Args:
+        obj: what to send.
+        dst: global rank of the receiver.
+        src: global rank of the sender; from any rank if neither this nor ``group_src`` is given.
+        group_dst: ``dst`` as a rank within the group; give one.
+        group_src: ``src`` as a rank within the group.
+        tag: of the message that is sent.
+        recv_tag: of the one that is received; the same if None.
+        group: to which all belong; None for the world.
+        timeout: seconds or timedelta, for each of the two; the group's own if None.
+        codec: what encodes the object.
+        device: where tensors inside the received object shall lie.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
+
+    Returns:
+        The object that was received.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.send`` and ``objcomm.recv`` raise.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.sendrecv("around", 0, 0)
+        'around'
+    """
+    sending = send(
+        obj,
+        dst,
+        group_dst=group_dst,
+        tag=tag,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        async_op=True,
+    )
+    try:
+        return recv(
+            src,
+            group_src=group_src,
+            tag=tag if recv_tag is None else recv_tag,
+            group=group,
+            timeout=timeout,
+            device=device,
+            accept=accept,
+            allow=allow,
+        )
+    finally:
+        sending.wait()

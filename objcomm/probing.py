@@ -1,0 +1,125 @@
+"""What has come and was not taken: probe and iprobe."""
+
+from typing import NamedTuple
+
+from objcomm.coding import Coding
+from objcomm.errand import Errand
+from objcomm.frames import Operation
+from objcomm.group import Timeout
+from objcomm.transport.mailbox import Arrival, Request
+from objcomm.world import GroupLike
+
+
+class Envelope(NamedTuple):
+    """What is known of a message that has come and was not taken.
+
+    Attributes:
+        src: global rank of the sender.
+        group_src: the same as a rank within the group.
+        tag: its tag.
+        nbytes: its length on the wire; 0 if this rank sent it to itself.
+    """
+
+    src: int
+    group_src: int
+    tag: int
+    nbytes: int
+
+
+def probe(
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    tag: int | None = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> Envelope:
+    """Wait until there is a message that ``recv`` with the same arguments would take.
+
+    Args:
+        src: global rank of the sender; neither this nor the next: any rank.
+        group_src: the same as a rank within the group.
+        tag: of the message; None for any.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Returns:
+        Who sent it, its tag and length. It stays for a ``recv``; of several threads that receive
+        another one may take it first.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.recv`` raises before a message has come.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.send("which?", 0, tag=5)
+        >>> found = objcomm.probe(tag=None)
+        >>> objcomm.recv(found.src, tag=found.tag)
+        'which?'
+    """
+    errand = Errand(
+        Operation.RECV,
+        group=group,
+        timeout=timeout,
+        coding=Coding(None, None, None, None),
+        tag=tag,
+        global_peer=src,
+        group_peer=group_src,
+    )
+    with errand:
+        return _envelope(errand, errand.awaited(is_probe=True))
+
+
+def iprobe(
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    tag: int | None = 0,
+    group: GroupLike = None,
+) -> Envelope | None:
+    """Whether there is a message that ``recv`` with the same arguments would take now.
+
+    Never waits. The first call begins to listen, so a message that is under way shows later.
+
+    Args:
+        src: global rank of the sender; neither this nor the next: any rank.
+        group_src: the same as a rank within the group.
+        tag: of the message; None for any.
+        group: to which both belong; None for the world.
+
+    Returns:
+        Who sent it, its tag and length, or None if there is none.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.recv`` raises before it waits.
+
+    Example:
+        >>> import objcomm
+        >>> print(objcomm.iprobe(tag=9))
+        None
+    """
+    errand = Errand(
+        Operation.RECV,
+        group=group,
+        timeout=None,
+        coding=Coding(None, None, None, None),
+        tag=tag,
+        global_peer=src,
+        group_peer=group_src,
+    )
+    with errand:
+        arrival = errand.group.mailbox.look(errand.peer, tag)
+        if arrival is None:
+            request = Request(errand.peer, errand.tag, is_probe=True, on_end=_nothing)
+            errand.ask(request).end()
+            errand.group.mailbox.withdraw(request, None)
+            arrival = request.arrival
+        return None if arrival is None else _envelope(errand, arrival)
+
+
+def _nothing() -> None:
+    """For a request that is looked at once."""
+
+
+def _envelope(errand: Errand, arrival: Arrival) -> Envelope:
+    return Envelope(errand.group.ranks[arrival.peer], arrival.peer, arrival.tag, arrival.nbytes)
