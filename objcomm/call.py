@@ -4,6 +4,7 @@ What every operation does around its traffic, so that each can be read as its pr
 before any traffic, send a failure instead of a value, raise alike, decode last.
 """
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
@@ -291,18 +292,20 @@ class Call:
             return _last_half(body)
 
     def _launched(self, body: Generator[None, None, R]) -> Work[R]:
-        work: Work[R] = Work(self.name, self._entry.header.call_site, self._lane)
-        if self._lane is None:
+        place, lane = self._entry.header.call_site, self._lane
+        if lane is None:
+            work: Work[R] = Work(self.name, place)
             work.carry_out(lambda: self._carried_out(body))
             return work
         try:
             next(body)
-        except BaseException as error:
+            if lane.line is None:
+                lane.line = Line(f"objcomm-line {lane.name}".strip())
+            work = Work(self.name, place, lane)
+            work.carry_out_on(lane.line, lambda: self._concluded(body))
+        except BaseException as error:  # Ctrl-C, or there can be no more threads
             self.__exit__(type(error), error, error.__traceback__)
             raise
-        if self._lane.line is None:
-            self._lane.line = Line(f"objcomm-line {self._lane.name}".strip())
-        work.carry_out_on(self._lane.line, lambda: self._concluded(body))
         return work
 
     def _concluded(self, body: Generator[None, None, R]) -> R:
@@ -325,9 +328,20 @@ class Call:
             raise WireError(f"{self.name}: a world of one has no traffic")
         return self._turn
 
+    def _await_calls_before(self, lane: "Lane", line: Line) -> None:
+        lane.waiter = threading.get_ident()
+        try:
+            line.drain(self.name)
+        except BaseException as error:  # Ctrl-C: the others wait for a call that has its number
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        finally:
+            lane.waiter = 0
+
     def __enter__(self) -> Self:
-        if self._lane is not None and self._lane.line is not None:
-            self._lane.line.drain()  # calls before this one
+        lane = self._lane
+        if lane is not None and lane.line is not None and not lane.line.is_idle:
+            self._await_calls_before(lane, lane.line)
         self._span = begin_span(self.name)
         return self
 

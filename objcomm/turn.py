@@ -117,7 +117,8 @@ class Turn:
         if proposal.cause is Cause.LOST:
             proposal = mesh.blamed(proposal)
         verdict = mesh.settle(proposal)
-        end_elsewhere(verdict)
+        # On a line's thread it is raised for the one that called.
+        end_elsewhere(verdict, None if self._lane.order else self._lane.owner)
         if isinstance(error, TransportError):
             raise mesh.local(verdict, error).error(operation, position) from error
         if verdict.name != proposal.name and isinstance(error, Exception):

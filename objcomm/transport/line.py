@@ -4,6 +4,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from objcomm.errors import UsageError
+
 # A thread takes 60 us to start, and a burst of calls should need one only.
 _LINGER_SECONDS = 1.0
 
@@ -23,20 +25,41 @@ class Line:
         """Whether every job is done."""
         return not self._is_busy and not self._jobs
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the line's own, which carries out a job just now."""
+        return self._thread is threading.current_thread()
+
     def submit(self, job: Callable[[], None]) -> None:
-        """Do ``job``, which must not raise, after all jobs before it."""
+        """Do ``job``, which must not raise, after all jobs before it.
+
+        Raises:
+            RuntimeError: this process can start no more threads.
+        """
         with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
             self._jobs.append(job)
             self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
 
-    def drain(self) -> None:
-        """Wait until every job is done."""
-        if not self.is_idle:
-            with self._changed:
-                self._changed.wait_for(lambda: self.is_idle)
+    def drain(self, operation: str) -> None:
+        """Wait until every job is done.
+
+        Args:
+            operation: for an error's text.
+
+        Raises:
+            UsageError: this is a job itself.
+        """
+        if self.is_here:
+            raise UsageError(
+                f"{operation}: it would wait for the asynchronous call that makes it; communicate "
+                "before or after that call"
+            )
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_idle)
 
     def _run(self) -> None:
         while True:
