@@ -4,7 +4,6 @@ What every operation does around its traffic, so that each can be read as its pr
 before any traffic, send a failure instead of a value, raise alike, decode last.
 """
 
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
@@ -328,20 +327,13 @@ class Call:
             raise WireError(f"{self.name}: a world of one has no traffic")
         return self._turn
 
-    def _await_calls_before(self, lane: "Lane", line: Line) -> None:
-        lane.waiter = threading.get_ident()
-        try:
-            line.drain(self.name)
-        except BaseException as error:  # Ctrl-C: the others wait for a call that has its number
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-        finally:
-            lane.waiter = 0
-
     def __enter__(self) -> Self:
-        lane = self._lane
-        if lane is not None and lane.line is not None and not lane.line.is_idle:
-            self._await_calls_before(lane, lane.line)
+        if self._lane is not None and self._lane.line is not None:
+            try:
+                self._lane.drain(self.name)  # calls before this one
+            except BaseException as error:  # Ctrl-C: the others wait for a call of this number
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         self._span = begin_span(self.name)
         return self
 

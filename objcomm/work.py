@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from objcomm.transport.order import Crew
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Waited(Protocol):
@@ -44,7 +45,7 @@ class _Nobody:
     waiter = 0
 
 
-class Work(Generic[T]):
+class Work(Generic[T_co]):
     """An operation that was begun with ``async_op=True`` and goes on by itself.
 
     Calls of one lane are carried out in their order, as if they were made one after another, so
@@ -81,14 +82,14 @@ class Work(Generic[T]):
         self._waited: Waited = _Nobody() if waited is None else waited
         self._line: Line | None = None
         self._is_asked = False
-        self._future: futures.Future[T] = futures.Future()
+        self._future: futures.Future[T_co] = futures.Future()
         self._future.set_running_or_notify_cancel()  # nobody can cancel what others take part in
 
     def __repr__(self) -> str:
         state = "in flight" if not self.done() else "failed" if self._error() else "done"
         return f"<objcomm.Work: {self.operation} at {self.call_site}, {state}>"
 
-    def wait(self, timeout: Timeout = None) -> T:
+    def wait(self, timeout: Timeout = None) -> T_co:
         """Block until the operation has ended.
 
         Args:
@@ -118,7 +119,7 @@ class Work(Generic[T]):
         """Whether the operation has ended, well or by an error; never blocks."""
         return self._future.done()
 
-    def result(self) -> T:
+    def result(self) -> T_co:
         """What the operation returns; never blocks.
 
         Raises:
@@ -140,11 +141,11 @@ class Work(Generic[T]):
         self._must_be_done()
         return self._error()
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         self._is_asked = True
         return asyncio.wrap_future(self._future).__await__()
 
-    def carry_out(self, body: Callable[[], T]) -> None:
+    def carry_out(self, body: Callable[[], T_co]) -> None:
         """End by what ``body`` returns or raises; objcomm's own business."""
         try:
             self._future.set_result(body())
@@ -153,16 +154,16 @@ class Work(Generic[T]):
         finally:
             del self, body  # an error's traceback holds this frame
 
-    def carry_out_on(self, line: Line | Crew, body: Callable[[], T]) -> None:
+    def carry_out_on(self, line: Line | Crew, body: Callable[[], T_co]) -> None:
         """The same on another thread, with this thread's context, CUDA device and stream."""
         self._line = line if isinstance(line, Line) else None
         line.submit(self.job(body))
 
-    def job(self, body: Callable[[], T]) -> Callable[[], None]:
+    def job(self, body: Callable[[], T_co]) -> Callable[[], None]:
         """What another thread is to do later, with this thread's context, device and stream."""
         context, device = contextvars.copy_context(), _DevicePlace()
 
-        def rest() -> T:
+        def rest() -> T_co:
             with device:
                 return body()
 

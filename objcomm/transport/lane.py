@@ -82,6 +82,15 @@ class Lane:
         entry = self.entry
         return [*self.errands.copy(), *([] if entry is None else [entry])]
 
+    def drain(self, operation: str) -> None:
+        """Wait until no asynchronous call is left; ``operation`` is for an error's text."""
+        if self.line is not None and not self.line.is_idle:
+            self.waiter = threading.get_ident()
+            try:
+                self.line.drain(operation)
+            finally:
+                self.waiter = 0
+
     @property
     def waiting_thread(self) -> int:
         """The thread that can do nothing else before ``entry`` has ended; 0 if there is none."""
