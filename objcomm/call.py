@@ -330,7 +330,7 @@ class Call:
     def __enter__(self) -> Self:
         if self._lane is not None and self._lane.line is not None:
             try:
-                self._lane.drain(self.name)  # calls before this one
+                self._lane.drain()  # calls before this one
             except BaseException as error:  # Ctrl-C: the others wait for a call of this number
                 self.__exit__(type(error), error, error.__traceback__)
                 raise

@@ -64,7 +64,11 @@ class Turn:
         return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
 
     def __enter__(self) -> Exchange:
-        lane, entry = self._lane, self._entry
+        lane, entry, verdict = self._lane, self._entry, self._mesh.verdict
+        if verdict is not None:  # while this call waited for those before it
+            self._lane.owes = False
+            end_elsewhere(verdict, lane.owner)
+            raise verdict.error(entry.operation, self.exchange.header.position)
         entry.regions = regions.get()
         self._deadline.apply(entry)
         lane.begin(entry)

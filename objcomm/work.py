@@ -157,7 +157,11 @@ class Work(Generic[T_co]):
     def carry_out_on(self, line: Line | Crew, body: Callable[[], T_co]) -> None:
         """The same on another thread, with this thread's context, CUDA device and stream."""
         self._line = line if isinstance(line, Line) else None
-        line.submit(self.job(body))
+        try:
+            line.submit(self.job(body))
+        except RuntimeError:  # there can be no more threads
+            self._is_asked = True  # the caller gets no work
+            raise
 
     def job(self, body: Callable[[], T_co]) -> Callable[[], None]:
         """What another thread is to do later, with this thread's context, device and stream."""

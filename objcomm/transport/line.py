@@ -4,8 +4,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from objcomm.errors import UsageError
-
 # A thread takes 60 us to start, and a burst of calls should need one only.
 _LINGER_SECONDS = 1.0
 
@@ -44,20 +42,8 @@ class Line:
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def drain(self, operation: str) -> None:
-        """Wait until every job is done.
-
-        Args:
-            operation: for an error's text.
-
-        Raises:
-            UsageError: this is a job itself.
-        """
-        if self.is_here:
-            raise UsageError(
-                f"{operation}: it would wait for the asynchronous call that makes it; communicate "
-                "before or after that call"
-            )
+    def drain(self) -> None:
+        """Wait until every job is done; no job may."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_idle)
 

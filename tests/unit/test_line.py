@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 
-from objcomm import UsageError
 from objcomm.transport import line as line_module
 from objcomm.transport.line import Line
 
@@ -21,14 +20,14 @@ def test_jobs_are_done_in_the_order_in_which_they_came() -> None:
     line, done = Line("in order"), list[int]()
     for number in range(200):
         line.submit(functools.partial(done.append, number))
-    line.drain("test")
+    line.drain()
     assert done == list(range(200))
     assert line.is_idle
 
 
 def test_a_line_without_jobs_has_no_thread_and_is_drained() -> None:
     line = Line("unused line")
-    line.drain("test")
+    line.drain()
     assert line.is_idle
     assert living("unused line") == []
 
@@ -39,12 +38,12 @@ def test_all_jobs_share_one_thread_which_ends_when_idle(monkeypatch: pytest.Monk
     threads = []
     for _ in range(3):
         line.submit(lambda: threads.append(threading.current_thread()))
-    line.drain("test")
+    line.drain()
     assert len(set(threads)) == 1
     threads[0].join(LIMIT_S)
     assert not threads[0].is_alive()
     line.submit(lambda: threads.append(threading.current_thread()))
-    line.drain("test")
+    line.drain()
     assert threads[-1] is not threads[0]
 
 
@@ -54,8 +53,8 @@ def test_no_job_is_lost_while_the_thread_is_about_to_end(monkeypatch: pytest.Mon
     for number in range(500):
         line.submit(functools.partial(done.append, number))
         if number % 3 == 0:
-            line.drain("test")
-    line.drain("test")
+            line.drain()
+    line.drain()
     assert done == list(range(500))
 
 
@@ -63,7 +62,7 @@ def test_drain_waits_for_the_job_that_runs() -> None:
     line, may_end, drained = Line("slow line"), threading.Event(), threading.Event()
 
     def drain() -> None:
-        line.drain("test")
+        line.drain()
         drained.set()
 
     def wait() -> None:
@@ -79,19 +78,16 @@ def test_drain_waits_for_the_job_that_runs() -> None:
     assert drained.is_set()
 
 
-def test_a_job_that_drains_its_own_line_is_refused() -> None:
-    line, errors = Line("own line"), []
+def test_a_job_knows_that_it_runs_on_the_line() -> None:
+    line, other, seen = Line("own line"), Line("other line"), list[bool]()
 
-    def job() -> None:
-        try:
-            line.drain("barrier")
-        except UsageError as error:
-            errors.append(str(error))
+    def look() -> None:
+        seen.extend((line.is_here, other.is_here))
 
-    line.submit(job)
-    line.drain("test")
-    assert "barrier" in errors[0]
-    assert "before or after" in errors[0]
+    line.submit(look)
+    line.drain()
+    assert seen == [True, False]
+    assert not line.is_here
 
 
 def test_a_job_that_is_done_is_forgotten() -> None:
@@ -103,9 +99,9 @@ def test_a_job_that_is_done_is_forgotten() -> None:
     line = Line("forgetful line")
     line.submit(functools.partial(_take, held))
     del held
-    line.drain("test")
+    line.drain()
     line.submit(lambda: None)  # the thread has come back for another
-    line.drain("test")
+    line.drain()
     assert kept() is None
 
 
@@ -121,7 +117,7 @@ def test_a_thread_that_cannot_start_takes_no_job(monkeypatch: pytest.MonkeyPatch
             line.submit(lambda: done.append("never"))
     assert line.is_idle
     line.submit(lambda: done.append("later"))
-    line.drain("test")
+    line.drain()
     assert done == ["later"]
 
 

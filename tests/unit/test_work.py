@@ -48,7 +48,7 @@ class Begun:
 
     def end(self) -> Work[Any]:
         self.may_end.set()
-        self.line.drain("test")
+        self.line.drain()
         return self.work
 
 
@@ -415,9 +415,9 @@ def test_a_work_in_flight_that_was_dropped_goes_on_and_is_reported_at_its_end() 
         assert caught == []
         assert kept() is not None
         flight.may_end.set()
-        flight.line.drain("test")
+        flight.line.drain()
         flight.line.submit(lambda: None)
-        flight.line.drain("test")
+        flight.line.drain()
     assert kept() is None
     assert [str(told.message) for told in caught] == ["gather was begun here but never waited for"]
 
@@ -444,9 +444,9 @@ def test_nothing_is_kept_once_a_work_has_ended(*, fails: bool) -> None:
             return result
 
         work.carry_out_on(line, functools.partial(body, held, result))
-        line.drain("test")
+        line.drain()
         line.submit(lambda: None)
-        line.drain("test")
+        line.drain()
         del held
         if not fails:
             assert kept[0]() is None
