@@ -28,6 +28,7 @@ from objcomm.errors import (
 )
 from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
+from objcomm.ops import Op
 from objcomm.p2p import irecv, isend, recv, send, sendrecv
 from objcomm.probing import Envelope, iprobe, probe
 from objcomm.reductions import all_reduce, reduce
@@ -53,6 +54,7 @@ __all__ = [
     "MissingDependencyError",
     "NotInGroupError",
     "ObjcommError",
+    "Op",
     "OperationStats",
     "Position",
     "RankFailure",

@@ -61,6 +61,7 @@ class Call:
         rank: this rank, within the group.
         size: number of ranks.
         root: group rank of source or destination; 0 where the operation has none.
+        device: where tensors shall arrive; None for where they were.
     """
 
     def __init__(  # an operation's own keywords, handed on
@@ -107,6 +108,7 @@ class Call:
         self.rank, self.size = self._group.rank, self._group.size
         self.root = self._group.root(self.name, global_root, group_root)
         self._coding = Coding(codec, device, accept, allow)
+        self.device = self._coding.device
         self._deadline = self._group.deadline(self.name, timeout)
         self._confirm = confirm
         self._own_error: BaseException | None = None

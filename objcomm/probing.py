@@ -63,10 +63,11 @@ def probe(
         timeout=timeout,
         coding=Coding(None, None, None, None),
         tag=tag,
+        global_peer=src,
+        group_peer=group_src,
     )
-    peer = errand.peer(src, group_src)
     with errand:
-        return _envelope(errand, errand.awaited(peer, tag, is_probe=True))
+        return _envelope(errand, errand.awaited(is_probe=True))
 
 
 def iprobe(
@@ -103,13 +104,14 @@ def iprobe(
         timeout=None,
         coding=Coding(None, None, None, None),
         tag=tag,
+        global_peer=src,
+        group_peer=group_src,
     )
-    peer = errand.peer(src, group_src)
     with errand:
-        arrival = errand.group.mailbox.look(peer, tag)
+        arrival = errand.group.mailbox.look(errand.peer, tag)
         if arrival is None:
-            request = Request(peer, tag, is_probe=True, on_end=_nothing)
-            errand.ask(request, peer).end()
+            request = Request(errand.peer, errand.tag, is_probe=True, on_end=_nothing)
+            errand.ask(request).end()
             errand.group.mailbox.withdraw(request, None)
             arrival = request.arrival
         return None if arrival is None else _envelope(errand, arrival)

@@ -17,6 +17,7 @@ WANTED = {
     "rank", "world_size", "is_initialized", "is_main", "to_tensor", "from_tensor",
     "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
     "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",
+    "Op",
     "split", "dup", "node_group", "leaders",
 }  # fmt: skip
 
@@ -132,6 +133,8 @@ def test_numpy_is_not_needed() -> None:
         assert objcomm.all_gather_scalar(0.5) == [0.5]
         assert objcomm.all_reduce(torch.ones(2), "sum").tolist() == [1, 1]
         assert objcomm.all_reduce(3, "mean") == 3.0
+        assert objcomm.all_reduce({"w": [torch.ones(2), 1]}, "mean")["w"][1] == 1.0
+        assert objcomm.all_reduce(torch.ones(2), "argmin").rank.tolist() == [0, 0]
         """
     )
 

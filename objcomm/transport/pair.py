@@ -8,6 +8,7 @@ and it has no probe.
 
 from __future__ import annotations  # torch may be built without distributed
 
+import contextvars
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -80,7 +81,8 @@ class Pair:
         """
         mesh, lane = self.admit(operation)
         self.listen(mesh, lane)
-        self._channel.connect(mesh, lane, operation, deadline, call_site)
+        if mesh.link is None:
+            self._channel.connect(mesh, lane, operation, deadline, call_site)
         return mesh, lane
 
     def listen(self, mesh: Mesh, lane: Lane) -> None:
@@ -92,8 +94,8 @@ class Pair:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
             self._mailbox.expect(self.peer)
             listener = threading.Thread(
-                target=_listen,
-                args=(mesh, lane, self.peer, self._mailbox),
+                target=contextvars.copy_context().run,  # the options, such as a key
+                args=(_listen, mesh, lane, self.peer, self._mailbox),
                 name="objcomm-listen",
                 daemon=True,
             )

@@ -36,6 +36,12 @@ def collectives(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.reduce(config, Config.merge), Config | None)
     assert_type(objcomm.all_reduce(config, lambda a, b: a.merge(b)), Config)
     assert_type(objcomm.all_reduce(torch.ones(3), "max"), torch.Tensor)
+    assert_type(objcomm.all_reduce({"loss": 0.5}, "mean", missing="skip"), dict[str, float])
+    assert_type(objcomm.all_reduce([torch.ones(3)], dtype=torch.float64), list[torch.Tensor])
+    merge = objcomm.Op(Config.merge, commutative=True, identity=config, slow=True)
+    assert_type(merge, objcomm.Op[Config])
+    assert_type(objcomm.all_reduce(config, merge), Config)
+    assert_type(objcomm.reduce(config, merge, dst=1), Config | None)
     objcomm.barrier("name", timeout=timedelta(seconds=3))
 
 
