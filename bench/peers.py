@@ -49,6 +49,15 @@ class Peer(Protocol):
     def all_reduce(self, obj: Any, merge: Merge) -> Any:
         """All objects merged in rank order, on every rank."""
 
+    def all_to_all(self, obj: Any) -> Any:
+        """One of every rank's objects on each rank; here they are all the same one."""
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        """The objects of all ranks up to this one, merged in rank order."""
+
+    def reduce_scatter(self, obj: Any, merge: Merge) -> Any:
+        """What every rank has for this one, merged in rank order; here always the same."""
+
     def gather_scalar(self, value: Any) -> Any:
         """One number per rank on rank 0."""
 
@@ -117,6 +126,15 @@ class _Objcomm:
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         return objcomm.all_reduce(obj, objcomm.Op(merge, slow=True), codec=self._codec)
 
+    def all_to_all(self, obj: Any) -> Any:
+        return objcomm.all_to_all([obj] * self.world, codec=self._codec)
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        return objcomm.scan(obj, merge, codec=self._codec)
+
+    def reduce_scatter(self, obj: Any, merge: Merge) -> Any:
+        return objcomm.reduce_scatter([obj] * self.world, merge, codec=self._codec)
+
     def gather_scalar(self, value: Any) -> Any:
         return objcomm.gather_scalar(value)
 
@@ -167,6 +185,16 @@ class _Idle(_Objcomm):
 
     def begin_broadcast(self, obj: Any) -> Callable[[], object]:
         return lambda: obj
+
+
+class _Gathered(_Objcomm):
+    """This package's ``all_gather`` of the same objects: the unit for ``scan``."""
+
+    sends_objects = False  # nothing is merged
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        del merge
+        return self.all_gather(obj)
 
 
 class _Torch:
@@ -221,6 +249,21 @@ class _Torch:
 
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         return self.all_reduce(obj, merge)
+
+    def all_to_all(self, obj: Any) -> Any:
+        objs = [obj] * self.world
+        arrived: list[Any] = []
+        for source in range(self.world):
+            box = [None]
+            dist.scatter_object_list(box, objs if self.rank == source else None, src=source)
+            arrived.append(box[0])
+        return arrived
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        return functools.reduce(merge, self.all_gather(obj)[: self.rank + 1])
+
+    def reduce_scatter(self, obj: Any, merge: Merge) -> Any:
+        return functools.reduce(merge, self.all_to_all(obj))
 
     def gather_scalar(self, value: Any) -> Any:
         return self.gather(value)
@@ -312,6 +355,21 @@ class _Raw:
     def all_reduce_slowly(self, obj: torch.Tensor, merge: Merge) -> torch.Tensor:
         return self.all_reduce(obj, merge)
 
+    def all_to_all(self, obj: torch.Tensor) -> torch.Tensor:
+        box = torch.empty((self.world, *obj.shape), dtype=obj.dtype)
+        dist.all_to_all_single(box, obj.expand_as(box).contiguous())
+        return box
+
+    def scan(self, obj: torch.Tensor, merge: Merge) -> list[torch.Tensor]:
+        del merge
+        return self.all_gather(obj)
+
+    def reduce_scatter(self, obj: torch.Tensor, merge: Merge) -> torch.Tensor:
+        del merge
+        box = torch.empty_like(obj)
+        dist.reduce_scatter(box, [obj] * self.world)
+        return box
+
     def gather_scalar(self, value: torch.Tensor) -> list[torch.Tensor] | None:
         return self.gather(value)
 
@@ -376,6 +434,15 @@ class _Mpi4py:
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         return self.all_reduce(obj, merge)
 
+    def all_to_all(self, obj: Any) -> Any:
+        return self._comm.alltoall([obj] * self.world)
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        return self._comm.scan(obj, op=merge)
+
+    def reduce_scatter(self, obj: Any, merge: Merge) -> Any:
+        return functools.reduce(merge, self.all_to_all(obj))
+
     def gather_scalar(self, value: Any) -> Any:
         return self._comm.gather(value, root=0)
 
@@ -396,6 +463,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm msgpack": lambda: _Objcomm("msgpack"),
     "objcomm key": lambda: _Guarded(key="a benchmark guards no secret"),
     "objcomm allow": lambda: _Guarded(allow=()),
+    "objcomm all_gather": _Gathered,
     "objcomm check": lambda: _Guarded(check=True),
     "objcomm in turn": _InTurn,
     "objcomm idle": _Idle,

@@ -32,7 +32,8 @@ from objcomm.ops import Op
 from objcomm.p2p import irecv, isend, recv, send, sendrecv
 from objcomm.probing import Envelope, iprobe, probe
 from objcomm.reductions import all_reduce, reduce
-from objcomm.scattering import scatter
+from objcomm.scans import exscan, scan
+from objcomm.scattering import all_to_all, reduce_scatter, scatter
 from objcomm.serialization import from_tensor, to_tensor
 from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
@@ -66,6 +67,7 @@ __all__ = [
     "all_gather",
     "all_gather_scalar",
     "all_reduce",
+    "all_to_all",
     "as_completed",
     "barrier",
     "broadcast",
@@ -73,6 +75,7 @@ __all__ = [
     "configure",
     "ddp_broadcast",
     "dup",
+    "exscan",
     "fail_together",
     "from_tensor",
     "gather",
@@ -91,9 +94,11 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_and_broadcast",
+    "reduce_scatter",
     "register",
     "register_codec",
     "reset_stats",
+    "scan",
     "scatter",
     "send",
     "sendrecv",

@@ -248,12 +248,16 @@ class Call:
         """
         return self._coding.decode(message)
 
-    def settle(self, conclude: Callable[[], R]) -> R:
+    def settle(self, conclude: Callable[[], R], *, together: bool = False) -> R:
         """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.
 
         Every rank calls this after the traffic.
+
+        Args:
+            conclude: raises or decodes.
+            together: whether all learn of it in any case; the same on every rank.
         """
-        if not self._confirm:
+        if not (self._confirm or together):
             return conclude()
         try:
             result = conclude()

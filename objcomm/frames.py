@@ -124,6 +124,11 @@ class Header(NamedTuple):
         return HEADER_NBYTES + (self.body_nbytes if self.is_inline else 0)
 
     @property
+    def nbytes(self) -> int:
+        """Length of all that follows the header, in the first part or later."""
+        return self.body_nbytes + self.payload_nbytes
+
+    @property
     def is_all_head(self) -> bool:
         """Whether nothing follows the message's first part."""
         return self.is_inline and not self.payload_nbytes

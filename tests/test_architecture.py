@@ -58,7 +58,7 @@ FLOORS: list[list[str]] = [
     ["recorder"],
     ["call"],
     ["collectives", "errand", "folding", "together", "trees"],
-    ["control", "metrics", "p2p", "probing", "reductions", "scattering", "subgroups"],
+    ["control", "metrics", "p2p", "probing", "reductions", "scans", "scattering", "subgroups"],
     [""],
     ["inspector.dumps"],
     ["inspector.rows"],

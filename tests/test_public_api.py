@@ -14,6 +14,7 @@ _ROOT = Path(__file__).parents[1]
 
 WANTED = {
     "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
+    "all_to_all", "reduce_scatter", "scan", "exscan",
     "rank", "world_size", "is_initialized", "is_main", "to_tensor", "from_tensor",
     "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
     "send", "recv", "isend", "irecv", "sendrecv", "probe", "iprobe", "Envelope",
@@ -91,6 +92,7 @@ def test_options_are_keyword_only(name: str, lacking: set[str]) -> None:
 OPERATIONS = [
     "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
     "gather_scalar", "all_gather_scalar", "reduce_and_broadcast", "send", "recv",
+    "all_to_all", "scan", "exscan", "reduce_scatter",
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from tests.workers import here
 COLLECTIVES = [
     "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
     "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
+    "all_to_all", "scan", "exscan", "reduce_scatter",
 ]  # fmt: skip
 MESSAGES = ["message", "message of any rank", "message to itself", "sendrecv"]
 LANES = ["", "", "side", "other side"]
@@ -101,6 +102,10 @@ def model(step: Step, rank: int) -> Any:
         "all_gather_scalar": scalars,
         "reduce_and_broadcast": [len(wants), wants[0]],
         "barrier": None,
+        "all_to_all": wants,
+        "scan": wants[: rank + 1],
+        "exscan": wants[:rank] or None,
+        "reduce_scatter": wants,
     }
     at_root: dict[str, list[Any]] = {"gather": wants, "reduce": wants, "gather_scalar": scalars}
     if step.name in everywhere:
@@ -119,6 +124,8 @@ def fails(step: Step, rank: int) -> bool | None:
         return rank in (failing, root)
     if step.name == "scatter":  # what the source gives itself is not encoded
         return None if failing != root else False
+    if step.name in {"all_to_all", "scan", "exscan", "reduce_scatter"}:
+        return None
     return True
 
 
@@ -190,6 +197,7 @@ class Running:
         if step.failing not in (None, step.root):
             chunks[step.failing] = threading.Lock()
         options: dict[str, Any] = {"group": group, "codec": step.codec}
+        size = len(step.members)
 
         to_root, from_root = {"group_dst": step.root}, {"group_src": step.root}
         objs = chunks if rank == step.root else None
@@ -208,6 +216,10 @@ class Running:
                 lambda everyones: [len(everyones), everyones[0]],
                 **options,
             ),
+            "all_to_all": partial(objcomm.all_to_all, [can_fail] * size, **options),
+            "scan": partial(objcomm.scan, [can_fail], _add, **options),
+            "exscan": partial(objcomm.exscan, [can_fail], _add, **options),
+            "reduce_scatter": partial(objcomm.reduce_scatter, [[can_fail]] * size, _add, **options),
             "barrier": partial(objcomm.barrier, f"turn {step.turn}", group=group),
         }
         return calls[step.name]

@@ -42,6 +42,14 @@ def collectives(config: Config, configs: list[Config]) -> None:
     assert_type(merge, objcomm.Op[Config])
     assert_type(objcomm.all_reduce(config, merge), Config)
     assert_type(objcomm.reduce(config, merge, dst=1), Config | None)
+    assert_type(objcomm.all_to_all(configs), list[Config])
+    assert_type(objcomm.all_to_all((1, 2), async_op=True), objcomm.Work[list[int]])
+    assert_type(objcomm.scan(config, Config.merge), Config)
+    assert_type(objcomm.scan(1, async_op=True), objcomm.Work[int])
+    assert_type(objcomm.exscan(config, Config.merge), Config | None)
+    assert_type(objcomm.exscan(1, "max", async_op=True), objcomm.Work[int | None])
+    assert_type(objcomm.reduce_scatter(configs, Config.merge), Config)
+    assert_type(objcomm.reduce_scatter([0.5], "mean", async_op=True), objcomm.Work[float])
     objcomm.barrier("name", timeout=timedelta(seconds=3))
 
 
