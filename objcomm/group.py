@@ -86,7 +86,7 @@ class Group:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
-        self._whole = self._joining(tuple(range(self.size)))
+        self._whole = self._joining(tuple(range(self.size)), None)
         self.mailbox = Mailbox(self.rank, self.size)
         self.crew = Crew()
         self._pairs: dict[int, Pair] = {}  # by the other rank
@@ -195,12 +195,13 @@ class Group:
         pair = self._pairs.get(peer)
         if pair is None:
             with self._lock:
-                channel = self._joining((min(peer, self.rank), max(peer, self.rank)))
+                members = (min(peer, self.rank), max(peer, self.rank))
+                channel = self._joining(members, self._whole)
                 made = Pair(channel, peer, self.rank, self.mailbox)
                 pair = self._pairs.setdefault(peer, made)
         return pair
 
-    def _joining(self, members: tuple[int, ...]) -> Channel:
+    def _joining(self, members: tuple[int, ...], whole: Channel | None) -> Channel:
         return Channel(
             process_group=self._own,
             world=self._world,
@@ -208,6 +209,7 @@ class Group:
             rank=self.rank,
             members=members,
             history=self.history,
+            whole=whole,
         )
 
 

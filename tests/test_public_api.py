@@ -17,6 +17,8 @@ WANTED = {
     "all_to_all", "reduce_scatter", "scan", "exscan",
     "rank", "world_size", "is_initialized", "is_main", "to_tensor", "from_tensor",
     "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
+    "send", "recv", "isend", "irecv", "sendrecv", "probe", "iprobe", "Envelope",
+    "Work", "as_completed", "wait_all",
     "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",
     "Op",
     "split", "dup", "node_group", "leaders",
@@ -85,6 +87,20 @@ def test_options_are_keyword_only(name: str, lacking: set[str]) -> None:
     for root in {"src", "dst"} & set(parameters):
         assert f"group_{root}" in keywords
         assert parameters[root].default is None
+
+
+OPERATIONS = [
+    "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
+    "gather_scalar", "all_gather_scalar", "reduce_and_broadcast", "send", "recv",
+    "all_to_all", "scan", "exscan", "reduce_scatter",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_may_be_in_flight(name: str) -> None:
+    parameter = inspect.signature(getattr(objcomm, name)).parameters["async_op"]
+    assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameter.default is False
 
 
 def test_importing_does_not_import_what_is_slow() -> None:

@@ -44,6 +44,7 @@ class Channel:
         rank: int,
         members: tuple[int, ...],
         history: History,
+        whole: Channel | None,
     ) -> None:
         """Begin.
 
@@ -54,6 +55,7 @@ class Channel:
             rank: this process's rank within the group.
             members: the ranks to join, as ranks within the group.
             history: the group's calls on this rank.
+            whole: what joins all of the group's ranks, if this joins two of them.
         """
         self.members = members
         self.global_ranks = tuple(ranks[member] for member in members)
@@ -62,7 +64,7 @@ class Channel:
         self._ranks = ranks
         self._rank = rank
         self._history = history
-        self._is_whole = len(members) == len(ranks)
+        self._whole = whole
         self._lock = threading.Lock()
         self._mesh: Mesh | None = None
         self._owed: dict[str, Verdict] = {}  # by lane, what ended an earlier mesh
@@ -106,10 +108,10 @@ class Channel:
         lane = mesh.lanes.get(lane_name)
         if order is not None:
             return mesh, lane or self._taken(operation, mesh, lane_name, order)
-        if lane is not None and lane.entry is not None and lane.runner == threading.get_ident():
-            waiting = f"{lane.entry.operation} at {lane.entry.header.call_site}"
+        caller = "" if lane is None else lane.caller
+        if caller:
             raise UsageError(
-                f"{operation}: a callback of {waiting} cannot use the group that waits "
+                f"{operation}: a callback of {caller} cannot use the group that waits "
                 "for it; communicate before or after that call"
             )
         if lane is None or lane.owner is not threading.current_thread():
@@ -151,7 +153,7 @@ class Channel:
     def store(self) -> dist.Store:
         """Where the members meet, theirs alone."""
         store = self._process_group().get_group_store()
-        return store if self._is_whole else dist.PrefixStore(f"pair/{self._pair}", store)
+        return store if self._whole is None else dist.PrefixStore(f"pair/{self._pair}", store)
 
     @property
     def _pair(self) -> str:
@@ -184,7 +186,7 @@ class Channel:
             self._owed.update(dict.fromkeys(owing, ended.verdict))
         name = self._process_group().group_name
         mesh = Mesh(
-            name=name if self._is_whole else f"{name}, ranks {self._pair}",
+            name=name if self._whole is None else f"{name}, ranks {self._pair}",
             ranks=self._ranks,
             rank=self._rank,
             history=self._history,

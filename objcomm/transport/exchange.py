@@ -4,7 +4,6 @@ Knows links, messages and this operation's header; knows nothing of what the mes
 who has to send to whom.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -143,8 +142,7 @@ class Exchange:
                 missing = _absent(peers, standing, at) if is_late else (peer,)
                 raise self._naming(error, missing) from error
             message = self.open(each.raw, peer if made_by is None else made_by)
-            with contextlib.suppress(RuntimeError):  # the peer left after this message: its right
-                each.post()
+            each.renew()
             self.received_nbytes += message.header.head_nbytes
             messages.append(message)
         self.rounds += 1

@@ -53,6 +53,52 @@ def collectives(config: Config, configs: list[Config]) -> None:
     objcomm.barrier("name", timeout=timedelta(seconds=3))
 
 
+def in_flight(config: Config, configs: list[Config]) -> None:
+    """With ``async_op=True`` a work of the same type, without it or with False the value."""
+    assert_type(objcomm.broadcast(config, async_op=True), objcomm.Work[Config])
+    assert_type(objcomm.broadcast(config, 1, async_op=False), Config)
+    assert_type(objcomm.gather(config, async_op=True), objcomm.Work[list[Config] | None])
+    assert_type(objcomm.gather(config, async_op=False), list[Config] | None)
+    assert_type(objcomm.all_gather(config, timeout=3, async_op=True), objcomm.Work[list[Config]])
+    assert_type(objcomm.all_gather(config, async_op=False), list[Config])
+    assert_type(objcomm.scatter(configs, async_op=True), objcomm.Work[Config])
+    assert_type(objcomm.scatter(configs, async_op=False), Config)
+    assert_type(objcomm.reduce(config, Config.merge, async_op=True), objcomm.Work[Config | None])
+    assert_type(objcomm.reduce(config, Config.merge, async_op=False), Config | None)
+    assert_type(objcomm.all_reduce(config, Config.merge, async_op=True), objcomm.Work[Config])
+    assert_type(objcomm.all_reduce(config, Config.merge, async_op=False), Config)
+    assert_type(objcomm.barrier("name", async_op=True), objcomm.Work[None])
+    assert_type(objcomm.gather_scalar(1, async_op=True), objcomm.Work[list[int] | None])
+    assert_type(objcomm.all_gather_scalar(1, async_op=True), objcomm.Work[list[int]])
+    assert_type(objcomm.all_gather_scalar(1, async_op=False), list[int])
+    assert_type(objcomm.reduce_and_broadcast(lambda: 1, str, async_op=True), objcomm.Work[str])
+
+
+def messages(config: Config) -> None:
+    """What comes from one rank has no type that is known here."""
+    assert_type(objcomm.send(config, 1, async_op=True), objcomm.Work[None])
+    assert_type(objcomm.isend(config, 1), objcomm.Work[None])
+    assert_type(objcomm.recv(1), Any)
+    assert_type(objcomm.recv(1, async_op=True), objcomm.Work[Any])
+    assert_type(objcomm.irecv(1), objcomm.Work[Any])
+    assert_type(objcomm.probe(1), objcomm.Envelope)
+    assert_type(objcomm.iprobe(1), objcomm.Envelope | None)
+
+
+async def works(works: list[objcomm.Work[Config]]) -> None:
+    """What a work gives, in each way; works of several types go together."""
+    assert_type(works[0].wait(), Config)
+    assert_type(works[0].wait(timedelta(seconds=3)), Config)
+    assert_type(works[0].result(), Config)
+    assert_type(works[0].exception(), BaseException | None)
+    assert_type(works[0].done(), bool)
+    assert_type(await works[0], Config)
+    assert_type(objcomm.wait_all(works), list[Config])
+    assert_type(next(objcomm.as_completed(works)), objcomm.Work[Config])
+    several = [objcomm.all_gather(1, async_op=True), objcomm.barrier(async_op=True)]
+    assert_type(objcomm.wait_all(several), list[list[int] | None])
+
+
 def helpers(config: Config) -> None:
     """The functions on top."""
     assert_type(objcomm.ddp_broadcast(config, 1), Config)
