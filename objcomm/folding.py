@@ -22,6 +22,14 @@ class _Accumulator:
     """Operands of consecutive ranks, combined as they come, or the failures among them."""
 
     def __init__(self, call: Call, operator: Operator, mine: Message, operand: Any) -> None:
+        """Begin.
+
+        Args:
+            call: whose.
+            operator: combines.
+            mine: the message that stands for this rank's operand.
+            operand: a copy of it, which the operator may change.
+        """
         self._call = call
         self._operator = operator
         self._mine = mine
@@ -37,9 +45,7 @@ class _Accumulator:
         if self._failed:
             return
         try:
-            # The operator may change what it gets, but not what the caller passed in.
-            is_mine = message is self._mine
-            obj = self._call.copy(self._operand) if is_mine else self._call.decode(message)
+            obj = self._operand if message is self._mine else self._call.decode(message)
             self._combined = obj if self._is_empty else self._operator.combine(self._combined, obj)
             self._is_empty = False
         except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
@@ -67,6 +73,8 @@ class Folding:
         self._operator = operator
         self._operand: Any = None
         self._mine = call.message(lambda: self._prepare(obj))
+        if self._combines() and self._mine.header.status != Status.FAILURE:
+            self._take_copy()
         self._computed: tuple[Message, Any] | None = None
 
     def onto(self, exchange: Exchange, root: int) -> Message | None:
@@ -78,7 +86,7 @@ class Folding:
             answer = None if heads is None else self._call.announcement(status)
             if routes.broadcast(exchange, answer, root).header.status != Status.TREE:
                 return folded
-        top = root if self._operator.is_commutative else routes.HUB
+        top = self._top(root)
         combined = self._along_tree(exchange, top)
         if root == top:
             return combined
@@ -110,6 +118,27 @@ class Folding:
     def _prepare(self, obj: Any) -> Any:
         self._operand = self._operator.prepare(obj, self._call.rank)
         return self._operand
+
+    def _combines(self) -> bool:
+        """Whether this rank is one that combines its own operand with others."""
+        size = self._call.size
+        place = (self._call.rank - self._top(self._call.root)) % size
+        return self._call.is_root or (place % 2 == 0 and place + 1 < size)
+
+    def _take_copy(self) -> None:
+        """Keep the operand as it is now.
+
+        An operator may change what it gets, and the caller, while the call is in flight, what it
+        passed in.
+        """
+        try:
+            self._operand = self._call.copy(self._operand)
+        except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
+            self._mine = self._call.failure(error)
+
+    def _top(self, root: int) -> int:
+        """Where the tree ends: a commutative operator lets ranks count from ``root`` on."""
+        return root if self._operator.is_commutative else routes.HUB
 
     def _may_be_folded(self, exchange: Exchange) -> bool:
         return exchange.size <= topology.STAR_MAX_SIZE and not self._operator.is_slow

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import operator
 import os
 import signal
 import threading
@@ -305,6 +306,20 @@ def test_what_is_pickled_may_change_after_the_call() -> None:
         assert got == {"list": [1, 2], "text": "before"}
     else:
         assert got is mine
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_an_operand_may_change_after_the_call(*, is_large: bool) -> None:
+    """Also on the ranks that combine their own one with others."""
+    rank, size = here().rank, here().world_size
+    filler = "x" * (50_000 if is_large else 1)
+    expected = [(each, filler) for each in range(size)]
+    for call in (objcomm.all_reduce, objcomm.reduce):
+        mine = [(rank, filler)]
+        work = call(mine, operator.add, async_op=True)
+        mine.clear()
+        assert work.wait() in (expected, None)
 
 
 @ranks(2)
