@@ -122,6 +122,7 @@ PAYLOADS: dict[str, Callable[[int, int], Any]] = {
     "8 MiB array per rank": _array(8 * MIB),
     "64 MiB of bytes on rank 1, 1 KiB elsewhere": _skewed(_noise(64 * MIB), _noise(1024)),
     "64 MiB array on rank 1, 1 KiB elsewhere": _skewed(_array(64 * MIB), _array(1024)),
+    "64 MiB array": _array(64 * MIB),
     "one element of a 1 GB tensor": _view,
     "2^31 + 1 bytes": _huge,
     "100 MB array": _array(COPIED_NBYTES),

@@ -49,11 +49,32 @@ class Peer(Protocol):
     def all_reduce(self, obj: Any, merge: Merge) -> Any:
         """All objects merged in rank order, on every rank."""
 
+    def all_to_all(self, obj: Any) -> Any:
+        """One of every rank's objects on each rank; here they are all the same one."""
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        """The objects of all ranks up to this one, merged in rank order."""
+
+    def reduce_scatter(self, obj: Any, merge: Merge) -> Any:
+        """What every rank has for this one, merged in rank order; here always the same."""
+
     def gather_scalar(self, value: Any) -> Any:
         """One number per rank on rank 0."""
 
     def reduce_and_broadcast(self, produce: Callable[[], Any], combine: Callable[..., Any]) -> Any:
         """``combine`` of all that ``produce`` gave, computed once and given to every rank."""
+
+    def begin_broadcast(self, obj: Any) -> Callable[[], object]:
+        """Begin to share rank 0's object; what it returns waits for it."""
+
+    def all_gather_in_flight(self, obj: Any) -> Any:
+        """``all_gather``, begun and then waited for."""
+
+    def there_and_back(self, obj: Any) -> Any:
+        """Send rank 0's object to rank 1, which sends it back, as messages of two ranks."""
+
+    def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
+        """``all_reduce`` with an operator that costs more than a message."""
 
     def barrier(self) -> None:
         """Return when every rank has called."""
@@ -88,6 +109,32 @@ class _Objcomm:
     def all_reduce(self, obj: Any, merge: Merge) -> Any:
         return objcomm.all_reduce(obj, merge, codec=self._codec)
 
+    def begin_broadcast(self, obj: Any) -> Callable[[], object]:
+        return objcomm.broadcast(obj, codec=self._codec, async_op=True).wait
+
+    def all_gather_in_flight(self, obj: Any) -> Any:
+        return objcomm.all_gather(obj, codec=self._codec, async_op=True).wait()
+
+    def there_and_back(self, obj: Any) -> Any:
+        if self.rank == 0:
+            objcomm.send(obj, 1, codec=self._codec)
+            return objcomm.recv(1)
+        got = objcomm.recv(0)
+        objcomm.send(got, 0, codec=self._codec)
+        return got
+
+    def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
+        return objcomm.all_reduce(obj, objcomm.Op(merge, slow=True), codec=self._codec)
+
+    def all_to_all(self, obj: Any) -> Any:
+        return objcomm.all_to_all([obj] * self.world, codec=self._codec)
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        return objcomm.scan(obj, merge, codec=self._codec)
+
+    def reduce_scatter(self, obj: Any, merge: Merge) -> Any:
+        return objcomm.reduce_scatter([obj] * self.world, merge, codec=self._codec)
+
     def gather_scalar(self, value: Any) -> Any:
         return objcomm.gather_scalar(value)
 
@@ -119,6 +166,35 @@ class _Guarded(_Objcomm):
     def round_trip(self, obj: Any) -> Any:
         with objcomm.configure(**self._options):
             return super().round_trip(obj)
+
+
+class _InTurn(_Objcomm):
+    """This package, one call after another: nothing is in flight while something else is done."""
+
+    def all_gather_in_flight(self, obj: Any) -> Any:
+        return self.all_gather(obj)
+
+    def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
+        return self.all_reduce(obj, merge)
+
+
+class _Idle(_Objcomm):
+    """This package while it does nothing."""
+
+    sends_objects = False
+
+    def begin_broadcast(self, obj: Any) -> Callable[[], object]:
+        return lambda: obj
+
+
+class _Gathered(_Objcomm):
+    """This package's ``all_gather`` of the same objects: the unit for ``scan``."""
+
+    sends_objects = False  # nothing is merged
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        del merge
+        return self.all_gather(obj)
 
 
 class _Torch:
@@ -154,6 +230,40 @@ class _Torch:
 
     def all_reduce(self, obj: Any, merge: Merge) -> Any:
         return functools.reduce(merge, self.all_gather(obj))
+
+    def begin_broadcast(self, obj: Any) -> Callable[[], object]:
+        raise NotImplementedError("torch has no asynchronous collective of objects")
+
+    def all_gather_in_flight(self, obj: Any) -> Any:
+        return self.all_gather(obj)
+
+    def there_and_back(self, obj: Any) -> Any:
+        box = [obj]
+        if self.rank == 0:
+            dist.send_object_list(box, dst=1)
+            dist.recv_object_list(box, src=1)
+        else:
+            dist.recv_object_list(box, src=0)
+            dist.send_object_list(box, dst=0)
+        return box[0]
+
+    def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
+        return self.all_reduce(obj, merge)
+
+    def all_to_all(self, obj: Any) -> Any:
+        objs = [obj] * self.world
+        arrived: list[Any] = []
+        for source in range(self.world):
+            box = [None]
+            dist.scatter_object_list(box, objs if self.rank == source else None, src=source)
+            arrived.append(box[0])
+        return arrived
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        return functools.reduce(merge, self.all_gather(obj)[: self.rank + 1])
+
+    def reduce_scatter(self, obj: Any, merge: Merge) -> Any:
+        return functools.reduce(merge, self.all_to_all(obj))
 
     def gather_scalar(self, value: Any) -> Any:
         return self.gather(value)
@@ -216,6 +326,50 @@ class _Raw:
         dist.all_reduce(summed)
         return summed
 
+    def begin_broadcast(self, obj: torch.Tensor) -> Callable[[], object]:
+        box = obj if self.rank == 0 else self._memory(obj)
+        work = dist.broadcast(box, src=0, async_op=True)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return box
+
+        return wait
+
+    def all_gather_in_flight(self, obj: torch.Tensor) -> list[torch.Tensor]:
+        boxes = [torch.empty_like(obj) for _ in range(self.world)]
+        work = dist.all_gather(boxes, obj, async_op=True)
+        work.wait()
+        return boxes
+
+    def there_and_back(self, obj: torch.Tensor) -> torch.Tensor:
+        box = self._memory(obj)
+        if self.rank == 0:
+            dist.send(obj, 1)
+            dist.recv(box, 1)
+        else:
+            dist.recv(box, 0)
+            dist.send(box, 0)
+        return box
+
+    def all_reduce_slowly(self, obj: torch.Tensor, merge: Merge) -> torch.Tensor:
+        return self.all_reduce(obj, merge)
+
+    def all_to_all(self, obj: torch.Tensor) -> torch.Tensor:
+        box = torch.empty((self.world, *obj.shape), dtype=obj.dtype)
+        dist.all_to_all_single(box, obj.expand_as(box).contiguous())
+        return box
+
+    def scan(self, obj: torch.Tensor, merge: Merge) -> list[torch.Tensor]:
+        del merge
+        return self.all_gather(obj)
+
+    def reduce_scatter(self, obj: torch.Tensor, merge: Merge) -> torch.Tensor:
+        del merge
+        box = torch.empty_like(obj)
+        dist.reduce_scatter(box, [obj] * self.world)
+        return box
+
     def gather_scalar(self, value: torch.Tensor) -> list[torch.Tensor] | None:
         return self.gather(value)
 
@@ -263,6 +417,32 @@ class _Mpi4py:
     def all_reduce(self, obj: Any, merge: Merge) -> Any:
         return self._comm.allreduce(obj, op=merge)
 
+    def begin_broadcast(self, obj: Any) -> Callable[[], object]:
+        raise NotImplementedError("mpi4py has no asynchronous collective of objects")
+
+    def all_gather_in_flight(self, obj: Any) -> Any:
+        return self.all_gather(obj)
+
+    def there_and_back(self, obj: Any) -> Any:
+        if self.rank == 0:
+            self._comm.send(obj, dest=1)
+            return self._comm.recv(source=1)
+        got = self._comm.recv(source=0)
+        self._comm.send(got, dest=0)
+        return got
+
+    def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
+        return self.all_reduce(obj, merge)
+
+    def all_to_all(self, obj: Any) -> Any:
+        return self._comm.alltoall([obj] * self.world)
+
+    def scan(self, obj: Any, merge: Merge) -> Any:
+        return self._comm.scan(obj, op=merge)
+
+    def reduce_scatter(self, obj: Any, merge: Merge) -> Any:
+        return functools.reduce(merge, self.all_to_all(obj))
+
     def gather_scalar(self, value: Any) -> Any:
         return self._comm.gather(value, root=0)
 
@@ -283,7 +463,10 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm msgpack": lambda: _Objcomm("msgpack"),
     "objcomm key": lambda: _Guarded(key="a benchmark guards no secret"),
     "objcomm allow": lambda: _Guarded(allow=()),
+    "objcomm all_gather": _Gathered,
     "objcomm check": lambda: _Guarded(check=True),
+    "objcomm in turn": _InTurn,
+    "objcomm idle": _Idle,
     "torch": _Torch,
     "raw": _Raw,
     "raw warm": lambda: _Raw(warm=True),

@@ -40,9 +40,10 @@ _METHOD = """\
 - **raw** knows all shapes beforehand and sends no metadata; uneven payloads are padded to the
   largest, since Gloo's collectives want equal sizes. It allocates what it receives into, as every
   object collective must; `raw warm` receives into the same memory each time.
-- **torch** has no reduction of objects: `all_reduce` is `all_gather_object` and a local fold,
-  `gather_scalar` is `gather_object`, `reduce_and_broadcast` is `gather_object` and
-  `broadcast_object_list`.
+- **torch** has no reduction of objects: `all_reduce` and `scan` are `all_gather_object` and a local
+  fold, `gather_scalar` is `gather_object`, `reduce_and_broadcast` is `gather_object` and
+  `broadcast_object_list`. `all_to_all` is one `scatter_object_list` from each rank in turn, and
+  `reduce_scatter` is that and a local fold. `mpi4py` has no `reduce_scatter` of objects either.
 - **mpi4py** passes bytes through shared memory between the processes of one machine, while Gloo
   uses TCP over the loopback device. Its small messages cost microseconds for that reason; between
   machines both use the network. It waits by polling, so with more ranks than cores it takes the

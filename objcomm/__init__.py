@@ -6,6 +6,7 @@ from objcomm.collectives import all_gather, barrier, broadcast, gather
 from objcomm.config import check, configure
 from objcomm.control import ddp_broadcast
 from objcomm.counters import OperationStats
+from objcomm.eager import keep_eager
 from objcomm.errors import (
     AuthenticationError,
     BrokenGroupError,
@@ -27,11 +28,14 @@ from objcomm.errors import (
 )
 from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
+from objcomm.ops import Op
 from objcomm.p2p import irecv, isend, recv, send, sendrecv
 from objcomm.probing import Envelope, iprobe, probe
 from objcomm.reductions import all_reduce, reduce
-from objcomm.scattering import scatter
+from objcomm.scans import exscan, scan
+from objcomm.scattering import all_to_all, reduce_scatter, scatter
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
 from objcomm.work import Work, as_completed, wait_all
 from objcomm.world import is_initialized, is_main, rank, reset_stats, stats, world_size
@@ -51,6 +55,7 @@ __all__ = [
     "MissingDependencyError",
     "NotInGroupError",
     "ObjcommError",
+    "Op",
     "OperationStats",
     "Position",
     "RankFailure",
@@ -62,12 +67,15 @@ __all__ = [
     "all_gather",
     "all_gather_scalar",
     "all_reduce",
+    "all_to_all",
     "as_completed",
     "barrier",
     "broadcast",
     "check",
     "configure",
     "ddp_broadcast",
+    "dup",
+    "exscan",
     "fail_together",
     "from_tensor",
     "gather",
@@ -78,20 +86,28 @@ __all__ = [
     "is_main",
     "isend",
     "lane",
+    "leaders",
+    "node_group",
     "probe",
     "rank",
     "recorder",
     "recv",
     "reduce",
     "reduce_and_broadcast",
+    "reduce_scatter",
     "register",
     "register_codec",
     "reset_stats",
+    "scan",
     "scatter",
     "send",
     "sendrecv",
+    "split",
     "stats",
     "to_tensor",
     "wait_all",
     "world_size",
 ]
+
+keep_eager([*(globals()[name] for name in __all__), recorder.dump])
+del keep_eager  # no public name

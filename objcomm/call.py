@@ -61,6 +61,7 @@ class Call:
         rank: this rank, within the group.
         size: number of ranks.
         root: group rank of source or destination; 0 where the operation has none.
+        device: where tensors shall arrive; None for where they were.
     """
 
     def __init__(  # an operation's own keywords, handed on
@@ -107,6 +108,7 @@ class Call:
         self.rank, self.size = self._group.rank, self._group.size
         self.root = self._group.root(self.name, global_root, group_root)
         self._coding = Coding(codec, device, accept, allow)
+        self.device = self._coding.device
         self._deadline = self._group.deadline(self.name, timeout)
         self._confirm = confirm
         self._own_error: BaseException | None = None
@@ -246,12 +248,16 @@ class Call:
         """
         return self._coding.decode(message)
 
-    def settle(self, conclude: Callable[[], R]) -> R:
+    def settle(self, conclude: Callable[[], R], *, together: bool = False) -> R:
         """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.
 
         Every rank calls this after the traffic.
+
+        Args:
+            conclude: raises or decodes.
+            together: whether all learn of it in any case; the same on every rank.
         """
-        if not self._confirm:
+        if not (self._confirm or together):
             return conclude()
         try:
             result = conclude()
@@ -291,18 +297,20 @@ class Call:
             return _last_half(body)
 
     def _launched(self, body: Generator[None, None, R]) -> Work[R]:
-        work: Work[R] = Work(self.name, self._entry.header.call_site, self._lane)
-        if self._lane is None:
+        place, lane = self._entry.header.call_site, self._lane
+        if lane is None:
+            work: Work[R] = Work(self.name, place)
             work.carry_out(lambda: self._carried_out(body))
             return work
         try:
             next(body)
-        except BaseException as error:
+            if lane.line is None:
+                lane.line = Line(f"objcomm-line {lane.name}".strip())
+            work = Work(self.name, place, lane)
+            work.carry_out_on(lane.line, lambda: self._concluded(body))
+        except BaseException as error:  # Ctrl-C, or there can be no more threads
             self.__exit__(type(error), error, error.__traceback__)
             raise
-        if self._lane.line is None:
-            self._lane.line = Line(f"objcomm-line {self._lane.name}".strip())
-        work.carry_out_on(self._lane.line, lambda: self._concluded(body))
         return work
 
     def _concluded(self, body: Generator[None, None, R]) -> R:
@@ -327,7 +335,11 @@ class Call:
 
     def __enter__(self) -> Self:
         if self._lane is not None and self._lane.line is not None:
-            self._lane.line.drain()  # calls before this one
+            try:
+                self._lane.drain()  # calls before this one
+            except BaseException as error:  # Ctrl-C: the others wait for a call of this number
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         self._span = begin_span(self.name)
         return self
 

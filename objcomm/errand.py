@@ -45,6 +45,8 @@ class Errand:
     Attributes:
         group: where it takes place.
         entry: its record.
+        peer: the other rank, within the group; None for any.
+        tag: of the message; None for any.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Errand:
         timeout: Timeout,
         coding: Coding,
         tag: int | None,
+        global_peer: int | None,
+        group_peer: int | None,
         name: str = "",
     ) -> None:
         """Begin.
@@ -65,6 +69,8 @@ class Errand:
             timeout: in seconds.
             coding: encodes or decodes.
             tag: of the message; None for any.
+            global_peer: the other rank as a global rank.
+            group_peer: the same as a rank within the group; neither for any.
             name: of the user's call, where it is another.
 
         Raises:
@@ -76,13 +82,19 @@ class Errand:
         self.group = resolve(group)
         self._coding = coding
         self._deadline = self.group.deadline(self._name, timeout)
+        self.tag = None if tag is None else _tag(self._name, tag)
+        self.peer: int | None = None
+        if global_peer is not None or group_peer is not None:
+            self.peer = self.group.root(self._name, global_peer, group_peer)
         header = Header(
             operation=operation,
             sender=self.group.rank,
-            tag=0 if tag is None else _tag(self._name, tag),
+            root=-1 if self.peer is None else self.peer,
+            tag=self.tag or 0,
             call_site=call_site(),
         )
         self.entry = Entry(header, self._name, coding.codec_name)
+        self.entry.awaits = header.root
         self._exchange: Exchange | None = None
         self._own_error: BaseException | None = None
         self._span: torch.autograd.profiler.record_function | None = None
@@ -90,19 +102,6 @@ class Errand:
     def begin(self) -> None:
         """Note that the call is under way: nothing is wrong with its arguments."""
         self.group.history.add(self.entry)
-
-    def peer(self, global_rank: int | None, group_rank: int | None) -> int | None:
-        """The group rank that the arguments mean; None if there is none.
-
-        Raises:
-            UsageError: both were given, or there is no such rank in this group.
-        """
-        if global_rank is None and group_rank is None:
-            return None
-        peer = self.group.root(self._name, global_rank, group_rank)
-        self.entry.header = self.entry.header._replace(root=peer)
-        self.entry.awaits = peer
-        return peer
 
     def work(self) -> Work[Any]:
         """A work for what this errand gives."""
@@ -149,7 +148,7 @@ class Errand:
 
     # What is received
 
-    def ask(self, request: Request, src: int | None) -> "Waits":
+    def ask(self, request: Request) -> "Waits":
         """Put a request to the mailbox; whoever may serve it is listened to from now on.
 
         Raises:
@@ -158,7 +157,7 @@ class Errand:
         mailbox = self.group.mailbox
         if mailbox.meet(request):
             return Waits(self.entry, [])
-        admitted = [(pair, *joined) for pair, joined in self._admitted(src)]
+        admitted = [(pair, *joined) for pair, joined in self._admitted()]
         self._deadline.apply(self.entry)
         self.entry.regions = regions.get()
         self.entry.withdraw = lambda verdict: self._withdraw(request, verdict)
@@ -169,9 +168,9 @@ class Errand:
                 mailbox.withdraw(request, mesh.verdict)
         return waits
 
-    def _admitted(self, src: int | None) -> list[tuple[Pair, tuple[Mesh, Lane]]]:
+    def _admitted(self) -> list[tuple[Pair, tuple[Mesh, Lane]]]:
         """The connections to the ranks that may serve a request."""
-        pairs = self._pairs(src)
+        pairs = self.pairs()
         if len(pairs) == 1:
             return [(pairs[0], pairs[0].admit(self._name))]
         joined = [(pair, pair.admit_among(self._name)) for pair in pairs]
@@ -180,7 +179,7 @@ class Errand:
             pairs[0].admit(self._name)  # raises: nobody is left
         return admitted
 
-    def awaited(self, src: int | None, tag: int | None, *, is_probe: bool = False) -> Arrival:
+    def awaited(self, *, is_probe: bool = False) -> Arrival:
         """Wait for a message.
 
         Raises:
@@ -188,16 +187,16 @@ class Errand:
             ObjcommError: why nothing will come.
         """
         group = self.group
-        is_alone = src == group.rank or group.size == 1
-        if is_alone and group.mailbox.look(src, tag) is None:
+        is_alone = self.peer == group.rank or group.size == 1
+        if is_alone and group.mailbox.look(self.peer, self.tag) is None:
             raise UsageError(
                 f"{self._name}: rank {group.rank} waits for a message of its own, but has sent "
                 "none; send it first"
             )
         signal = _Signal()
-        request = Request(src, tag, is_probe=is_probe, on_end=signal.set)
+        request = Request(self.peer, self.tag, is_probe=is_probe, on_end=signal.set)
         self.entry.waiter = threading.get_ident()
-        waits = self.ask(request, src)
+        waits = self.ask(request)
         try:
             signal.wait()
         except BaseException:  # Ctrl-C
@@ -215,8 +214,9 @@ class Errand:
             verdict = verdict._replace(ranks=others)
         self.group.mailbox.withdraw(request, verdict)
 
-    def _pairs(self, src: int | None) -> list[Pair]:
-        peers = range(self.group.size) if src is None else [src]
+    def pairs(self) -> list[Pair]:
+        """Who may send to this rank or is to receive, this rank itself left out."""
+        peers = range(self.group.size) if self.peer is None else [self.peer]
         return [self.group.pair(peer) for peer in peers if peer != self.group.rank]
 
     def found(self, request: Request) -> Arrival:
@@ -226,7 +226,7 @@ class Errand:
             ObjcommError: why nothing will come.
         """
         if request.verdict is not None:
-            for pair in self._pairs(request.src):
+            for pair in self.pairs():
                 pair.absolve(request.verdict)
             end_elsewhere(request.verdict)
             raise request.verdict.error(self._name, self.entry.header.position)

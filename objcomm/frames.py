@@ -58,6 +58,10 @@ class Operation(IntEnum):
     REDUCE_SCATTER = 15
     SEND = 16
     RECV = 17  # in no header: what waits for a SEND
+    SPLIT = 18
+    DUP = 19
+    NODE_GROUP = 20
+    LEADERS = 21
 
 
 class Status(IntEnum):
@@ -118,6 +122,11 @@ class Header(NamedTuple):
     def head_nbytes(self) -> int:
         """Length of the message's first part."""
         return HEADER_NBYTES + (self.body_nbytes if self.is_inline else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Length of all that follows the header, in the first part or later."""
+        return self.body_nbytes + self.payload_nbytes
 
     @property
     def is_all_head(self) -> bool:

@@ -87,39 +87,38 @@ def send(
         >>> objcomm.recv(0)
         {'step': 3}
     """
+    if dst is None and group_dst is None:
+        raise UsageError("send: give dst= or group_dst=")
+    if tag is None:
+        raise UsageError("send: a message has a tag; only a receiver takes any")
     errand = Errand(
         Operation.SEND,
         group=group,
         timeout=timeout,
         coding=Coding(codec, None, None, None),
-        tag=_given(tag),
+        tag=tag,
+        global_peer=dst,
+        group_peer=group_dst,
     )
-    peer = errand.peer(dst, group_dst)
-    if peer is None:
-        raise UsageError("send: give dst= or group_dst=")
-    pair = None if peer == errand.group.rank else errand.group.pair(peer)
+    pairs = errand.pairs()
     errand.begin()
-    work = errand.work() if async_op else None
-    if pair is None:
-        if work is None:
+    if not pairs:
+        if not async_op:
             errand.keep(obj)
             return None
+        work = errand.work()
         work.carry_out(lambda: errand.keep(obj))
         return work
+    (pair,) = pairs
     message = errand.message(obj)
     place = pair.order.take()
-    if work is None:
+    if not async_op:
         errand.entry.waiter = threading.get_ident()
         errand.transmit(pair, place, message)
         return None
+    work = errand.work()
     work.carry_out_on(errand.group.crew, lambda: errand.transmit(pair, place, message))
     return work
-
-
-def _given(tag: int) -> int:
-    if tag is None:
-        raise UsageError("send: a message has a tag; only a receiver takes any")
-    return tag
 
 
 @overload
@@ -202,16 +201,17 @@ def recv(
         timeout=timeout,
         coding=Coding(None, device, accept, allow),
         tag=tag,
+        global_peer=src,
+        group_peer=group_src,
     )
-    peer = errand.peer(src, group_src)
     errand.begin()
     if async_op:
-        return _begin_recv(errand, peer, tag)
+        return _begin_recv(errand)
     with errand:
-        return errand.take_in(errand.awaited(peer, tag))
+        return errand.take_in(errand.awaited())
 
 
-def _begin_recv(errand: Errand, peer: int | None, tag: int | None) -> Work[Any]:
+def _begin_recv(errand: Errand) -> Work[Any]:
     work = errand.work()
 
     def conclude() -> Any:
@@ -221,7 +221,7 @@ def _begin_recv(errand: Errand, peer: int | None, tag: int | None) -> Work[Any]:
 
     waits = []
     job = work.job(conclude)
-    request = Request(peer, tag, on_end=lambda: errand.group.crew.submit(ready))
+    request = Request(errand.peer, errand.tag, on_end=lambda: errand.group.crew.submit(ready))
     is_asked = threading.Event()
 
     def ready() -> None:
@@ -229,7 +229,7 @@ def _begin_recv(errand: Errand, peer: int | None, tag: int | None) -> Work[Any]:
         job()
 
     try:
-        waits.append(errand.ask(request, peer))
+        waits.append(errand.ask(request))
     except ObjcommError as error:
         work.carry_out(functools.partial(errand.fail, error))
     is_asked.set()

@@ -63,12 +63,13 @@ def probe(
         timeout=timeout,
         coding=Coding(None, None, None, None),
         tag=tag,
+        global_peer=src,
+        group_peer=group_src,
         name="probe",
     )
-    peer = errand.peer(src, group_src)
     errand.begin()
     with errand:
-        return _envelope(errand, errand.awaited(peer, tag, is_probe=True))
+        return _envelope(errand, errand.awaited(is_probe=True))
 
 
 def iprobe(
@@ -105,12 +106,13 @@ def iprobe(
         timeout=None,
         coding=Coding(None, None, None, None),
         tag=tag,
+        global_peer=src,
+        group_peer=group_src,
         name="iprobe",
     )
-    peer = errand.peer(src, group_src)
     # Neither counted nor recorded: a program that asks again and again would see nothing else.
-    request = Request(peer, tag, is_probe=True, on_end=_nothing)
-    errand.ask(request, peer).end()
+    request = Request(errand.peer, errand.tag, is_probe=True, on_end=_nothing)
+    errand.ask(request).end()
     errand.group.mailbox.withdraw(request, None)
     return None if request.arrival is None else _envelope(errand, request.arrival)
 

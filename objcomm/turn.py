@@ -64,7 +64,11 @@ class Turn:
         return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
 
     def __enter__(self) -> Exchange:
-        lane, entry = self._lane, self._entry
+        lane, entry, verdict = self._lane, self._entry, self._mesh.verdict
+        if verdict is not None:  # while this call waited for those before it
+            self._lane.owes = False
+            end_elsewhere(verdict, lane.owner)
+            raise verdict.error(entry.operation, self.exchange.header.position)
         entry.regions = regions.get()
         self._deadline.apply(entry)
         lane.begin(entry)
@@ -117,7 +121,8 @@ class Turn:
         if proposal.cause is Cause.LOST:
             proposal = mesh.blamed(proposal)
         verdict = mesh.settle(proposal)
-        end_elsewhere(verdict)
+        # On a line's thread it is raised for the one that called.
+        end_elsewhere(verdict, None if self._lane.order else self._lane.owner)
         if isinstance(error, TransportError):
             raise mesh.local(verdict, error).error(operation, position) from error
         if verdict.name != proposal.name and isinstance(error, Exception):

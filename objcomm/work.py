@@ -3,7 +3,9 @@
 from __future__ import annotations  # torch may be built without distributed
 
 import asyncio
+import contextlib
 import contextvars
+import functools
 import threading
 import time
 import warnings
@@ -14,16 +16,17 @@ import torch
 
 from objcomm.errors import UsageError, text_of
 from objcomm.group import seconds_of
+from objcomm.transport.line import Line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
     from types import TracebackType
 
     from objcomm.group import Timeout
-    from objcomm.transport.line import Line
     from objcomm.transport.order import Crew
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Waited(Protocol):
@@ -42,7 +45,7 @@ class _Nobody:
     waiter = 0
 
 
-class Work(Generic[T]):
+class Work(Generic[T_co]):
     """An operation that was begun with ``async_op=True`` and goes on by itself.
 
     Calls of one lane are carried out in their order, as if they were made one after another, so
@@ -63,21 +66,30 @@ class Work(Generic[T]):
         [0.5]
     """
 
-    __slots__ = ("__weakref__", "_future", "_is_asked", "_waited", "call_site", "operation")
+    __slots__ = (
+        "__weakref__",
+        "_future",
+        "_is_asked",
+        "_line",
+        "_waited",
+        "call_site",
+        "operation",
+    )
 
     def __init__(self, operation: str, call_site: str, waited: Waited | None = None) -> None:
         self.operation = operation
         self.call_site = call_site
         self._waited: Waited = _Nobody() if waited is None else waited
+        self._line: Line | None = None
         self._is_asked = False
-        self._future: futures.Future[T] = futures.Future()
+        self._future: futures.Future[T_co] = futures.Future()
         self._future.set_running_or_notify_cancel()  # nobody can cancel what others take part in
 
     def __repr__(self) -> str:
         state = "in flight" if not self.done() else "failed" if self._error() else "done"
         return f"<objcomm.Work: {self.operation} at {self.call_site}, {state}>"
 
-    def wait(self, timeout: Timeout = None) -> T:
+    def wait(self, timeout: Timeout = None) -> T_co:
         """Block until the operation has ended.
 
         Args:
@@ -93,24 +105,21 @@ class Work(Generic[T]):
         """
         seconds = None if timeout is None else seconds_of(f"{self.operation}: wait", timeout)
         self._is_asked = True
-        self._waited.waiter = threading.get_ident()
         try:
-            return self._future.result(seconds)
-        except TimeoutError as error:
-            if self._future.done():
-                raise  # the operation's own
-            raise TimeoutError(
-                f"{self.operation} at {self.call_site} is still in flight after {seconds} s; "
-                "it goes on, and can be waited for again"
-            ) from error
+            if not self._has_ended_within(seconds):
+                raise TimeoutError(
+                    f"{self.operation} at {self.call_site} is still in flight after {seconds} s; "
+                    "it goes on, and can be waited for again"
+                )
+            return self._future.result()
         finally:
-            self._waited.waiter = 0
+            del self  # an error's traceback holds this frame, and the work holds the error
 
     def done(self) -> bool:
         """Whether the operation has ended, well or by an error; never blocks."""
         return self._future.done()
 
-    def result(self) -> T:
+    def result(self) -> T_co:
         """What the operation returns; never blocks.
 
         Raises:
@@ -118,7 +127,10 @@ class Work(Generic[T]):
             ObjcommError: whatever the operation raises.
         """
         self._must_be_done()
-        return self._future.result()
+        try:
+            return self._future.result()
+        finally:
+            del self  # as in ``wait``
 
     def exception(self) -> BaseException | None:
         """What the operation raises, or None if it ended well; never blocks.
@@ -129,32 +141,55 @@ class Work(Generic[T]):
         self._must_be_done()
         return self._error()
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         self._is_asked = True
         return asyncio.wrap_future(self._future).__await__()
 
-    def carry_out(self, body: Callable[[], T]) -> None:
+    def carry_out(self, body: Callable[[], T_co]) -> None:
         """End by what ``body`` returns or raises; objcomm's own business."""
         try:
-            result = body()
+            self._future.set_result(body())
         except BaseException as error:  # noqa: BLE001  # raised where somebody waits
             self._future.set_exception(error)
-        else:
-            self._future.set_result(result)
+        finally:
+            del self, body  # an error's traceback holds this frame
 
-    def carry_out_on(self, line: Line | Crew, body: Callable[[], T]) -> None:
+    def carry_out_on(self, line: Line | Crew, body: Callable[[], T_co]) -> None:
         """The same on another thread, with this thread's context, CUDA device and stream."""
-        line.submit(self.job(body))
+        self._line = line if isinstance(line, Line) else None
+        try:
+            line.submit(self.job(body))
+        except RuntimeError:  # there can be no more threads
+            self._is_asked = True  # the caller gets no work
+            raise
 
-    def job(self, body: Callable[[], T]) -> Callable[[], None]:
+    def job(self, body: Callable[[], T_co]) -> Callable[[], None]:
         """What another thread is to do later, with this thread's context, device and stream."""
         context, device = contextvars.copy_context(), _DevicePlace()
 
-        def rest() -> T:
+        def rest() -> T_co:
             with device:
                 return body()
 
-        return lambda: context.run(self.carry_out, rest)
+        # No function of its own: an error's traceback would hold its frame, and so the work.
+        return functools.partial(context.run, self.carry_out, rest)
+
+    def _has_ended_within(self, seconds: float | None) -> bool:
+        if self._line is not None and self._line.is_here and not self.done():
+            raise UsageError(
+                f"{self.operation} at {self.call_site} comes after the call whose callback waits "
+                "for it; wait for it after that call"
+            )
+        # A thread whose wait has a limit can do something else before the operation ends.
+        self._waited.waiter = threading.get_ident() if seconds is None else 0
+        try:
+            self._future.exception(seconds)
+        except TimeoutError:
+            return False
+        else:
+            return True
+        finally:
+            self._waited.waiter = 0
 
     def _must_be_done(self) -> None:
         if not self._future.done():
@@ -203,8 +238,26 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
     """
     seconds = None if timeout is None else seconds_of("as_completed", timeout)
     by_future = {work._future: work for work in works}  # noqa: SLF001  # its own class's business
-    for future in futures.as_completed(by_future, seconds):
+    ended = futures.as_completed(by_future, seconds)
+    while True:
+        with _awaiting(by_future.values() if seconds is None else ()):
+            future = next(ended, None)
+        if future is None:
+            return
         yield by_future[future]
+
+
+@contextlib.contextmanager
+def _awaiting(works: Iterable[Work[Any]]) -> Iterator[None]:
+    """Let whoever watches know that this thread can do nothing else."""
+    waited = [work._waited for work in works if not work.done()]  # noqa: SLF001  # as above
+    for each in waited:
+        each.waiter = threading.get_ident()
+    try:
+        yield
+    finally:
+        for each in waited:
+            each.waiter = 0
 
 
 def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
@@ -230,21 +283,26 @@ def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
         ['a', 'b']
     """
     waiting = list(works)
+    del works
     seconds = None if timeout is None else seconds_of("wait_all", timeout)
     until = None if seconds is None else time.monotonic() + seconds
     first: BaseException | None = None
     results = []
-    for work in waiting:
-        left = None if until is None else max(until - time.monotonic(), 1e-6)
-        try:
-            results.append(work.wait(left))
-        except BaseException as error:
-            if not work.done():  # the limit, or Ctrl-C
-                raise
-            first = first or error
-    if first is not None:
-        raise first
-    return results
+    try:
+        for at in range(len(waiting)):
+            left = None if until is None else max(until - time.monotonic(), 1e-6)
+            try:
+                results.append(waiting[at].wait(left))
+            except BaseException as error:
+                if not waiting[at].done():  # the limit, or Ctrl-C
+                    raise
+                first = first or error
+        if first is not None:
+            raise first
+        return results
+    finally:
+        first = None  # as in ``wait``
+        waiting.clear()
 
 
 class _DevicePlace:

@@ -14,6 +14,10 @@ from objcomm.group import Group
 #: What ``group=`` takes: a process group, a one-dimensional device mesh, or None for the world.
 GroupLike: TypeAlias = Any
 
+#: The group of a rank that is outside: ``dist.GroupMember.NON_GROUP_MEMBER``, which a torch
+#: without distributed does not have. (None as ``group=`` means the world.)
+NOBODY = -100
+
 
 class _Groups:
     """The state of every live process group, by the object and never by its name, which recurs."""
@@ -77,10 +81,12 @@ def resolve(group: GroupLike) -> Group:
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']} promises other ranks, but "
                 "torch.distributed is not initialised; call init_process_group first"
             )
+        if is_nobody(group):
+            raise NotInGroupError("this rank is no member of this group")
         if group is not None:
             raise UsageError("group= was given, but torch.distributed is not initialised")
         return _groups.solo
-    process_group = _process_group(group)
+    process_group = process_group_of(group)
     if process_group is None or process_group.rank() < 0:
         raise NotInGroupError(
             f"global rank {dist.get_rank()} is no member of this group; "
@@ -89,18 +95,32 @@ def resolve(group: GroupLike) -> Group:
     return _groups.of(process_group)
 
 
-def _process_group(group: GroupLike) -> Any:
+def is_nobody(group: GroupLike) -> bool:
+    """Whether ``group=`` is what a rank outside of a group has in its place."""
+    return isinstance(group, int) and group == NOBODY
+
+
+def process_group_of(group: GroupLike) -> Any:
+    """Torch's own object for ``group=``, or None on a rank outside.
+
+    Raises:
+        UsageError: it is a mesh of several dimensions, or no group at all.
+    """
     if group is None:
         return dist.GroupMember.WORLD
     if hasattr(group, "get_group") and hasattr(group, "mesh"):
         if group.ndim != 1:
             raise UsageError(f"a mesh of {group.ndim} dimensions is no group; slice it: mesh['dp']")
         return group.get_group() if group.get_coordinate() is not None else None
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+    if is_nobody(group):
         return None
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"group={group!r} is neither a process group nor a device mesh")
     return group
+
+
+def _alone(group: GroupLike, value: int) -> int:
+    return -1 if is_nobody(group) else value
 
 
 def _environment_world_size() -> int:
@@ -124,7 +144,7 @@ def rank(group: GroupLike = None) -> int:
         0
     """
     try:
-        return _process_group(group).rank() if is_initialized() else 0
+        return process_group_of(group).rank() if is_initialized() else _alone(group, 0)
     except (AttributeError, RuntimeError, UsageError):
         return -1
 
@@ -143,7 +163,7 @@ def world_size(group: GroupLike = None) -> int:
         1
     """
     try:
-        return _process_group(group).size() if is_initialized() else 1
+        return process_group_of(group).size() if is_initialized() else _alone(group, 1)
     except (AttributeError, RuntimeError, UsageError):
         return -1
 

@@ -11,8 +11,8 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A floor may import from all floors above it in this list, never from its own or from below.
 FLOORS: list[list[str]] = [
     ["errors"],
-    ["authentication", "counters", "frames", "memory", "ops"],
-    ["config"],
+    ["arrays", "authentication", "counters", "eager", "elementwise", "frames", "memory"],
+    ["config", "ops"],
     [
         "codecs.base",
         "codecs.nesting",
@@ -22,8 +22,8 @@ FLOORS: list[list[str]] = [
         "history",
         "message",
     ],
-    ["admission", "codecs.restricted", "codecs.rules"],
-    ["codecs.pickle5", "codecs.plain"],
+    ["admission", "codecs.restricted", "codecs.rules", "leaves"],
+    ["codecs.pickle5", "codecs.plain", "structures"],
     ["codecs", "transport.record"],
     [
         "coding",
@@ -40,6 +40,7 @@ FLOORS: list[list[str]] = [
     [
         "transport.bulletin",
         "transport.conflict",
+        "transport.creation",
         "transport.device",
         "transport.lane",
         "transport.nccl",
@@ -47,7 +48,7 @@ FLOORS: list[list[str]] = [
         "transport.rendezvous",
     ],
     ["transport.exchange", "transport.gloo"],
-    ["transport.mesh", "transport.routes"],
+    ["transport.mesh", "transport.reduction", "transport.routes"],
     ["transport.inquiry", "transport.mailbox"],
     ["transport.watch"],
     ["transport.channel"],
@@ -56,8 +57,8 @@ FLOORS: list[list[str]] = [
     ["turn", "work", "world"],
     ["recorder"],
     ["call"],
-    ["collectives", "errand", "together"],
-    ["control", "metrics", "p2p", "probing", "reductions", "scattering"],
+    ["collectives", "errand", "folding", "together", "trees"],
+    ["control", "metrics", "p2p", "probing", "reductions", "scans", "scattering", "subgroups"],
     [""],
     ["inspector.dumps"],
     ["inspector.rows"],

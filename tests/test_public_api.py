@@ -14,10 +14,14 @@ _ROOT = Path(__file__).parents[1]
 
 WANTED = {
     "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
+    "all_to_all", "reduce_scatter", "scan", "exscan",
     "rank", "world_size", "is_initialized", "is_main", "to_tensor", "from_tensor",
     "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
-    "send", "recv", "sendrecv", "isend", "irecv", "probe", "iprobe", "Envelope",
+    "send", "recv", "isend", "irecv", "sendrecv", "probe", "iprobe", "Envelope",
+    "Work", "as_completed", "wait_all",
     "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",
+    "Op",
+    "split", "dup", "node_group", "leaders",
 }  # fmt: skip
 
 
@@ -56,6 +60,7 @@ def test_every_public_name_is_documented(name: str) -> None:
             assert f"{parameter}:" in doc, f"{name} does not say what {parameter} is"
 
 
+SUBGROUPS = ["split", "dup", "node_group", "leaders"]
 OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
 
 
@@ -76,6 +81,7 @@ OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
         ("sendrecv", set()),
         ("probe", {"codec", "device", "accept", "allow"}),
         ("iprobe", {"codec", "device", "accept", "allow", "timeout"}),
+        *((name, OPTIONS - {"group", "timeout"}) for name in SUBGROUPS),
         ("barrier", {"codec", "device", "accept", "allow"}),
         ("gather_scalar", {"codec", "device", "accept", "allow"}),
         ("all_gather_scalar", {"codec", "device", "accept", "allow"}),
@@ -88,6 +94,20 @@ def test_options_are_keyword_only(name: str, lacking: set[str]) -> None:
     for root in {"src", "dst"} & set(parameters):
         assert f"group_{root}" in keywords
         assert parameters[root].default is None
+
+
+OPERATIONS = [
+    "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
+    "gather_scalar", "all_gather_scalar", "reduce_and_broadcast", "send", "recv",
+    "all_to_all", "scan", "exscan", "reduce_scatter",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_may_be_in_flight(name: str) -> None:
+    parameter = inspect.signature(getattr(objcomm, name)).parameters["async_op"]
+    assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameter.default is False
 
 
 def test_importing_does_not_import_what_is_slow() -> None:
@@ -137,6 +157,8 @@ def test_numpy_is_not_needed() -> None:
         assert objcomm.all_gather_scalar(0.5) == [0.5]
         assert objcomm.all_reduce(torch.ones(2), "sum").tolist() == [1, 1]
         assert objcomm.all_reduce(3, "mean") == 3.0
+        assert objcomm.all_reduce({"w": [torch.ones(2), 1]}, "mean")["w"][1] == 1.0
+        assert objcomm.all_reduce(torch.ones(2), "argmin").rank.tolist() == [0, 0]
         """
     )
 

@@ -1,13 +1,26 @@
 """The declared cases; importing this package declares them all."""
 
-from bench.suites import broadcast, checks, codecs, gather, helpers, reductions, security, startup
+from bench.suites import (
+    broadcast,
+    checks,
+    codecs,
+    flight,
+    gather,
+    helpers,
+    messages,
+    reductions,
+    security,
+    startup,
+)
 
 __all__ = [
     "broadcast",
     "checks",
     "codecs",
+    "flight",
     "gather",
     "helpers",
+    "messages",
     "reductions",
     "security",
     "startup",

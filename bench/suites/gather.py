@@ -69,3 +69,10 @@ def all_gather(peer: Peer, mine: Any) -> Callable[[], object]:
 def scatter(peer: Peer, mine: Any) -> Callable[[], object]:
     """Deal rank 0's objects out."""
     return lambda: peer.scatter(mine)
+
+
+@case("8 MiB array per rank", samples=LARGE, targets=(Target(0.50, against="torch"),))
+@case("small dict", targets=(Target(0.50, against="torch"),))
+def all_to_all(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Give each rank one object of every rank's; torch scatters once from each rank."""
+    return lambda: peer.all_to_all(mine)

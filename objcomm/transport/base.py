@@ -18,6 +18,7 @@ LANE_BITS = 12
 _SEQUENCE_BITS = 16
 _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
 _RECEIPT = _PAYLOAD << 1
+_RESULT = _PAYLOAD << 2
 POKE_TAG = (1 << 31) - 1  # nothing is ever sent with it
 
 #: No limit. Gloo adds a limit to a clock; one of many years would overflow it.
@@ -38,6 +39,11 @@ def payload_tag(lane: int, sequence: int) -> int:
 def receipt_tag(lane: int, sequence: int) -> int:
     """The tag of what says that a payload has arrived."""
     return _RECEIPT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
+
+
+def result_tag(lane: int, sequence: int) -> int:
+    """The tag of what an owner has combined of other ranks' payloads."""
+    return _RESULT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
 
 
 def reason_of(error: RuntimeError) -> str:

@@ -108,10 +108,10 @@ class Channel:
         lane = mesh.lanes.get(lane_name)
         if order is not None:
             return mesh, lane or self._taken(operation, mesh, lane_name, order)
-        if lane is not None and lane.entry is not None and lane.runner == threading.get_ident():
-            waiting = f"{lane.entry.operation} at {lane.entry.header.call_site}"
+        caller = "" if lane is None else lane.caller
+        if caller:
             raise UsageError(
-                f"{operation}: a callback of {waiting} cannot use the group that waits "
+                f"{operation}: a callback of {caller} cannot use the group that waits "
                 "for it; communicate before or after that call"
             )
         if lane is None or lane.owner is not threading.current_thread():
@@ -159,7 +159,7 @@ class Channel:
             return
         with self._lock:
             for name, lane in mesh.lanes.items():
-                lane.absolve()
+                lane.absolve(threading.current_thread())
                 if not lane.owes:
                     self._owed.pop(name, None)
 

@@ -4,9 +4,10 @@ Knows links, messages and this operation's header; knows nothing of what the mes
 who has to send to whom.
 """
 
-import contextlib
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from objcomm.transport.base import (
     payload_tag,
     reason_of,
     receipt_tag,
+    result_tag,
 )
 from objcomm.transport.device import DevicePath
 from objcomm.transport.lane import Lane, Standing
@@ -35,6 +37,23 @@ _INSTANT = timedelta(milliseconds=1)
 
 # So much is taken by the system's socket buffers, whether or not the peer reads.
 _UNNOTICED_NBYTES = 1 << 16
+
+
+class Arriving(NamedTuple):
+    """Bytes on their way to this rank.
+
+    Attributes:
+        flat: where they arrive.
+        await_from: waits for them, given the rank that sends them.
+    """
+
+    flat: torch.Tensor
+    await_from: Callable[[int], None]
+
+    def wait(self, peer: int) -> torch.Tensor:
+        """Where they have arrived."""
+        self.await_from(peer)
+        return self.flat
 
 
 class Exchange:
@@ -87,7 +106,8 @@ class Exchange:
         self._head_tag = head_tag(lane.number)
         self._payload_tag = payload_tag(lane.number, header.sequence)
         self._receipt_tag = receipt_tag(lane.number, header.sequence)
-        self._sends: list[tuple[Pending, int, torch.Tensor, Message]] = []
+        self._result_tag = result_tag(lane.number, header.sequence)
+        self._sends: list[tuple[Pending, int, torch.Tensor, object]] = []
 
     def send_head(
         self, message: Message, peers: Iterable[int], destination: int = EVERYONE
@@ -122,8 +142,7 @@ class Exchange:
                 missing = _absent(peers, standing, at) if is_late else (peer,)
                 raise self._naming(error, missing) from error
             message = self.open(each.raw, peer if made_by is None else made_by)
-            with contextlib.suppress(RuntimeError):  # the peer left after this message: its right
-                each.post()
+            each.renew()
             self.received_nbytes += message.header.head_nbytes
             messages.append(message)
         self.rounds += 1
@@ -188,6 +207,38 @@ class Exchange:
         if parent is not None:
             self._send_receipt(parent, message)
 
+    def send_flat(
+        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
+    ) -> None:
+        """Begin to send bytes that both ranks have agreed on; ``peer`` calls ``arriving``.
+
+        Args:
+            flat: ``uint8``; it may not change before ``finish``.
+            peer: to whom.
+            is_result: which of the two streams between two ranks it belongs to.
+            is_ended: whether the last byte travels by itself.
+        """
+        tag = self._result_tag if is_result else self._payload_tag
+        for piece in _ended([flat]) if is_ended else [flat]:
+            self._send(piece, peer, tag, flat)
+
+    def arriving(
+        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
+    ) -> "Arriving":
+        """Begin to receive what ``peer`` sends by ``send_flat`` with the same options."""
+        tag = self._result_tag if is_result else self._payload_tag
+        pieces = _ended([flat]) if is_ended else [flat]
+        pendings = [self._post(peer, piece, tag) for piece in pieces]
+        return Arriving(flat, functools.partial(self._wait_backwards, pendings))
+
+    def confirm(self, received_from: Iterable[int], sent_to: Iterable[int]) -> None:
+        """Tell some ranks that all they sent has come, and let ``finish`` wait for such words."""
+        for peer in received_from:
+            self._send(empty(1), peer, self._receipt_tag, None)
+        for peer in sent_to:
+            flat = empty(1)
+            self._sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
+
     def finish(self) -> None:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
 
@@ -242,7 +293,7 @@ class Exchange:
                 for part in parts:
                     self._send(part, child, self._payload_tag, message)
 
-    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: Message) -> None:
+    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: object) -> None:
         try:
             pending = self._link.send(flat, peer, tag)
         except RuntimeError as error:

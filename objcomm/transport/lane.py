@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from objcomm.frames import WINDOW_NBYTES
-from objcomm.transport.base import Link, head_tag
+from objcomm.transport.base import Link, Pending, head_tag
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from objcomm.history import Entry
     from objcomm.transport.line import Line
     from objcomm.transport.order import Order
@@ -77,15 +79,32 @@ class Lane:
         else:
             self.errands.discard(entry)
 
-    def absolve(self) -> None:
-        """The calling thread has raised what ended the link, so this lane's next call need not."""
-        if self.order is not None or self.owner is threading.current_thread():
+    def absolve(self, thread: threading.Thread) -> None:
+        """A thread has raised what ended the link, so the next call of a lane of its need not."""
+        if self.order is not None or self.owner is thread:
             self.owes = False
 
     def waits(self) -> list[Entry]:
         """All calls that wait just now."""
         entry = self.entry
         return [*self.errands.copy(), *([] if entry is None else [entry])]
+
+    def drain(self) -> None:
+        """Wait until no asynchronous call is left."""
+        if self.line is not None and not self.line.is_idle:
+            self.waiter = threading.get_ident()
+            try:
+                self.line.drain()
+            finally:
+                self.waiter = 0
+
+    @property
+    def caller(self) -> str:
+        """The call in which the calling thread is, which waits for it; empty if there is none."""
+        if self.line is not None and self.line.is_here:
+            return "an asynchronous call" if self.entry is None else _name_of(self.entry)
+        is_inside = self.entry is not None and self.runner == threading.get_ident()
+        return _name_of(self.entry) if self.entry is not None and is_inside else ""
 
     @property
     def waiting_thread(self) -> int:
@@ -98,6 +117,26 @@ class Lane:
         if standing is None:
             standing = self._standing[peer] = Standing(link, peer, head_tag(self.number))
         return standing
+
+
+def _name_of(entry: Entry) -> str:
+    return f"{entry.operation} at {entry.header.call_site}"
+
+
+class _Refused:
+    """A receive that could not be posted."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def wait(self, timeout: timedelta) -> bool:
+        """See ``base.Pending``.
+
+        Raises:
+            RuntimeError: always, at once.
+        """
+        del timeout
+        raise RuntimeError(self._reason)
 
 
 class Standing:
@@ -114,7 +153,18 @@ class Standing:
         self._link = link
         self._peer = peer
         self._tag = tag
+        self.pending: Pending
         self.post()
+
+    def renew(self) -> None:
+        """Post the next one; a peer that left after its message, as it may, is missed at the wait.
+
+        Gloo's own receives count what comes: a second wait for one that has ended has no end.
+        """
+        try:
+            self.post()
+        except RuntimeError as error:
+            self.pending = _Refused(str(error))
 
     def post(self) -> None:
         """Post the next one, now that the last one's message was taken."""

@@ -23,20 +23,29 @@ class Line:
         """Whether every job is done."""
         return not self._is_busy and not self._jobs
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the line's own, which carries out a job just now."""
+        return self._thread is threading.current_thread()
+
     def submit(self, job: Callable[[], None]) -> None:
-        """Do ``job``, which must not raise, after all jobs before it."""
+        """Do ``job``, which must not raise, after all jobs before it.
+
+        Raises:
+            RuntimeError: this process can start no more threads.
+        """
         with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
             self._jobs.append(job)
             self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
 
     def drain(self) -> None:
-        """Wait until every job is done."""
-        if not self.is_idle:
-            with self._changed:
-                self._changed.wait_for(lambda: self.is_idle)
+        """Wait until every job is done; no job may."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_idle)
 
     def _run(self) -> None:
         while True:

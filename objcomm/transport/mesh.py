@@ -157,6 +157,7 @@ class Mesh:
         deadline.apply(entry)
         self._progress.watch(entry)
         entry.regions = regions.get()
+        entry.waiter = threading.get_ident()
         lane.begin(entry)  # last: the watcher reads all the rest of it
         self.begin_meeting(store, deadline)
         try:

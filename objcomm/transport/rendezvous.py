@@ -11,6 +11,7 @@ from __future__ import annotations  # torch may be built without distributed
 import socket
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 FIRST_USE = "first use of the group"
 
 _PREFIX = "objcomm"
+_IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
 _PAIR = 2
+
 _ONE_HOST, _SEVERAL_HOSTS = "one host", "several hosts"
 _GIVEN_UP = "given up"
 
@@ -101,9 +104,21 @@ def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> bool:
     return _meet_as_host(ours, size, progress)
 
 
-def _machine() -> str:
-    """A name that two ranks share only on one machine."""
-    return f"{socket.gethostname()}/{uuid.getnode():x}"
+def machine() -> str:
+    """A name that two processes share only on one host.
+
+    Containers with different host names, network or shared memory count as different hosts, even
+    on one machine; so do machines that share a host name, because each start of a kernel has a
+    number of its own.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        rooms = [Path(f"/proc/self/ns/{room}").stat().st_ino for room in ("ipc", "net")]
+    except OSError:  # no Linux, or a sandbox
+        # Without a network card getnode() invents a number for each process, and says so.
+        node = uuid.getnode()
+        boot, rooms = "", [] if node & _IS_INVENTED else [node]
+    return "/".join((socket.gethostname(), boot, *map(str, rooms)))
 
 
 def forget(store: dist.Store, nonce: str, size: int) -> None:
@@ -140,18 +155,18 @@ def _answer(
 ) -> dict[int, str]:
     """Answer all guests until each has joined; returns the machine of each rank."""
     nonce = progress.nonce
-    machines = {0: _machine()}
+    machines = {0: machine()}
     missing = list(range(1, size))
     pause = _PAUSE_MIN_SECONDS
     while missing:
         progress.await_rank(missing[0])
         for peer in missing:
             if store.check([f"hello/{peer}"]):
-                number, _, machine = store.get(f"hello/{peer}").decode().partition(" ")
+                number, _, place = store.get(f"hello/{peer}").decode().partition(" ")
                 if answered.get(peer) != number:  # a stale hello is answered too, to nobody
                     store.set(f"welcome/{number}", nonce)
                     answered[peer] = number
-                    machines[peer] = machine
+                    machines[peer] = place
                     pause = _PAUSE_MIN_SECONDS
         missing = [peer for peer in missing if not store.check([f"joined/{nonce}/{peer}"])]
         if missing:
@@ -162,7 +177,7 @@ def _answer(
 def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> bool:
     while True:
         number = uuid.uuid4().hex
-        store.set(f"hello/{rank}", f"{number} {_machine()}")
+        store.set(f"hello/{rank}", f"{number} {machine()}")
         nonce = _wait_for(store, f"welcome/{number}", progress)
         progress.nonce = nonce
         store.set(f"joined/{nonce}/{rank}", "")

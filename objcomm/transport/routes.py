@@ -1,9 +1,10 @@
-"""The patterns of traffic: one to all, all to one, all to all, one to each, one to one.
+"""The patterns of traffic: one to all, all to one, one to each, each to each, one to one.
 
 Each function is called by every rank of the group (the last two by the two ranks concerned) and
 reads as the protocol. What a message means is the callers' business.
 """
 
+import math
 from collections.abc import Sequence
 
 from objcomm.errors import WireError
@@ -54,14 +55,28 @@ def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Messag
     return messages
 
 
-def gather(exchange: Exchange, message: Message, root: int) -> list[Message] | None:
-    """Every rank's message to ``root``, each at its own size; ``None`` elsewhere."""
+def gather(
+    exchange: Exchange, message: Message, root: int, max_nbytes: float = math.inf
+) -> list[Message] | None:
+    """Every rank's message to ``root``, each at its own size; ``None`` elsewhere.
+
+    Args:
+        exchange: this operation's.
+        message: this rank's.
+        root: the same on every rank, like all that follows.
+        max_nbytes: of messages with more than that only the heads move.
+    """
     messages = gather_heads(exchange, message, root)
     if messages is None:
-        exchange.send_rest(message, [root])
-        exchange.device.send(message, root)
+        if message.header.nbytes <= max_nbytes:
+            exchange.send_rest(message, [root])
+            exchange.device.send(message, root)
         return None
-    arriving = [(peer, each) for peer, each in enumerate(messages) if peer != root]
+    arriving = [
+        (peer, each)
+        for peer, each in enumerate(messages)
+        if peer != root and each.header.nbytes <= max_nbytes
+    ]
     exchange.recv_rest(arriving)
     for peer, each in arriving:
         exchange.device.recv(each, peer)
@@ -138,6 +153,37 @@ def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -
         if peer != root:
             _send(exchange, message, peer)
     return messages[root]
+
+
+def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]:
+    """One message of every rank's for each rank; returns those for this rank, in rank order.
+
+    First the heads go from each rank to each. A rank that failed says so in all of its heads, so
+    all ranks know it before anything large moves, which then goes at its own size.
+
+    Args:
+        exchange: this operation's.
+        messages: one for each rank; this rank's own comes back as it is.
+    """
+    others = [peer for peer in range(exchange.size) if peer != exchange.rank]
+    for peer in others:
+        exchange.send_head(messages[peer], [peer], destination=peer)
+    arrived = exchange.recv_heads(others)
+    for each in arrived:
+        exchange.gate.check_addressed(each.header)
+    arrived.insert(exchange.rank, messages[exchange.rank])
+    if any(each.header.status == Status.FAILURE for each in arrived):
+        return arrived
+    for peer in others:
+        exchange.send_rest(messages[peer], [peer])
+    exchange.recv_rest([(peer, arrived[peer]) for peer in others])
+    for source in range(exchange.size):  # a device link has one order for all ranks
+        if source != exchange.rank:
+            exchange.device.recv(arrived[source], source)
+            continue
+        for peer in others:
+            exchange.device.send(messages[peer], peer)
+    return arrived
 
 
 def send(exchange: Exchange, message: Message, peer: int) -> None:

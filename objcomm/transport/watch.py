@@ -229,12 +229,18 @@ class Watcher(threading.Thread):
         waiting = self._waiting()
         with self._lock:
             listeners = list(self._listeners.items())
-        for mesh in {mesh for mesh, _, _ in waiting} | {mesh for mesh, _ in listeners}:
+            lanes = [(mesh, lane) for mesh in self._meshes for lane in tuple(mesh.lanes.values())]
+        busy = [(mesh, lane.line) for mesh, lane in lanes if lane.line and not lane.line.is_idle]
+        meshes = {mesh for mesh, _, _ in waiting} | {mesh for mesh, _ in (*listeners, *busy)}
+        for mesh in meshes:
             mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=PROGRAM_ENDED))
         until = time.monotonic() + _FAREWELL_SECONDS
         for _, listener in listeners:
             listener.join(max(0.0, until - time.monotonic()))
-        while any(entry in lane.waits() for _, lane, entry in waiting) and time.monotonic() < until:
+        while time.monotonic() < until and (
+            any(entry in lane.waits() for _, lane, entry in waiting)
+            or not all(line.is_idle for _, line in busy)
+        ):
             time.sleep(_FAREWELL_PAUSE_SECONDS)
 
 
@@ -288,12 +294,18 @@ def expect(mesh: Mesh, listener: threading.Thread) -> None:
     _watchers.watcher().expect(mesh, listener)
 
 
-def end_elsewhere(verdict: Verdict) -> None:
-    """End the other meshes that a verdict names; the calling thread raises it for all of them."""
+def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> None:
+    """End the other meshes that a verdict names.
+
+    Args:
+        verdict: what ends them.
+        thread: raises it for all of them; the calling one if None.
+    """
+    thread = thread or threading.current_thread()
     for mesh in _watchers.watcher().named(verdict.meshes):
         mesh.settle(verdict)  # told before it closes: not every finder of a circle has all meshes
         for lane in tuple(mesh.lanes.values()):
-            lane.absolve()
+            lane.absolve(thread)
 
 
 class interruptible:  # noqa: N801  # used as a function, like contextlib's

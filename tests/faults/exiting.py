@@ -5,6 +5,7 @@ silently. Its ranks are forked after torch was imported, which is what takes lon
 anything else; each ends at the end of this program, as a program's own process does.
 """
 
+import contextlib
 import itertools
 import os
 import signal
@@ -20,7 +21,17 @@ import torch.distributed as dist
 import objcomm
 
 #: What happens just before the end.
-EVENTS = ["traffic", "large", "desync", "timeout", "lane"]
+EVENTS = [
+    "traffic",
+    "large",
+    "desync",
+    "timeout",
+    "lane",
+    "works",
+    "work in flight",
+    "large work in flight",
+    "works behind a slow one",
+]
 #: With and without destroying the process group.
 ENDINGS = ["destroyed", "abandoned"]
 
@@ -117,12 +128,58 @@ def _lane(rank: int) -> None:
     thread.join()
 
 
+def _works(rank: int) -> None:
+    works = [objcomm.all_gather((rank, turn), async_op=True) for turn in range(5)]
+    for work in reversed(works):
+        work.wait()
+
+
+def _work_in_flight(rank: int) -> None:
+    if rank == 0:
+        _wait_shortly(objcomm.all_gather(1, async_op=True))
+
+
+def _large_work_in_flight(rank: int) -> None:
+    if rank == 0:
+        _wait_shortly(objcomm.broadcast(bytes(30_000_000), async_op=True))
+    time.sleep(0.2)
+
+
+class _Slow:
+    """Keeps a line busy where it arrives, while no rank waits for another."""
+
+    def __setstate__(self, state: object) -> None:
+        time.sleep(0.5)
+
+    def __getstate__(self) -> object:
+        return {"any": 1}
+
+
+def _works_behind_a_slow_one(rank: int) -> None:
+    slow = objcomm.broadcast(_Slow(), src=1, async_op=True)
+    work = objcomm.barrier(async_op=True) if rank == 0 else slow
+    if rank == 1:
+        slow.wait()
+        time.sleep(1.0)
+    for each in (slow, work):
+        _wait_shortly(each)
+
+
+def _wait_shortly(work: objcomm.Work[object]) -> None:
+    with contextlib.suppress(TimeoutError, objcomm.TransportError):  # or others have ended
+        work.wait(0.05)
+
+
 _EVENTS = {
     "traffic": _traffic,
     "large": _large,
     "desync": _desync,
     "timeout": _timeout,
     "lane": _lane,
+    "works": _works,
+    "work in flight": _work_in_flight,
+    "large work in flight": _large_work_in_flight,
+    "works behind a slow one": _works_behind_a_slow_one,
 }
 
 if __name__ == "__main__":

@@ -45,6 +45,10 @@ OPERATIONS = [
     "scatter",
     "reduce",
     "all_reduce",
+    "all_to_all",
+    "reduce_scatter",
+    "scan",
+    "exscan",
     "reduce_and_broadcast",
     "barrier",
 ]
@@ -125,11 +129,13 @@ def expected(case: Case, rank: int) -> Any:
     size = range(case.world_size)
     if case.operation == "barrier":
         return None
-    if case.operation == "all_gather":
+    if case.operation in {"all_gather", "all_to_all"}:
         return [contribution(case, each) for each in size]
     if case.operation == "gather":
         return [contribution(case, each) for each in size] if rank == case.root else None
     if case.operation == "reduce" and rank != case.root:
+        return None
+    if case.operation == "exscan" and rank == 0:
         return None
     is_sourced = case.operation in {"broadcast", "scatter"}
     return contribution(case, case.root if is_sourced else 0)
@@ -221,9 +227,12 @@ _CHOSEN = [
     Case("barrier", Fault.EXITS, Phase.IN_CALL, victim=2),
     Case("reduce", Fault.KILLED, Phase.CALLBACK, victim=0),
     Case("all_reduce", Fault.EXITS, Phase.CALLBACK, victim=0),
+    Case("scan", Fault.KILLED, Phase.CALLBACK, victim=2),
     Case("reduce_and_broadcast", Fault.KILLED, Phase.CALLBACK, victim=0),
     Case("broadcast", Fault.EXITS, Phase.PAYLOAD, victim=2, world_size=4),
     Case("all_reduce", Fault.KILLED, Phase.PAYLOAD, victim=2, world_size=4),
+    Case("all_to_all", Fault.KILLED, Phase.PAYLOAD, victim=2, world_size=4),
+    Case("exscan", Fault.KILLED, Phase.PAYLOAD, victim=3, world_size=4),
     Case("broadcast", Fault.RESUMED, Phase.PAYLOAD, root=1),
     Case("all_gather", Fault.RESUMED, Phase.PAYLOAD),
     Case("reduce", Fault.RESUMED, Phase.PAYLOAD, victim=0),

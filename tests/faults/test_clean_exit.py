@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.faults.exiting import EVENTS
 
 _ROOT = Path(__file__).parents[2]
@@ -17,3 +19,33 @@ def test_every_rank_ends_by_itself_and_silently(tmp_path: Path) -> None:
         command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=True
     )
     assert (ended.stdout, ended.stderr) == (f"{_TURNS * len(EVENTS)} jobs ended\n", "")
+
+
+_NEVER_WAITED_FOR = """
+import os, sys
+import torch.distributed as dist, objcomm
+store = dist.FileStore(sys.argv[1], 2)
+child = os.fork()
+dist.init_process_group("gloo", store=store, rank=int(child == 0), world_size=2)
+objcomm.barrier()
+if child:
+    {}
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    "begin",
+    ["work = objcomm.all_gather(1, async_op=True)", "objcomm.all_gather(1, async_op=True)"],
+    ids=["kept", "dropped"],
+)
+def test_what_is_in_flight_at_the_end_is_reported(tmp_path: Path, begin: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_NEVER_WAITED_FOR.format(begin))
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    ended = subprocess.run(
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=True
+    )
+    assert ended.stdout == "0\n"
+    assert f"{script}:9: RuntimeWarning: all_gather was begun here but" in ended.stderr
+    assert "Traceback" not in ended.stderr

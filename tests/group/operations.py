@@ -12,6 +12,23 @@ def _scatter(obj: Any, **options: Any) -> Any:
     return objcomm.scatter([obj] * objcomm.world_size(options.get("group")), **options)
 
 
+def _all_to_all(obj: Any, **options: Any) -> Any:
+    return objcomm.all_to_all([obj] * objcomm.world_size(options.get("group")), **options)
+
+
+def _reduce_scatter(obj: Any, **options: Any) -> Any:
+    objs = [obj] * objcomm.world_size(options.get("group"))
+    return objcomm.reduce_scatter(objs, first, **options)
+
+
+def _scan(obj: Any, **options: Any) -> Any:
+    return objcomm.scan(obj, first, **options)
+
+
+def _exscan(obj: Any, **options: Any) -> Any:
+    return objcomm.exscan(obj, first, **options)
+
+
 def _reduce(obj: Any, **options: Any) -> Any:
     return objcomm.reduce(obj, first, **options)
 
@@ -41,6 +58,10 @@ OPERATIONS: dict[str, Call] = {
     "scatter": _scatter,
     "reduce": _reduce,
     "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "reduce_scatter": _reduce_scatter,
+    "scan": _scan,
+    "exscan": _exscan,
     "barrier": _barrier,
     "gather_scalar": objcomm.gather_scalar,
     "all_gather_scalar": objcomm.all_gather_scalar,

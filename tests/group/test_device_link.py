@@ -76,6 +76,11 @@ def test_large_members_take_the_device_link_and_arrive_whole() -> None:
             assert (part == rank).all()
         everyone = objcomm.all_gather(mine, group=group, device="cpu")
         assert [int(each["n"][-1]) for each in everyone] == list(range(size))
+        objs = [torch.full((LARGE,), 10 * rank + peer) for peer in range(size)]
+        before = link.moved_nbytes
+        parts = objcomm.all_to_all(objs, group=group, device="cpu")
+        assert [int(each[-1]) for each in parts] == [10 * peer + rank for peer in range(size)]
+        assert link.moved_nbytes > before
 
 
 @ranks(2, 3)
@@ -91,6 +96,14 @@ def test_reductions_take_it_too() -> None:
         assert (joined is None) == (rank != last)
         assert [int(each[0]) for each in joined or []] == (list(range(size)) if joined else [])
         assert link.moved_nbytes > 0
+        upto = objcomm.scan(torch.full((LARGE,), rank), group=group, device="cpu")
+        assert (upto == sum(range(rank + 1))).all()
+        before = objcomm.exscan(torch.full((LARGE,), rank), group=group, device="cpu")
+        assert (before is None) == (rank == 0)
+        assert before is None or (before == sum(range(rank))).all()
+        operands = [torch.full((LARGE,), peer) for peer in range(size)]
+        own = objcomm.reduce_scatter(operands, group=group, device="cpu")
+        assert (own == rank * size).all()
 
 
 @ranks(2)

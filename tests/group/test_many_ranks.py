@@ -26,6 +26,13 @@ def test_every_operation_works_on_nine_ranks() -> None:
             assert objcomm.reduce(mine, lambda a, b: a + b, dst=root) in (None, joined)
         assert objcomm.all_reduce(mine, lambda a, b: a + b) == joined
         assert objcomm.all_gather(mine) == chunks
+        assert objcomm.all_to_all([bytes([rank, i]) for i in range(size)]) == [
+            bytes([i, rank]) for i in range(size)
+        ]
+        assert objcomm.scan(mine, lambda a, b: a + b) == joined[: (rank + 1) * nbytes]
+        before = objcomm.exscan(mine, lambda a, b: a + b)
+        assert before == (joined[: rank * nbytes] if rank else None)
+        assert objcomm.reduce_scatter(chunks, lambda a, b: a + b) == mine * size
         objcomm.barrier()
     total = objcomm.all_reduce(torch.full((300_000,), rank), "sum")
     assert torch.equal(total, torch.full((300_000,), 36))

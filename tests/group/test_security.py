@@ -24,6 +24,7 @@ DECODES: dict[str, Callable[[], bool]] = {
     "scatter": lambda: objcomm.rank() != 0,
     "gather": lambda: objcomm.rank() == 0,
     "all_gather": lambda: True,
+    "all_to_all": lambda: True,
 }
 
 

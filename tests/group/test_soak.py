@@ -1,4 +1,4 @@
-"""Short forms of the soak: half a minute of random operations, and some thousand broadcasts."""
+"""Short forms of the soak: 40 seconds of random operations, and some thousand broadcasts."""
 
 import functools
 
@@ -6,12 +6,15 @@ import pytest
 
 from tests.soak import launch
 
-_SECONDS = 30.0
+_SECONDS = 40.0
 _CHECKPOINT_SECONDS = 3.0
 _BROADCASTS = 3000
 
-# The allocator, Gloo's pools and each kind of payload need some thousand turns to settle.
+# The allocator, Gloo's pools and each operation with each kind of payload need some thousand turns
+# to settle, however long a shared machine takes for them.
+_WARM_UP_TURNS = 4000
 _WARM_UP = 4
+_JUDGED_AT_LEAST = 3
 
 
 def test_two_threads_may_be_the_first_to_use_two_groups() -> None:
@@ -46,7 +49,10 @@ def test_every_result_of_random_operations_is_the_models() -> None:
 
 @pytest.mark.parametrize("figure", launch.JUDGED)
 def test_random_operations_leave_nothing_behind(figure: str) -> None:
-    assert not launch.complaints(figure, _soaked().figures, _WARM_UP)
+    figures = _soaked().figures
+    unsettled = sum(each.turns < _WARM_UP_TURNS for each in figures[0])
+    warm_up = min(max(_WARM_UP, unsettled), len(figures[0]) - _JUDGED_AT_LEAST)
+    assert not launch.complaints(figure, figures, warm_up)
 
 
 def test_every_one_of_many_broadcasts_arrives() -> None:

@@ -122,6 +122,48 @@ def _joined_at_root(turn: Turn, rank: int) -> Any:
     return _joined(turn, rank) if rank == turn.root else None
 
 
+def _scan(turn: Turn, party: Party) -> Any:
+    operand = _operand(turn, party.rank)
+    got = objcomm.scan(operand, _joiner(turn), **_options(turn, party))
+    assert len(operand) == 1
+    return got
+
+
+def _joined_up_to(turn: Turn, rank: int) -> Any:
+    return _joined(turn, rank)[: rank + 1]
+
+
+def _exscan(turn: Turn, party: Party) -> Any:
+    operand = _operand(turn, party.rank)
+    got = objcomm.exscan(operand, _joiner(turn), **_options(turn, party))
+    assert len(operand) == 1
+    return got
+
+
+def _joined_before(turn: Turn, rank: int) -> Any:
+    return _joined(turn, rank)[:rank] or None
+
+
+def _all_to_all(turn: Turn, party: Party) -> Any:
+    obj = turn.object_of(party.rank)
+    return objcomm.all_to_all([[obj, to] for to in range(turn.size)], **_options(turn, party))
+
+
+def _of_all_for(turn: Turn, rank: int) -> Any:
+    return [[obj, rank] for obj in _of_all(turn, rank)]
+
+
+def _reduce_scatter(turn: Turn, party: Party) -> Any:
+    operands = [[*_operand(turn, party.rank), to] for to in range(turn.size)]
+    got = objcomm.reduce_scatter(operands, _joiner(turn), **_options(turn, party))
+    assert [len(operand) for operand in operands] == [2] * turn.size
+    return got
+
+
+def _joined_for(turn: Turn, rank: int) -> Any:
+    return [member for pair in _joined(turn, rank) for member in (pair, rank)]
+
+
 _NAMED: dict[str, Callable[[Any, Any], Any]] = {
     "sum": operator.add,
     "prod": operator.mul,
@@ -190,6 +232,7 @@ def _nothing(_turn: Turn, _rank: int) -> Any:
 _OBJECTS = ("unencodable", "undecodable")
 _ROOTED = (*_OBJECTS, "no such rank")
 _OPERATORS = ("unencodable", "raising operator")
+_SCANNED = ("unencodable",)  # which ranks combine a given operand depends on all sizes
 _SCALAR = ("no scalar", "no such rank")
 _CALLBACKS = (*_OBJECTS, "raising fn1", "raising fn2")
 
@@ -201,6 +244,10 @@ OPERATIONS = {
     "scatter": Operation(_scatter, chunk_of, Pattern.ONE_TO_EACH, (*_ROOTED, "wrong length")),
     "reduce": Operation(_reduce, _joined_at_root, Pattern.ALL_TO_ONE, _OPERATORS),
     "all_reduce": Operation(_all_reduce, _joined, Pattern.THROUGH_FIRST, _OPERATORS),
+    "all_to_all": Operation(_all_to_all, _of_all_for, Pattern.ALL_TO_ALL, _OBJECTS),
+    "reduce_scatter": Operation(_reduce_scatter, _joined_for, Pattern.ALL_TO_ALL, _SCANNED),
+    "scan": Operation(_scan, _joined_up_to, Pattern.ALL_TO_ALL, _SCANNED),
+    "exscan": Operation(_exscan, _joined_before, Pattern.ALL_TO_ALL, _SCANNED),
     "all_reduce of a named operator": Operation(_all_reduce_named, _reduced, Pattern.THROUGH_FIRST),
     "gather_scalar": Operation(
         _gather_scalar, _scalars_at_root, Pattern.ALL_TO_ONE, _SCALAR, can_confirm=False

@@ -36,12 +36,46 @@ def collectives(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.reduce(config, Config.merge), Config | None)
     assert_type(objcomm.all_reduce(config, lambda a, b: a.merge(b)), Config)
     assert_type(objcomm.all_reduce(torch.ones(3), "max"), torch.Tensor)
+    assert_type(objcomm.all_reduce({"loss": 0.5}, "mean", missing="skip"), dict[str, float])
+    assert_type(objcomm.all_reduce([torch.ones(3)], dtype=torch.float64), list[torch.Tensor])
+    merge = objcomm.Op(Config.merge, commutative=True, identity=config, slow=True)
+    assert_type(merge, objcomm.Op[Config])
+    assert_type(objcomm.all_reduce(config, merge), Config)
+    assert_type(objcomm.reduce(config, merge, dst=1), Config | None)
+    assert_type(objcomm.all_to_all(configs), list[Config])
+    assert_type(objcomm.all_to_all((1, 2), async_op=True), objcomm.Work[list[int]])
+    assert_type(objcomm.scan(config, Config.merge), Config)
+    assert_type(objcomm.scan(1, async_op=True), objcomm.Work[int])
+    assert_type(objcomm.exscan(config, Config.merge), Config | None)
+    assert_type(objcomm.exscan(1, "max", async_op=True), objcomm.Work[int | None])
+    assert_type(objcomm.reduce_scatter(configs, Config.merge), Config)
+    assert_type(objcomm.reduce_scatter([0.5], "mean", async_op=True), objcomm.Work[float])
     objcomm.barrier("name", timeout=timedelta(seconds=3))
+
+
+def in_flight(config: Config, configs: list[Config]) -> None:
+    """With ``async_op=True`` a work of the same type, without it or with False the value."""
+    assert_type(objcomm.broadcast(config, async_op=True), objcomm.Work[Config])
+    assert_type(objcomm.broadcast(config, 1, async_op=False), Config)
+    assert_type(objcomm.gather(config, async_op=True), objcomm.Work[list[Config] | None])
+    assert_type(objcomm.gather(config, async_op=False), list[Config] | None)
+    assert_type(objcomm.all_gather(config, timeout=3, async_op=True), objcomm.Work[list[Config]])
+    assert_type(objcomm.all_gather(config, async_op=False), list[Config])
+    assert_type(objcomm.scatter(configs, async_op=True), objcomm.Work[Config])
+    assert_type(objcomm.scatter(configs, async_op=False), Config)
+    assert_type(objcomm.reduce(config, Config.merge, async_op=True), objcomm.Work[Config | None])
+    assert_type(objcomm.reduce(config, Config.merge, async_op=False), Config | None)
+    assert_type(objcomm.all_reduce(config, Config.merge, async_op=True), objcomm.Work[Config])
+    assert_type(objcomm.all_reduce(config, Config.merge, async_op=False), Config)
+    assert_type(objcomm.barrier("name", async_op=True), objcomm.Work[None])
+    assert_type(objcomm.gather_scalar(1, async_op=True), objcomm.Work[list[int] | None])
+    assert_type(objcomm.all_gather_scalar(1, async_op=True), objcomm.Work[list[int]])
+    assert_type(objcomm.all_gather_scalar(1, async_op=False), list[int])
+    assert_type(objcomm.reduce_and_broadcast(lambda: 1, str, async_op=True), objcomm.Work[str])
 
 
 def messages(config: Config, group: dist.ProcessGroup) -> None:
     """What arrives is not known; a work knows what its wait gives."""
-    assert_type(objcomm.send(config, 1), None)  # type: ignore[func-returns-value]  # that is asked
     assert_type(
         objcomm.send(config, group_dst=1, tag=2, group=group, async_op=True), objcomm.Work[None]
     )
@@ -55,6 +89,20 @@ def messages(config: Config, group: dist.ProcessGroup) -> None:
     assert_type(objcomm.probe(tag=None), objcomm.Envelope)
     assert_type(objcomm.iprobe(1), objcomm.Envelope | None)
     assert_type(objcomm.probe().nbytes, int)
+
+
+async def works(works: list[objcomm.Work[Config]]) -> None:
+    """What a work gives, in each way; works of several types go together."""
+    assert_type(works[0].wait(), Config)
+    assert_type(works[0].wait(timedelta(seconds=3)), Config)
+    assert_type(works[0].result(), Config)
+    assert_type(works[0].exception(), BaseException | None)
+    assert_type(works[0].done(), bool)
+    assert_type(await works[0], Config)
+    assert_type(objcomm.wait_all(works), list[Config])
+    assert_type(next(objcomm.as_completed(works)), objcomm.Work[Config])
+    several = [objcomm.all_gather(1, async_op=True), objcomm.barrier(async_op=True)]
+    assert_type(objcomm.wait_all(several), list[list[int] | None])
 
 
 def helpers(config: Config) -> None:
@@ -82,6 +130,16 @@ def groups(group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> 
     assert_type(objcomm.stats(group), dict[str, objcomm.OperationStats])
     with objcomm.lane("eval"):
         assert_type(objcomm.stats()["gather"].sent_nbytes, int)
+
+
+def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+    """Any: torch has no type for a group that this rank may be outside of."""
+    assert_type(objcomm.split(0), Any)
+    assert_type(objcomm.split("eval", key=-1, group=mesh["dp"], timeout=5), Any)
+    assert_type(objcomm.split(None), Any)
+    assert_type(objcomm.dup(group=group), Any)
+    assert_type(objcomm.node_group(timeout=timedelta(seconds=3)), Any)
+    assert_type(objcomm.all_gather(1, group=objcomm.leaders(group=mesh)), list[int])
 
 
 def bytes_of_objects(config: Config) -> None:

@@ -111,6 +111,22 @@ def test_a_scatter_gives_each_rank_its_own(shape: str) -> None:
         assert content_of(message) == content_of(message_of(rank, shape))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_an_all_to_all_gives_each_rank_its_own_of_every_rank(size: int, shape: str) -> None:
+    def body(exchange: Exchange) -> list[Message]:
+        messages = [
+            Message(exchange.header._replace(**_sizes(each)), each.body, each.buffers, each.large)
+            for each in (message_of(exchange.rank * 16 + to, shape) for to in range(size))
+        ]
+        return routes.all_to_all(exchange, messages)
+
+    for rank, messages in enumerate(run(size, body)):
+        assert [content_of(message) for message in messages] == [
+            content_of(message_of(peer * 16 + rank, shape)) for peer in range(size)
+        ]
+
+
 def _sizes(message: Message) -> dict[str, Any]:
     names = ("buffer_count", "meta_nbytes", "body_nbytes", "payload_nbytes", "body_checksum")
     return {name: getattr(message.header, name) for name in names}
@@ -141,7 +157,7 @@ def test_every_first_message_fits_into_the_posted_receive() -> None:
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-@pytest.mark.parametrize("route", ["broadcast", "gather", "all_gather", "scatter"])
+@pytest.mark.parametrize("route", ["broadcast", "gather", "all_gather", "scatter", "all_to_all"])
 def test_members_on_the_device_go_over_the_device_link(route: str, *, is_staged: bool) -> None:
     # The "device" is the CPU: what is under test is who moves what, in which order.
     kind = Kind.TENSOR if is_staged else Kind.DEVICE
@@ -159,6 +175,8 @@ def test_members_on_the_device_go_over_the_device_link(route: str, *, is_staged:
             return routes.gather(exchange, mine, 0)
         if route == "all_gather":
             return routes.all_gather(exchange, mine)
+        if route == "all_to_all":
+            return routes.all_to_all(exchange, [mine] * 3)
         copies = [message_of(0, "buffers", kind, flags) for _ in range(3)]
         return [routes.scatter(exchange, copies if rank == 0 else None, 0)]
 

@@ -1,0 +1,20 @@
+"""Messages of two ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.case import LARGE, Target, case
+from bench.peers import Peer
+
+
+@case(
+    "8 MiB array per rank",
+    peers=("objcomm", "torch", "raw", "mpi4py", "mpi4py pkl5"),
+    worlds=(2,),
+    samples=3 * LARGE,
+    targets=(Target(0.5, against="torch", world=2),),
+)
+@case("small dict", worlds=(2,), targets=(Target(0.5, against="torch", world=2),))
+def there_and_back(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Send rank 0's object to rank 1 and back: two messages."""
+    return lambda: peer.there_and_back(mine)

@@ -1,0 +1,74 @@
+"""Tensors and arrays as leaves of an operand: their descriptions, elements and fresh results.
+
+Knows torch and numpy's dtypes; knows no containers, and no ranks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from objcomm import elementwise
+from objcomm.codecs.tensors import (
+    describe_array,
+    dtype_name,
+    dtype_named,
+    is_plain_array,
+    is_plain_tensor,
+)
+
+_TENSOR, _ARRAY = "tensor", "array"
+
+
+class Tensors(NamedTuple):
+    """What a description says of a tensor or an array."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device_type: str
+    is_array: bool
+
+
+def described(leaf: Any) -> tuple[Any, Any] | None:
+    """A leaf's description as plain data, and the leaf; ``None`` if ``elementwise`` has no use."""
+    if is_plain_tensor(leaf) and leaf.dtype in elementwise.DTYPES and not leaf.is_meta:
+        value = leaf.detach().resolve_conj().resolve_neg()
+        name = dtype_name(value.dtype)
+        return (_TENSOR, name, tuple(value.shape), value.device.type), value
+    if is_plain_array(leaf) and _torch_dtype_of(leaf) is not None:
+        return (_ARRAY, leaf.dtype.name, tuple(leaf.shape), "cpu"), leaf
+    return None
+
+
+def _torch_dtype_of(array: Any) -> torch.dtype | None:
+    if not array.dtype.isnative or array.dtype.names is not None:
+        return None
+    dtype = getattr(torch, array.dtype.name, None)
+    return dtype if dtype in elementwise.DTYPES else None
+
+
+def tensors_of(description: Any) -> Tensors | None:
+    """What a tensor's or an array's description says; ``None`` for any other leaf."""
+    if type(description) is not tuple or description[0] not in {_TENSOR, _ARRAY}:
+        return None
+    kind, dtype, shape, device_type = description
+    return Tensors(dtype_named(dtype), tuple(shape), device_type, kind == _ARRAY)
+
+
+def flat_of(leaf: Any, op: str) -> torch.Tensor:
+    """A tensor's or an array's elements in C order, in the dtype that travels; often a view."""
+    if isinstance(leaf, torch.Tensor):
+        flat = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    else:
+        import numpy as np  # noqa: PLC0415  # numpy is optional
+
+        dtype = getattr(torch, leaf.dtype.name)
+        flat = describe_array(np.ascontiguousarray(leaf))[1].view(dtype)
+    return flat.to(elementwise.operand_dtype(op, flat.dtype))
+
+
+def room_for(about: Tensors, op: str, device: torch.device | str) -> tuple[Any, torch.Tensor]:
+    """A fresh result and a flat view of its elements."""
+    dtype = elementwise.result_dtype(op, about.dtype)
+    with torch.inference_mode(mode=False):
+        tensor = torch.empty(about.shape, dtype=dtype, device=device)
+        return (tensor.numpy() if about.is_array else tensor), tensor.view(-1)

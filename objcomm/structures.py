@@ -1,0 +1,303 @@
+"""What an operand looks like: its containers and leaves as plain data, and where two differ.
+
+A structure is nested tuples: ``(number of the leaf, description)``, or ``(kind, type, keys,
+members)``. It holds no class and no tensor, so that comparing needs nothing of what is compared,
+and ranks exchange it before anything large moves. Knows objects; knows no messages.
+"""
+
+import collections
+import copy
+import dataclasses
+import enum
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from objcomm.errors import UsageError
+from objcomm.leaves import described, tensors_of
+from objcomm.ops import Operator
+
+#: In place of a leaf that this rank does not have.
+ABSENT = object()
+
+_ROOT = "obj"
+_NUMBER = "number"
+_MAPPING, _FIELDS, _SEQUENCE = "mapping", "fields", "sequence"
+_CONSTANT = "constant"
+_CONSTANTS = (str, bytes, enum.Enum, type(None), torch.dtype, torch.device)
+
+# What a rank that lacks a part can make by itself, without a class of the user's.
+_MADE: dict[str, Callable[[], Any]] = {
+    "dict": dict,
+    "list": list,
+    "tuple": tuple,
+    "collections.OrderedDict": collections.OrderedDict,
+}
+
+
+class DifferenceError(Exception):
+    """Two ranks gave other structures; it becomes a failure of the second, and never leaves here.
+
+    Attributes:
+        path: where they differ, such as ``obj['val'][2].loss``.
+        ranks: the two, within the group; the second one differs from the first.
+        reason: what each of them has there.
+    """
+
+    def __init__(self, path: str, ranks: tuple[int, int], reason: str) -> None:
+        super().__init__(path, ranks, reason)
+        self.path = path
+        self.ranks = ranks
+        self.reason = reason
+
+    def __str__(self) -> str:
+        first, second = self.ranks
+        return f"{self.path} differs between rank {first} and rank {second}: {self.reason}"
+
+
+class Leaf(NamedTuple):
+    """One leaf of a structure that several ranks have.
+
+    Attributes:
+        description: plain data.
+        places: where each rank that has it has it among its own leaves.
+    """
+
+    description: Any
+    places: dict[int, int]
+
+
+def describe(obj: Any, operator: Operator, rank: int) -> tuple[Any, list[Any]]:
+    """An operand's structure and its leaves.
+
+    Raises:
+        UsageError: the operator cannot combine a leaf; names its path.
+    """
+    describing = _Describing(operator, rank)
+    return describing.node(obj, _ROOT), describing.leaves
+
+
+class _Describing:
+    # No nested functions: one that calls itself would be left to the garbage collector.
+    def __init__(self, operator: Operator, rank: int) -> None:
+        self.leaves: list[Any] = []
+        self._operator = operator
+        self._rank = rank
+
+    def node(self, member: Any, path: str) -> Any:
+        kind = _kind_of(member)
+        if kind is None:
+            return self._leaf(member, path)
+        keys = _keys_of(kind, member)
+        children = [self.node(_member(kind, member, key), path + _step(kind, key)) for key in keys]
+        return kind, _type_name(member), keys, tuple(children)
+
+    def _leaf(self, member: Any, path: str) -> Any:
+        description, value = _described(member, self._operator, is_nested=path != _ROOT)
+        if description != _CONSTANT:
+            _check(self._operator, member, path, self._rank, description)
+        self.leaves.append(value)
+        return len(self.leaves) - 1, description
+
+
+def _described(member: Any, operator: Operator, *, is_nested: bool) -> tuple[Any, Any]:
+    if (found := described(member)) is not None:
+        return found
+    is_arraylike = isinstance(member, torch.Tensor) or hasattr(member, "__array_interface__")
+    if operator.name in {"any", "all"} and not is_arraylike:
+        return _NUMBER, bool(member)
+    if is_nested and isinstance(member, _CONSTANTS):
+        return _CONSTANT, member
+    if isinstance(member, numbers.Number):
+        return _NUMBER, member
+    return ("object", _type_name(member)), member
+
+
+def _check(operator: Operator, member: Any, path: str, rank: int, description: Any) -> None:
+    if tensors_of(description) is None:
+        try:
+            operator.prepare(member, rank)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from error
+    elif operator.name in {"min", "max"} and "complex" in description[1]:
+        raise UsageError(f"{path}: complex numbers have no {operator.name}")
+
+
+def _type_name(obj: Any) -> str:
+    kind = type(obj)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def _kind_of(obj: Any) -> str | None:
+    if isinstance(obj, dict):
+        return _MAPPING
+    if isinstance(obj, (list, tuple)):
+        return _FIELDS if hasattr(obj, "_fields") else _SEQUENCE
+    return _FIELDS if dataclasses.is_dataclass(obj) and not isinstance(obj, type) else None
+
+
+def _keys_of(kind: str, obj: Any) -> tuple[Any, ...]:
+    if kind == _MAPPING:
+        return tuple(obj)
+    if kind == _SEQUENCE:
+        return tuple(range(len(obj)))
+    if isinstance(obj, tuple):
+        return tuple(obj._fields)  # type: ignore[attr-defined]  # a named tuple
+    return tuple(field.name for field in dataclasses.fields(obj))
+
+
+def _member(kind: str, obj: Any, key: Any) -> Any:
+    return getattr(obj, key) if kind == _FIELDS else obj[key]
+
+
+def _step(kind: str, key: Any) -> str:
+    return f".{key}" if kind == _FIELDS else f"[{key!r}]"
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node[0]) is int
+
+
+def is_constant(description: Any) -> bool:
+    """Whether the leaf passes through, if it is equal on all ranks."""
+    return bool(description == _CONSTANT)
+
+
+def leaves_of(node: Any, path: str = _ROOT) -> Iterator[tuple[str, Any]]:
+    """Every leaf's path and description, in order."""
+    if _is_leaf(node):
+        yield path, node[1]
+        return
+    kind, _, keys, children = node
+    for key, child in zip(keys, children, strict=True):
+        yield from leaves_of(child, path + _step(kind, key))
+
+
+def merge(structures: Sequence[Any], *, may_lack: bool) -> tuple[Any, list[Leaf]]:
+    """One structure of all ranks', in the order of the lowest rank that has each member.
+
+    Args:
+        structures: one per rank, in rank order.
+        may_lack: whether keys of mappings may be missing on some ranks.
+
+    Returns:
+        The structure, and all its leaves.
+
+    Raises:
+        DifferenceError: they differ.
+    """
+    first = structures[0]
+    if all(each == first for each in structures[1:]):
+        ranks = range(len(structures))
+        leaves = [description for _, description in leaves_of(first)]
+        return first, [Leaf(each, dict.fromkeys(ranks, at)) for at, each in enumerate(leaves)]
+    merging = _Merging(len(structures), may_lack=may_lack)
+    return merging.node(dict(enumerate(structures)), _ROOT), merging.leaves
+
+
+class _Merging:
+    def __init__(self, size: int, *, may_lack: bool) -> None:
+        self.leaves: list[Leaf] = []
+        self._size = size
+        self._may_lack = may_lack
+
+    def node(self, nodes: Mapping[int, Any], path: str) -> Any:
+        lowest, *others = nodes
+        first = nodes[lowest]
+        for rank in others:
+            if (ours := _kind_text(first)) != (theirs := _kind_text(nodes[rank])):
+                raise DifferenceError(path, (lowest, rank), f"{ours} and {theirs}")
+        if _is_leaf(first):
+            self.leaves.append(Leaf(first[1], {rank: node[0] for rank, node in nodes.items()}))
+            return len(self.leaves) - 1, first[1]
+        kind, type_name, _, _ = first
+        if len(nodes) < self._size and type_name not in _MADE:
+            lacking = next(rank for rank in range(self._size) if rank not in nodes)
+            reason = f"only mappings, lists and tuples can be filled in, not {type_name}"
+            raise DifferenceError(path, _in_order(lowest, lacking), reason)
+        members = {rank: dict(zip(node[2], node[3], strict=True)) for rank, node in nodes.items()}
+        keys = tuple(dict.fromkeys(key for each in members.values() for key in each))
+        children = []
+        for key in keys:
+            having = {rank: each[key] for rank, each in members.items() if key in each}
+            step = path + _step(kind, key)
+            if len(having) < len(members) and not self._may_lack:
+                holder = next(iter(having))
+                lacking = next(rank for rank in members if rank not in having)
+                reason = f"rank {lacking} has no such member; give it, or pass missing='skip'"
+                raise DifferenceError(step, _in_order(holder, lacking), reason)
+            children.append(self.node(having, step))
+        return kind, type_name, keys, tuple(children)
+
+
+def _in_order(one: int, other: int) -> tuple[int, int]:
+    return min(one, other), max(one, other)
+
+
+def _kind_text(node: Any) -> str:
+    """All that must agree of one node besides its keys, in words."""
+    if not _is_leaf(node):
+        kind, type_name, keys, _ = node
+        return type_name if kind == _MAPPING else f"{type_name} of {len(keys)}"
+    description = node[1]
+    if (tensors := tensors_of(description)) is None:
+        return description if isinstance(description, str) else str(description[1])
+    where = "" if tensors.is_array or tensors.device_type == "cpu" else f" on {description[3]}"
+    return f"{description[0]} of {description[1]}, shape {tensors.shape}{where}"
+
+
+def aligned(node: Any, own: Any) -> list[Any]:
+    """This rank's own leaf for each leaf of a merged structure; ``ABSENT`` where it has none."""
+    if _is_leaf(node):
+        return [own]
+    kind, _, keys, children = node
+    found = []
+    for key, child in zip(keys, children, strict=True):
+        found += aligned(child, _own_member(kind, own, key))
+    return found
+
+
+def _own_member(kind: str, own: Any, key: Any) -> Any:
+    if own is ABSENT or (kind == _MAPPING and key not in own):
+        return ABSENT
+    return ABSENT if kind == _SEQUENCE and key >= len(own) else _member(kind, own, key)
+
+
+def rebuild(node: Any, own: Any, results: Sequence[Any]) -> Any:
+    """A new object of a merged structure.
+
+    Args:
+        node: the structure.
+        own: this rank's operand, whose containers' types the result takes; it is not changed.
+        results: one for each leaf.
+    """
+    if _is_leaf(node):
+        return results[node[0]]
+    kind, type_name, keys, children = node
+    members = [
+        rebuild(child, _own_member(kind, own, key), results)
+        for key, child in zip(keys, children, strict=True)
+    ]
+    if kind == _SEQUENCE:
+        return _sequence_like(_MADE[type_name]() if own is ABSENT else own, members)
+    if kind == _FIELDS and isinstance(own, tuple):
+        return own._make(members)  # type: ignore[attr-defined]  # a named tuple
+    made = _MADE[type_name]() if own is ABSENT else copy.copy(own)
+    if kind == _MAPPING:
+        made.clear()
+        for key, member in zip(keys, members, strict=True):
+            made[key] = member
+    else:
+        for key, member in zip(keys, members, strict=True):
+            object.__setattr__(made, key, member)  # also where the class is frozen
+    return made
+
+
+def _sequence_like(own: Any, members: list[Any]) -> Any:
+    if isinstance(own, tuple):
+        return type(own)(members)
+    made = copy.copy(own)
+    made[:] = members
+    return made

@@ -1,0 +1,414 @@
+"""split, dup, node_group and leaders: who is in which group, and what ranks agree on."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError, NotInGroupError, UsageError
+from objcomm.subgroups import _by_color, _leaders, _Word
+from tests.group.helpers import assert_group_works, exit_at_once, subgroup, tell_all
+from tests.group.operations import OPERATIONS
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+NOBODY: Any = dist.GroupMember.NON_GROUP_MEMBER
+
+
+def members(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+@ranks(1, 2, 3, 4)
+def test_ranks_of_one_colour_form_a_group_that_works() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    half = objcomm.split(rank % 2)
+    assert isinstance(half, dist.ProcessGroup)
+    assert members(half) == list(range(rank % 2, size, 2))
+    assert_group_works(half)
+    assert objcomm.all_gather(rank, group=half) == members(half)
+    tensor = torch.tensor([1])
+    dist.all_reduce(tensor, group=half)
+    assert tensor.item() == len(members(half))
+    dist.destroy_process_group(half)
+    assert_group_works()
+
+
+@ranks(4)
+def test_ranks_are_ordered_by_key_and_then_by_rank() -> None:
+    rank = here().rank
+    for keys, want in [
+        ((3, 2, 1, 0), [3, 2, 1, 0]),
+        ((5, -1, 5, 0), [1, 3, 0, 2]),
+        ((None, None, None, None), [0, 1, 2, 3]),
+        ((None, -1, 1, None), [1, 0, 3, 2]),
+    ]:
+        group = objcomm.split("all", keys[rank])
+        assert members(group) == want
+        assert objcomm.rank(group) == dist.get_rank(group) == want.index(rank)
+        assert objcomm.all_gather(rank, group=group) == want
+        assert objcomm.broadcast(rank, src=2, group=group) == 2
+        tensor = torch.tensor([rank])
+        dist.broadcast(tensor, src=want[-1], group=group)
+        assert tensor.item() == want[-1]
+        dist.destroy_process_group(group)
+
+
+@ranks(4)
+@pytest.mark.parametrize("none", [None, -1, -5])
+def test_a_rank_without_a_colour_is_in_no_group(none: Any) -> None:
+    rank = here().rank
+    group = objcomm.split(none if rank == 2 else 0)
+    if rank != 2:
+        assert members(group) == [0, 1, 3]
+        assert_group_works(group)
+        return
+    assert group == NOBODY
+    assert (objcomm.rank(group), objcomm.world_size(group)) == (-1, -1)
+    assert not objcomm.is_main(group)
+    for operation in OPERATIONS.values():
+        with pytest.raises(NotInGroupError):
+            operation(1, group=group)
+    for again in (objcomm.split, objcomm.dup, objcomm.node_group, objcomm.leaders):
+        with pytest.raises(NotInGroupError):
+            again(*([0] if again is objcomm.split else []), group=group)
+
+
+@ranks(2)
+def test_no_rank_has_a_colour() -> None:
+    assert objcomm.split(None) == NOBODY
+    assert_group_works()
+
+
+@ranks(4)
+def test_disjoint_groups_divide_at_the_same_time_with_different_pasts() -> None:
+    rank = here().rank
+    # torch names groups by how many a process has: these ranks have different numbers of them.
+    alone = objcomm.split(rank)
+    spare = [objcomm.dup(group=alone) for _ in range(rank)]
+    pair = objcomm.split(rank // 2)
+    for turn in range(3):
+        one = objcomm.split(turn, key=-rank, group=pair)
+        assert members(one) == sorted(members(pair), reverse=True)
+        assert_group_works(one)
+        dist.destroy_process_group(one)
+    single = objcomm.split(rank % 2, group=pair)
+    assert members(single) == [rank]
+    for group in spare:
+        dist.destroy_process_group(group)
+    with subgroup(0, 3) as group:  # torch's own names still agree
+        if rank in {0, 3}:
+            assert_group_works(group)
+            dist.barrier(group)
+    assert_group_works()
+
+
+@ranks(4)
+def test_a_group_without_rank_zero_is_divided_by_its_members_alone() -> None:
+    rank = here().rank
+    with subgroup(1, 3) as pair:
+        if rank in {1, 3}:
+            upside = objcomm.split(0, key=-rank, group=pair)
+            assert members(upside) == [3, 1]
+            assert_group_works(upside)
+            assert objcomm.broadcast(rank, group=upside) == 3
+            assert objcomm.broadcast(rank, group_src=1, group=upside) == 1
+            assert members(objcomm.dup(group=pair)) == [1, 3]
+            assert members(objcomm.node_group(group=pair)) == [1, 3]
+            first = objcomm.leaders(group=pair)
+            assert (members(first) == [1]) if rank == 1 else (first == NOBODY)
+        else:
+            with pytest.raises(NotInGroupError):
+                objcomm.split(0, group=pair)
+
+
+@ranks(2, 3)
+def test_the_same_division_gives_the_same_group_again() -> None:
+    rank = here().rank
+    first = objcomm.split(rank % 2)
+    assert objcomm.split(rank % 2) is objcomm.split(rank % 2) is first
+    assert objcomm.split(str(rank % 2)) is first  # what counts is who is in it
+    assert objcomm.split(rank % 2, group=objcomm.split("all")) is not first
+    for call in (objcomm.node_group, objcomm.leaders):
+        found = call()
+        assert call() is found or found == call() == NOBODY
+    assert objcomm.node_group() is objcomm.split(0)
+    assert objcomm.split(0, key=-rank) is not objcomm.split(0)
+
+
+@ranks(2)
+def test_the_same_division_costs_one_exchange() -> None:
+    objcomm.split(0)
+    objcomm.reset_stats()
+    objcomm.split(0)
+    stats = objcomm.stats()
+    assert set(stats) == {"split"}
+    assert (stats["split"].calls, stats["split"].exchanges) == (1, 1)
+
+
+@ranks(3)
+@pytest.mark.parametrize("destroyer", [None, 0, 2])
+def test_a_group_that_a_rank_has_destroyed_is_made_anew(destroyer: int | None) -> None:
+    rank = here().rank
+    first = objcomm.split(0)
+    assert_group_works(first)
+    objcomm.barrier()
+    if destroyer in {None, rank}:
+        dist.destroy_process_group(first)
+    second = objcomm.split(0)
+    assert second is not first
+    assert_group_works(second)
+    assert objcomm.split(0) is second
+
+
+@ranks(3)
+def test_a_group_that_some_ranks_have_and_others_have_not_is_made_anew() -> None:
+    rank = here().rank
+    lower = objcomm.split("lower" if rank < 2 else "upper")
+    if rank == 1:
+        dist.destroy_process_group(lower)
+    again = objcomm.split("lower" if rank < 2 else "upper")
+    assert (again is lower) == (rank == 2)
+    assert_group_works(again)
+
+
+@ranks(2)
+def test_a_copy_is_new_each_time_and_has_its_own_connections() -> None:
+    first, second = objcomm.dup(), objcomm.dup()
+    assert first is not second
+    assert members(first) == members(second) == [0, 1]
+    assert objcomm.split(0) not in {first, second}
+    if here().rank == 0:
+        got = [objcomm.broadcast("", src=1, group=group) for group in (first, second)]
+    else:  # in the other order: what is sent in one does not meet the other
+        sent = dist.isend(torch.tensor([1]), dst=0, group=second)
+        got = [objcomm.broadcast("first", src=1, group=first)]
+        got += [objcomm.broadcast("second", src=1, group=second)]
+    assert got == ["first", "second"]
+    if here().rank == 0:
+        tensor = torch.zeros(1, dtype=torch.int64)
+        dist.recv(tensor, src=1, group=second)
+        assert tensor.item() == 1
+    elif sent is not None:
+        sent.wait()
+    reversed_world = objcomm.split(0, key=-here().rank)
+    assert members(objcomm.dup(group=reversed_world)) == [1, 0]
+    for group in (first, second):
+        dist.destroy_process_group(group)
+
+
+@ranks(2)
+def test_a_destroyed_group_is_held_by_nobody() -> None:
+    import gc  # noqa: PLC0415
+    import weakref  # noqa: PLC0415
+
+    for make in (objcomm.node_group, objcomm.dup):
+        group = make()
+        assert_group_works(group)
+        reference = weakref.ref(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert reference() is None
+
+
+@ranks(2, joined=False)
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
+def test_a_new_group_has_its_parents_backend_and_limit(backend: str | None) -> None:
+    from datetime import timedelta  # noqa: PLC0415
+
+    place = here()
+    limit = timedelta(seconds=77)
+    dist.init_process_group(
+        backend, store=place.store("s"), rank=place.rank, world_size=2, timeout=limit
+    )
+    for group in (objcomm.split(0, timeout=5), objcomm.dup(timeout=5), objcomm.node_group()):
+        assert dist.get_backend(group) == dist.get_backend()
+        assert dist.get_backend_config(group) == dist.get_backend_config()
+        assert group._get_backend(torch.device("cpu")).options._timeout == limit  # noqa: SLF001
+        assert_group_works(group)
+    dist.destroy_process_group()
+
+
+@ranks(2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_groups_are_made_under_torchs_own_checks() -> None:
+    for group in (objcomm.split(0), objcomm.dup()):
+        assert_group_works(group)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+
+@ranks(2, joined=False)
+def test_a_world_that_is_bound_to_a_device_stays_so() -> None:
+    place = here()
+    dist.init_process_group(
+        "cpu:gloo,cuda:gloo", store=place.store("s"), rank=place.rank, world_size=2
+    )
+    world: Any = dist.GroupMember.WORLD
+    world.bound_device_id = device = torch.device("cuda", 0)
+    group = objcomm.dup()
+    assert group.bound_device_id == world.bound_device_id == device
+    # Gloo, which stands in for NCCL here, would be asked for a device that there is not.
+    assert_group_works(group)
+    dist.destroy_process_group()
+
+
+@ranks(2)
+def test_a_rank_that_takes_only_pickles_takes_part() -> None:
+    with objcomm.configure(codec="pickle", accept=["pickle"]):
+        assert members(objcomm.split("pickles")) == [0, 1]
+        dist.destroy_process_group(objcomm.dup())
+    with objcomm.check():
+        dist.destroy_process_group(objcomm.dup())
+
+
+@ranks(2)
+def test_calls_in_flight_and_divisions_go_together() -> None:
+    work = objcomm.all_gather(here().rank, async_op=True)
+    group = objcomm.dup()
+    inner = objcomm.all_gather(here().rank, group=group, async_op=True)
+    again = objcomm.split(here().rank)
+    assert members(again) == [here().rank]
+    assert inner.wait() == work.wait() == [0, 1]
+    dist.destroy_process_group(group)
+
+
+@ranks(3)
+@pytest.mark.parametrize("part", ["split", "dup", "node_group", "leaders"])
+def test_a_rank_that_fails_before_it_comes_ends_the_wait_of_the_others(part: str) -> None:
+    calls: dict[str, Any] = {
+        "split": lambda: objcomm.split("new", here().rank % 2),
+        "dup": objcomm.dup,
+        "node_group": objcomm.node_group,
+        "leaders": objcomm.leaders,
+    }
+
+    def fail() -> None:
+        raise LookupError("no such shard")
+
+    call = fail if here().rank == 1 else calls[part]
+    with pytest.raises(CollectiveError) as caught, objcomm.fail_together():
+        call()
+    assert caught.value.failures[1].message == "no such shard"
+    assert_group_works()
+    found = calls[part]()
+    assert found == NOBODY or here().rank in members(found)
+
+
+@ranks(3, expect_dead=[1])
+def test_a_rank_that_dies_while_the_others_connect_is_not_waited_for_longer() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if here().rank == 1:
+            patch.setattr("objcomm.subgroups.create", lambda *_, **__: exit_at_once())
+        with pytest.raises(objcomm.ObjcommError):
+            objcomm.split("all", timeout=2)
+    assert len(dist.distributed_c10d._world.pg_map) == 1  # noqa: SLF001  # no group is left
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("color", "key"),
+    [(1.0, 0), (True, 0), ([1], 0), (b"a", 0), (0, 1.0), (0, "1"), (0, True)],
+    ids=repr,
+)
+def test_what_is_no_colour_or_key_is_refused_before_any_traffic(color: Any, key: Any) -> None:
+    objcomm.barrier()
+    before = objcomm.stats()
+    with pytest.raises(UsageError):
+        objcomm.split(color, key)
+    assert objcomm.stats() == before
+    assert_group_works()
+
+
+@ranks(2)
+def test_numbers_of_numpy_and_large_ones_are_colours() -> None:
+    import numpy as np  # noqa: PLC0415
+
+    assert members(objcomm.split(np.int64(3) if here().rank else 3)) == [0, 1]
+    assert members(objcomm.split(2**70, key=np.int32(-here().rank))) == [1, 0]
+
+
+@ranks(2, 3)
+def test_colours_of_two_types_raise_one_error_on_all_ranks() -> None:
+    rank, last = here().rank, here().world_size - 1
+    with pytest.raises(CollectiveError) as caught:
+        objcomm.split("a" if rank == last else 1)
+    assert list(caught.value.failures) == [last]
+    assert "str" in caught.value.failures[last].message
+    assert_group_works()
+
+
+@ranks(2, 3)
+def test_a_rank_in_another_call_is_told_so() -> None:
+    with pytest.raises(objcomm.ObjcommError):
+        (objcomm.dup if here().rank else objcomm.node_group)()
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_rank_that_does_not_come_is_named_in_time() -> None:
+    group = objcomm.dup()
+    objcomm.barrier(group=group)
+    if here().rank == 0:
+        with pytest.raises(objcomm.TransportTimeout) as caught:
+            objcomm.split(0, group=group, timeout=0.3)
+        assert caught.value.missing == (1,)
+        assert caught.value.operation == "split"
+    tell_all("given up", "")
+    with pytest.raises(objcomm.TransportError):
+        objcomm.split(0, group=group)
+    dist.destroy_process_group(group)
+    assert_group_works()
+
+
+@ranks(3)
+def test_a_rank_that_cannot_connect_fails_all_and_nobody_keeps_a_group() -> None:
+    rank = here().rank
+    torchs = len(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("no more sockets")
+
+    color = "one" if rank < 1 else "two"
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("objcomm.subgroups.create", refuse)
+        with pytest.raises(CollectiveError) as caught:
+            objcomm.split(color, timeout=1)
+    assert "no more sockets" in caught.value.failures[1].message
+    assert len(dist.distributed_c10d._world.pg_map) == torchs  # noqa: SLF001
+    assert_group_works(objcomm.split(color))
+
+
+@ranks(4)
+def test_ranks_of_one_host_and_one_rank_per_host() -> None:
+    rank = here().rank
+    host = objcomm.node_group()
+    assert members(host) == [0, 1, 2, 3]
+    first = objcomm.leaders()
+    assert (members(first) == [0]) if rank == 0 else (first == NOBODY)
+    if rank == 0:
+        assert objcomm.all_gather("alone", group=first) == ["alone"]
+
+
+def words(*hosts: str) -> list[_Word]:
+    return [_Word(host, 0, "", []) for host in hosts]
+
+
+def test_hosts_are_grouped_by_name_wherever_their_ranks_stand() -> None:
+    told = words("b", "a", "b", "c", "a")
+    assert _by_color(told) == [(0, 2), (1, 4), (3,)]
+    assert _leaders(told) == [(0, 1, 3)]
+
+
+@solo()
+def test_without_torch_distributed_there_is_a_world_of_one() -> None:
+    assert objcomm.split(3) is objcomm.dup() is objcomm.node_group() is objcomm.leaders() is None
+    outside = objcomm.split(None)
+    assert (objcomm.rank(outside), objcomm.world_size(outside)) == (-1, -1)
+    with pytest.raises(NotInGroupError):
+        objcomm.all_gather(1, group=outside)
+    with pytest.raises(UsageError):
+        objcomm.split(1.5)  # type: ignore[arg-type]  # that is the point

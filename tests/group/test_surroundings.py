@@ -1,0 +1,185 @@
+"""What a program may do around a call: modes, default devices, thread pools, forked workers."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+import objcomm
+from tests.group.helpers import assert_group_works
+from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
+from tests.ranks import ranks
+from tests.workers import here
+
+NBYTES = (4, 100_000)  # in the first message, and in a buffer of its own
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+@pytest.mark.parametrize("name", [name for name in OBJECT_OPERATIONS if name != "scatter"])
+def test_what_arrives_in_inference_mode_can_be_trained_on(name: str, codec: str, mode: Any) -> None:
+    operation = OPERATIONS[name]
+    for numel in NBYTES:
+        with mode():
+            mine = torch.full((numel,), 2.0)
+            got = operation(mine, codec=codec)
+        for tensor in got if isinstance(got, list) else [got]:
+            if tensor is None or tensor is mine:
+                continue  # a rank's own is the identical one, which it made in the mode
+            assert not tensor.is_inference()
+            weights = tensor.clone().requires_grad_()
+            (weights * tensor).sum().backward()
+            assert weights.grad is not None
+            tensor.add_(1)
+    assert_group_works()
+
+
+@ranks(2)
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+def test_a_tensor_made_in_inference_mode_can_be_sent(codec: str) -> None:
+    with torch.inference_mode():
+        made = torch.arange(50_000) + here().rank
+    got = objcomm.all_gather(made, codec=codec)
+    other = got[1 - here().rank]
+    assert other.is_inference() is False
+    assert torch.equal(other, torch.arange(50_000) + 1 - here().rank)
+    assert torch.equal(objcomm.all_reduce(made, "sum"), torch.arange(50_000) * 2 + 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_default_device_and_dtype_play_no_part(name: str) -> None:
+    objects = [3, 0.1] if "scalar" in name or name == "barrier" else [3, torch.ones(30_000)]
+    want = [OPERATIONS[name](obj) for obj in objects]
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float16)
+    try:
+        got = [OPERATIONS[name](obj) for obj in objects]
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert repr(got) == repr(want)
+
+
+@ranks(2)
+def test_a_group_may_be_made_under_a_default_device() -> None:
+    torch.set_default_device("meta")
+    try:
+        group = objcomm.dup()
+        assert_group_works(group)
+        dist.destroy_process_group(group)
+    finally:
+        torch.set_default_device(None)
+
+
+@ranks(2, 3)
+def test_threads_of_a_pool_use_lanes() -> None:
+    size = objcomm.world_size()
+
+    def job(number: int) -> list[Any]:
+        with objcomm.lane(f"job {number}"):
+            return objcomm.all_gather((number, here().rank))
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(job, number) for number in range(4)]
+        for _ in range(10):
+            assert objcomm.all_reduce(1, "sum") == size
+        for number, future in enumerate(futures):
+            assert future.result() == [(number, rank) for rank in range(size)]
+    # Other threads take the lanes over.
+    with ThreadPoolExecutor(2) as pool:
+        again = pool.submit(job, 0).result()
+        assert again == [(0, rank) for rank in range(size)]
+
+
+@ranks(2)
+def test_groups_are_divided_in_threads_at_once() -> None:
+    def job(number: int) -> Any:
+        with objcomm.lane(f"division {number}"):
+            return objcomm.dup()
+
+    with ThreadPoolExecutor(3) as pool:
+        groups = list(pool.map(job, range(3)))
+    for group in groups:
+        assert_group_works(group)
+        dist.destroy_process_group(group)
+
+
+class Numbers(Dataset[int]):
+    """Tells who reads it."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+@contextlib.contextmanager
+def may_have_children() -> Iterator[None]:
+    """A rank of the pool is a daemon, which Python forbids to have processes of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # the one way
+        patch.setitem(config, "daemon", value=False)
+        yield
+
+
+@ranks(2, disposable=True)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_forked_workers_of_a_loader_live_and_die_beside_calls(*, persistent: bool) -> None:
+    assert_group_works()  # connections and the watcher's threads stand when the workers are forked
+    loader = DataLoader(
+        Numbers(),
+        batch_size=2,
+        num_workers=2,
+        multiprocessing_context="fork",
+        persistent_workers=persistent,
+    )
+    for _ in range(2):
+        readers = set()
+        with may_have_children():
+            batches = iter(loader)
+        for batch in batches:
+            readers |= set(batch.tolist())
+            assert objcomm.all_gather(here().rank) == [0, 1]
+        assert os.getpid() not in readers
+        assert_group_works()  # after the workers' exit, unless they persist
+    del loader, batches
+    gc.collect()
+    assert_group_works()
+    objcomm.barrier()
+
+
+class Caller(Dataset[str]):
+    """Calls objcomm in a worker, which cannot work."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> str:
+        try:
+            objcomm.all_gather(index)
+        except objcomm.UsageError as error:
+            return str(error)
+        return ""
+
+
+@ranks(2, disposable=True)
+def test_a_forked_worker_that_calls_is_told_that_it_cannot() -> None:
+    assert_group_works()
+    loader = DataLoader(Caller(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    with may_have_children():
+        answers = list(loader)
+    assert len(answers) == 2
+    for told in answers:
+        assert "forked process" in told
+    assert_group_works()

@@ -1,0 +1,551 @@
+"""Named reductions of containers, leaf by leaf: values, structures that differ, ranks that die."""
+
+import collections
+import dataclasses
+import decimal
+import fractions
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import objcomm
+from objcomm import CollectiveError, DesyncError, TransportError, UsageError, elementwise
+from tests.group.helpers import assert_group_works, exit_at_once, subgroup
+from tests.ranks import ranks, run_on_ranks
+from tests.same import assert_same
+from tests.workers import here
+
+# Elements of float32 that travel outside of messages, and in several pieces.
+LARGE = 1_500_000
+
+
+class Loss(NamedTuple):
+    """A named tuple of a user's."""
+
+    total: Any
+    parts: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """A dataclass of a user's, which nobody can assign to."""
+
+    count: int
+    loss: Loss
+    name: str = "val"
+
+
+def nested(rank: int) -> dict[str, Any]:
+    """One of everything, small."""
+    return {
+        "stats": Stats(2**70 + rank, Loss(0.5 * rank, [rank, 1])),
+        "exact": (fractions.Fraction(1, 3 + rank), decimal.Decimal("0.1"), 1j * rank),
+        "ordered": collections.OrderedDict(b=rank, a=-rank),
+        "tensors": [torch.full((2, 3), rank), torch.tensor(float(rank)), torch.empty(0, 4)],
+        "array": np.full((3,), rank, np.float32),
+        "tag": "run",
+        "none": None,
+        "by key": {("a", 1): rank, 7: float(rank)},
+    }
+
+
+@ranks(1, 2, 3, 4)
+def test_a_nested_container_is_summed_leaf_by_leaf() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    total = size * (size - 1) // 2
+    want = {
+        "stats": Stats(size * 2**70 + total, Loss(0.5 * total, [total, size])),
+        "exact": (
+            sum((fractions.Fraction(1, 3 + i) for i in range(size)), fractions.Fraction(0)),
+            decimal.Decimal("0.1") * size,
+            1j * total,
+        ),
+        "ordered": collections.OrderedDict(b=total, a=-total),
+        "tensors": [
+            torch.full((2, 3), total),
+            torch.tensor(float(total)),
+            torch.empty(0, 4),
+        ],
+        "array": np.full((3,), total, np.float32),
+        "tag": "run",
+        "none": None,
+        "by key": {("a", 1): total, 7: float(total)},
+    }
+    mine = nested(rank)
+    assert_same(objcomm.all_reduce(mine, "sum"), want, sharing=False)
+    on_last = objcomm.reduce(mine, "sum", dst=size - 1)
+    assert_same(on_last, want if rank == size - 1 else None, sharing=False)
+    assert_same(mine, nested(rank), sharing=False)
+
+
+@ranks(1, 2, 3)
+def test_every_leaf_of_a_mean_is_a_true_mean() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mean = (size - 1) / 2
+    got = objcomm.all_reduce(
+        {"n": rank, "t": torch.tensor([rank]), "f": [fractions.Fraction(rank)]}, "mean"
+    )
+    want = {
+        "n": mean,
+        "t": torch.tensor([mean], dtype=torch.float64),
+        "f": [fractions.Fraction(size - 1, 2)],
+    }
+    assert_same(got, want)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_a_leaf_that_is_not_a_number_is_contagious(op: str) -> None:
+    mine = float("nan") if objcomm.rank() == objcomm.world_size() - 1 else 1.0
+    large = torch.ones(LARGE)
+    large[-1] = mine
+    tree: dict[str, Any] = {"loss": mine, "t": torch.tensor(mine), "large": large}
+    got = objcomm.all_reduce(tree, op)
+    assert math.isnan(got["loss"])
+    assert bool(got["t"].isnan())
+    assert bool(got["large"][-1].isnan())
+    assert not bool(got["large"][:-1].isnan().any())
+
+
+@ranks(2, 3)
+def test_key_order_does_not_matter_and_the_lowest_rank_has_its_way() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    keys = ["a", "b", "c"] if rank == 0 else ["c", "a", "b"]
+    counts = collections.defaultdict(int, {key: ord(key) for key in keys})
+    large = {key: torch.full((LARGE // 10,), float(ord(key))) for key in keys}
+    tree: dict[str, Any] = {"counts": counts, "large": large}
+    got = objcomm.all_reduce(tree, "sum")
+    assert list(got["counts"]) == list(got["large"]) == ["a", "b", "c"]
+    assert got["counts"].default_factory is int
+    for key in "abc":
+        assert got["counts"][key] == size * ord(key)
+        assert bool((got["large"][key] == size * ord(key)).all())
+    assert list(counts) == keys
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "mean", "any", "all"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_large_tensor_gives_what_its_small_parts_give(op: str, dtype: torch.dtype) -> None:
+    if dtype.is_complex and op in ("min", "max"):
+        pytest.skip("no order")
+    rank = objcomm.rank()
+    cycle = torch.arange(1000)
+    small = ((cycle * (rank + 3)) % 7 - (0 if dtype is torch.uint8 else 2)).to(dtype)
+    want = objcomm.all_reduce(small, op)
+    large = small.repeat(300)
+    for _ in range(2):
+        got = objcomm.all_reduce({"w": large, "b": [small]}, op)
+        assert_same(got, {"w": want.repeat(300), "b": [want]}, sharing=False)
+        assert torch.equal(large, small.repeat(300))
+
+
+@ranks(2, 3, 4)
+def test_leaves_of_all_sizes_and_kinds_travel_together() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    sizes = [0, 1, 3, 1000, 30_000, 100_000, LARGE, 7]
+
+    def tree(factor: int) -> dict[str, Any]:
+        return {
+            "floats": [torch.arange(n).float() * factor for n in sizes],
+            "ints": {n: torch.arange(n, dtype=torch.int64) * factor for n in sizes},
+            "arrays": tuple(np.arange(n, dtype=np.float64) * factor for n in sizes),
+            "scalar": torch.tensor(factor),
+            "column": (torch.arange(90_000).float() * factor).view(300, 300)[:, 5],
+            "fortran": np.asfortranarray(np.arange(60_000).reshape(200, 300) * factor),
+            "turned": (torch.arange(90_000).float() * factor).view(300, 300).t(),
+            "wide": torch.full((1, 200), float(factor)).expand(500, 200),
+            "n": factor,
+        }
+
+    mine = tree(rank + 1)
+    total = size * (size + 1) // 2
+    want = tree(total)
+    for key in ("column", "turned", "wide"):
+        want[key] = want[key].contiguous()
+    want["fortran"] = np.ascontiguousarray(want["fortran"])
+    assert_same(objcomm.all_reduce(mine, "sum"), want, sharing=False)
+    for root in range(size):
+        got = objcomm.reduce(mine, "sum", dst=root)
+        assert_same(got, want if rank == root else None, sharing=False)
+    assert_same(mine["floats"], tree(rank + 1)["floats"], sharing=False)
+    assert_group_works()
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
+def test_a_large_result_has_the_same_bits_on_every_rank_and_in_rank_order(op: str) -> None:
+    def operand(i: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(i)
+        return torch.randn(LARGE, generator=generator) * 1e3
+
+    size = objcomm.world_size()
+    got = objcomm.all_reduce({"w": operand(objcomm.rank())}, op)["w"]
+    operands = [operand(i) for i in range(size)]
+    if op == "mean":
+        doubles = [each.double() for each in operands]
+        want = (functools.reduce(operator.add, doubles) / size).float()
+    else:
+        want = functools.reduce(operator.add if op == "sum" else operator.mul, operands)
+    assert torch.equal(got, want)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("numel", [5, 400_000])
+def test_sums_of_halves_are_rounded_once(dtype: torch.dtype, numel: int) -> None:
+    # 60000 + 60000 is beyond float16; the mean is not, nor is the last sum.
+    size = objcomm.world_size()
+    mean = objcomm.all_reduce([torch.full((numel,), 60000.0, dtype=dtype)], "mean")[0]
+    assert_same(mean, torch.full((numel,), 60000.0, dtype=dtype))
+    last = objcomm.rank() == size - 1
+    mine = torch.full((numel,), -60000.0 * (size - 2) if last else 60000.0, dtype=dtype)
+    got = objcomm.all_reduce([mine], "sum")[0]
+    exact = mine.new_tensor(60000.0).float() * (size - 1) + torch.tensor(
+        -60000.0 * (size - 2), dtype=dtype
+    )
+    assert_same(got, torch.full((numel,), float(exact)).to(dtype))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("numel", [5, 400_000])
+def test_dtype_says_in_what_to_add_up(numel: int) -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine = torch.full((numel,), 2.0**24 if rank == 0 else 1.0)
+    got = objcomm.all_reduce({"w": mine, "n": torch.tensor(3)}, "sum", dtype=torch.float64)
+    want = torch.tensor(2.0**24 + size - 1, dtype=torch.float64).float()
+    assert_same(got, {"w": torch.full((numel,), float(want)), "n": torch.tensor(3 * size)})
+    if size == 3:  # in float32 both ones are lost
+        assert float(got["w"][0]) != float(objcomm.all_reduce(mine, "sum")[0])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": "sum", "dtype": torch.int64},
+        {"op": "sum", "dtype": "float32"},
+        {"op": "max", "dtype": torch.float64},
+        {"op": "sum", "missing": "ignore"},
+        {"op": operator.add, "missing": "skip"},
+        {"op": "concat", "missing": "skip"},
+        {"op": operator.add, "dtype": torch.float64},
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    for call in (objcomm.all_reduce, objcomm.reduce):
+        with pytest.raises(UsageError):
+            call([1], **options)
+    assert_group_works()
+
+
+@ranks(2)
+def test_ranks_with_other_options_are_out_of_step() -> None:
+    missing: Any = "skip" if objcomm.rank() else "error"
+    with pytest.raises(DesyncError):
+        objcomm.all_reduce([1], missing=missing)
+    assert_group_works()
+
+
+# What the last rank gives where the others give the second, and the path that the error names.
+DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
+    "a key lacks": ({"a": 1}, {"a": 1, "b": 2}, "obj['b']"),
+    "a key more": ({"m": {"a": 1, 3: 2}}, {"m": {"a": 1}}, "obj['m'][3]"),
+    "a deep member": (
+        {"val": [1, 2, Loss(torch.ones(2), [])]},
+        {"val": [1, 2, Loss(torch.ones(3), [])]},
+        "obj['val'][2].total",
+    ),
+    "a type of container": ({"a": [1]}, {"a": (1,)}, "obj['a']"),
+    "a dict's type": ({"a": {}}, {"a": collections.OrderedDict()}, "obj['a']"),
+    "a length": ([1, 2], [1, 2, 3], "obj"),
+    "a field of a dataclass": (
+        {"s": Stats(1, Loss(1, []))},
+        {"s": Stats(1, Loss(torch.ones(1), []))},
+        "obj['s'].loss.total",
+    ),
+    "a dtype": ([torch.ones(2)], [torch.ones(2).double()], "obj[0]"),
+    "a large dtype": ([torch.ones(LARGE)], [torch.ones(LARGE).double()], "obj[0]"),
+    "a large shape": ([torch.ones(LARGE)], [torch.ones(LARGE - 1)], "obj[0]"),
+    "large and small": ([torch.ones(LARGE)], [torch.ones(1)], "obj[0]"),
+    "an array's dtype": ([np.ones(2)], [np.ones(2, np.float32)], "obj[0]"),
+    "array and tensor": ([torch.ones(2)], [np.ones(2, np.float32)], "obj[0]"),
+    "number and tensor": ([torch.tensor(1.0)], [1.0], "obj[0]"),
+    "a leaf and a container": ({"a": 1}, {"a": {"b": 1}}, "obj['a']"),
+    "a text": ({"name": "x", "n": 1}, {"name": "y", "n": 1}, "obj['name']"),
+    "nothing": ({"loss": None}, {"loss": "a"}, "obj['loss']"),
+    "the whole": (3, [3], "obj"),
+}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_structures_that_differ_are_one_error_on_all_ranks(case: str) -> None:
+    last, others, path = DIFFERENCES[case]
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine = last if rank == size - 1 else others
+    objcomm.reset_stats()
+    for call in (objcomm.all_reduce, objcomm.reduce):
+        with pytest.raises(CollectiveError) as caught:
+            call(mine, "sum")
+        (failure,) = caught.value.failures.values()
+        assert failure.message.startswith(f"{path} differs between rank 0 and rank {size - 1}: ")
+        assert set(objcomm.all_gather(str(caught.value))) == {str(caught.value)}
+        received = objcomm.stats()[call.__name__].received_nbytes
+        assert received < 200_000, "something large moved"
+    assert_group_works()
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("member", [{1}, frozenset(), bytearray(b"a")], ids=str)
+def test_a_leaf_that_cannot_be_combined_is_named(member: Any) -> None:
+    with pytest.raises(CollectiveError, match=r"obj\['a'\]\[1\]: this named op combines numbers"):
+        objcomm.all_reduce({"a": [1, member]}, "sum")
+    assert_group_works()
+
+
+@ranks(2, 3)
+def test_a_leaf_whose_type_has_no_such_operation_is_named() -> None:
+    with pytest.raises(CollectiveError, match=r"obj\.name\[0\]: .*unsupported operand"):
+        objcomm.all_reduce(Stats(1, Loss(1, []), [slice(3)]), "sum")  # type: ignore[arg-type]
+    assert_group_works()
+
+
+@ranks(1, 2)
+def test_any_and_all_take_every_leaf_by_its_truth() -> None:
+    mine = {"found": [None, "x", 0][objcomm.rank()], "n": 3, "t": torch.tensor([0, 2])}
+    alone = objcomm.world_size() == 1
+    got = objcomm.all_reduce(mine, "any")
+    assert_same(got, {"found": not alone, "n": True, "t": torch.tensor([False, True])})
+    got = objcomm.all_reduce(mine, "all")
+    assert_same(got, {"found": False, "n": True, "t": torch.tensor([False, True])})
+
+
+@ranks(2, 3)
+def test_complex_numbers_have_no_least_one() -> None:
+    with pytest.raises(CollectiveError, match=r"obj\['w'\]: complex"):
+        objcomm.all_reduce({"w": torch.ones(LARGE, dtype=torch.complex64)}, "min")
+    assert_group_works()
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("numel", [2, 400_000])
+def test_members_that_some_ranks_lack_are_skipped(numel: int) -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine: dict[str, Any] = {"all": rank, f"only {rank}": {"w": torch.full((numel,), rank + 1.0)}}
+    if rank % 2 == 0:
+        mine["even"] = [rank, torch.full((numel,), float(rank)), np.full(numel, float(rank))]
+    even = list(range(0, size, 2))
+    mean = sum(even) / len(even)
+    want = {
+        "all": (size - 1) / 2,
+        "even": [mean, torch.full((numel,), mean), np.full(numel, mean)],
+        **{f"only {i}": {"w": torch.full((numel,), i + 1.0)} for i in range(size)},
+    }
+    got = objcomm.all_reduce(mine, "mean", missing="skip")
+    assert set(got) == set(want)
+    assert_same({key: got[key] for key in want}, want, sharing=False)
+    assert next(iter(got)) == "all"
+    total = objcomm.reduce(mine, "sum", dst=size - 1, missing="skip")
+    if rank == size - 1:
+        assert total is not None
+        assert total["even"][0] == sum(even)
+        assert_same(total[f"only {size - 1}"], want[f"only {size - 1}"], sharing=False)
+        total[f"only {size - 1}"]["w"].zero_()
+    assert bool((mine[f"only {rank}"]["w"] == rank + 1).all())
+
+
+@ranks(2)
+def test_a_class_of_the_users_cannot_be_filled_in() -> None:
+    mine = {"a": 1} if objcomm.rank() else {"a": 1, "s": Stats(1, Loss(1, []))}
+    with pytest.raises(CollectiveError, match=r"obj\['s'\] differs between rank 0 and rank 1"):
+        objcomm.all_reduce(mine, missing="skip")
+    assert_group_works()
+
+
+@ranks(2)
+def test_skipping_does_not_excuse_other_shapes() -> None:
+    with pytest.raises(CollectiveError, match=r"obj\['a'\]"):
+        objcomm.all_reduce({"a": torch.ones(1 + objcomm.rank())}, missing="skip")
+    assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+def test_every_codec_carries_a_tree(codec: str) -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine = {"s": Stats(rank, Loss(1.0, [2])), "w": torch.ones(LARGE // 10), 3: torch.ones(2)}
+    got = objcomm.all_reduce(mine, codec=codec)
+    want = {
+        "s": Stats(sum(range(size)), Loss(float(size), [2 * size])),
+        "w": torch.full((LARGE // 10,), float(size)),
+        3: torch.full((2,), float(size)),
+    }
+    assert_same(got, want, sharing=False)
+
+
+@ranks(2)
+def test_with_a_key_all_is_signed() -> None:
+    with objcomm.configure(key=b"0123456789abcdef"):
+        got = objcomm.all_reduce({"w": torch.ones(LARGE // 10)})
+    assert_same(got, {"w": torch.full((LARGE // 10,), 2.0)})
+
+
+@ranks(1, 2, 3)
+def test_a_tree_in_flight_keeps_the_containers_that_it_was_given() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    works = []
+    for numel in (3, LARGE // 10):
+        mine: dict[str, Any] = {"w": [torch.full((numel,), float(rank))], "n": rank}
+        works.append(objcomm.all_reduce(mine, async_op=True))
+        last = objcomm.reduce(mine, "max", dst=size - 1, async_op=True)
+        if size > 1:
+            mine["w"].clear()
+            mine["n"] = "gone"
+        got = last.wait()
+        if rank == size - 1:
+            assert got is not None
+            assert_same(got["w"][0], torch.full((numel,), float(size - 1)))
+    total = size * (size - 1) // 2
+    for numel, work in zip((3, LARGE // 10), works, strict=True):
+        assert_same(work.wait(), {"w": [torch.full((numel,), float(total))], "n": total})
+
+
+@ranks(2)
+def test_a_result_keeps_no_history_of_gradients() -> None:
+    weight = torch.nn.Parameter(torch.ones(LARGE // 10))
+    got = objcomm.all_reduce({"w": weight, "s": weight.sum()})
+    assert not got["w"].requires_grad
+    assert not got["s"].requires_grad
+    with torch.inference_mode():
+        inside = objcomm.all_reduce({"w": weight})
+    assert not inside["w"].is_inference()
+
+
+@ranks(4)
+def test_a_subgroup_reduces_a_tree() -> None:
+    with subgroup(1, 3) as group:
+        if here().rank in (1, 3):
+            mine = {"w": torch.full((LARGE // 10,), float(here().rank)), "n": here().rank}
+            got = objcomm.all_reduce(mine, group=group)
+            assert_same(got, {"w": torch.full((LARGE // 10,), 4.0), "n": 4})
+            on_last = objcomm.reduce(mine, "max", dst=3, group=group)
+            if here().rank == 3:
+                assert_same(on_last, {"w": torch.full((LARGE // 10,), 3.0), "n": 3})
+
+
+@ranks(9, deadline=60)
+def test_more_ranks_than_a_star_has_reduce_a_tree() -> None:
+    rank = objcomm.rank()
+    mine = {"w": torch.full((50_000,), float(rank)), "n": 2**70 + rank}
+    got = objcomm.all_reduce(mine)
+    assert_same(got, {"w": torch.full((50_000,), 36.0), "n": 9 * 2**70 + 36})
+
+
+class _Dies:
+    """Counts the pieces that a rank has combined, and ends its process at the given one."""
+
+    def __init__(self, at: int, original: Callable[..., None]) -> None:
+        self.left = at
+        self.original = original
+
+    def __call__(self, *arguments: Any) -> None:
+        if not self.left:
+            exit_at_once()
+        self.left -= 1
+        self.original(*arguments)
+
+
+@ranks(2, 3, 4, expect_dead=[1])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_rank_that_dies_in_the_middle_is_named(at: int) -> None:
+    objcomm.barrier()
+    tensor = torch.ones(24 << 20, dtype=torch.uint8).view(torch.float32)
+    if here().rank == 1:
+        dies = _Dies(at, elementwise.combine)
+        elementwise.combine = dies  # type: ignore[assignment]  # as a crash would come
+        objcomm.all_reduce({"w": tensor})
+    with pytest.raises(TransportError) as caught:
+        objcomm.all_reduce({"w": tensor})
+    assert caught.value.peers == (1,)
+
+
+def _members() -> st.SearchStrategy[Any]:
+    leaves = st.sampled_from(["int", "float", "small", "large", "array"])
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | st.dictionaries(st.sampled_from("abcd"), inner, max_size=3)
+        ),
+        max_leaves=8,
+    )
+
+
+def _filled(plan: Any, rank: int, seed: int) -> Any:
+    """The object that a plan means on one rank."""
+    if isinstance(plan, dict):
+        return {key: _filled(each, rank, seed + ord(key)) for key, each in plan.items()}
+    if isinstance(plan, (list, tuple)):
+        return type(plan)(_filled(each, rank, seed + 7 * at) for at, each in enumerate(plan))
+    number = (seed * 31 + rank * 17) % 23 - 11
+    return {
+        "int": number * 2**66,
+        "float": float(number),
+        "small": torch.full((2,), number),
+        "large": torch.full((20_000,), float(number)),
+        "array": np.full((3, 2), number, np.float64),
+    }[plan]
+
+
+def _model(op: str, objs: list[Any]) -> Any:
+    """The reduction in one process."""
+    first = objs[0]
+    if isinstance(first, dict):
+        return {key: _model(op, [each[key] for each in objs]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_model(op, list(members)) for members in zip(*objs, strict=True))
+    if op == "sum":
+        return functools.reduce(operator.add, objs)
+    if isinstance(first, torch.Tensor):
+        return functools.reduce(torch.maximum, objs)
+    if isinstance(first, np.ndarray):
+        return functools.reduce(np.maximum, objs)
+    return max(objs)
+
+
+def reduce_plan(plan: Any, op: str) -> None:
+    """On every rank: hold a reduction against the model."""
+    rank, size = objcomm.rank(), objcomm.world_size()
+    want = _model(op, [_filled(plan, i, 1) for i in range(size)])
+    assert_same(objcomm.all_reduce(_filled(plan, rank, 1), op), want, sharing=False)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@settings(max_examples=30, deadline=None)
+@given(plan=st.lists(_members(), max_size=4), op=st.sampled_from(["sum", "max"]))
+def test_any_tree_gives_what_one_process_gives(world_size: int, plan: Any, op: str) -> None:
+    run_on_ranks(world_size, reduce_plan, plan=plan, op=op)

@@ -1,0 +1,125 @@
+"""The line of jobs that carries asynchronous calls out, one after another."""
+
+import functools
+import threading
+import weakref
+
+import pytest
+
+from objcomm.transport import line as line_module
+from objcomm.transport.line import Line
+
+LIMIT_S = 10.0
+
+
+def living(name: str) -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == name]
+
+
+def test_jobs_are_done_in_the_order_in_which_they_came() -> None:
+    line, done = Line("in order"), list[int]()
+    for number in range(200):
+        line.submit(functools.partial(done.append, number))
+    line.drain()
+    assert done == list(range(200))
+    assert line.is_idle
+
+
+def test_a_line_without_jobs_has_no_thread_and_is_drained() -> None:
+    line = Line("unused line")
+    line.drain()
+    assert line.is_idle
+    assert living("unused line") == []
+
+
+def test_all_jobs_share_one_thread_which_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "_LINGER_SECONDS", 0.05)
+    line = Line("ending line")
+    threads = []
+    for _ in range(3):
+        line.submit(lambda: threads.append(threading.current_thread()))
+    line.drain()
+    assert len(set(threads)) == 1
+    threads[0].join(LIMIT_S)
+    assert not threads[0].is_alive()
+    line.submit(lambda: threads.append(threading.current_thread()))
+    line.drain()
+    assert threads[-1] is not threads[0]
+
+
+def test_no_job_is_lost_while_the_thread_is_about_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "_LINGER_SECONDS", 0.0)  # it ends whenever it can
+    line, done = Line("restless line"), list[int]()
+    for number in range(500):
+        line.submit(functools.partial(done.append, number))
+        if number % 3 == 0:
+            line.drain()
+    line.drain()
+    assert done == list(range(500))
+
+
+def test_drain_waits_for_the_job_that_runs() -> None:
+    line, may_end, drained = Line("slow line"), threading.Event(), threading.Event()
+
+    def drain() -> None:
+        line.drain()
+        drained.set()
+
+    def wait() -> None:
+        may_end.wait(LIMIT_S)
+
+    line.submit(wait)
+    waiter = threading.Thread(target=drain)
+    waiter.start()
+    assert not drained.wait(0.1)
+    assert not line.is_idle
+    may_end.set()
+    waiter.join(LIMIT_S)
+    assert drained.is_set()
+
+
+def test_a_job_knows_that_it_runs_on_the_line() -> None:
+    line, other, seen = Line("own line"), Line("other line"), list[bool]()
+
+    def look() -> None:
+        seen.extend((line.is_here, other.is_here))
+
+    line.submit(look)
+    line.drain()
+    assert seen == [True, False]
+    assert not line.is_here
+
+
+def test_a_job_that_is_done_is_forgotten() -> None:
+    class Held:
+        pass
+
+    held = Held()
+    kept = weakref.ref(held)
+    line = Line("forgetful line")
+    line.submit(functools.partial(_take, held))
+    del held
+    line.drain()
+    line.submit(lambda: None)  # the thread has come back for another
+    line.drain()
+    assert kept() is None
+
+
+def test_a_thread_that_cannot_start_takes_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, done = Line("starved line"), []
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            line.submit(lambda: done.append("never"))
+    assert line.is_idle
+    line.submit(lambda: done.append("later"))
+    line.drain()
+    assert done == ["later"]
+
+
+def _take(_held: object) -> None:
+    """A job that was given something."""

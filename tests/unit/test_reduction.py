@@ -1,0 +1,135 @@
+"""Large tensors combined by all ranks, over a link between threads, and the arithmetic on them."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from objcomm import elementwise
+from objcomm.transport import reduction
+from objcomm.transport.base import result_tag
+from objcomm.transport.reduction import Part
+from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane, on_every_rank
+
+NUMELS = [0, 1, 5, 20_000, 40_000, 200_001, 3, 700_000]
+
+
+def operand(rank: int, numel: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.int32) % 1000 * (rank + 1) + rank
+
+
+def part(rank: int, numel: int, present: tuple[int, ...], *, is_taker: bool) -> Part:
+    mine = operand(rank, numel) if rank in present else None
+    result = torch.full((numel,), -1, dtype=torch.int32) if is_taker else None
+    return Part(
+        mine,
+        result,
+        torch.int32,
+        torch.int32,
+        numel,
+        present,
+        lambda operands, into: elementwise.combine("sum", operands, into, torch.int32),
+        ("int32", present),
+    )
+
+
+@pytest.mark.parametrize("root", [None, 0, 1])
+@pytest.mark.parametrize("size", [2, 3, 8, 13])
+def test_every_part_is_combined_whoever_has_it(size: int, root: int | None) -> None:
+    everyone = tuple(range(size))
+    presents = [everyone, (size - 1,), everyone[::2], everyone]
+    wires = Wires(size)
+
+    def on_rank(rank: int) -> list[Part]:
+        exchange = exchange_on(MemoryLink(wires, rank), new_lane())
+        is_taker = root in {None, rank}
+        parts = [
+            part(rank, numel, presents[at % 4], is_taker=is_taker)
+            for at, numel in enumerate(NUMELS)
+        ]
+        reduction.reduce_tensors(exchange, parts, root)
+        exchange.finish()
+        return parts
+
+    for rank, parts in enumerate(on_every_rank(size, on_rank)):
+        for at, (numel, each) in enumerate(zip(NUMELS, parts, strict=True)):
+            present = presents[at % 4]
+            if each.result is not None:
+                want = sum((operand(i, numel) for i in present), torch.zeros(numel).int())
+                assert torch.equal(each.result, want), (rank, numel)
+            if each.operand is not None:
+                assert torch.equal(each.operand, operand(rank, numel))
+    assert wires.left_over() == 0
+
+
+def test_the_work_is_divided_and_no_byte_goes_twice() -> None:
+    size, numel = 4, 1_000_000
+    wires = Wires(size)
+    links = [MemoryLink(wires, rank) for rank in range(size)]
+
+    def on_rank(rank: int) -> None:
+        exchange = exchange_on(links[rank], new_lane())
+        parts = [part(rank, numel, tuple(range(size)), is_taker=True)]
+        reduction.reduce_tensors(exchange, parts, None)
+        exchange.finish()
+
+    on_every_rank(size, on_rank)
+    nbytes = numel * 4
+    for link in links:
+        sent = sum(count for count, _ in link.sent)
+        results = sum(count for count, tag in link.sent if tag == result_tag(0, 0))
+        assert sent <= nbytes * 2 * (size - 1) / size * 1.01 + 100
+        assert results == pytest.approx(nbytes / size * (size - 1), rel=0.01)
+
+
+def test_nothing_travels_for_nothing() -> None:
+    wires = Wires(2)
+    link = MemoryLink(wires, 0)
+    exchange = exchange_on(link, new_lane())
+    reduction.reduce_tensors(exchange, [part(0, 0, (0, 1), is_taker=True)], None)
+    exchange.finish()
+    assert link.sent == []
+
+
+@pytest.mark.parametrize("dtype", sorted(elementwise.DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("op", ["sum", "prod", "mean", "any", "all", "min", "max"])
+def test_pieces_give_what_the_whole_gives(op: str, dtype: torch.dtype) -> None:
+    if dtype.is_complex and op in ("min", "max"):
+        pytest.skip("no order")
+    generator = torch.Generator().manual_seed(7)
+    operands = [
+        torch.randint(0, 3, (70_000,), generator=generator)
+        .to(dtype)
+        .to(elementwise.operand_dtype(op, dtype))
+        for _ in range(3)
+    ]
+    kept = [each.clone() for each in operands]
+    wide = elementwise.wide_dtype(op, dtype, None)
+    into = torch.empty(70_000, dtype=elementwise.result_dtype(op, dtype))
+    elementwise.combine(op, operands, into, wide)
+    model: dict[str, Any] = {
+        "sum": torch.add,
+        "mean": torch.add,
+        "prod": torch.mul,
+        "min": torch.minimum,
+        "max": torch.maximum,
+        "any": torch.logical_or,
+        "all": torch.logical_and,
+    }
+    want = functools.reduce(model[op], [each.to(wide) for each in operands])
+    if op == "mean":
+        want = want / 3
+    assert torch.equal(into, want.to(into.dtype))
+    assert all(torch.equal(*pair) for pair in zip(operands, kept, strict=True))
+
+
+def test_dtypes_of_results_and_sums() -> None:
+    assert elementwise.result_dtype("mean", torch.int8) is torch.float64
+    assert elementwise.result_dtype("mean", torch.float16) is torch.float16
+    assert elementwise.result_dtype("any", torch.float32) is torch.bool
+    assert elementwise.wide_dtype("sum", torch.bfloat16, None) is torch.float32
+    assert elementwise.wide_dtype("sum", torch.float64, torch.float32) is torch.float64
+    assert elementwise.wide_dtype("sum", torch.int32, torch.float64) is torch.int32
+    assert elementwise.wide_dtype("mean", torch.float32, torch.float32) is torch.float32
+    assert elementwise.wide_dtype("max", torch.float16, None) is torch.float16
