@@ -167,6 +167,9 @@ class Channel:
         """Whether the other rank of a pair may have joined ``mesh`` when this was over for it."""
         return self._whole is not None and (mesh.link is None or mesh.outlives == verdict.name)
 
+    def _whole_mesh(self) -> Mesh | None:
+        return None if self._whole is None else self._whole.mesh
+
     def store(self) -> dist.Store:
         """Where the members meet, theirs alone."""
         store = self._process_group().get_group_store()
@@ -209,7 +212,7 @@ class Channel:
             history=self._history,
             bulletin=bulletin_of(self._world()),
             members=self.members,
-            whole=lambda: None if self._whole is None else self._whole.mesh,
+            whole=None if self._whole is None else self._whole_mesh,
         )
         if ended is not None and ended.link is None:
             mesh.failed_meeting = ended.nonce

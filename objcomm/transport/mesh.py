@@ -65,7 +65,7 @@ class Mesh:
         history: History,
         bulletin: Bulletin,
         members: tuple[int, ...],
-        whole: Callable[[], Mesh | None],
+        whole: Callable[[], Mesh | None] | None,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -81,7 +81,7 @@ class Mesh:
         self.outlives = ""
         self.failed_meeting = ""
         self._whole = whole
-        self._progress = Progress(rank, members)
+        self._progress = Progress(rank, members, is_pair=whole is not None)
         self._connected: Future[GlooLink] = Future()
         self._lock = threading.Lock()
 
@@ -113,7 +113,7 @@ class Mesh:
         Args:
             board: to ask whether the group's connections were closed for another reason.
         """
-        whole = self._whole()
+        whole = None if self._whole is None else self._whole()
         if self.link is not None or whole is None or whole.link is None:
             return ()
         verdict = whole.verdict

@@ -24,7 +24,6 @@ FIRST_USE = "first use of the group"
 
 _PREFIX = "objcomm"
 _IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
-_PAIR = 2
 
 _ONE_HOST, _SEVERAL_HOSTS = "one host", "several hosts"
 _GIVEN_UP = "given up"
@@ -47,15 +46,18 @@ class Progress:
         nonce: the name, once this rank knows it.
         is_over: set from outside to end the meeting.
         has_begun: whether a thread is at it.
+        is_pair: whether two meet for messages from rank to rank.
     """
 
-    def __init__(self, rank: int, members: tuple[int, ...]) -> None:
+    def __init__(self, rank: int, members: tuple[int, ...], *, is_pair: bool = False) -> None:
         """Begin.
 
         Args:
             rank: this one.
             members: who meets, the host first.
+            is_pair: whether they meet for messages from rank to rank.
         """
+        self.is_pair = is_pair
         self._members = members
         self.nonce = ""
         self.is_over = False
@@ -139,7 +141,7 @@ def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> bool:
     try:
         machines = _answer(store, size, progress, answered)
     except GivenUpError:
-        if size == _PAIR and answered:  # the guest has nobody else to wait for
+        if progress.is_pair and answered:  # the guest has nobody else to wait for
             store.set(f"go/{nonce}", _GIVEN_UP)
         raise
     for peer, number in answered.items():
