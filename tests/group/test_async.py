@@ -333,6 +333,31 @@ def test_options_are_those_of_the_call() -> None:
     assert_group_works()
 
 
+MODES: dict[str, Callable[[], Any]] = {
+    "none": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_torchs_modes_are_those_of_the_call(mode: str, size: int) -> None:
+    def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left + right
+
+    def facts(tensor: torch.Tensor) -> tuple[bool, bool, float]:
+        return tensor.requires_grad, tensor.is_inference(), tensor.sum().item()
+
+    for op in (add, "sum", "mean"):
+        with MODES[mode]():
+            mine: torch.Tensor = torch.nn.Parameter(torch.ones(size))
+            wanted = objcomm.all_reduce(mine, op)
+            work = objcomm.all_reduce(mine, op, async_op=True)
+        assert facts(work.wait()) == facts(wanted)
+
+
 # Waiting for several, asyncio
 
 
