@@ -220,13 +220,13 @@ def _begin_recv(errand: Errand) -> Work[Any]:
             return errand.take_in(errand.found(request))
 
     waits = []
-    job = work.job(conclude)
+    jobs = [work.job(conclude)]
     request = Request(errand.peer, errand.tag, on_end=lambda: errand.group.crew.submit(ready))
     is_asked = threading.Event()
 
     def ready() -> None:
         is_asked.wait()
-        job()
+        jobs.pop()()  # an error's traceback holds this frame
 
     try:
         waits.append(errand.ask(request))

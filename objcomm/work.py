@@ -155,7 +155,7 @@ class Work(Generic[T_co]):
             del self, body  # an error's traceback holds this frame
 
     def carry_out_on(self, line: Line | Crew, body: Callable[[], T_co]) -> None:
-        """The same on another thread, with this thread's context, CUDA device and stream."""
+        """The same on another thread, with this thread's context, modes and CUDA stream."""
         self._line = line if isinstance(line, Line) else None
         try:
             line.submit(self.job(body))
@@ -164,11 +164,13 @@ class Work(Generic[T_co]):
             raise
 
     def job(self, body: Callable[[], T_co]) -> Callable[[], None]:
-        """What another thread is to do later, with this thread's context, device and stream."""
+        """What another thread is to do later, with this thread's context, modes and stream."""
         context, device = contextvars.copy_context(), _DevicePlace()
+        is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def rest() -> T_co:
-            with device:
+            # torch keeps these for each thread, and an operator of a reduction computes.
+            with device, torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
                 return body()
 
         # No function of its own: an error's traceback would hold its frame, and so the work.

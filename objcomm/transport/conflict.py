@@ -8,7 +8,7 @@ for that is no conflict.
 from collections.abc import Callable
 
 from objcomm.frames import Operation
-from objcomm.transport.whereabouts import Conflict, LaneState, Step, Whereabouts
+from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
 
 Fetch = Callable[[int], Whereabouts | None]
 
@@ -35,7 +35,7 @@ def find_conflict(  # noqa: PLR0911  # each step of the search may end it
         if told is not None:
             return told._replace(is_told=True)
         their_lane = theirs.lane(lane.group, lane.number)
-        if their_lane is not None and their_lane.nonce == lane.nonce:
+        if their_lane is not None and _is_of_one_mesh(lane, their_lane):
             differing = _first_difference(lane, their_lane)
             if differing is not None and lane.group == start.group:
                 reason = _difference(*differing)
@@ -66,6 +66,16 @@ def _serving(
     if theirs is not None:
         return theirs.thread
     return there.main_thread if lane.thread == here.main_thread else 0
+
+
+def _is_of_one_mesh(lane: LaneState, theirs: LaneState) -> bool:
+    """Whether two ranks' states are of one mesh, whose name not both may know yet."""
+    if lane.nonce == theirs.nonce:
+        return True
+    if _is_shared(lane):
+        return not theirs.nonce
+    calls = [each.now is not None and each.now.sequence for each in (lane, theirs)]
+    return calls == [MEETING, MEETING] and "" in (lane.nonce, theirs.nonce)
 
 
 def _is_under_way(lane: LaneState, call: Step, theirs: LaneState) -> bool:

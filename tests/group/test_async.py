@@ -333,6 +333,31 @@ def test_options_are_those_of_the_call() -> None:
     assert_group_works()
 
 
+MODES: dict[str, Callable[[], Any]] = {
+    "none": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_torchs_modes_are_those_of_the_call(mode: str, size: int) -> None:
+    def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left + right
+
+    def facts(tensor: torch.Tensor) -> tuple[bool, bool, float]:
+        return tensor.requires_grad, tensor.is_inference(), tensor.sum().item()
+
+    for op in (add, "sum", "mean"):
+        with MODES[mode]():
+            mine: torch.Tensor = torch.nn.Parameter(torch.ones(size))
+            wanted = objcomm.all_reduce(mine, op)
+            work = objcomm.all_reduce(mine, op, async_op=True)
+        assert facts(work.wait()) == facts(wanted)
+
+
 # Waiting for several, asyncio
 
 
@@ -604,6 +629,21 @@ def test_a_death_ends_what_is_in_flight() -> None:
         objcomm.barrier(async_op=True)
 
 
+@ranks(2)
+def test_messages_of_a_group_of_two_meet_apart_from_its_collectives() -> None:
+    """Whichever of the two is begun first on each rank."""
+    for _ in range(3):
+        group: Any = dist.new_group([0, 1])
+        if here().rank == 0:
+            sending = objcomm.isend("message", 1, group=group)
+            assert objcomm.all_gather(0, group=group) == [0, 1]
+            sending.wait()
+        else:
+            assert objcomm.all_gather(1, group=group) == [0, 1]
+            assert objcomm.recv(0, group=group) == "message"
+        dist.destroy_process_group(group)
+
+
 @ranks(2, disposable=True)
 def test_an_interrupt_ends_the_wait_and_not_the_work() -> None:
     objcomm.barrier()
@@ -838,6 +878,28 @@ def test_what_failed_in_flight_keeps_nothing() -> None:
         objcomm.barrier()
         del mine, work
         assert [ref() for ref in kept] == [None] * 2
+    finally:
+        gc.enable()
+
+
+@ranks(2)
+def test_a_receive_that_failed_in_flight_keeps_nothing() -> None:
+    objcomm.barrier()
+    gc.disable()
+    try:
+        if here().rank == 0:
+            objcomm.send(RefusesToArrive(1), 1)
+        else:
+            work = objcomm.irecv(0)
+            with pytest.raises(DecodeError):
+                work.wait()
+            kept = weakref.ref(work)
+            del work
+            until = time.monotonic() + LIMIT_S
+            while kept() is not None:  # its thread lets go of it last
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        objcomm.barrier()
     finally:
         gc.enable()
 

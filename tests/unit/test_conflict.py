@@ -125,6 +125,13 @@ def test_ranks_in_one_meeting_are_in_step() -> None:
     assert conflict_of({0: [meeting("a", awaits=1)], 1: [meeting("a", awaits=0)]}) is None
 
 
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_host_knows_the_meshs_name_before_its_guests(start: int) -> None:
+    """Seen with two threads of each rank that met on two groups, on a machine that was busy."""
+    host = meeting("a", awaits=1)._replace(nonce="n")
+    assert conflict_of({0: [host], 1: [meeting("a", awaits=0)]}, start) is None
+
+
 def test_a_circle_of_three_is_found_by_each() -> None:
     ranks = {
         0: [lane("a", step(0), awaits=1)],
