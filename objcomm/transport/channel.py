@@ -7,6 +7,7 @@ the two need nobody else to be there, and what ends their connections ends nobod
 
 from __future__ import annotations  # torch may be built without distributed
 
+import functools
 import threading
 from typing import TYPE_CHECKING
 
@@ -209,7 +210,8 @@ class Channel:
             history=self._history,
             bulletin=bulletin_of(self._world()),
             members=self.members,
-            whole=lambda: None if self._whole is None else self._whole.mesh,
+            # Not by ``self``, which holds the mesh: a cycle would keep its connections open.
+            whole=functools.partial(_mesh_of, self._whole),
         )
         if ended is not None and ended.link is None:
             mesh.failed_meeting = ended.nonce
@@ -239,3 +241,7 @@ class Channel:
                 raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
         mesh.lanes[name] = Lane(name, number, thread, order)
         return mesh.lanes[name]
+
+
+def _mesh_of(channel: Channel | None) -> Mesh | None:
+    return None if channel is None else channel.mesh
