@@ -7,6 +7,7 @@ the two need nobody else to be there, and what ends their connections ends nobod
 
 from __future__ import annotations  # torch may be built without distributed
 
+import functools
 import threading
 from typing import TYPE_CHECKING
 
@@ -167,9 +168,6 @@ class Channel:
         """Whether the other rank of a pair may have joined ``mesh`` when this was over for it."""
         return self._whole is not None and (mesh.link is None or mesh.outlives == verdict.name)
 
-    def _whole_mesh(self) -> Mesh | None:
-        return None if self._whole is None else self._whole.mesh
-
     def store(self) -> dist.Store:
         """Where the members meet, theirs alone."""
         store = self._process_group().get_group_store()
@@ -212,7 +210,8 @@ class Channel:
             history=self._history,
             bulletin=bulletin_of(self._world()),
             members=self.members,
-            whole=None if self._whole is None else self._whole_mesh,
+            # Not by ``self``, which holds the mesh: a cycle would keep its connections open.
+            whole=None if self._whole is None else functools.partial(_mesh_of, self._whole),
         )
         if ended is not None and ended.link is None:
             mesh.failed_meeting = ended.nonce
@@ -242,3 +241,7 @@ class Channel:
                 raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
         mesh.lanes[name] = Lane(name, number, thread, order)
         return mesh.lanes[name]
+
+
+def _mesh_of(channel: Channel) -> Mesh | None:
+    return channel.mesh
