@@ -225,7 +225,15 @@ class Mesh:
             return self.verdict
         if not self.nonce:
             return self.stop(proposal)
-        return self.stop(self._posted(proposal, lambda board: board.propose(self.nonce, proposal)))
+
+        def post(board: Board) -> Verdict:
+            # Two threads may settle at once: who comes second must neither post nor acknowledge,
+            # or its word stays in the store when all ranks have read the first one's.
+            if self.verdict is not None:
+                return self.verdict
+            return self.stop(board.propose(self.nonce, proposal))
+
+        return self.stop(self._posted(proposal, post))
 
     def fail(self, key: str, proposal: Verdict) -> Verdict:
         """End the mesh because the block ``key`` failed here, and let it be known there, too."""

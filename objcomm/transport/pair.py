@@ -160,8 +160,9 @@ def say_farewell(pairs: Iterable[Pair]) -> None:
 
     def tell(board: Board) -> None:
         for mesh, verdict in verdicts.items():
-            if mesh.link is not None:
+            if mesh.link is not None and mesh.verdict is None:
                 board.propose(mesh.nonce, verdict)
+                mesh.stop(verdict._replace(is_store_silent=True))
                 board.acknowledge(mesh.nonce, len(mesh.members))
 
     # All in one: where the world has gone as well, the bulletin does no second job.

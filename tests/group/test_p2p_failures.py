@@ -439,7 +439,7 @@ def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
         """Gloo closes in a thread of its own, so the last group's may still be there."""
         own = _left_over()
         keys = [key for key in store.list_keys() if "verdict" in key or "known" in key]
-        return own[0] <= descriptors + 10 and own[1] <= tasks + 7 and not keys
+        return own[0] <= descriptors + 4 and own[1] <= tasks + 2 and not keys
 
     time.sleep(1.0)
     before = _left_over()
