@@ -108,3 +108,25 @@ def filled_like(obj: Any, value: int) -> Any:
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     return np.full(obj.shape, value, np.int64)
+
+
+def without_wrapping(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Combine numpy's integer scalars as Python's; the result is numpy's again where it fits."""
+
+    def combined(left: Any, right: Any) -> Any:
+        if not (_is_numpy_integer(left) or _is_numpy_integer(right)):
+            return combine(left, right)
+        plain = [each.item() if _is_numpy_integer(each) else each for each in (left, right)]
+        exact = combine(*plain)
+        if type(left) is not type(right):
+            return exact
+        import numpy as np  # noqa: PLC0415  # numpy is optional
+
+        limits = np.iinfo(left.dtype)
+        return type(left)(exact) if limits.min <= exact <= limits.max else exact
+
+    return combined
+
+
+def _is_numpy_integer(obj: Any) -> bool:
+    return is_numpy(obj) and not is_array(obj) and obj.dtype.kind in "iu"

@@ -163,6 +163,8 @@ class Errand:
         self.entry.withdraw = lambda verdict: self._withdraw(request, verdict)
         waits = Waits(self.entry, [lane for _, _, lane in admitted])
         mailbox.ask(request)
+        if not admitted and not request.is_probe:  # from this rank itself: no lane, no watcher
+            waits.limit(self._deadline.seconds, lambda: self._withdraw(request, self._too_late()))
         for pair, mesh, lane in admitted:
             if not pair.listen(mesh, lane):
                 mailbox.withdraw(request, mesh.verdict)
@@ -207,6 +209,10 @@ class Errand:
         finally:
             waits.end()
         return self.found(request)
+
+    def _too_late(self) -> Verdict:
+        seconds = self._deadline.seconds
+        return Verdict.of(Cause.TIMEOUT, ranks=(self.group.rank,), seconds=seconds)
 
     def _withdraw(self, request: Request, verdict: Verdict) -> None:
         if request.src is None and verdict.cause is Cause.TIMEOUT:
@@ -316,11 +322,21 @@ class Waits:
     def __init__(self, entry: Entry, lanes: list[Lane]) -> None:
         self._entry = entry
         self._lanes = lanes
+        self._timer: threading.Timer | None = None
         for lane in lanes:
             lane.begin(entry)
 
+    def limit(self, seconds: float, end: "Callable[[], None]") -> None:
+        """Call ``end`` after so many seconds, unless the wait is over."""
+        self._timer = threading.Timer(seconds, end)
+        self._timer.daemon = True
+        self._timer.name = "objcomm-limit"
+        self._timer.start()
+
     def end(self) -> None:
         """It is over."""
+        if self._timer is not None:
+            self._timer.cancel()
         # The history keeps the entry, and this would keep the message.
         self._entry.withdraw = _nothing
         for lane in self._lanes:

@@ -93,7 +93,7 @@ class Group:
         if process_group is not None:
             # Its end, not this object's: whoever still waits for a message holds this one.
             weakref.finalize(
-                process_group, _close, self._pairs, self.crew
+                process_group, _close, self._whole, self._pairs, self.crew
             ).atexit = False  # the watcher's
 
     def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
@@ -224,8 +224,9 @@ def _living(reference: Callable[[], Any]) -> Any:
     return process_group
 
 
-def _close(pairs: dict[int, Pair], crew: Crew) -> None:
-    say_farewell(list(pairs.values()))
+def _close(whole: Channel, pairs: dict[int, Pair], crew: Crew) -> None:
+    """Nobody can make another call; those that wait must not do so until their limits."""
+    say_farewell([*[pair.channel for pair in pairs.values()], *([whole] if whole.is_busy else [])])
     crew.close()
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from objcomm import arrays
-from objcomm.arrays import alike, is_array, is_numpy
+from objcomm.arrays import alike, is_array, is_numpy, without_wrapping
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
@@ -115,6 +115,15 @@ class Extreme(NamedTuple):
     rank: Any
 
 
+#: What torch's own collectives call them.
+_REDUCE_OPS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "mean"}
+
+
+def _is_reduce_op(op: object) -> bool:
+    """Whether it is a member of ``torch.distributed.ReduceOp``, which is callable by accident."""
+    return type(op).__name__ == "RedOpType"
+
+
 def operator_for(op: Callable[[Any, Any], Any] | Op[Any] | str) -> Operator:
     """What ``op=`` means.
 
@@ -131,9 +140,11 @@ def operator_for(op: Callable[[Any, Any], Any] | Op[Any] | str) -> Operator:
             is_slow=op.slow,
             identity=op.identity,
         )
-    if callable(op):
-        return Operator("callable", op)
     given: object = op  # whatever the caller passed
+    if _is_reduce_op(op):
+        given = _REDUCE_OPS.get(getattr(op, "name", ""))
+    if callable(given):
+        return Operator("callable", given)
     named = _NAMED.get(given) if isinstance(given, str) else None
     if named is None:
         raise UsageError(
@@ -298,6 +309,13 @@ def _united(left: Any, right: Any) -> Any:
 def _are_equal(left: Any, right: Any) -> bool:
     if left is right:
         return True
+    try:
+        return _are_equal_members(left, right)
+    except Exception:  # noqa: BLE001  # a list of tensors has no truth; what can't be compared differs
+        return False
+
+
+def _are_equal_members(left: Any, right: Any) -> bool:
     if is_array(left) or is_array(right):
         is_alike = is_array(left) and is_array(right) and arrays.form(left) == arrays.form(right)
         return is_alike and bool((left == right).all())
@@ -318,8 +336,8 @@ def _counts_added(left: Any, right: Any) -> Any:
 
 
 _NAMED = {
-    "sum": Operator("sum", alike(operator.add), _number, is_leafwise=True),
-    "prod": Operator("prod", alike(operator.mul), _number, is_leafwise=True),
+    "sum": Operator("sum", alike(without_wrapping(operator.add)), _number, is_leafwise=True),
+    "prod": Operator("prod", alike(without_wrapping(operator.mul)), _number, is_leafwise=True),
     "min": Operator("min", _extreme(torch.minimum, "minimum", min), _combinable, is_leafwise=True),
     "max": Operator("max", _extreme(torch.maximum, "maximum", max), _combinable, is_leafwise=True),
     "mean": Operator("mean", _add_sums, _to_average, _average, is_leafwise=True),

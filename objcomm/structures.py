@@ -133,8 +133,10 @@ def _type_name(obj: Any) -> str:
 def _kind_of(obj: Any) -> str | None:
     if isinstance(obj, dict):
         return _MAPPING
-    if isinstance(obj, (list, tuple)):
-        return _FIELDS if hasattr(obj, "_fields") else _SEQUENCE
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return _FIELDS
+    if isinstance(obj, list) or type(obj) is tuple:  # a torch.Size is no tuple of operands
+        return _SEQUENCE
     return _FIELDS if dataclasses.is_dataclass(obj) and not isinstance(obj, type) else None
 
 

@@ -93,8 +93,9 @@ class Work(Generic[T_co]):
         """Block until the operation has ended.
 
         Args:
-            timeout: how long to block, in seconds or as a timedelta; without end if None. When it
-                passes the operation goes on; what ends it is the ``timeout=`` of the operation.
+            timeout: how long to block, in seconds or as a timedelta; not at all if 0, without end
+                if None. When it passes the operation goes on; what ends it is the ``timeout=`` of
+                the operation.
 
         Returns:
             What the operation returns when it is called without ``async_op``.
@@ -103,7 +104,7 @@ class Work(Generic[T_co]):
             TimeoutError: it is still in flight.
             ObjcommError: whatever the operation raises.
         """
-        seconds = None if timeout is None else seconds_of(f"{self.operation}: wait", timeout)
+        seconds = _limit_of(f"{self.operation}: wait", timeout)
         self._is_asked = True
         try:
             if not self._has_ended_within(seconds):
@@ -238,8 +239,10 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
         >>> sorted(work.result() for work in objcomm.as_completed(works))
         [['a'], ['b']]
     """
-    seconds = None if timeout is None else seconds_of("as_completed", timeout)
-    by_future = {work._future: work for work in works}  # noqa: SLF001  # its own class's business
+    seconds = _limit_of("as_completed", timeout)
+    each = _checked("as_completed", works)
+    by_future = {work._future: work for work in each}  # noqa: SLF001  # its own class's business
+    del each
     ended = futures.as_completed(by_future, seconds)
     while True:
         with _awaiting(by_future.values() if seconds is None else ()):
@@ -247,6 +250,21 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
         if future is None:
             return
         yield by_future[future]
+
+
+def _limit_of(name: str, timeout: Timeout) -> float | None:
+    """A limit in seconds; unlike an operation's it may be 0."""
+    if timeout is None:
+        return None
+    return 0.0 if timeout == 0 else seconds_of(name, timeout)
+
+
+def _checked(name: str, works: Iterable[Work[T]]) -> list[Work[T]]:
+    found = list(works)
+    for each in found:
+        if not isinstance(each, Work):
+            raise UsageError(f"{name}: {each!r} is no objcomm.Work; give a list of works")
+    return found
 
 
 @contextlib.contextmanager
@@ -284,9 +302,9 @@ def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
         >>> objcomm.wait_all([objcomm.broadcast(each, async_op=True) for each in "ab"])
         ['a', 'b']
     """
-    waiting = list(works)
+    waiting = _checked("wait_all", works)
     del works
-    seconds = None if timeout is None else seconds_of("wait_all", timeout)
+    seconds = _limit_of("wait_all", timeout)
     until = None if seconds is None else time.monotonic() + seconds
     first: BaseException | None = None
     results = []

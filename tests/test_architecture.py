@@ -49,7 +49,7 @@ FLOORS: list[list[str]] = [
     ],
     ["transport.exchange", "transport.gloo"],
     ["transport.mesh", "transport.reduction", "transport.routes"],
-    ["transport.inquiry", "transport.mailbox"],
+    ["transport.farewell", "transport.inquiry", "transport.mailbox"],
     ["transport.watch"],
     ["transport.channel"],
     ["transport.pair"],

@@ -143,6 +143,13 @@ class Channel:
         return self._mesh
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a call waits on it, or is in flight."""
+        mesh = self._mesh
+        lanes = () if mesh is None else tuple(mesh.lanes.values())
+        return any(lane.waits() or (lane.line and not lane.line.is_idle) for lane in lanes)
+
+    @property
     def is_broken(self) -> bool:
         """Whether it can carry no more objects."""
         mesh = self._mesh

@@ -101,6 +101,11 @@ class Mesh:
         return self._connected.result() if self.link is None else self.link
 
     @property
+    def is_meeting(self) -> bool:
+        """Whether a thread is about to connect the members."""
+        return self._progress.has_begun and not self._connected.done()
+
+    @property
     def can_be_replaced(self) -> bool:
         """Whether the group's next call may make a new mesh, once there is a verdict."""
         if self.verdict is None or self.is_deserted:

@@ -77,13 +77,17 @@ class Crew:
         self._is_closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do ``job``, which must not raise, soon."""
+        """Do ``job``, which must not raise, soon.
+
+        Raises:
+            RuntimeError: this process can start no more threads.
+        """
         with self._lock:
             has_idle = self._idle > 0
             self._idle -= has_idle
-        self._jobs.put(job)
         if not has_idle:
-            threading.Thread(target=self._run, name="objcomm-crew", daemon=True).start()
+            _Hand(self._run).start()  # first: what can't be done must not be begun
+        self._jobs.put(job)
 
     def close(self) -> None:
         """Let each thread end after its job; what comes later is still done."""
@@ -93,7 +97,7 @@ class Crew:
         for _ in range(idle):
             self._jobs.put(_nothing)
 
-    def _run(self) -> None:
+    def _run(self, hand: "_Hand") -> None:
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE_SECONDS)
@@ -103,12 +107,27 @@ class Crew:
                         self._idle -= 1
                         return
                 continue
+            hand.is_busy = True
             job()
+            hand.is_busy = False
             del job  # it holds the caller's objects
             with self._lock:
                 if self._is_closed:
                     return
                 self._idle += 1
+
+
+class _Hand(threading.Thread):
+    """One thread of a crew."""
+
+    def __init__(self, work: "Callable[[_Hand], None]") -> None:
+        super().__init__(target=work, args=(self,), name="objcomm-crew", daemon=True)
+        self.is_busy = False
+
+
+def are_hands_busy() -> bool:
+    """Whether any crew of this process has a job under way."""
+    return any(isinstance(each, _Hand) and each.is_busy for each in threading.enumerate())
 
 
 def _nothing() -> None:

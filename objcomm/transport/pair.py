@@ -136,8 +136,8 @@ class Pair:
                 name="objcomm-listen",
                 daemon=True,
             )
-            expect(mesh, listener)
             listener.start()
+            expect(mesh, listener)
         elif mesh.verdict is not None:
             _fail(self._mailbox, self.peer, mesh, mesh.verdict)
         return is_current
@@ -150,11 +150,11 @@ class Pair:
                 lane.owes = False
 
 
-def say_farewell(pairs: Iterable[Pair]) -> None:
+def say_farewell(channels: Iterable[Channel]) -> None:
     """End the connections of a group that is no more, and let the other ranks know why."""
     verdicts: dict[Mesh, Verdict] = {}
-    for pair in pairs:
-        mesh = pair.channel.mesh
+    for channel in channels:
+        mesh = channel.mesh
         if mesh is not None and mesh.verdict is None:
             verdicts[mesh] = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
 

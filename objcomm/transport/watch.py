@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from objcomm.history import Entry
 from objcomm.transport.bulletin import Board, Bulletin
+from objcomm.transport.farewell import FAREWELL_SECONDS, end_waits
 from objcomm.transport.inquiry import (
     Waiting,
     expire,
@@ -40,7 +41,7 @@ from objcomm.transport.inquiry import (
     whereabouts,
 )
 from objcomm.transport.mesh import Mesh
-from objcomm.transport.verdict import PROGRAM_ENDED, Cause, Verdict
+from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import Whereabouts
 
 _TICK_SECONDS = 0.25
@@ -51,9 +52,6 @@ _LONG_SECONDS = 4.0
 _TICKS_BETWEEN_LOOKS = 4
 _EXPIRY_SECONDS = 0.9
 _INTERRUPT_SECONDS = 0.3
-# Usually they are there at once; a machine that is busy gets its time, a stopped store no more.
-_FAREWELL_SECONDS = 2.0
-_FAREWELL_PAUSE_SECONDS = 0.01
 _NUDGE = b"\0"  # no signal's number
 
 
@@ -214,34 +212,17 @@ class Watcher(threading.Thread):
     def _close(self) -> None:
         if self.pid != os.getpid():
             return
-        self._end_waits()
+        with self._lock:
+            meshes, listeners = list(self._meshes), list(self._listeners.items())
+        end_waits(meshes, listeners)
         for bulletin in list(self.bulletins):
-            bulletin.close(_FAREWELL_SECONDS)
+            bulletin.close(FAREWELL_SECONDS)
         self._is_closing = True
         self._nudge()
-        self.join(_FAREWELL_SECONDS)
+        self.join(FAREWELL_SECONDS)
         if not self.is_alive():
             self._receiving.close()
             self._sending.close()
-
-    def _end_waits(self) -> None:
-        """Let the program's own daemon threads come back from C++ before the interpreter ends."""
-        waiting = self._waiting()
-        with self._lock:
-            listeners = list(self._listeners.items())
-            lanes = [(mesh, lane) for mesh in self._meshes for lane in tuple(mesh.lanes.values())]
-        busy = [(mesh, lane.line) for mesh, lane in lanes if lane.line and not lane.line.is_idle]
-        meshes = {mesh for mesh, _, _ in waiting} | {mesh for mesh, _ in (*listeners, *busy)}
-        for mesh in meshes:
-            mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=PROGRAM_ENDED))
-        until = time.monotonic() + _FAREWELL_SECONDS
-        for _, listener in listeners:
-            listener.join(max(0.0, until - time.monotonic()))
-        while time.monotonic() < until and (
-            any(entry in lane.waits() for _, lane, entry in waiting)
-            or not all(line.is_idle for _, line in busy)
-        ):
-            time.sleep(_FAREWELL_PAUSE_SECONDS)
 
 
 class _Watchers:

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
 from tests.same import assert_same
+from tests.workers import here
 
 # One operand per rank, and what the first one, two, three and four of them give.
 NUMBERS: dict[str, tuple[str, list[Any], list[Any]]] = {
@@ -147,3 +149,39 @@ def test_a_named_operation_on_what_has_none_fails_every_rank() -> None:
         objcomm.all_reduce({"a"}, "sum")
     assert all("set" in failure.message for failure in caught.value.failures.values())
     assert_group_works()
+
+
+@ranks(1, 2, 3)
+def test_numpys_integer_scalars_do_not_wrap_around() -> None:
+    size = here().world_size
+    for mine, op, exact in (
+        (np.int8(100), "sum", 100 * size),
+        (np.int64(2**62), "sum", 2**62 * size),
+        (np.uint8(20), "prod", 20**size),
+    ):
+        got = objcomm.all_reduce(mine, op)
+        assert got == exact
+        fits = np.iinfo(mine.dtype).min <= exact <= np.iinfo(mine.dtype).max
+        assert type(got) is (type(mine) if fits else int)
+
+
+@ranks(2)
+def test_torchs_own_names_of_operators_will_do() -> None:
+    ops: Any = dist.ReduceOp
+    assert objcomm.all_reduce(here().rank + 1, ops.SUM) == 3
+    assert objcomm.all_reduce(here().rank + 1.0, ops.AVG) == 1.5
+    with pytest.raises(objcomm.UsageError, match="neither a callable"):
+        objcomm.all_reduce(1, ops.BXOR)
+
+
+@ranks(2)
+def test_unions_compare_what_has_no_truth() -> None:
+    alike = {"a": [torch.ones(2)]}
+    with pytest.raises(objcomm.CollectiveError, match="key 'a' has different values"):
+        objcomm.all_reduce(alike, "union")
+
+
+@ranks(2)
+def test_a_shape_is_no_tuple_of_operands() -> None:
+    with pytest.raises(objcomm.CollectiveError, match=r"obj\['v'\]"):
+        objcomm.all_reduce({"v": torch.Size([2, 3])}, "mean")

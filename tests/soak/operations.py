@@ -229,6 +229,48 @@ def _nothing(_turn: Turn, _rank: int) -> Any:
     return None
 
 
+def _sendrecv(turn: Turn, party: Party) -> Any:
+    rank, size = party.rank, turn.size
+    return objcomm.sendrecv(
+        turn.object_of(rank),
+        group_dst=(rank + 1) % size,
+        group_src=(rank - 1) % size,
+        group=party.group,
+        codec=turn.codecs[rank],
+        tag=turn.seed % 2**32,
+    )
+
+
+def _of_neighbour(turn: Turn, rank: int) -> Any:
+    return turn.object_of((rank - 1) % turn.size)
+
+
+def _send_to_root(turn: Turn, party: Party) -> Any:
+    """All but the root send to it, half of them in flight; it takes them as they come."""
+    rank, root, group = party.rank, turn.root, party.group
+    tag = turn.seed % 2**32  # a rank that has sent may be in the next turn
+    if rank != root:
+        mine = (rank, turn.object_of(rank))
+        codec = turn.codecs[rank]
+        work = objcomm.isend(mine, group_dst=root, group=group, codec=codec, tag=tag)
+        work.wait()
+        return None
+    received = [objcomm.recv(group=group, tag=tag) for _ in range(turn.size - 1)]
+    by_rank = {**dict(received), rank: turn.object_of(rank)}
+    return [by_rank[each] for each in range(turn.size)]
+
+
+def _all_gather_in_flight(turn: Turn, party: Party) -> Any:
+    """Two calls at once, of which half of the ranks wait for the second one first."""
+    mine, options = turn.object_of(party.rank), _options(turn, party)
+    plain = objcomm.all_gather(mine, async_op=True, **options)
+    marked = objcomm.all_gather((turn.seed, mine), async_op=True, **options)
+    for work in (plain, marked) if party.rank % 2 else (marked, plain):
+        work.wait()
+    assert [seed for seed, _ in marked.result()] == [turn.seed] * turn.size
+    return plain.result()
+
+
 _OBJECTS = ("unencodable", "undecodable")
 _ROOTED = (*_OBJECTS, "no such rank")
 _OPERATORS = ("unencodable", "raising operator")
@@ -258,5 +300,10 @@ OPERATIONS = {
     "reduce_and_broadcast": Operation(
         _reduce_and_broadcast, _counted, Pattern.THROUGH_FIRST, _CALLBACKS, can_confirm=False
     ),
+    "sendrecv": Operation(_sendrecv, _of_neighbour, Pattern.ALL_TO_ALL, can_confirm=False),
+    "send to the root": Operation(
+        _send_to_root, _of_all_at_root, Pattern.ALL_TO_ONE, can_confirm=False
+    ),
+    "all_gather in flight": Operation(_all_gather_in_flight, _of_all, Pattern.ALL_TO_ALL),
     "barrier": Operation(_barrier, _nothing, Pattern.ALL_TO_ALL, can_confirm=False),
 }

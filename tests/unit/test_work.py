@@ -114,7 +114,7 @@ def test_an_operations_own_time_limit_is_not_taken_for_the_waits(
     assert caught.value is error
 
 
-@pytest.mark.parametrize("wrong", [0, -1, float("nan"), "soon"])
+@pytest.mark.parametrize("wrong", [-1, float("nan"), "soon"])
 def test_a_wait_takes_a_positive_time(begun: Callable[..., Begun], wrong: Any) -> None:
     work = begun().end()
     for ask in (work.wait, lambda limit: wait_all([work], limit)):
@@ -507,3 +507,28 @@ def test_a_job_that_waits_for_one_behind_it_is_refused() -> None:
     is_begun.set()
     assert wait_all(works, LIMIT_S) == [None, "second"]
     assert len(told) == 1
+
+
+def test_only_works_can_be_waited_for() -> None:
+    calls: list[Callable[[Any], Any]] = [wait_all, lambda works: list(as_completed(works))]
+    for call in calls:
+        with pytest.raises(objcomm.UsageError, match="give a list of works"):
+            call([None])
+
+
+def test_a_limit_of_zero_asks_once() -> None:
+    done = objcomm.all_gather(1, async_op=True)
+    assert done.wait(0) == [1]
+    pending = objcomm.irecv(0, tag=71)
+    with pytest.raises(TimeoutError, match="still in flight"):
+        pending.wait(0)
+    objcomm.send("late", 0, tag=71)
+    assert pending.wait() == "late"
+
+
+def test_a_receive_from_oneself_ends_at_its_limit() -> None:
+    work = objcomm.irecv(0, tag=72, timeout=0.05)
+    with pytest.raises(objcomm.TransportTimeout):
+        work.wait(20)
+    objcomm.send("later", 0, tag=72)
+    assert objcomm.recv(0, tag=72) == "later"
