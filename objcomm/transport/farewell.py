@@ -6,7 +6,7 @@ A thread that comes back from C++ while the interpreter ends would abort the pro
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from objcomm.errors import text_of
 from objcomm.transport.mesh import Mesh
@@ -18,31 +18,31 @@ FAREWELL_SECONDS = 2.0
 _PAUSE_SECONDS = 0.01
 
 
-def end_waits(meshes: Iterable[Mesh], listeners: Iterable[tuple[Mesh, threading.Thread]]) -> None:
+def end_waits(look: Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]]) -> None:
     """Let threads come back from C++: connections close, and the other ranks are told why.
 
     Args:
-        meshes: all of this process's.
-        listeners: threads that wait for messages, each with its mesh.
+        look: gives all of this process's meshes, and the threads that wait for messages, each with
+            its mesh; asked again and again, because a thread may just be about to begin.
     """
-    lanes = [(mesh, lane) for mesh in meshes for lane in tuple(mesh.lanes.values())]
-    waiting = [(mesh, lane, entry) for mesh, lane in lanes for entry in lane.waits()]
-    busy = [(mesh, lane.line) for mesh, lane in lanes if lane.line and not lane.line.is_idle]
-    meeting = [mesh for mesh in meshes if mesh.is_meeting]
-    ending = {mesh for mesh, _, _ in waiting} | {mesh for mesh, _ in (*listeners, *busy)}
-    ending.update(meeting)
-    for mesh in ending:
-        mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending()))
     until = time.monotonic() + FAREWELL_SECONDS
-    for _, listener in listeners:
-        listener.join(max(0.0, until - time.monotonic()))
-    while time.monotonic() < until and (
-        any(entry in lane.waits() for _, lane, entry in waiting)
-        or not all(line.is_idle for _, line in busy)
-        or any(mesh.is_meeting for mesh in meeting)
-        or are_hands_busy()
-    ):
+    while True:
+        meshes, listeners = look()
+        occupied = {mesh for mesh in meshes if _is_occupied(mesh)}
+        occupied |= {mesh for mesh, listener in listeners if listener.is_alive()}
+        for mesh in occupied:
+            mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending()))
+        if time.monotonic() > until or not (occupied or are_hands_busy()):
+            return
         time.sleep(_PAUSE_SECONDS)
+
+
+def _is_occupied(mesh: Mesh) -> bool:
+    """Whether a thread is, or soon will be, in C++ on its behalf."""
+    lanes = tuple(mesh.lanes.values())
+    return mesh.is_meeting or any(
+        lane.waits() or (lane.line is not None and not lane.line.is_idle) for lane in lanes
+    )
 
 
 def _ending() -> str:

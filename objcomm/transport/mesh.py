@@ -82,6 +82,7 @@ class Mesh:
         self.failed_meeting = ""
         self._whole = whole
         self._progress = Progress(rank, members, is_pair=whole is not None)
+        self._meeting: threading.Thread | None = None
         self._connected: Future[GlooLink] = Future()
         self._lock = threading.Lock()
 
@@ -102,8 +103,8 @@ class Mesh:
 
     @property
     def is_meeting(self) -> bool:
-        """Whether a thread is about to connect the members."""
-        return self._progress.has_begun and not self._connected.done()
+        """Whether a thread is about to connect the members, or to give up."""
+        return self._meeting is not None and self._meeting.is_alive()
 
     @property
     def can_be_replaced(self) -> bool:
@@ -184,9 +185,10 @@ class Mesh:
             if not self._progress.has_begun:
                 self._progress.has_begun = True
                 args = (store, deadline)
-                threading.Thread(
+                self._meeting = threading.Thread(
                     target=self._meet, args=args, name="objcomm-connect", daemon=True
-                ).start()
+                )
+                self._meeting.start()
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
         """Raise what has failed in blocks around a call, before it can pair with one outside."""

@@ -68,12 +68,17 @@ class Place:
 
 
 class Crew:
-    """Does each job on a thread of its own, because each may wait; idle threads are used again."""
+    """Does each job on a thread of its own, because each may wait; idle threads are used again.
+
+    Attributes:
+        under_way: jobs that are not done.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
+        self.under_way = 0
         self._is_closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -84,9 +89,10 @@ class Crew:
         """
         with self._lock:
             has_idle = self._idle > 0
+            if not has_idle:
+                _Hand(self).start()  # first: what can't be done must not be begun
             self._idle -= has_idle
-        if not has_idle:
-            _Hand(self._run).start()  # first: what can't be done must not be begun
+            self.under_way += 1
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -94,10 +100,12 @@ class Crew:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, 0
+            self.under_way += idle
         for _ in range(idle):
             self._jobs.put(_nothing)
 
-    def _run(self, hand: "_Hand") -> None:
+    def run(self) -> None:
+        """Do jobs, on a thread of the crew's."""
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE_SECONDS)
@@ -107,11 +115,10 @@ class Crew:
                         self._idle -= 1
                         return
                 continue
-            hand.is_busy = True
             job()
-            hand.is_busy = False
             del job  # it holds the caller's objects
             with self._lock:
+                self.under_way -= 1
                 if self._is_closed:
                     return
                 self._idle += 1
@@ -120,14 +127,14 @@ class Crew:
 class _Hand(threading.Thread):
     """One thread of a crew."""
 
-    def __init__(self, work: "Callable[[_Hand], None]") -> None:
-        super().__init__(target=work, args=(self,), name="objcomm-crew", daemon=True)
-        self.is_busy = False
+    def __init__(self, crew: Crew) -> None:
+        super().__init__(target=crew.run, name="objcomm-crew", daemon=True)
+        self.crew = crew
 
 
 def are_hands_busy() -> bool:
     """Whether any crew of this process has a job under way."""
-    return any(isinstance(each, _Hand) and each.is_busy for each in threading.enumerate())
+    return any(isinstance(each, _Hand) and each.crew.under_way for each in threading.enumerate())
 
 
 def _nothing() -> None:

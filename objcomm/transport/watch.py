@@ -205,6 +205,10 @@ class Watcher(threading.Thread):
 
         bulletin.submit(job)
 
+    def _look(self) -> tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]:
+        with self._lock:
+            return list(self._meshes), list(self._listeners.items())
+
     def _nudge(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is awake
             self._sending.send(_NUDGE)
@@ -212,9 +216,7 @@ class Watcher(threading.Thread):
     def _close(self) -> None:
         if self.pid != os.getpid():
             return
-        with self._lock:
-            meshes, listeners = list(self._meshes), list(self._listeners.items())
-        end_waits(meshes, listeners)
+        end_waits(self._look)
         for bulletin in list(self.bulletins):
             bulletin.close(FAREWELL_SECONDS)
         self._is_closing = True
