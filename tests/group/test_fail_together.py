@@ -189,15 +189,21 @@ def test_an_interrupt_is_raised_itself_where_it_happened() -> None:
 
 @ranks(2)
 def test_blocks_leave_no_keys_behind() -> None:
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
+    before = _keys_of_verdicts(store)
     for _ in range(5):
         raises_together(lambda: fail() if here().rank == 1 else objcomm.barrier())
         assert_group_works()
     tell_all("no more blocks", "")
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
     deadline = time.monotonic() + 5
-    while left := [key for key in store.list_keys() if "verdict" in key or "known" in key]:
+    while left := _keys_of_verdicts(store) - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def _keys_of_verdicts(store: dist.Store) -> set[str]:
+    keys: list[str] = store.list_keys()
+    return {key for key in keys if "verdict" in key or "known" in key}
 
 
 @solo()
