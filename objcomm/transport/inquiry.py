@@ -21,6 +21,9 @@ from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Wh
 #: A call of one lane that waits for other ranks.
 Waiting = tuple[Mesh, Lane, Entry]
 
+# Most training scripts have a thread of these, which must not keep a circle from being found.
+_SERVING = frozenset({"torch", "tqdm"})
+
 # Ranks that are not waiting look three times a second whether they are asked.
 _ANSWERS_WITHIN_SECONDS = 0.4
 _PAUSE_SECONDS = 0.02
@@ -46,8 +49,19 @@ def whereabouts(meshes: Iterable[Mesh], asked: int) -> Whereabouts:
 
 def _is_single() -> bool:
     """Whether no thread but the main one can make calls."""
-    others = [each for each in threading.enumerate() if not each.name.startswith("objcomm-")]
-    return len(others) == 1
+    return all(
+        each is threading.main_thread()
+        or each.name.startswith("objcomm-")
+        or serves_a_library(each)
+        for each in threading.enumerate()
+    )
+
+
+def serves_a_library(thread: threading.Thread) -> bool:
+    """Whether a thread is one that makes no calls: a progress bar's, a data loader's."""
+    target = getattr(thread, "_target", None)
+    modules = (type(thread).__module__, getattr(target, "__module__", None) or "")
+    return any(module.partition(".")[0] in _SERVING for module in modules)
 
 
 def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:

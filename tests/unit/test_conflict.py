@@ -1,11 +1,14 @@
 """Which waits can never end: reasoning on whereabouts, without any process."""
 
+import threading
 from typing import Any
 
 import pytest
+from torch.utils.data._utils import pin_memory
 
 from objcomm.frames import Operation
 from objcomm.transport.conflict import find_conflict
+from objcomm.transport.inquiry import serves_a_library
 from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
 
 MAIN, OTHER = 1, 2
@@ -344,3 +347,11 @@ def test_numbers_of_messages_are_not_compared() -> None:
     mine = recv(0, 1, taken=4, sent=9)
     theirs = pair(0, 1, sent=5, taken=9)
     assert conflict_among({0: [mine], 1: [theirs]}) is None
+
+
+def test_threads_of_libraries_keep_no_circle_from_being_found() -> None:
+    bar = type("TMonitor", (threading.Thread,), {"__module__": "tqdm._monitor"})
+    assert serves_a_library(bar())
+    assert serves_a_library(threading.Thread(target=pin_memory.pin_memory))
+    assert not serves_a_library(threading.Thread(target=step))
+    assert not serves_a_library(threading.Thread())
