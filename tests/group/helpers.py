@@ -42,6 +42,12 @@ def tell_all(topic: str, text: str) -> list[str]:
     return [store.get(f"{topic}{rank}").decode() for rank in range(place.world_size)]
 
 
+def keys_of_verdicts(store: dist.Store) -> set[str]:
+    """What verdicts, and those who know them, have left in a store."""
+    keys: list[str] = store.list_keys()
+    return {key for key in keys if "verdict" in key or "known" in key}
+
+
 def outcome_of(call: Callable[[], object]) -> str:
     """The name of the error that a call raises, or ``"returned"``."""
     try:

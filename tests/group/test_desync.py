@@ -16,7 +16,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import DesyncError
 from objcomm.transport import watch
-from tests.group.helpers import assert_group_works, subgroup, tell_all
+from tests.group.helpers import assert_group_works, keys_of_verdicts, subgroup, tell_all
 from tests.ranks import ranks
 from tests.workers import here
 
@@ -270,6 +270,8 @@ def test_another_lanes_thread_raises_too_and_then_works_on() -> None:
 
 @ranks(2)
 def test_many_desyncs_leave_nothing_behind() -> None:
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
+    before = keys_of_verdicts(store)
     objcomm.barrier()
     for turn in range(12):
         desync_in(MISMATCHES["names of barriers"][here().rank])
@@ -277,10 +279,9 @@ def test_many_desyncs_leave_nothing_behind() -> None:
         if turn == 1:
             threads = threading.active_count()
     assert threading.active_count() <= threads
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
     tell_all("all are over", "")
     deadline = time.monotonic() + 5
-    while left := [key for key in store.list_keys() if "verdict" in key or "known" in key]:
+    while left := keys_of_verdicts(store) - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from tests.group.helpers import assert_group_works, subgroup, tell_all
+from tests.group.helpers import assert_group_works, keys_of_verdicts, subgroup, tell_all
 from tests.ranks import ranks, solo
 from tests.workers import here
 
@@ -190,20 +190,15 @@ def test_an_interrupt_is_raised_itself_where_it_happened() -> None:
 @ranks(2)
 def test_blocks_leave_no_keys_behind() -> None:
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
-    before = _keys_of_verdicts(store)
+    before = keys_of_verdicts(store)
     for _ in range(5):
         raises_together(lambda: fail() if here().rank == 1 else objcomm.barrier())
         assert_group_works()
     tell_all("no more blocks", "")
     deadline = time.monotonic() + 5
-    while left := _keys_of_verdicts(store) - before:
+    while left := keys_of_verdicts(store) - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-
-
-def _keys_of_verdicts(store: dist.Store) -> set[str]:
-    keys: list[str] = store.list_keys()
-    return {key for key in keys if "verdict" in key or "known" in key}
 
 
 @solo()
