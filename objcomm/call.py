@@ -188,7 +188,7 @@ class Call:
     @property
     def exchange(self) -> Exchange:
         """The traffic."""
-        return self._own_turn().exchange
+        return self.traffic().exchange
 
     def message(self, produce: Callable[[], object]) -> Message:
         """Encode what ``produce`` returns; an error of either becomes a failure message.
@@ -326,9 +326,6 @@ class Call:
 
     def traffic(self) -> Turn:
         """The part of a call during which ranks wait for each other; a context that gives it."""
-        return self._own_turn()
-
-    def _own_turn(self) -> Turn:
         if self._turn is None:
             raise WireError(f"{self.name}: a world of one has no traffic")
         return self._turn

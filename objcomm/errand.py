@@ -1,7 +1,6 @@
 """One point-to-point call on this rank: encode and send, or find, receive and decode."""
 
 import contextlib
-import operator
 import threading
 import time
 from types import TracebackType
@@ -12,7 +11,7 @@ from objcomm.call import begin_span
 from objcomm.coding import Coding
 from objcomm.errors import ObjcommError, TransportTimeout, UsageError
 from objcomm.frames import Header, Operation
-from objcomm.group import Timeout
+from objcomm.group import Timeout, whole_number
 from objcomm.history import Entry, call_site
 from objcomm.message import Message
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
@@ -304,15 +303,14 @@ class Errand:
 
 
 def _tag(operation: str, tag: object) -> int:
-    """A tag as a number, numpy's integers included.
+    """A tag as a number.
 
     Raises:
         UsageError: it is none, or too large.
     """
-    with contextlib.suppress(TypeError):
-        number = operator.index(tag)  # type: ignore[arg-type]  # that is the question
-        if not isinstance(tag, bool) and 0 <= number <= _TAG_MAX:
-            return number
+    number = whole_number(tag)
+    if number is not None and 0 <= number <= _TAG_MAX:
+        return number
     raise UsageError(f"{operation}: tag={tag!r} is no integer from 0 to {_TAG_MAX}")
 
 

@@ -234,18 +234,26 @@ def _nothing() -> None:
     """Stands for a process group that there never was."""
 
 
+def whole_number(value: object) -> int | None:
+    """A whole number, numpy's included; None for what is none, as a float or a bool is."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return None
+
+
 def _index(operation: str, rank: object) -> int:
-    """A rank as a number, numpy's integers included.
+    """A rank as a number.
 
     Raises:
-        UsageError: it is none; a float or a bool is a mistake of the caller's.
+        UsageError: it is none.
     """
-    try:
-        if not isinstance(rank, bool):
-            return operator.index(rank)  # type: ignore[arg-type]  # that is the question
-    except TypeError:
-        pass
-    raise UsageError(f"{operation}: {rank!r} is no rank")
+    number = whole_number(rank)
+    if number is None:
+        raise UsageError(f"{operation}: {rank!r} is no rank")
+    return number
 
 
 def _timeout_seconds(process_group: Any) -> float:

@@ -4,7 +4,6 @@ Which ranks form a group is agreed over the wire, and so is whether they have th
 what one rank remembers and another does not would leave one waiting for the other.
 """
 
-import operator
 import threading
 import uuid
 import weakref
@@ -18,7 +17,7 @@ from objcomm.call import Call
 from objcomm.collectives import all_gather_in
 from objcomm.errors import CollectiveError, RankFailure, UsageError
 from objcomm.frames import Operation, Status, fingerprint
-from objcomm.group import Timeout
+from objcomm.group import Timeout, whole_number
 from objcomm.transport import routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.creation import create, is_alive
@@ -225,18 +224,16 @@ def _color(color: object) -> int | str | None:
 
 
 def _integer(name: str, value: object) -> int:
-    """A whole number, numpy's included.
+    """A whole number.
 
     Raises:
-        UsageError: it is none; a float or a bool is a mistake of the caller's.
+        UsageError: it is none.
     """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]  # that is the question
-    except TypeError:
-        pass
-    wanted = "an int, a text or None" if name == "color" else "an int or None"
-    raise UsageError(f"split: {name}={value!r} is not {wanted}")
+    number = whole_number(value)
+    if number is None:
+        wanted = "an int, a text or None" if name == "color" else "an int or None"
+        raise UsageError(f"split: {name}={value!r} is not {wanted}")
+    return number
 
 
 def _by_color(words: Sequence[_Word]) -> list[Members]:

@@ -146,8 +146,7 @@ class Channel:
     def is_busy(self) -> bool:
         """Whether a call waits on it, or is in flight."""
         mesh = self._mesh
-        lanes = () if mesh is None else tuple(mesh.lanes.values())
-        return any(lane.waits() or (lane.line and not lane.line.is_idle) for lane in lanes)
+        return mesh is not None and any(lane.is_busy for lane in tuple(mesh.lanes.values()))
 
     @property
     def is_broken(self) -> bool:

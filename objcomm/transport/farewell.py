@@ -39,10 +39,7 @@ def end_waits(look: Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Th
 
 def _is_occupied(mesh: Mesh) -> bool:
     """Whether a thread is, or soon will be, in C++ on its behalf."""
-    lanes = tuple(mesh.lanes.values())
-    return mesh.is_meeting or any(
-        lane.waits() or (lane.line is not None and not lane.line.is_idle) for lane in lanes
-    )
+    return mesh.is_meeting or any(lane.is_busy for lane in tuple(mesh.lanes.values()))
 
 
 def _ending() -> str:

@@ -89,6 +89,11 @@ class Lane:
         entry = self.entry
         return [*self.errands.copy(), *([] if entry is None else [entry])]
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call waits on it, or is in flight."""
+        return bool(self.waits()) or (self.line is not None and not self.line.is_idle)
+
     def drain(self) -> None:
         """Wait until no asynchronous call is left."""
         if self.line is not None and not self.line.is_idle:
