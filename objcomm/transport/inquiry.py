@@ -3,6 +3,7 @@
 All of it runs on a bulletin's thread, because it talks to the store.
 """
 
+import sys
 import threading
 import time
 from collections import deque
@@ -23,6 +24,10 @@ Waiting = tuple[Mesh, Lane, Entry]
 
 # Most training scripts have a thread of these, which must not keep a circle from being found.
 _SERVING = frozenset({"torch", "tqdm"})
+
+# An executor's thread waits in this function itself (its queue is written in C), and does its
+# work further down.
+_IDLE = ("concurrent.futures.thread", "_worker")
 
 # Ranks that are not waiting look three times a second whether they are asked.
 _ANSWERS_WITHIN_SECONDS = 0.4
@@ -53,6 +58,7 @@ def _is_single() -> bool:
         each is threading.main_thread()
         or each.name.startswith("objcomm-")
         or serves_a_library(each)
+        or is_idle_in_a_pool(each)
         for each in threading.enumerate()
     )
 
@@ -62,6 +68,17 @@ def serves_a_library(thread: threading.Thread) -> bool:
     target = getattr(thread, "_target", None)
     modules = (type(thread).__module__, getattr(target, "__module__", None) or "")
     return any(module.partition(".")[0] in _SERVING for module in modules)
+
+
+def is_idle_in_a_pool(thread: threading.Thread) -> bool:
+    """Whether an executor's thread has nothing to do: only another thread can give it something.
+
+    torch.compile and many libraries keep such threads for as long as the program runs.
+    """
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # documented by CPython
+    if frame is None:
+        return False
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == _IDLE
 
 
 def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:

@@ -1,6 +1,9 @@
 """Which waits can never end: reasoning on whereabouts, without any process."""
 
+import queue
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ from torch.utils.data._utils import pin_memory
 
 from objcomm.frames import Operation
 from objcomm.transport.conflict import find_conflict
-from objcomm.transport.inquiry import serves_a_library
+from objcomm.transport.inquiry import is_idle_in_a_pool, serves_a_library
 from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
 
 MAIN, OTHER = 1, 2
@@ -355,3 +358,25 @@ def test_threads_of_libraries_keep_no_circle_from_being_found() -> None:
     assert serves_a_library(threading.Thread(target=pin_memory.pin_memory))
     assert not serves_a_library(threading.Thread(target=step))
     assert not serves_a_library(threading.Thread())
+
+
+def test_nor_do_idle_threads_of_a_pool() -> None:
+    threads: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    go_on = threading.Event()
+
+    def work() -> None:
+        threads.put(threading.current_thread())
+        go_on.wait(10)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        working = pool.submit(work)
+        thread = threads.get(timeout=10)
+        assert not is_idle_in_a_pool(thread)
+        go_on.set()
+        working.result(10)
+        until = time.monotonic() + 10
+        while not is_idle_in_a_pool(thread):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert not is_idle_in_a_pool(thread)  # it has ended
+    assert not is_idle_in_a_pool(threading.current_thread())
