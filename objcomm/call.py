@@ -24,7 +24,13 @@ from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
 from objcomm.message import Message, compose
-from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
+from objcomm.outcome import (
+    DisagreementError,
+    failure_message,
+    failure_of,
+    failures_in,
+    raise_together,
+)
 from objcomm.recorder import attach, conclude
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
@@ -202,7 +208,9 @@ class Call:
             return self.failure(error)
 
     def failure(self, error: BaseException) -> Message:
-        """The message that tells the others of this rank's error."""
+        """The message that tells the others of this rank's error, or in which ranks disagree."""
+        if isinstance(error, DisagreementError):
+            return failure_message(self.exchange.header, error.failures())
         self._own_error = error
         return failure_message(self.exchange.header, [failure_of(error, self.rank)])
 

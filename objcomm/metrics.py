@@ -1,17 +1,15 @@
 """Familiar helpers around small results: scalars of every rank, and what is computed of them."""
 
-import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
 from objcomm.call import Call
-from objcomm.collectives import all_gather_in, decode_others, gather_in
+from objcomm.collectives import all_gather_in, decide_in, gather_in
 from objcomm.config import Allowed
 from objcomm.frames import Operation
 from objcomm.group import Timeout
-from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike
 
@@ -97,7 +95,7 @@ def gather_scalar(
         group_root=group_dst,
         has_root=True,
     )
-    return call.run(gather_in(call, value, check=_check_scalar), async_op=async_op)
+    return call.run(gather_in(call, lambda: _check_scalar(value)), async_op=async_op)
 
 
 @overload
@@ -234,31 +232,4 @@ def reduce_and_broadcast(
         accept=accept,
         allow=allow,
     )
-    return call.run(_reduce_and_broadcast(call, fn1, fn2), async_op=async_op)
-
-
-def _reduce_and_broadcast(
-    call: Call, fn1: Callable[[], A], fn2: Callable[[list[A]], B]
-) -> Generator[None, None, B]:
-    if call.is_alone:
-        return call.alone(lambda: fn2([fn1()]))
-    own: list[A] = []
-    shared: list[B] = []
-    mine = call.message(lambda: _kept(own, fn1()))
-    yield
-    with call.traffic() as exchange:
-        messages = routes.gather(exchange, mine, routes.HUB)
-        answer = None
-        if messages is not None:
-            values = functools.partial(decode_others, call, messages, *own)
-            answer = call.failures(messages) or call.message(lambda: _kept(shared, fn2(values())))
-        message = routes.broadcast(exchange, answer, routes.HUB)
-    call.raise_failures([message])
-    result: B = shared[0] if shared else call.decode(message)
-    return result
-
-
-def _kept(place: list[T], value: T) -> T:
-    """Keep what a callback returned: its own rank gets the object itself, no copy."""
-    place.append(value)
-    return value
+    return call.run(decide_in(call, fn1, fn2), async_op=async_op)
