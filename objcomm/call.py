@@ -293,9 +293,10 @@ class Call:
         Returns:
             What ``body`` returns, or a work that will.
         """
-        return self._launched(body) if async_op else self._carried_out(body)
+        return self._launched(body) if async_op else self.carry_out(body)
 
-    def _carried_out(self, body: Generator[None, None, R]) -> R:
+    def carry_out(self, body: Generator[None, None, R]) -> R:
+        """Carry the operation out and return when it is done; ``body`` as in ``run``."""
         with self:
             try:
                 next(body)
@@ -308,7 +309,7 @@ class Call:
         place, lane = self._entry.header.call_site, self._lane
         if lane is None:
             work: Work[R] = Work(self.name, place)
-            work.carry_out(lambda: self._carried_out(body))
+            work.carry_out(lambda: self.carry_out(body))
             return work
         try:
             next(body)

@@ -5,7 +5,7 @@ Live exceptions never travel: they may not pickle, and their frames hold other p
 """
 
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgpack
 
@@ -47,6 +47,18 @@ class DisagreementError(Exception):
             RankFailure(rank, kind, _shortened(reason, _TEXT_MAX_NBYTES), "")
             for rank, reason in self.reasons.items()
         ]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words, such as ``ranks 0, 2–7``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = ["–".join(map(str, run)) for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
 
 
 def failure_of(error: BaseException, rank: int) -> RankFailure:
