@@ -81,8 +81,8 @@ class _Comparison:
 
     def _compare_arrays(self, left: Any, right: Any, path: str) -> tuple[str, str, str] | None:
         if hasattr(left, "mask"):  # what is masked may be anything
-            parts = [(each.mask, each.filled(0)) for each in (left, right)]
-            return self.compare(*parts, path)
+            mine, theirs = ((each.mask, each.filled(0)) for each in (left, right))
+            return self.compare(mine, theirs, path)
         is_alike = left.dtype == right.dtype and left.shape == right.shape
         if is_alike and left.dtype.hasobject:
             return self.compare(left.tolist(), right.tolist(), path)
