@@ -18,11 +18,13 @@ from objcomm.errors import (
     DesyncError,
     EncodeError,
     ForbiddenTypeError,
+    LaunchError,
     MissingDependencyError,
     NotInGroupError,
     ObjcommError,
     Position,
     RankFailure,
+    StartError,
     TransportError,
     TransportTimeout,
     UsageError,
@@ -43,6 +45,7 @@ from objcomm.reductions import all_reduce, reduce
 from objcomm.scans import exscan, scan
 from objcomm.scattering import all_to_all, reduce_scatter, scatter
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.start import Start, ddp_init_group, init, shutdown
 from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
 from objcomm.work import Work, as_completed, wait_all
@@ -60,6 +63,7 @@ __all__ = [
     "EncodeError",
     "Envelope",
     "ForbiddenTypeError",
+    "LaunchError",
     "MissingDependencyError",
     "NotInGroupError",
     "ObjcommError",
@@ -67,6 +71,8 @@ __all__ = [
     "OperationStats",
     "Position",
     "RankFailure",
+    "Start",
+    "StartError",
     "TransportError",
     "TransportTimeout",
     "UsageError",
@@ -86,6 +92,7 @@ __all__ = [
     "check",
     "configure",
     "ddp_broadcast",
+    "ddp_init_group",
     "dup",
     "exscan",
     "fail_together",
@@ -94,6 +101,7 @@ __all__ = [
     "gather_from_all_ranks",
     "gather_scalar",
     "gather_scalar_from_all_ranks",
+    "init",
     "iprobe",
     "irecv",
     "is_initialized",
@@ -117,6 +125,7 @@ __all__ = [
     "send",
     "sendrecv",
     "shared_seed",
+    "shutdown",
     "split",
     "stats",
     "to_tensor",

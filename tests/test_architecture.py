@@ -17,11 +17,12 @@ FLOORS: list[list[str]] = [
         "counters",
         "eager",
         "elementwise",
+        "environment",
         "frames",
         "memory",
         "sameness",
     ],
-    ["config", "ops"],
+    ["backends", "config", "ops"],
     [
         "codecs.base",
         "codecs.nesting",
@@ -66,7 +67,7 @@ FLOORS: list[list[str]] = [
     ["turn", "work", "world"],
     ["recorder"],
     ["call"],
-    ["collectives", "errand", "folding", "together", "trees"],
+    ["collectives", "errand", "folding", "start", "together", "trees"],
     [
         "averages",
         "consensus",
