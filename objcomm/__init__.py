@@ -31,6 +31,7 @@ from objcomm.errors import (
     WireError,
 )
 from objcomm.group import lane
+from objcomm.launching import launch
 from objcomm.metrics import (
     all_gather_scalar,
     gather_from_all_ranks,
@@ -108,6 +109,7 @@ __all__ = [
     "is_main",
     "isend",
     "lane",
+    "launch",
     "leaders",
     "node_group",
     "probe",

@@ -345,7 +345,7 @@ class LaunchError(ObjcommError, RuntimeError):
 
     Attributes:
         name: of the function that they ran.
-        failures: what happened, by rank, on each that did not return.
+        failures: what happened, by rank, on each that did not return; the first failure first.
     """
 
     def __init__(self, name: str, failures: Mapping[int, RankFailure]) -> None:
@@ -354,7 +354,7 @@ class LaunchError(ObjcommError, RuntimeError):
         self.failures = dict(failures)
 
     def __str__(self) -> str:
-        told = [self.failures[rank] for rank in sorted(self.failures)]
+        told = list(self.failures.values())
         summary = "; ".join(str(failure).partition("\n")[0] for failure in told)
         traces = "".join(
             f"\n\nTraceback of rank {failure.rank}:\n{failure.traceback.rstrip()}"

@@ -72,6 +72,8 @@ FLOORS: list[list[str]] = [
         "averages",
         "consensus",
         "control",
+        "launched",
+        "launching",
         "metrics",
         "p2p",
         "probing",
