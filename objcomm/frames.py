@@ -62,6 +62,14 @@ class Operation(IntEnum):
     DUP = 19
     NODE_GROUP = 20
     LEADERS = 21
+    RUN_ON_MAIN = 22
+    RUN_ONCE_PER_NODE = 23
+    MAIN_PROCESS_ONLY = 24
+    ONCE_PER_NODE = 25
+    MAIN_FIRST = 26
+    NODE_FIRST = 27
+    ZERO_ONLY = 28
+    COMPUTE_AND_BROADCAST = 29
 
 
 class Status(IntEnum):
