@@ -12,6 +12,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 FLOORS: list[list[str]] = [
     ["errors"],
     [
+        "absence",
         "arrays",
         "authentication",
         "counters",
@@ -70,15 +71,16 @@ FLOORS: list[list[str]] = [
     [
         "averages",
         "consensus",
-        "control",
         "metrics",
         "p2p",
         "probing",
         "reductions",
         "scans",
         "scattering",
+        "sharing",
         "subgroups",
     ],
+    ["control", "nodes", "ordering"],
     [""],
     ["inspector.dumps"],
     ["inspector.rows"],
