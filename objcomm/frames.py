@@ -62,6 +62,13 @@ class Operation(IntEnum):
     DUP = 19
     NODE_GROUP = 20
     LEADERS = 21
+    BROADCAST_TENSORS = 30
+    AVERAGE_TENSORS = 31
+    SYNC_BUFFERS = 32
+    SYNC_GRADIENTS = 33
+    SYNC_MODEL = 34
+    BROADCAST_MODEL = 35
+    WRAP = 36
 
 
 class Status(IntEnum):
