@@ -59,7 +59,12 @@ FLOORS: list[list[str]] = [
     ],
     ["transport.exchange", "transport.gloo"],
     ["transport.mesh", "transport.reduction", "transport.routes"],
-    ["transport.farewell", "transport.inquiry", "transport.mailbox"],
+    [
+        "transport.device_reduction",
+        "transport.farewell",
+        "transport.inquiry",
+        "transport.mailbox",
+    ],
     ["transport.watch"],
     ["transport.channel"],
     ["transport.pair"],
