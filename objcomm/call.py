@@ -79,6 +79,7 @@ class Call:
         confirm: bool = False,
         accept: Iterable[str] | None = None,
         allow: Iterable[Allowed] | None = None,
+        name: str = "",
     ) -> None:
         """Begin.
 
@@ -95,6 +96,7 @@ class Call:
             confirm: whether a rank's decode error becomes everybody's.
             accept: codecs whose messages this rank decodes.
             allow: what a received pickle may name.
+            name: of the user's function, where it is another than the operation's.
 
         Raises:
             UsageError: an argument is wrong; nothing was sent.
@@ -103,7 +105,7 @@ class Call:
             TransportTimeout: the group's first call, and not every rank came.
         """
         self._began = time.perf_counter()
-        self.name = operation.name.lower()
+        self.name = name or operation.name.lower()
         self._group = resolve(group)
         self.rank, self.size = self._group.rank, self._group.size
         self.root = self._group.root(self.name, global_root, group_root)

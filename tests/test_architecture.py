@@ -60,6 +60,7 @@ FLOORS: list[list[str]] = [
     ["collectives", "errand", "folding", "together", "trees"],
     ["control", "metrics", "p2p", "probing", "reductions", "scans", "scattering", "subgroups"],
     [""],
+    ["compat.torch"],
     ["inspector.dumps"],
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
@@ -67,7 +68,7 @@ FLOORS: list[list[str]] = [
     ["__main__"],
     ["demo"],
 ]
-PACKAGES = {"inspector", "transport"}  # hold nothing themselves
+PACKAGES = {"compat", "inspector", "transport"}  # hold nothing themselves
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 # Only these may start a transfer; only this may translate ranks.
