@@ -8,6 +8,10 @@ there. Without ``init_process_group`` they serve a world of one. What arrives is
 copy; tensors of a CUDA device arrive on the receiver's current one. ``device`` and ``use_batch``
 say where and how torch stages bytes; they are accepted and have no effect. Objects travel by the
 pickle codec, whatever ``objcomm.configure`` says of others.
+
+Any thread may call, as in torch. The main thread's calls are one sequence, those of all other
+threads a second one, in which they take turns; so a call must come from the main thread on all
+ranks or on none. A thread in ``objcomm.lane`` has that lane's sequence.
 """
 
 import warnings
@@ -344,19 +348,21 @@ def _carry_out(
     has_root: bool = True,
 ) -> None:
     """Make a call under the user's name; a warning where this rank is not in the group."""
-    if _joined(name, group) is None:
+    joined = _joined(name, group)
+    if joined is None:
         return
-    call = Call(
-        operation,
-        group=group,
-        codec=_CODEC,
-        global_root=root,
-        group_root=group_root,
-        has_root=has_root,
-        must_agree=name,
-        name=name,
-    )
-    call.run(body(call))
+    with joined.in_turns():
+        call = Call(
+            operation,
+            group=group,
+            codec=_CODEC,
+            global_root=root,
+            group_root=group_root,
+            has_root=has_root,
+            must_agree=name,
+            name=name,
+        )
+        call.run(body(call))
 
 
 def _errand(

@@ -281,6 +281,40 @@ def test_lists_go_from_rank_to_rank() -> None:
 
 
 @ranks(2)
+def test_threads_need_no_lane() -> None:
+    rank = here().rank
+    both = threading.Barrier(2)
+    seen: dict[str, list[Any]] = {"first": [], "second": [], "main": []}
+
+    def collect(name: str) -> None:
+        gathered: list[Any] = [None, None]
+        dist_objects.all_gather_object(gathered, (name, rank))
+        seen[name] += gathered
+
+    def work(name: str, turn: int) -> None:
+        for step in range(6):  # the two take turns, and both live
+            both.wait(20)
+            if step % 2 == turn:
+                collect(name)
+
+    threads = [
+        threading.Thread(target=work, args=each, daemon=True)
+        for each in (("first", 0), ("second", 1))
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):  # while the main thread calls at any time
+        collect("main")
+        with objcomm.lane("a lane"):
+            collect("main")
+    for thread in threads:
+        thread.join(20)
+    for name, count in (("first", 3), ("second", 3), ("main", 40)):
+        assert seen[name] == [(name, 0), (name, 1)] * count
+    assert_group_works()
+
+
+@ranks(2)
 def test_calls_are_recorded_under_torchs_names() -> None:
     objcomm.reset_stats()
     dist_objects.all_gather_object([None, None], here().rank)
