@@ -60,6 +60,7 @@ FLOORS: list[list[str]] = [
     ["collectives", "errand", "folding", "together", "trees"],
     ["control", "metrics", "p2p", "probing", "reductions", "scans", "scattering", "subgroups"],
     [""],
+    ["compat.lists", "compat.patching"],
     ["compat.torch"],
     ["inspector.dumps"],
     ["inspector.rows"],

@@ -16,13 +16,17 @@ ranks or on none. A thread in ``objcomm.lane`` has that lane's sequence.
 
 import warnings
 from collections.abc import Callable, Generator, MutableSequence, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from objcomm.call import Call
 from objcomm.coding import Coding
 from objcomm.collectives import all_gather_in, broadcast_in, gather_in
+from objcomm.compat import lists
+from objcomm.compat.patching import Patch, Switch
 from objcomm.eager import keep_eager
 from objcomm.errand import Errand
 from objcomm.errors import NotInGroupError, UsageError
@@ -30,12 +34,13 @@ from objcomm.frames import Operation
 from objcomm.group import Group
 from objcomm.p2p import send_by
 from objcomm.scattering import scatter_in
-from objcomm.world import GroupLike, rank, resolve
+from objcomm.world import GroupLike, is_reachable, rank, resolve
 
 __all__ = [
     "all_gather_object",
     "broadcast_object_list",
     "gather_object",
+    "patch",
     "recv_object_list",
     "scatter_object_list",
     "send_object_list",
@@ -85,11 +90,11 @@ def broadcast_object_list(
 
     def body(call: Call) -> Generator[None, None, None]:
         def check(given: object) -> Any:
-            return list(_entries(name, given))  # whatever class of list it is
+            return list(lists.entries(name, given))  # whatever class of list it is
 
         objects = yield from broadcast_in(call, object_list, check)
         if not call.is_root:
-            _replace_all(name, call.root, object_list, objects)
+            lists.replace_all(name, call.root, object_list, objects)
 
     _carry_out(
         Operation.BROADCAST, name, group, body, root=_default(src, group_src), group_root=group_src
@@ -126,12 +131,12 @@ def all_gather_object(
 
     def body(call: Call) -> Generator[None, None, None]:
         def check(mine: object) -> object:
-            _check_room(call, object_list)
+            lists.check_room(call, object_list)
             return mine
 
         objects = yield from all_gather_in(call, obj, check)
         objects[call.rank] = _copied(call, obj)
-        _replace(object_list, objects)
+        lists.replace(object_list, objects)
 
     _carry_out(Operation.ALL_GATHER, name, group, body, has_root=False)
 
@@ -176,13 +181,13 @@ def gather_object(
 
     def body(call: Call) -> Generator[None, None, None]:
         def check(mine: object) -> object:
-            _check_gather_list(call, object_gather_list)
+            lists.check_gather_list(call, object_gather_list)
             return mine
 
         objects = yield from gather_in(call, obj, check)
         if objects is not None and object_gather_list is not None:
             objects[call.rank] = _copied(call, obj)
-            _replace(object_gather_list, objects)
+            lists.replace(object_gather_list, objects)
 
     _carry_out(
         Operation.GATHER, name, group, body, root=_default(dst, group_dst), group_root=group_dst
@@ -228,17 +233,17 @@ def scatter_object_list(
 
     def body(call: Call) -> Generator[None, None, None]:
         def produce() -> Sequence[Any] | None:
-            _check_output(name, scatter_object_output_list)
+            lists.check_output(name, scatter_object_output_list)
             if scatter_object_input_list is None:
                 return None
-            objects = list(_entries(name, scatter_object_input_list))
+            objects = list(lists.entries(name, scatter_object_input_list))
             if call.rank < len(objects):  # the source's own is not encoded, so this may fail
                 objects[call.rank] = call.copy(objects[call.rank])
             return objects
 
         obj = yield from scatter_in(call, produce)
         if not call.is_root:
-            _check_output(name, scatter_object_output_list)
+            lists.check_output(name, scatter_object_output_list)
         scatter_object_output_list[0] = obj
 
     _carry_out(
@@ -285,7 +290,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
         return
     if errand.peer is None:
         raise UsageError(f"{name}: give dst= or group_dst=")
-    send_by(errand, list(_entries(name, object_list)))
+    send_by(errand, list(lists.entries(name, object_list)))
 
 
 def recv_object_list(  # noqa: PLR0917  # torch's signature
@@ -329,11 +334,11 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     errand = _errand(Operation.RECV, name, group, src, group_src)
     if errand is None:
         return -1
-    _entries(name, object_list)
+    lists.entries(name, object_list)
     errand.begin()
     with errand:
         arrival = errand.awaited()
-        _replace_all(name, arrival.peer, object_list, errand.take_in(arrival))
+        lists.replace_all(name, arrival.peer, object_list, errand.take_in(arrival))
     return errand.group.ranks[arrival.peer]
 
 
@@ -407,83 +412,54 @@ def _default(root: int | None, group_root: int | None) -> int | None:
     return 0 if root is None and group_root is None else root
 
 
-def _entries(name: str, given: Any) -> Sequence[Any]:
-    """What is a list of the caller's.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise UsageError(f"{name}: give a list of objects, not a {type(given).__name__}")
-    return given
-
-
-def _check_room(call: Call, given: Any) -> None:
-    """Hold a list to be filled against the number of ranks.
-
-    Raises:
-        UsageError: it is none, or too short.
-    """
-    if not isinstance(given, MutableSequence):
-        raise UsageError(f"{call.name}: give a list to fill, not a {type(given).__name__}")
-    if len(given) < call.size:
-        raise UsageError(
-            f"{call.name}: the list to fill has {len(given)} entries, but the group {call.size} "
-            "ranks; give [None] * world_size"
-        )
-
-
-def _check_gather_list(call: Call, given: Any) -> None:
-    """The same for the list that only the destination has.
-
-    Raises:
-        UsageError: see ``_check_room``; or another rank has one.
-    """
-    if call.is_root:
-        if given is None:
-            raise UsageError(f"{call.name}: the destination must give object_gather_list=")
-        _check_room(call, given)
-    elif given:
-        raise UsageError(
-            f"{call.name}: only the destination, rank {call.root} of the group, may give "
-            "object_gather_list="
-        )
-
-
-def _check_output(name: str, given: Any) -> None:
-    """Hold the list for one object against what it is for.
-
-    Raises:
-        UsageError: it is none, or empty.
-    """
-    if not isinstance(given, MutableSequence) or not given:
-        raise UsageError(f"{name}: scatter_object_output_list= must be a list with an entry")
-
-
 def _copied(call: Call, obj: object) -> Any:
     """A copy of this rank's own object: torch gives one, and what changes later must not change."""
     return call.alone(lambda: call.copy(obj)) if call.is_alone else call.copy(obj)
 
 
-def _replace_all(name: str, origin: int, box: Any, objects: Any) -> None:
-    """Replace a list's entries by another rank's, one for one.
+def _modules() -> list[ModuleType]:
+    """Where torch has these functions: under its public name, and where its own code looks."""
+    if not dist.is_available():
+        return []
+    from torch.distributed import distributed_c10d  # noqa: PLC0415  # absent in some builds
 
-    Raises:
-        UsageError: there are not as many.
+    return [dist, distributed_c10d]
+
+
+_FUNCTIONS = {name: globals()[name] for name in __all__ if name != "patch"}
+
+_switch = Switch(_modules, _FUNCTIONS, is_reachable)
+
+
+def patch() -> Patch:
+    """Put this module's functions in the places of torch's own.
+
+    Every rank must call this, before the calls that it is for. Then whatever calls
+    ``torch.distributed.all_gather_object`` and its like calls objcomm: torch's own modules,
+    accelerate, and others. It holds for all threads of the process. A name that was imported before
+    (``from torch.distributed import all_gather_object``) can't be reached, and stays torch's.
+
+    Groups that objcomm can't serve keep torch's functions: those of the backends ``fake``, ``mpi``
+    and ``threaded``, those without a store that other processes reach, and what is no process group
+    at all. So do calls with options that this version does not know. Each rank sees that in what
+    all have been given, so all decide alike.
+
+    Returns:
+        A context manager, at whose end torch's functions come back, whether or not by an error; and
+        a switch, whose ``undo()`` does that. There may be several at once, of any threads: torch's
+        functions come back with the last. Then names that were imported meanwhile act as torch's.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from objcomm.compat import torch as dist_objects
+        >>> gathered = [None]
+        >>> with dist_objects.patch():
+        ...     dist.all_gather_object(gathered, "a world of one")
+        >>> gathered
+        ['a world of one']
     """
-    if not isinstance(box, MutableSequence) or len(box) != len(objects):
-        given = f"{len(box)} entries" if isinstance(box, MutableSequence) else type(box).__name__
-        raise UsageError(
-            f"{name}: rank {origin} of the group sent {len(objects)} objects, but the list to fill "
-            f"is one of {given}; give a list of the same length"
-        )
-    _replace(box, objects)
+    return Patch(_switch)
 
 
-def _replace(box: MutableSequence[Any], objects: Sequence[Any]) -> None:
-    for place, obj in enumerate(objects):
-        box[place] = obj
-
-
-keep_eager([globals()[name] for name in __all__])
+keep_eager(_FUNCTIONS.values())
 del keep_eager  # no public name

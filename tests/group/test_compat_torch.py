@@ -31,7 +31,7 @@ def sample(rank: int) -> list[Any]:
     return [None, {"rank": rank, "w": torch.ones(rank)}, large, "é" * rank, (2**70, 0.1)]
 
 
-@pytest.mark.parametrize("name", dist_objects.__all__)
+@pytest.mark.parametrize("name", [name for name in dist_objects.__all__ if name != "patch"])
 def test_signatures_are_torchs(name: str) -> None:
     theirs = inspect.signature(getattr(dist, name)).parameters.values()
     ours = inspect.signature(getattr(dist_objects, name)).parameters.values()
