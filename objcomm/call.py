@@ -24,7 +24,13 @@ from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
 from objcomm.message import Message, compose
-from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
+from objcomm.outcome import (
+    DisagreementError,
+    failure_message,
+    failure_of,
+    failures_in,
+    raise_together,
+)
 from objcomm.recorder import attach, conclude
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
@@ -204,7 +210,9 @@ class Call:
             return self.failure(error)
 
     def failure(self, error: BaseException) -> Message:
-        """The message that tells the others of this rank's error."""
+        """The message that tells the others of this rank's error, or in which ranks disagree."""
+        if isinstance(error, DisagreementError):
+            return failure_message(self.exchange.header, error.failures())
         self._own_error = error
         return failure_message(self.exchange.header, [failure_of(error, self.rank)])
 
@@ -287,9 +295,10 @@ class Call:
         Returns:
             What ``body`` returns, or a work that will.
         """
-        return self._launched(body) if async_op else self._carried_out(body)
+        return self._launched(body) if async_op else self.carry_out(body)
 
-    def _carried_out(self, body: Generator[None, None, R]) -> R:
+    def carry_out(self, body: Generator[None, None, R]) -> R:
+        """Carry the operation out and return when it is done; ``body`` as in ``run``."""
         with self:
             try:
                 next(body)
@@ -302,7 +311,7 @@ class Call:
         place, lane = self._entry.header.call_site, self._lane
         if lane is None:
             work: Work[R] = Work(self.name, place)
-            work.carry_out(lambda: self._carried_out(body))
+            work.carry_out(lambda: self.carry_out(body))
             return work
         try:
             next(body)

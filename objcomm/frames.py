@@ -62,6 +62,13 @@ class Operation(IntEnum):
     DUP = 19
     NODE_GROUP = 20
     LEADERS = 21
+    AVERAGE_METRICS = 30
+    GATHER_FROM_ALL_RANKS = 31
+    GATHER_SCALAR_FROM_ALL_RANKS = 32
+    AGREE = 33
+    ANY_RANK = 34
+    ALL_RANKS = 35
+    SHARED_SEED = 36
 
 
 class Status(IntEnum):

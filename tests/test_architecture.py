@@ -11,7 +11,16 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A floor may import from all floors above it in this list, never from its own or from below.
 FLOORS: list[list[str]] = [
     ["errors"],
-    ["arrays", "authentication", "counters", "eager", "elementwise", "frames", "memory"],
+    [
+        "arrays",
+        "authentication",
+        "counters",
+        "eager",
+        "elementwise",
+        "frames",
+        "memory",
+        "sameness",
+    ],
     ["config", "ops"],
     [
         "codecs.base",
@@ -58,7 +67,18 @@ FLOORS: list[list[str]] = [
     ["recorder"],
     ["call"],
     ["collectives", "errand", "folding", "together", "trees"],
-    ["control", "metrics", "p2p", "probing", "reductions", "scans", "scattering", "subgroups"],
+    [
+        "averages",
+        "consensus",
+        "control",
+        "metrics",
+        "p2p",
+        "probing",
+        "reductions",
+        "scans",
+        "scattering",
+        "subgroups",
+    ],
     [""],
     ["compat.lists", "compat.patching"],
     ["compat.torch"],
