@@ -100,6 +100,11 @@ def send(
         global_peer=dst,
         group_peer=group_dst,
     )
+    return send_by(errand, obj, async_op=async_op)
+
+
+def send_by(errand: Errand, obj: object, *, async_op: bool = False) -> Work[None] | None:
+    """``send`` by an errand that was made and not begun."""
     pairs = errand.pairs()
     errand.begin()
     if not pairs:
