@@ -6,7 +6,15 @@ from objcomm.codecs import register, register_codec
 from objcomm.collectives import all_gather, barrier, broadcast, gather
 from objcomm.config import check, configure
 from objcomm.consensus import agree, all_ranks, any_rank, shared_seed
-from objcomm.control import ddp_broadcast
+from objcomm.control import (
+    compute_and_broadcast,
+    ddp_broadcast,
+    main_only,
+    main_process_only,
+    rank_prefixed_message,
+    run_on_main,
+    zero_only,
+)
 from objcomm.counters import OperationStats
 from objcomm.eager import keep_eager
 from objcomm.errors import (
@@ -39,7 +47,9 @@ from objcomm.metrics import (
     gather_scalar_from_all_ranks,
     reduce_and_broadcast,
 )
+from objcomm.nodes import once_per_node, run_once_per_node
 from objcomm.ops import Op
+from objcomm.ordering import main_first, node_first, zero_first
 from objcomm.p2p import irecv, isend, recv, send, sendrecv
 from objcomm.probing import Envelope, iprobe, probe
 from objcomm.reductions import all_reduce, reduce
@@ -91,6 +101,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "check",
+    "compute_and_broadcast",
     "configure",
     "ddp_broadcast",
     "ddp_init_group",
@@ -111,9 +122,15 @@ __all__ = [
     "lane",
     "launch",
     "leaders",
+    "main_first",
+    "main_only",
+    "main_process_only",
+    "node_first",
     "node_group",
+    "once_per_node",
     "probe",
     "rank",
+    "rank_prefixed_message",
     "recorder",
     "recv",
     "reduce",
@@ -122,6 +139,8 @@ __all__ = [
     "register",
     "register_codec",
     "reset_stats",
+    "run_on_main",
+    "run_once_per_node",
     "scan",
     "scatter",
     "send",
@@ -133,6 +152,8 @@ __all__ = [
     "to_tensor",
     "wait_all",
     "world_size",
+    "zero_first",
+    "zero_only",
 ]
 
 keep_eager([*(globals()[name] for name in __all__), recorder.dump])

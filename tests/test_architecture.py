@@ -12,6 +12,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 FLOORS: list[list[str]] = [
     ["errors"],
     [
+        "absence",
         "arrays",
         "authentication",
         "counters",
@@ -59,7 +60,12 @@ FLOORS: list[list[str]] = [
     ],
     ["transport.exchange", "transport.gloo"],
     ["transport.mesh", "transport.reduction", "transport.routes"],
-    ["transport.farewell", "transport.inquiry", "transport.mailbox"],
+    [
+        "transport.device_reduction",
+        "transport.farewell",
+        "transport.inquiry",
+        "transport.mailbox",
+    ],
     ["transport.watch"],
     ["transport.channel"],
     ["transport.pair"],
@@ -71,7 +77,6 @@ FLOORS: list[list[str]] = [
     [
         "averages",
         "consensus",
-        "control",
         "launched",
         "launching",
         "metrics",
@@ -80,9 +85,13 @@ FLOORS: list[list[str]] = [
         "reductions",
         "scans",
         "scattering",
+        "sharing",
         "subgroups",
     ],
+    ["control", "nodes", "ordering"],
     [""],
+    ["compat.lists", "compat.patching"],
+    ["compat.torch"],
     ["inspector.dumps"],
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
@@ -90,7 +99,7 @@ FLOORS: list[list[str]] = [
     ["__main__"],
     ["demo"],
 ]
-PACKAGES = {"inspector", "transport"}  # hold nothing themselves
+PACKAGES = {"compat", "inspector", "transport"}  # hold nothing themselves
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 # Only these may start a transfer; only this may translate ranks.

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from objcomm.transport.line import Line
     from objcomm.transport.order import Order
 
+#: The lane of threads that take turns: it has no owner but whoever's turn it is.
+IN_TURNS = "in turns"
+
 # How many calls the other ranks are told of: a rank that only sends can be some ahead.
 _PAST = 8
 
@@ -79,10 +82,11 @@ class Lane:
         else:
             self.errands.discard(entry)
 
-    def absolve(self, thread: threading.Thread) -> None:
-        """A thread has raised what ended the link, so the next call of a lane of its need not."""
-        if self.order is not None or self.owner is thread:
-            self.owes = False
+    def absolve(self, thread: threading.Thread) -> bool:
+        """A thread raises what ended the link: its next call need not. Whether it would have."""
+        is_its = self.order is not None or self.owner is thread
+        owed, self.owes = self.owes, self.owes and not is_its
+        return owed and is_its
 
     def waits(self) -> list[Entry]:
         """All calls that wait just now."""

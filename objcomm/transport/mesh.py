@@ -157,6 +157,8 @@ class Mesh:
             ObjcommError: the verdict, for instance that some ranks did not come.
         """
         header = Header(sender=self.rank, sequence=MEETING, lane=lane.number, call_site=call_site)
+        if self._whole is not None:
+            header = header._replace(root=self.others[0])
         entry = Entry(header, operation, lane=lane.name)
         entry.caller = caller
         self.history.add_meeting(entry)
@@ -170,7 +172,8 @@ class Mesh:
             link = self._connected.result()
             self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
-            lane.owes = lane.owes and not isinstance(error, ObjcommError)
+            if isinstance(error, ObjcommError) and self.verdict is not None:
+                self.absolve(lane.owner)
             entry.end(error, time.time() - entry.began)
             raise
         finally:
@@ -241,6 +244,11 @@ class Mesh:
             return self.stop(board.propose(self.nonce, proposal))
 
         return self.stop(self._posted(proposal, post))
+
+    def absolve(self, thread: threading.Thread) -> bool:
+        """A thread raises the verdict, for all its lanes. Whether one of them still had to."""
+        absolved = [lane.absolve(thread) for lane in tuple(self.lanes.values())]
+        return any(absolved)
 
     def fail(self, key: str, proposal: Verdict) -> Verdict:
         """End the mesh because the block ``key`` failed here, and let it be known there, too."""
