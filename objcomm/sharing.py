@@ -10,6 +10,7 @@ from objcomm.absence import Region, acts_alone, inside
 from objcomm.call import Call
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
+from objcomm.outcome import failure_of, raise_together
 from objcomm.together import Block
 from objcomm.transport import routes
 from objcomm.world import GroupLike, resolve
@@ -60,14 +61,9 @@ def share_outcome(
     Raises:
         CollectiveError: something went wrong somewhere; from ``error`` where there is one.
     """
-
-    def fail() -> None:
-        if error is not None:
-            raise error
-
     with Call(operation, group=group, timeout=timeout, must_agree="outcome") as call:
         if call.is_alone:
-            call.alone(fail)
+            raise_together(call.name, {} if error is None else {0: failure_of(error, 0)}, error)
             return
         mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
         with call.traffic() as exchange:

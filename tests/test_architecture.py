@@ -79,6 +79,8 @@ FLOORS: list[list[str]] = [
     ],
     ["control", "nodes", "ordering"],
     [""],
+    ["compat"],
+    ["compat.speechbrain"],
     ["inspector.dumps"],
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
