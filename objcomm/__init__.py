@@ -1,9 +1,11 @@
 """Any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang."""
 
 from objcomm import recorder
+from objcomm.averages import average_metrics
 from objcomm.codecs import register, register_codec
 from objcomm.collectives import all_gather, barrier, broadcast, gather
 from objcomm.config import check, configure
+from objcomm.consensus import agree, all_ranks, any_rank, shared_seed
 from objcomm.control import (
     compute_and_broadcast,
     ddp_broadcast,
@@ -35,7 +37,13 @@ from objcomm.errors import (
     WireError,
 )
 from objcomm.group import lane
-from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
+from objcomm.metrics import (
+    all_gather_scalar,
+    gather_from_all_ranks,
+    gather_scalar,
+    gather_scalar_from_all_ranks,
+    reduce_and_broadcast,
+)
 from objcomm.nodes import once_per_node, run_once_per_node
 from objcomm.ops import Op
 from objcomm.ordering import main_first, node_first, zero_first
@@ -74,11 +82,15 @@ __all__ = [
     "UsageError",
     "WireError",
     "Work",
+    "agree",
     "all_gather",
     "all_gather_scalar",
+    "all_ranks",
     "all_reduce",
     "all_to_all",
+    "any_rank",
     "as_completed",
+    "average_metrics",
     "barrier",
     "broadcast",
     "check",
@@ -90,7 +102,9 @@ __all__ = [
     "fail_together",
     "from_tensor",
     "gather",
+    "gather_from_all_ranks",
     "gather_scalar",
+    "gather_scalar_from_all_ranks",
     "iprobe",
     "irecv",
     "is_initialized",
@@ -121,6 +135,7 @@ __all__ = [
     "scatter",
     "send",
     "sendrecv",
+    "shared_seed",
     "split",
     "stats",
     "to_tensor",

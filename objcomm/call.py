@@ -16,16 +16,18 @@ from objcomm.absence import acts_alone
 from objcomm.admission import Gate
 from objcomm.coding import Coding
 from objcomm.config import Allowed
-from objcomm.errors import (
-    CollectiveError,
-    ObjcommError,
-    WireError,
-)
+from objcomm.errors import CollectiveError, ObjcommError, WireError
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
 from objcomm.message import Message, compose
-from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
+from objcomm.outcome import (
+    DisagreementError,
+    failure_message,
+    failure_of,
+    failures_in,
+    raise_together,
+)
 from objcomm.recorder import attach, conclude
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
@@ -108,11 +110,10 @@ class Call:
         self._began = time.perf_counter()
         self.name = operation.name.lower()
         whole = resolve(group)
-        self.ranks = whole.ranks
         self.root = whole.root(self.name, global_root, group_root)
         self._coding = Coding(codec, device, accept, allow)
         self.device = self._coding.device
-        self._deadline = whole.deadline(self.name, timeout)
+        self.ranks, self._deadline = whole.ranks, whole.deadline(self.name, timeout)
         self._is_confined = acts_alone(self.name, whole.ranks, whole.rank)
         self._group = solo_group() if self._is_confined else whole
         self.rank, self.size = self._group.rank, self._group.size
@@ -208,7 +209,9 @@ class Call:
             return self.failure(error)
 
     def failure(self, error: BaseException) -> Message:
-        """The message that tells the others of this rank's error."""
+        """The message that tells the others of this rank's error, or in which ranks disagree."""
+        if isinstance(error, DisagreementError):
+            return failure_message(self.exchange.header, error.failures())
         self._own_error = error
         return failure_message(self.exchange.header, [failure_of(error, self.rank)])
 
@@ -222,12 +225,11 @@ class Call:
 
         In a region it is left as it is: the region's own end tells the others.
         """
-        if self._is_confined:
-            return produce()
         try:
             return produce()
-        except BaseException as error:  # raised in the next line
-            raise_together(self.name, {0: failure_of(error, 0)}, error)
+        except BaseException as error:
+            if not self._is_confined:
+                raise_together(self.name, {0: failure_of(error, 0)}, error)
             raise
 
     def copy(self, obj: object) -> Any:
@@ -296,9 +298,10 @@ class Call:
         Returns:
             What ``body`` returns, or a work that will.
         """
-        return self._launched(body) if async_op else self._carried_out(body)
+        return self._launched(body) if async_op else self.carry_out(body)
 
-    def _carried_out(self, body: Generator[None, None, R]) -> R:
+    def carry_out(self, body: Generator[None, None, R]) -> R:
+        """Carry the operation out and return when it is done; ``body`` as in ``run``."""
         with self:
             try:
                 next(body)
@@ -311,7 +314,7 @@ class Call:
         place, lane = self._entry.header.call_site, self._lane
         if lane is None:
             work: Work[R] = Work(self.name, place)
-            work.carry_out(lambda: self._carried_out(body))
+            work.carry_out(lambda: self.carry_out(body))
             return work
         try:
             next(body)

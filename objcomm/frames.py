@@ -70,6 +70,13 @@ class Operation(IntEnum):
     NODE_FIRST = 27
     ZERO_ONLY = 28
     COMPUTE_AND_BROADCAST = 29
+    AVERAGE_METRICS = 30
+    GATHER_FROM_ALL_RANKS = 31
+    GATHER_SCALAR_FROM_ALL_RANKS = 32
+    AGREE = 33
+    ANY_RANK = 34
+    ALL_RANKS = 35
+    SHARED_SEED = 36
 
 
 class Status(IntEnum):

@@ -20,6 +20,7 @@ FLOORS: list[list[str]] = [
         "elementwise",
         "frames",
         "memory",
+        "sameness",
     ],
     ["config", "ops"],
     [
@@ -68,6 +69,8 @@ FLOORS: list[list[str]] = [
     ["call"],
     ["collectives", "errand", "folding", "together", "trees"],
     [
+        "averages",
+        "consensus",
         "metrics",
         "p2p",
         "probing",
