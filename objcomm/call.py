@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar
 
 import torch
-import torch.autograd.profiler
 
 from objcomm.absence import acts_alone
 from objcomm.admission import Gate
@@ -28,7 +27,7 @@ from objcomm.outcome import (
     failures_in,
     raise_together,
 )
-from objcomm.recorder import attach, conclude
+from objcomm.recorder import attach, begin_span, conclude
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from objcomm.transport.lane import Lane
 
 R = TypeVar("R")
-
-_profiler = torch.autograd.profiler
 
 
 class Options(TypedDict, total=False):
@@ -83,6 +80,7 @@ class Call:
         confirm: bool = False,
         accept: Iterable[str] | None = None,
         allow: Iterable[Allowed] | None = None,
+        name: str = "",
     ) -> None:
         """Begin.
 
@@ -99,6 +97,7 @@ class Call:
             confirm: whether a rank's decode error becomes everybody's.
             accept: codecs whose messages this rank decodes.
             allow: what a received pickle may name.
+            name: of the user's function, where it is another than the operation's.
 
         Raises:
             UsageError: an argument is wrong, or this rank is in a region where the others make no
@@ -108,7 +107,7 @@ class Call:
             TransportTimeout: the group's first call, and not every rank came.
         """
         self._began = time.perf_counter()
-        self.name = operation.name.lower()
+        self.name = name or operation.name.lower()
         whole = resolve(group)
         self.root = whole.root(self.name, global_root, group_root)
         self._coding = Coding(codec, device, accept, allow)
@@ -368,16 +367,6 @@ class Call:
             turn.give_up(error)
         exchange = None if turn is None else turn.exchange
         conclude(self._group, self._entry, exchange, error, self._began)
-
-
-def begin_span(name: str) -> torch.autograd.profiler.record_function | None:
-    """Let ``torch.profiler`` show an operation by its name, if it looks; to be exited."""
-    # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
-    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
-        return None
-    span = _profiler.record_function(f"objcomm::{name}")
-    span.__enter__()
-    return span
 
 
 def _last_half(body: Generator[None, None, R]) -> R:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from objcomm.absence import acts_alone
 from objcomm.admission import Gate
-from objcomm.call import begin_span
 from objcomm.coding import Coding
 from objcomm.errors import ObjcommError, TransportTimeout, UsageError
 from objcomm.frames import Header, Operation
@@ -16,7 +15,7 @@ from objcomm.group import Timeout, whole_number
 from objcomm.history import Entry, call_site
 from objcomm.message import Message
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
-from objcomm.recorder import conclude
+from objcomm.recorder import begin_span, conclude
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane

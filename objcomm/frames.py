@@ -77,6 +77,13 @@ class Operation(IntEnum):
     ANY_RANK = 34
     ALL_RANKS = 35
     SHARED_SEED = 36
+    BROADCAST_TENSORS = 37
+    AVERAGE_TENSORS = 38
+    SYNC_BUFFERS = 39
+    SYNC_GRADIENTS = 40
+    SYNC_MODEL = 41
+    BROADCAST_MODEL = 42
+    WRAP = 43
 
 
 class Status(IntEnum):

@@ -59,7 +59,12 @@ FLOORS: list[list[str]] = [
     ],
     ["transport.exchange", "transport.gloo"],
     ["transport.mesh", "transport.reduction", "transport.routes"],
-    ["transport.farewell", "transport.inquiry", "transport.mailbox"],
+    [
+        "transport.device_reduction",
+        "transport.farewell",
+        "transport.inquiry",
+        "transport.mailbox",
+    ],
     ["transport.watch"],
     ["transport.channel"],
     ["transport.pair"],
@@ -82,8 +87,8 @@ FLOORS: list[list[str]] = [
     ],
     ["control", "nodes", "ordering"],
     [""],
-    ["compat"],
-    ["compat.speechbrain"],
+    ["compat.lists", "compat.patching"],
+    ["compat.speechbrain", "compat.torch"],
     ["inspector.dumps"],
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
@@ -91,7 +96,7 @@ FLOORS: list[list[str]] = [
     ["__main__"],
     ["demo"],
 ]
-PACKAGES = {"inspector", "transport"}  # hold nothing themselves
+PACKAGES = {"compat", "inspector", "transport"}  # hold nothing themselves
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 # Only these may start a transfer; only this may translate ranks.

@@ -1,5 +1,4 @@
-"""The names of other libraries over objcomm's functions, one module for each library.
+"""Other libraries' names and signatures over objcomm; import a module of it by its own name.
 
-``import objcomm`` does not import them. What each of them cures is listed in the documentation,
-beside the line to change ("Migrating").
+What each of them cures is listed in the documentation, beside the line to change ("Migrating").
 """
