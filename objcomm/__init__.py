@@ -28,6 +28,19 @@ from objcomm.errors import (
 )
 from objcomm.group import lane
 from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
+from objcomm.model import (
+    average_tensors,
+    broadcast_model,
+    broadcast_tensors,
+    eager_sync_gradients,
+    eager_sync_model,
+    sync_buffer,
+    sync_buffers,
+    sync_grad,
+    sync_gradients,
+    sync_model,
+    wrap,
+)
 from objcomm.ops import Op
 from objcomm.p2p import irecv, isend, recv, send, sendrecv
 from objcomm.probing import Envelope, iprobe, probe
@@ -35,6 +48,7 @@ from objcomm.reductions import all_reduce, reduce
 from objcomm.scans import exscan, scan
 from objcomm.scattering import all_to_all, reduce_scatter, scatter
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.shards import Shard, loader
 from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
 from objcomm.work import Work, as_completed, wait_all
@@ -59,6 +73,7 @@ __all__ = [
     "OperationStats",
     "Position",
     "RankFailure",
+    "Shard",
     "TransportError",
     "TransportTimeout",
     "UsageError",
@@ -69,12 +84,17 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "as_completed",
+    "average_tensors",
     "barrier",
     "broadcast",
+    "broadcast_model",
+    "broadcast_tensors",
     "check",
     "configure",
     "ddp_broadcast",
     "dup",
+    "eager_sync_gradients",
+    "eager_sync_model",
     "exscan",
     "fail_together",
     "from_tensor",
@@ -87,6 +107,7 @@ __all__ = [
     "isend",
     "lane",
     "leaders",
+    "loader",
     "node_group",
     "probe",
     "rank",
@@ -104,9 +125,15 @@ __all__ = [
     "sendrecv",
     "split",
     "stats",
+    "sync_buffer",
+    "sync_buffers",
+    "sync_grad",
+    "sync_gradients",
+    "sync_model",
     "to_tensor",
     "wait_all",
     "world_size",
+    "wrap",
 ]
 
 keep_eager([*(globals()[name] for name in __all__), recorder.dump])

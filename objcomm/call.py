@@ -18,6 +18,8 @@ from objcomm.config import Allowed
 from objcomm.errors import (
     CollectiveError,
     ObjcommError,
+    RankFailure,
+    UsageError,
     WireError,
 )
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
@@ -26,6 +28,7 @@ from objcomm.history import Entry, call_site
 from objcomm.message import Message, compose
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
 from objcomm.recorder import attach, conclude
+from objcomm.structures import DifferenceError
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -210,6 +213,12 @@ class Call:
         """One message that tells of all the failures in some others, if there are any."""
         failures = failures_in(messages)
         return failure_message(self.exchange.header, failures.values()) if failures else None
+
+    def difference(self, error: DifferenceError) -> Message:
+        """The message of an error that is no rank's own, in the name of the rank that differs."""
+        kind = f"{UsageError.__module__}.{UsageError.__qualname__}"
+        failure = RankFailure(error.ranks[1], kind, str(error), str(error))
+        return failure_message(self.exchange.header, [failure])
 
     def alone(self, produce: Callable[[], R]) -> R:
         """What ``produce`` returns; in a world of one an error has the same form as in a group."""
