@@ -1,10 +1,20 @@
 """Any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang."""
 
 from objcomm import recorder
+from objcomm.averages import average_metrics
 from objcomm.codecs import register, register_codec
 from objcomm.collectives import all_gather, barrier, broadcast, gather
 from objcomm.config import check, configure
-from objcomm.control import ddp_broadcast
+from objcomm.consensus import agree, all_ranks, any_rank, shared_seed
+from objcomm.control import (
+    compute_and_broadcast,
+    ddp_broadcast,
+    main_only,
+    main_process_only,
+    rank_prefixed_message,
+    run_on_main,
+    zero_only,
+)
 from objcomm.counters import OperationStats
 from objcomm.eager import keep_eager
 from objcomm.errors import (
@@ -27,7 +37,13 @@ from objcomm.errors import (
     WireError,
 )
 from objcomm.group import lane
-from objcomm.metrics import all_gather_scalar, gather_scalar, reduce_and_broadcast
+from objcomm.metrics import (
+    all_gather_scalar,
+    gather_from_all_ranks,
+    gather_scalar,
+    gather_scalar_from_all_ranks,
+    reduce_and_broadcast,
+)
 from objcomm.model import (
     average_tensors,
     broadcast_model,
@@ -41,7 +57,9 @@ from objcomm.model import (
     sync_model,
     wrap,
 )
+from objcomm.nodes import once_per_node, run_once_per_node
 from objcomm.ops import Op
+from objcomm.ordering import main_first, node_first, zero_first
 from objcomm.p2p import irecv, isend, recv, send, sendrecv
 from objcomm.probing import Envelope, iprobe, probe
 from objcomm.reductions import all_reduce, reduce
@@ -79,17 +97,22 @@ __all__ = [
     "UsageError",
     "WireError",
     "Work",
+    "agree",
     "all_gather",
     "all_gather_scalar",
+    "all_ranks",
     "all_reduce",
     "all_to_all",
+    "any_rank",
     "as_completed",
+    "average_metrics",
     "average_tensors",
     "barrier",
     "broadcast",
     "broadcast_model",
     "broadcast_tensors",
     "check",
+    "compute_and_broadcast",
     "configure",
     "ddp_broadcast",
     "dup",
@@ -99,7 +122,9 @@ __all__ = [
     "fail_together",
     "from_tensor",
     "gather",
+    "gather_from_all_ranks",
     "gather_scalar",
+    "gather_scalar_from_all_ranks",
     "iprobe",
     "irecv",
     "is_initialized",
@@ -108,9 +133,15 @@ __all__ = [
     "lane",
     "leaders",
     "loader",
+    "main_first",
+    "main_only",
+    "main_process_only",
+    "node_first",
     "node_group",
+    "once_per_node",
     "probe",
     "rank",
+    "rank_prefixed_message",
     "recorder",
     "recv",
     "reduce",
@@ -119,10 +150,13 @@ __all__ = [
     "register",
     "register_codec",
     "reset_stats",
+    "run_on_main",
+    "run_once_per_node",
     "scan",
     "scatter",
     "send",
     "sendrecv",
+    "shared_seed",
     "split",
     "stats",
     "sync_buffer",
@@ -134,6 +168,8 @@ __all__ = [
     "wait_all",
     "world_size",
     "wrap",
+    "zero_first",
+    "zero_only",
 ]
 
 keep_eager([*(globals()[name] for name in __all__), recorder.dump])

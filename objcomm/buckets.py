@@ -24,6 +24,7 @@ from objcomm.manifests import (
     merged,
 )
 from objcomm.message import Message
+from objcomm.outcome import DisagreementError
 from objcomm.structures import DifferenceError
 from objcomm.transport import reduction, routes
 from objcomm.transport.device_reduction import reduce_on_device
@@ -123,7 +124,7 @@ class _Agreement:
         try:
             found = merged([Manifest(*call.decode(message)) for message in messages])
         except DifferenceError as error:
-            return call.difference(error)
+            return call.failure(DisagreementError({error.ranks[1]: str(error)}))
         return call.message(lambda: (found.present, found.linked))
 
 

@@ -10,39 +10,40 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar
 
 import torch
-import torch.autograd.profiler
 
+from objcomm.absence import acts_alone
 from objcomm.admission import Gate
 from objcomm.coding import Coding
 from objcomm.config import Allowed
 from objcomm.errors import (
     CollectiveError,
     ObjcommError,
-    RankFailure,
-    UsageError,
     WireError,
 )
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
 from objcomm.message import Message, compose
-from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
-from objcomm.recorder import attach, conclude
-from objcomm.structures import DifferenceError
+from objcomm.outcome import (
+    DisagreementError,
+    failure_message,
+    failure_of,
+    failures_in,
+    raise_together,
+)
+from objcomm.recorder import attach, begin_span, conclude
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.line import Line
 from objcomm.turn import Turn
 from objcomm.work import Work
-from objcomm.world import GroupLike, resolve
+from objcomm.world import GroupLike, resolve, solo_group
 
 if TYPE_CHECKING:
     from objcomm.transport.lane import Lane
 
 R = TypeVar("R")
-
-_profiler = torch.autograd.profiler
 
 
 class Options(TypedDict, total=False):
@@ -63,6 +64,7 @@ class Call:
     Attributes:
         rank: this rank, within the group.
         size: number of ranks.
+        ranks: the global ranks of the group.
         root: group rank of source or destination; 0 where the operation has none.
         device: where tensors shall arrive; None for where they were.
     """
@@ -100,19 +102,23 @@ class Call:
             allow: what a received pickle may name.
 
         Raises:
-            UsageError: an argument is wrong; nothing was sent.
+            UsageError: an argument is wrong, or this rank is in a region where the others make no
+                such call; nothing was sent.
             NotInGroupError: this rank is no member.
             BrokenGroupError: an earlier error ended the group.
             TransportTimeout: the group's first call, and not every rank came.
         """
         self._began = time.perf_counter()
         self.name = operation.name.lower()
-        self._group = resolve(group)
-        self.rank, self.size = self._group.rank, self._group.size
-        self.root = self._group.root(self.name, global_root, group_root)
+        whole = resolve(group)
+        self.ranks = whole.ranks
+        self.root = whole.root(self.name, global_root, group_root)
         self._coding = Coding(codec, device, accept, allow)
         self.device = self._coding.device
-        self._deadline = self._group.deadline(self.name, timeout)
+        self._deadline = whole.deadline(self.name, timeout)
+        self._is_confined = acts_alone(self.name, whole.ranks, whole.rank)
+        self._group = solo_group() if self._is_confined else whole
+        self.rank, self.size = self._group.rank, self._group.size
         self._confirm = confirm
         self._own_error: BaseException | None = None
         self._turn: Turn | None = None
@@ -205,7 +211,9 @@ class Call:
             return self.failure(error)
 
     def failure(self, error: BaseException) -> Message:
-        """The message that tells the others of this rank's error."""
+        """The message that tells the others of this rank's error, or in which ranks disagree."""
+        if isinstance(error, DisagreementError):
+            return failure_message(self.exchange.header, error.failures())
         self._own_error = error
         return failure_message(self.exchange.header, [failure_of(error, self.rank)])
 
@@ -214,14 +222,13 @@ class Call:
         failures = failures_in(messages)
         return failure_message(self.exchange.header, failures.values()) if failures else None
 
-    def difference(self, error: DifferenceError) -> Message:
-        """The message of an error that is no rank's own, in the name of the rank that differs."""
-        kind = f"{UsageError.__module__}.{UsageError.__qualname__}"
-        failure = RankFailure(error.ranks[1], kind, str(error), str(error))
-        return failure_message(self.exchange.header, [failure])
-
     def alone(self, produce: Callable[[], R]) -> R:
-        """What ``produce`` returns; in a world of one an error has the same form as in a group."""
+        """What ``produce`` returns; in a world of one an error has the same form as in a group.
+
+        In a region it is left as it is: the region's own end tells the others.
+        """
+        if self._is_confined:
+            return produce()
         try:
             return produce()
         except BaseException as error:  # raised in the next line
@@ -294,9 +301,10 @@ class Call:
         Returns:
             What ``body`` returns, or a work that will.
         """
-        return self._launched(body) if async_op else self._carried_out(body)
+        return self._launched(body) if async_op else self.carry_out(body)
 
-    def _carried_out(self, body: Generator[None, None, R]) -> R:
+    def carry_out(self, body: Generator[None, None, R]) -> R:
+        """Carry the operation out and return when it is done; ``body`` as in ``run``."""
         with self:
             try:
                 next(body)
@@ -309,7 +317,7 @@ class Call:
         place, lane = self._entry.header.call_site, self._lane
         if lane is None:
             work: Work[R] = Work(self.name, place)
-            work.carry_out(lambda: self._carried_out(body))
+            work.carry_out(lambda: self.carry_out(body))
             return work
         try:
             next(body)
@@ -363,16 +371,6 @@ class Call:
             turn.give_up(error)
         exchange = None if turn is None else turn.exchange
         conclude(self._group, self._entry, exchange, error, self._began)
-
-
-def begin_span(name: str) -> torch.autograd.profiler.record_function | None:
-    """Let ``torch.profiler`` show an operation by its name, if it looks; to be exited."""
-    # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
-    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
-        return None
-    span = _profiler.record_function(f"objcomm::{name}")
-    span.__enter__()
-    return span
 
 
 def _last_half(body: Generator[None, None, R]) -> R:

@@ -1,5 +1,6 @@
 """The same for all ranks: broadcast, gather, all_gather and barrier."""
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Literal, TypeVar, Unpack, overload
 
@@ -16,6 +17,8 @@ from objcomm.work import Work
 from objcomm.world import GroupLike
 
 T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
 
 DeviceLike = torch.device | str | int | None
 
@@ -207,31 +210,65 @@ def gather(
         accept=accept,
         allow=allow,
     )
-    return call.run(gather_in(call, obj), async_op=async_op)
+    return call.run(gather_in(call, lambda: obj), async_op=async_op)
 
 
-def gather_in(
-    call: Call, obj: T, check: Callable[[T], T] = _unchecked
-) -> Generator[None, None, list[T] | None]:
+def gather_in(call: Call, produce: Callable[[], T]) -> Generator[None, None, list[T] | None]:
     """``gather`` for a call that was already begun; to be given to ``call.run``.
 
     Args:
         call: the call.
-        obj: this rank's contribution.
-        check: returns it, or raises; an error travels as this rank's failure.
+        produce: gives this rank's contribution; an error travels as this rank's failure.
     """
     if call.is_alone:
-        return [call.alone(lambda: check(obj))]
-    mine = call.message(lambda: check(obj))
+        return [call.alone(produce)]
+    own: list[T] = []
+    mine = call.message(lambda: kept(own, produce()))
     yield
     with call.traffic() as exchange:
         messages = routes.gather(exchange, mine, call.root)
-    return call.settle(lambda: _collected(call, messages, obj))
+    return call.settle(lambda: _collected(call, messages, own))
 
 
-def _collected(call: Call, messages: list[Message] | None, obj: T) -> list[T] | None:
+def _collected(call: Call, messages: list[Message] | None, own: list[T]) -> list[T] | None:
     call.raise_failures(messages or ())
-    return None if messages is None else decode_others(call, messages, obj)
+    return None if messages is None else decode_others(call, messages, *own)
+
+
+def kept(place: list[T], value: T) -> T:
+    """Keep what a callback returned: its own rank gets the object itself, no copy."""
+    place.append(value)
+    return value
+
+
+def decide_in(
+    call: Call, produce: Callable[[], A], decide: Callable[[list[A]], B]
+) -> Generator[None, None, B]:
+    """Let one rank compute something of all ranks' contributions, for all; for ``call.run``.
+
+    Args:
+        call: the call.
+        produce: gives this rank's contribution; an error travels as this rank's failure.
+        decide: called on the group's first rank with all contributions in rank order, once and
+            only if every rank has one. What it raises is raised on all ranks; a
+            ``DisagreementError`` in the name of the ranks that it blames.
+    """
+    if call.is_alone:
+        return call.alone(lambda: decide([produce()]))
+    own: list[A] = []
+    shared: list[B] = []
+    mine = call.message(lambda: kept(own, produce()))
+    yield
+    with call.traffic() as exchange:
+        messages = routes.gather(exchange, mine, routes.HUB)
+        answer = None
+        if messages is not None:
+            values = functools.partial(decode_others, call, messages, *own)
+            answer = call.failures(messages) or call.message(lambda: kept(shared, decide(values())))
+        message = routes.broadcast(exchange, answer, routes.HUB)
+    call.raise_failures([message])
+    result: B = shared[0] if shared else call.decode(message)
+    return result
 
 
 def decode_others(call: Call, messages: Sequence[Message], own: T) -> list[T]:
@@ -316,7 +353,13 @@ def all_gather(
 def all_gather_in(
     call: Call, obj: T, check: Callable[[T], T] = _unchecked
 ) -> Generator[None, None, list[T]]:
-    """``all_gather`` for a call that was already begun; arguments as in ``gather_in``."""
+    """``all_gather`` for a call that was already begun; to be given to ``call.run``.
+
+    Args:
+        call: the call.
+        obj: this rank's contribution.
+        check: returns it, or raises; an error travels as this rank's failure.
+    """
     if call.is_alone:
         return [call.alone(lambda: check(obj))]
     mine = call.message(lambda: check(obj))

@@ -276,7 +276,8 @@ class RankFailure:
         rank: group rank where it happened.
         type_name: the exception's qualified type.
         message: ``str(exception)``.
-        traceback: the formatted traceback on that rank.
+        traceback: the formatted traceback on that rank; empty where no code of it raised, because
+            what it gave does not fit to what the others gave.
     """
 
     rank: int
@@ -307,7 +308,8 @@ class CollectiveError(ObjcommError):
         first = self.failures[min(self.failures)]
         summary = "; ".join(str(self.failures[rank]) for rank in sorted(self.failures))
         remote = first.traceback.rstrip()
-        return f"{self.operation} failed on {summary}\n\nTraceback of rank {first.rank}:\n{remote}"
+        shown = f"\n\nTraceback of rank {first.rank}:\n{remote}" if remote else ""
+        return f"{self.operation} failed on {summary}{shown}"
 
 
 def text_of(error: BaseException) -> str:

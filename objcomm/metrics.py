@@ -1,17 +1,16 @@
 """Familiar helpers around small results: scalars of every rank, and what is computed of them."""
 
 import functools
-from collections.abc import Callable, Generator, Iterable
-from typing import Literal, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Callable, Iterable
+from typing import Literal, NoReturn, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
 from objcomm.call import Call
-from objcomm.collectives import all_gather_in, decode_others, gather_in
+from objcomm.collectives import all_gather_in, decide_in, gather_in
 from objcomm.config import Allowed
 from objcomm.frames import Operation
 from objcomm.group import Timeout
-from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike
 
@@ -97,7 +96,7 @@ def gather_scalar(
         group_root=group_dst,
         has_root=True,
     )
-    return call.run(gather_in(call, value, check=_check_scalar), async_op=async_op)
+    return call.run(gather_in(call, lambda: _check_scalar(value)), async_op=async_op)
 
 
 @overload
@@ -163,6 +162,129 @@ def _check_scalar(value: T) -> T:
     if ("numpy", "generic") in bases:
         return value
     raise TypeError(f"a {type(value).__name__} is no scalar; objcomm.gather takes any object")
+
+
+def gather_from_all_ranks(
+    fn: Callable[[], T],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    device: torch.device | str | int | None = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+) -> list[T] | None:
+    """Call a function on every rank and collect what it returns onto one.
+
+    Every rank of ``group`` must call this. Unlike ``gather(fn())`` it fails on every rank if ``fn``
+    fails on one, so every rank waits for the destination.
+
+    Args:
+        fn: called once on every rank; returns anything that can be encoded.
+        dst: global rank that receives.
+        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None. It begins after ``fn``.
+        codec: what encodes this rank's result.
+        device: where tensors inside received results shall lie.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
+
+    Returns:
+        On the destination one result per rank, in the order of group ranks. ``None`` elsewhere.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: ``fn`` raised on some rank, or a result could not be encoded or decoded.
+            Every rank, with each failing rank's type, message and traceback.
+        ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.gather_from_all_ranks(lambda: {"batches": 41})
+        [{'batches': 41}]
+    """
+    call = Call(
+        Operation.GATHER_FROM_ALL_RANKS,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        device=device,
+        global_root=dst,
+        group_root=group_dst,
+        has_root=True,
+        confirm=True,
+        accept=accept,
+        allow=allow,
+    )
+    return call.carry_out(gather_in(call, fn))
+
+
+def gather_scalar_from_all_ranks(
+    fn: Callable[[], T],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> list[T] | None:
+    """Call a function on every rank and collect the scalar that it returns onto one.
+
+    Every rank of ``group`` must call this. Each value arrives as it is, whatever its type: ints
+    stay ints, ``2.0`` and ``True`` stay what they are. It fails on every rank if ``fn`` fails on
+    one, so every rank waits for the destination.
+
+    Args:
+        fn: called once on every rank; returns a scalar, as ``gather_scalar`` takes it.
+        dst: global rank that receives.
+        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None. It begins after ``fn``.
+
+    Returns:
+        On the destination one value per rank, in the order of group ranks. ``None`` elsewhere.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: ``fn`` raised on some rank, or returned no scalar. Every rank.
+        ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.gather_scalar_from_all_ranks(lambda: 2**31)
+        [2147483648]
+    """
+    produce, codec = _called(fn)
+    call = Call(
+        Operation.GATHER_SCALAR_FROM_ALL_RANKS,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        global_root=dst,
+        group_root=group_dst,
+        has_root=True,
+        confirm=True,
+    )
+    return call.carry_out(gather_in(call, produce))
+
+
+def _called(fn: Callable[[], T]) -> tuple[Callable[[], T], str]:
+    """Call a function now, because the codec depends on what it returns.
+
+    Returns:
+        What gives the result, or raises what the function raised; and the codec.
+    """
+    try:
+        value = fn()
+    except BaseException as error:  # noqa: BLE001  # this rank still takes part, and raises then
+        return functools.partial(_raise, error), "msgpack"
+    return lambda: _check_scalar(value), _codec_for(value)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 @overload
@@ -234,31 +356,4 @@ def reduce_and_broadcast(
         accept=accept,
         allow=allow,
     )
-    return call.run(_reduce_and_broadcast(call, fn1, fn2), async_op=async_op)
-
-
-def _reduce_and_broadcast(
-    call: Call, fn1: Callable[[], A], fn2: Callable[[list[A]], B]
-) -> Generator[None, None, B]:
-    if call.is_alone:
-        return call.alone(lambda: fn2([fn1()]))
-    own: list[A] = []
-    shared: list[B] = []
-    mine = call.message(lambda: _kept(own, fn1()))
-    yield
-    with call.traffic() as exchange:
-        messages = routes.gather(exchange, mine, routes.HUB)
-        answer = None
-        if messages is not None:
-            values = functools.partial(decode_others, call, messages, *own)
-            answer = call.failures(messages) or call.message(lambda: _kept(shared, fn2(values())))
-        message = routes.broadcast(exchange, answer, routes.HUB)
-    call.raise_failures([message])
-    result: B = shared[0] if shared else call.decode(message)
-    return result
-
-
-def _kept(place: list[T], value: T) -> T:
-    """Keep what a callback returned: its own rank gets the object itself, no copy."""
-    place.append(value)
-    return value
+    return call.run(decide_in(call, fn1, fn2), async_op=async_op)

@@ -5,12 +5,19 @@ Live exceptions never travel: they may not pickle, and their frames hold other p
 """
 
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgpack
 
 from objcomm.codecs.nesting import check_nesting
-from objcomm.errors import CollectiveError, DecodeError, RankFailure, WireError, text_of
+from objcomm.errors import (
+    CollectiveError,
+    DecodeError,
+    RankFailure,
+    UsageError,
+    WireError,
+    text_of,
+)
 from objcomm.frames import Header, Status
 from objcomm.message import Message, compose
 
@@ -20,6 +27,38 @@ _NAME_MAX_NBYTES = 500
 _ERRORS = "surrogatepass"
 
 _REPORT_DEPTH = 2  # a list of lists of texts
+
+
+class DisagreementError(Exception):
+    """What ranks gave does not fit together; it becomes their failures, and never leaves here.
+
+    Attributes:
+        reasons: what is wrong with each rank's that differs, by rank.
+    """
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__(dict(reasons))
+        self.reasons = dict(reasons)
+
+    def failures(self) -> list[RankFailure]:
+        """One for each rank that differs, in whose code nothing was raised."""
+        kind = f"{UsageError.__module__}.{UsageError.__qualname__}"
+        return [
+            RankFailure(rank, kind, _shortened(reason, _TEXT_MAX_NBYTES), "")
+            for rank, reason in self.reasons.items()
+        ]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words, such as ``ranks 0, 2–7``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = ["–".join(map(str, run)) for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
 
 
 def failure_of(error: BaseException, rank: int) -> RankFailure:

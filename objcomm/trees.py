@@ -18,6 +18,7 @@ from objcomm.frames import Status
 from objcomm.leaves import Tensors, flat_of, room_for, tensors_of
 from objcomm.message import Message
 from objcomm.ops import Operator
+from objcomm.outcome import DisagreementError
 from objcomm.structures import ABSENT, DifferenceError, Leaf
 from objcomm.transport import reduction, routes
 from objcomm.transport.device_reduction import reduce_on_device
@@ -170,7 +171,7 @@ class TreeReduction:
         try:
             answer = self._merged(messages)
         except DifferenceError as error:
-            return self._call.difference(error)
+            return self._call.failure(DisagreementError({error.ranks[1]: str(error)}))
         except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
             return self._call.failure(error)
         self._answer = answer

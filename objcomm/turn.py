@@ -66,7 +66,7 @@ class Turn:
     def __enter__(self) -> Exchange:
         lane, entry, verdict = self._lane, self._entry, self._mesh.verdict
         if verdict is not None:  # while this call waited for those before it
-            self._lane.owes = False
+            self._absolve()
             end_elsewhere(verdict, lane.owner)
             raise verdict.error(entry.operation, self.exchange.header.position)
         entry.regions = regions.get()
@@ -99,10 +99,14 @@ class Turn:
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others of an error outside of the traffic, if they wait for this call."""
-        self._lane.owes = False
         if not self.has_met:
+            self._absolve()
             # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
             self._mesh.settle(proposal_for(error, self._mesh.rank))
+
+    def _absolve(self) -> None:
+        """The thread that called hears of it by this call, on whatever lanes it makes others."""
+        self._mesh.absolve(self._lane.owner)
 
     def _leave(self, error: BaseException | None) -> None:
         self._interruptible.__exit__(None, None, None)
@@ -116,7 +120,7 @@ class Turn:
         """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""
         mesh, position = self._mesh, self.exchange.header.position
         operation = self._entry.operation
-        self._lane.owes = False
+        self._absolve()
         proposal = proposal_for(error, self._mesh.rank)
         if proposal.cause is Cause.LOST:
             proposal = mesh.blamed(proposal)

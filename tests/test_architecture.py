@@ -11,7 +11,17 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A floor may import from all floors above it in this list, never from its own or from below.
 FLOORS: list[list[str]] = [
     ["errors"],
-    ["arrays", "authentication", "counters", "eager", "elementwise", "frames", "memory"],
+    [
+        "absence",
+        "arrays",
+        "authentication",
+        "counters",
+        "eager",
+        "elementwise",
+        "frames",
+        "memory",
+        "sameness",
+    ],
     ["config", "ops"],
     [
         "codecs.base",
@@ -64,7 +74,8 @@ FLOORS: list[list[str]] = [
     ["call"],
     ["buckets", "collectives", "errand", "folding", "together", "trees"],
     [
-        "control",
+        "averages",
+        "consensus",
         "metrics",
         "model",
         "p2p",
@@ -73,8 +84,10 @@ FLOORS: list[list[str]] = [
         "scans",
         "scattering",
         "shards",
+        "sharing",
         "subgroups",
     ],
+    ["control", "nodes", "ordering"],
     [""],
     ["inspector.dumps"],
     ["inspector.rows"],

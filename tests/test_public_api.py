@@ -17,6 +17,8 @@ WANTED = {
     "all_to_all", "reduce_scatter", "scan", "exscan",
     "rank", "world_size", "is_initialized", "is_main", "to_tensor", "from_tensor",
     "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
+    "average_metrics", "gather_from_all_ranks", "gather_scalar_from_all_ranks",
+    "agree", "any_rank", "all_ranks", "shared_seed",
     "send", "recv", "isend", "irecv", "sendrecv", "probe", "iprobe", "Envelope",
     "Work", "as_completed", "wait_all",
     "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",

@@ -68,7 +68,8 @@ class Channel:
         self._whole = whole
         self._lock = threading.Lock()
         self._mesh: Mesh | None = None
-        self._owed: dict[str, Verdict] = {}  # by lane, what ended an earlier mesh
+        # By thread, what ended an earlier mesh; by None where any thread may use the lane.
+        self._owed: dict[threading.Thread | None, Verdict] = {}
 
     def enter(
         self, operation: str, deadline: Deadline, call_site: str, lane_name: str
@@ -83,7 +84,7 @@ class Channel:
 
         Raises:
             BrokenGroupError: an earlier error has closed the connections for good.
-            ObjcommError: what has closed them since this lane's last call; the next call is served.
+            ObjcommError: what has closed them since this thread's last call; the next is served.
             UsageError: the group is destroyed, another thread has the lane, or this one has it and
                 waits for a callback.
             TransportTimeout: not every member came.
@@ -105,7 +106,7 @@ class Channel:
         """
         mesh = self._mesh
         if mesh is None or mesh.verdict is not None or self._owed:
-            mesh = self._settled(operation, lane_name)
+            mesh = self._settled(operation)
         lane = mesh.lanes.get(lane_name)
         if order is not None:
             return mesh, lane or self._taken(operation, mesh, lane_name, order)
@@ -157,7 +158,7 @@ class Channel:
     def absolve(self, verdict: Verdict) -> None:
         """End the connections by a verdict that the calling thread raises elsewhere.
 
-        Other threads' lanes raise it in their next calls, as they do on the other ranks.
+        Other threads raise it in their next calls, as they do on the other ranks.
         """
         mesh = self._mesh
         if mesh is None or (mesh.verdict is None and self._is_clear_of(mesh, verdict)):
@@ -165,10 +166,9 @@ class Channel:
         if mesh.settle(verdict).name != verdict.name:
             return
         with self._lock:
-            for name, lane in mesh.lanes.items():
-                lane.absolve(threading.current_thread())
-                if not lane.owes:
-                    self._owed.pop(name, None)
+            mesh.absolve(threading.current_thread())
+            self._owed.pop(threading.current_thread(), None)
+            self._owed.pop(None, None)
 
     def _is_clear_of(self, mesh: Mesh, verdict: Verdict) -> bool:
         """Whether the other rank of a pair may have joined ``mesh`` when this was over for it."""
@@ -183,15 +183,14 @@ class Channel:
     def _pair(self) -> str:
         return "-".join(map(str, self.members))
 
-    def _settled(self, operation: str, lane_name: str) -> Mesh:
-        """A mesh that nothing has ended, once the lane has raised what ended the last one."""
+    def _settled(self, operation: str) -> Mesh:
+        """A mesh that nothing has ended, once the thread has raised what ended the last one."""
+        thread = threading.current_thread()
         with self._lock:
-            owed = self._owed.pop(lane_name, None)
+            owed = self._owed.pop(thread, None) or self._owed.pop(None, None)
             mesh = self._mesh
-            if owed is None and mesh is not None and mesh.verdict is not None:
-                lane = mesh.lanes.get(lane_name)
-                if lane is not None and lane.owes:
-                    lane.owes, owed = False, mesh.verdict
+            if mesh is not None and mesh.verdict is not None and mesh.absolve(thread):
+                owed = mesh.verdict
             if owed is not None:
                 end_elsewhere(owed)
                 raise owed.error(operation)
@@ -206,8 +205,9 @@ class Channel:
                 raise BrokenGroupError(operation, text_of(ended.verdict.error("an earlier call")))
             # A thread that has ended is in no sequence of calls that others could be ahead of.
             lanes = [lane for lane in ended.lanes.values() if lane.owner.is_alive()]
-            owing = [lane.name for lane in lanes if lane.owes]
-            self._owed.update(dict.fromkeys(owing, ended.verdict))
+            owing = [None if lane.order else lane.owner for lane in lanes if lane.owes]
+            left = {each: why for each, why in self._owed.items() if not each or each.is_alive()}
+            self._owed = left | dict.fromkeys(owing, ended.verdict)
         name = self._process_group().group_name
         mesh = Mesh(
             name=name if self._whole is None else f"{name}, ranks {self._pair}",

@@ -79,10 +79,11 @@ class Lane:
         else:
             self.errands.discard(entry)
 
-    def absolve(self, thread: threading.Thread) -> None:
-        """A thread has raised what ended the link, so the next call of a lane of its need not."""
-        if self.order is not None or self.owner is thread:
-            self.owes = False
+    def absolve(self, thread: threading.Thread) -> bool:
+        """A thread raises what ended the link: its next call need not. Whether it would have."""
+        is_its = self.order is not None or self.owner is thread
+        owed, self.owes = self.owes, self.owes and not is_its
+        return owed and is_its
 
     def waits(self) -> list[Entry]:
         """All calls that wait just now."""

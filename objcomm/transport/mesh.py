@@ -170,7 +170,8 @@ class Mesh:
             link = self._connected.result()
             self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
-            lane.owes = lane.owes and not isinstance(error, ObjcommError)
+            if isinstance(error, ObjcommError) and self.verdict is not None:
+                self.absolve(lane.owner)
             entry.end(error, time.time() - entry.began)
             raise
         finally:
@@ -241,6 +242,11 @@ class Mesh:
             return self.stop(board.propose(self.nonce, proposal))
 
         return self.stop(self._posted(proposal, post))
+
+    def absolve(self, thread: threading.Thread) -> bool:
+        """A thread raises the verdict, for all its lanes. Whether one of them still had to."""
+        absolved = [lane.absolve(thread) for lane in tuple(self.lanes.values())]
+        return any(absolved)
 
     def fail(self, key: str, proposal: Verdict) -> Verdict:
         """End the mesh because the block ``key`` failed here, and let it be known there, too."""

@@ -146,8 +146,7 @@ class Pair:
         """A call has raised a verdict: the next one need not."""
         mesh = self._channel.mesh
         if mesh is not None and mesh.verdict is not None and mesh.verdict.name == verdict.name:
-            for lane in tuple(mesh.lanes.values()):
-                lane.owes = False
+            mesh.absolve(threading.current_thread())
 
 
 def say_farewell(channels: Iterable[Channel]) -> None:

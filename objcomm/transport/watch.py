@@ -287,8 +287,7 @@ def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> N
     thread = thread or threading.current_thread()
     for mesh in _watchers.watcher().named(verdict.meshes):
         mesh.settle(verdict)  # told before it closes: not every finder of a circle has all meshes
-        for lane in tuple(mesh.lanes.values()):
-            lane.absolve(thread)
+        mesh.absolve(thread)
 
 
 class interruptible:  # noqa: N801  # used as a function, like contextlib's

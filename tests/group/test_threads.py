@@ -5,12 +5,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 import objcomm
-from objcomm import UsageError
+from objcomm import DesyncError, UsageError
 from tests.group.helpers import assert_group_works, subgroup
 from tests.ranks import ranks
 from tests.workers import here
+
+# A loaded machine gets more than the 2 s that are promised.
+SOON_S = 6.0
 
 
 def in_thread(body: Callable[[], object]) -> threading.Thread:
@@ -187,3 +191,43 @@ def test_one_failing_lane_leaves_the_others_in_step() -> None:
         assert objcomm.all_gather(turn) == [turn, turn]
     thread.join()
     assert_group_works()
+
+
+@ranks(2, 3)
+def test_a_thread_hears_once_of_an_error_however_many_lanes_it_uses() -> None:
+    with subgroup(*range(here().world_size)) as group:
+        use_three_lanes(group)
+        with pytest.raises(DesyncError):
+            objcomm.barrier("a" if here().rank == 0 else "b", group=group)
+        use_three_lanes(group)
+
+
+@ranks(2, 3)
+def test_each_thread_hears_of_an_error_in_its_next_call() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    with subgroup(*range(here().world_size)) as group:
+
+        def keep_a_lane() -> None:
+            with objcomm.lane("kept"):
+                objcomm.barrier(group=group)
+                begun.set()
+                assert go_on.wait(SOON_S)
+                with pytest.raises(DesyncError):
+                    objcomm.barrier(group=group)
+                objcomm.barrier(group=group)
+
+        thread = in_thread(keep_a_lane)
+        assert begun.wait(SOON_S)
+        with pytest.raises(DesyncError):
+            objcomm.barrier("a" if here().rank == 0 else "b", group=group)
+        use_three_lanes(group)  # which renews the connections before the other thread has heard
+        go_on.set()
+        thread.join()
+        use_three_lanes(group)
+
+
+def use_three_lanes(group: dist.ProcessGroup) -> None:
+    assert_group_works(group)
+    for name in ("one", "another"):
+        with objcomm.lane(name):
+            assert_group_works(group)

@@ -53,6 +53,16 @@ def collectives(config: Config, configs: list[Config]) -> None:
     objcomm.barrier("name", timeout=timedelta(seconds=3))
 
 
+def metrics(config: Config) -> None:
+    """A function's result type is the list's, a value's type comes back."""
+    assert_type(objcomm.average_metrics({"loss": 0.5}, 64), dict[str, float])
+    assert_type(objcomm.gather_from_all_ranks(lambda: config), list[Config] | None)
+    assert_type(objcomm.gather_scalar_from_all_ranks(lambda: 1, 0), list[int] | None)
+    assert_type(objcomm.agree(config), Config)
+    assert_type(objcomm.any_rank(flag=True), bool)
+    assert_type(objcomm.shared_seed(), int)
+
+
 def in_flight(config: Config, configs: list[Config]) -> None:
     """With ``async_op=True`` a work of the same type, without it or with False the value."""
     assert_type(objcomm.broadcast(config, async_op=True), objcomm.Work[Config])
