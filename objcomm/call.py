@@ -84,6 +84,7 @@ class Call:
         confirm: bool = False,
         accept: Iterable[str] | None = None,
         allow: Iterable[Allowed] | None = None,
+        name: str = "",
     ) -> None:
         """Begin.
 
@@ -100,6 +101,7 @@ class Call:
             confirm: whether a rank's decode error becomes everybody's.
             accept: codecs whose messages this rank decodes.
             allow: what a received pickle may name.
+            name: of the user's function, where it is another than the operation's.
 
         Raises:
             UsageError: an argument is wrong, or this rank is in a region where the others make no
@@ -109,7 +111,7 @@ class Call:
             TransportTimeout: the group's first call, and not every rank came.
         """
         self._began = time.perf_counter()
-        self.name = operation.name.lower()
+        self.name = name or operation.name.lower()
         whole = resolve(group)
         self.ranks = whole.ranks
         self.root = whole.root(self.name, global_root, group_root)

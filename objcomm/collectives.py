@@ -110,13 +110,22 @@ def broadcast(
         accept=accept,
         allow=allow,
     )
-    return call.run(_broadcast(call, obj), async_op=async_op)
+    return call.run(broadcast_in(call, obj), async_op=async_op)
 
 
-def _broadcast(call: Call, obj: T) -> Generator[None, None, T]:
+def broadcast_in(
+    call: Call, obj: T, check: Callable[[T], T] = _unchecked
+) -> Generator[None, None, T]:
+    """``broadcast`` for a call that was already begun; to be given to ``call.run``.
+
+    Args:
+        call: the call.
+        obj: what the source shares.
+        check: returns it, or raises, on the source; an error travels as that rank's failure.
+    """
     if call.is_alone:
-        return obj
-    mine = call.message(lambda: obj) if call.is_root else None
+        return call.alone(lambda: check(obj))
+    mine = call.message(lambda: check(obj)) if call.is_root else None
     yield
     with call.traffic() as exchange:
         message = routes.broadcast(exchange, mine, call.root)

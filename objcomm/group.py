@@ -3,12 +3,13 @@
 The only place where global ranks become group ranks. Knows nothing of operations.
 """
 
+import contextlib
 import functools
 import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar, Token
 from datetime import timedelta
 from types import TracebackType
@@ -21,7 +22,7 @@ from objcomm.errors import UsageError
 from objcomm.history import History
 from objcomm.transport.base import Deadline, DeviceLink
 from objcomm.transport.channel import Channel
-from objcomm.transport.lane import Lane
+from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.mailbox import Mailbox
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.nccl import device_link
@@ -91,6 +92,7 @@ class Group:
         self.mailbox = Mailbox(self.rank, self.size)
         self.crew = Crew()
         self.hosts: tuple[str, ...] = ()
+        self._turns = threading.Lock()
         self._pairs: dict[int, Pair] = {}  # by the other rank
         if process_group is not None:
             # Its end, not this object's: whoever still waits for a message holds this one.
@@ -143,6 +145,23 @@ class Group:
         """
         self._check_process(operation)
         return self._whole.enter(operation, deadline, call_site, _lane_name.get())
+
+    @contextlib.contextmanager
+    def in_turns(self) -> Iterator[None]:
+        """Let any thread make a call in this block; all but the main one do it one after another.
+
+        The main thread, and a thread that has taken a lane, keep their own. The others share one:
+        as with torch it is for the program to let them come in the same order on all ranks.
+        """
+        if _lane_name.get() or threading.current_thread() is threading.main_thread():
+            yield
+            return
+        with self._turns:
+            token = _lane_name.set(IN_TURNS)
+            try:
+                yield
+            finally:
+                _lane_name.reset(token)
 
     def _check_process(self, operation: str) -> None:
         if self._pid != os.getpid():

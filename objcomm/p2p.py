@@ -1,5 +1,6 @@
 """Messages from one rank to another: send, recv and what belongs to them."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Iterable
@@ -100,6 +101,11 @@ def send(
         global_peer=dst,
         group_peer=group_dst,
     )
+    return send_by(errand, obj, async_op=async_op)
+
+
+def send_by(errand: Errand, obj: object, *, async_op: bool = False) -> Work[None] | None:
+    """``send`` by an errand that was made and not begun."""
     pairs = errand.pairs()
     errand.begin()
     if not pairs:
@@ -397,7 +403,11 @@ def sendrecv(
             accept=accept,
             allow=allow,
         )
-    except ObjcommError as error:  # Ctrl-C is not kept waiting
+    except KeyboardInterrupt:  # not kept waiting; and the caller has no work to wait for
+        with contextlib.suppress(TimeoutError, ObjcommError):
+            sending.wait(0)
+        raise
+    except ObjcommError as error:
         try:
             sending.wait()
         except ObjcommError as other:

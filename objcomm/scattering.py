@@ -101,14 +101,20 @@ def scatter(
         accept=accept,
         allow=allow,
     )
-    return call.run(_scatter(call, objs), async_op=async_op)
+    return call.run(scatter_in(call, lambda: objs), async_op=async_op)
 
 
-def _scatter(call: Call, objs: Sequence[T] | None) -> Generator[None, None, T]:
+def scatter_in(call: Call, produce: Callable[[], Sequence[T] | None]) -> Generator[None, None, T]:
+    """``scatter`` for a call that was already begun; to be given to ``call.run``.
+
+    Args:
+        call: the call.
+        produce: gives one object per rank on the source; an error travels as that rank's failure.
+    """
     if call.is_alone:
-        return call.alone(lambda: _one_each(call, objs)[0])
+        return call.alone(lambda: _one_each(call, produce())[0])
     own: list[T] = []
-    messages = _encode_each(call, objs, own) if call.is_root else None
+    messages = _encode_each(call, produce, own) if call.is_root else None
     yield
     with call.traffic() as exchange:
         message = routes.scatter(exchange, messages, call.root)
@@ -194,7 +200,7 @@ def _all_to_all(call: Call, objs: Sequence[T]) -> Generator[None, None, list[T]]
     if call.is_alone:
         return call.alone(lambda: [_one_each(call, objs)[0]])
     own: list[T] = []
-    messages = _encode_each(call, objs, own)
+    messages = _encode_each(call, lambda: objs, own)
     yield
     with call.traffic() as exchange:
         arrived = routes.all_to_all(exchange, messages)
@@ -297,7 +303,7 @@ def _reduce_scatter(call: Call, operator: Operator, objs: Sequence[T]) -> Genera
     if call.is_alone:
         return call.alone(lambda: _alone(operator, _one_each(call, objs)[0]))
     own: list[Any] = []
-    messages = _encode_each(call, objs, own, operator)
+    messages = _encode_each(call, lambda: objs, own, operator)
     yield
     with call.traffic() as exchange:
         arrived = routes.all_to_all(exchange, messages)
@@ -340,19 +346,22 @@ def _one_each(call: Call, objs: Sequence[T] | None) -> Sequence[T]:
 
 
 def _encode_each(
-    call: Call, objs: Sequence[T] | None, own: list[Any], operator: Operator | None = None
+    call: Call,
+    produce: Callable[[], Sequence[T] | None],
+    own: list[Any],
+    operator: Operator | None = None,
 ) -> list[Message]:
     """A message for each rank; where one can't be made all say why.
 
     Args:
         call: whose.
-        objs: one for each rank.
+        produce: gives one object for each rank.
         own: gets this rank's, which stays here: as the object itself, or as a copy to combine.
         operator: prepares each, if they are to be combined.
     """
     messages = []
     try:
-        each = _one_each(call, objs)
+        each = _one_each(call, produce())
         for peer in range(call.size):
             obj = each[peer]
             if peer == call.rank and operator is None:

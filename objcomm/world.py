@@ -122,6 +122,34 @@ def process_group_of(group: GroupLike) -> Any:
     return group
 
 
+#: Backends whose ranks may be no processes, or none that have a store in common.
+_UNREACHABLE = {"fake", "mpi", "threaded"}
+
+
+def is_reachable(group: GroupLike) -> bool:
+    """Whether objcomm can join the ranks of ``group=``; the same answer on each of them.
+
+    Its ranks meet in the group's store, so they must be processes that share one. True where
+    nothing has to be joined: on a rank outside, and without torch.distributed. False for what is
+    no group.
+    """
+    if not is_initialized():
+        return True
+    try:
+        process_group = process_group_of(group)
+        if process_group is None or process_group.rank() < 0 or process_group.size() == 1:
+            return True
+        if dist.get_backend(process_group) in _UNREACHABLE:
+            return False
+        store = process_group.get_group_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+    except (UsageError, RuntimeError, ValueError):
+        return False
+    # A HashStore is of one process; a bare Store is what stands where there is none.
+    return store is not None and type(store) not in {dist.Store, dist.HashStore}
+
+
 def _alone(group: GroupLike, value: int) -> int:
     return -1 if is_nobody(group) else value
 

@@ -89,6 +89,8 @@ FLOORS: list[list[str]] = [
     ],
     ["control", "nodes", "ordering"],
     [""],
+    ["compat.lists", "compat.patching"],
+    ["compat.torch"],
     ["inspector.dumps"],
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
@@ -96,7 +98,7 @@ FLOORS: list[list[str]] = [
     ["__main__"],
     ["demo"],
 ]
-PACKAGES = {"inspector", "transport"}  # hold nothing themselves
+PACKAGES = {"compat", "inspector", "transport"}  # hold nothing themselves
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 # Only these may start a transfer; only this may translate ranks.

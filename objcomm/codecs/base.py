@@ -192,6 +192,7 @@ def copy(codec: Codec, obj: object) -> Any:
         try:
             return make(obj)
         except Exception as error:
+            encode(codec, obj)  # if that fails it says which member is to blame
             raise DecodeError(codec.name, text_of(error)) from error
     encoded = encode(codec, obj)
     owners = [duplicate(buffer).owner for buffer in encoded.buffers]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
 from objcomm.frames import fingerprint
 from objcomm.transport.base import LANE_BITS, Deadline
-from objcomm.transport.lane import Lane
+from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
 
@@ -229,7 +229,8 @@ class Channel:
         thread = threading.current_thread()
         with self._lock:
             lane = mesh.lanes.get(name) or self._new_lane(mesh, name, thread, order)
-            if order is None and lane.owner is not thread and lane.owner.is_alive():
+            is_taken = lane.owner is not thread and lane.owner.is_alive()
+            if order is None and is_taken and name != IN_TURNS:
                 which = f"lane {name!r} of this group" if name else "this group"
                 raise UsageError(
                     f"{operation}: thread {lane.owner.name!r} already uses {which}; let "

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from objcomm.transport.line import Line
     from objcomm.transport.order import Order
 
+#: The lane of threads that take turns: it has no owner but whoever's turn it is.
+IN_TURNS = "in turns"
+
 # How many calls the other ranks are told of: a rank that only sends can be some ahead.
 _PAST = 8
 

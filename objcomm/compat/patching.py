@@ -1,0 +1,118 @@
+"""Functions in the places of a library's own, for as long as somebody wants them there.
+
+Knows modules and functions; knows nothing of what they do.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType, TracebackType
+from typing import Any, NamedTuple, Self
+
+from objcomm.eager import keep_eager
+
+Function = Callable[..., Any]
+
+
+class _Place(NamedTuple):
+    module: ModuleType
+    name: str
+    original: Function
+    replacement: Function
+
+
+class Switch:
+    """Puts functions in their places while anybody holds it; see ``Patch``.
+
+    Args:
+        modules: gives the modules in which they have places.
+        functions: what stands there then, by name.
+        serves: whether a call with this ``group`` is for them, or for what stood there before.
+    """
+
+    def __init__(
+        self,
+        modules: Callable[[], Sequence[ModuleType]],
+        functions: Mapping[str, Function],
+        serves: Callable[[Any], bool],
+    ) -> None:
+        self._modules = modules
+        self._functions = functions
+        self._serves = serves
+        self._lock = threading.Lock()
+        self._holders: set[object] = set()
+        self._places: list[_Place] = []
+
+    def hold(self, holder: object) -> None:
+        """Put the functions in their places, if they are not there."""
+        with self._lock:
+            self._holders.add(holder)
+            if not self._places:
+                self._places = self._all_places()
+                for place in self._places:
+                    setattr(place.module, place.name, place.replacement)
+
+    def release(self, holder: object) -> None:
+        """Put back what stood there, if nobody else holds the switch.
+
+        Where something else stands by now it stays; what it calls of ours acts as the original.
+        """
+        with self._lock:
+            self._holders.discard(holder)
+            if self._holders:
+                return
+            for place in self._places:
+                if getattr(place.module, place.name) is place.replacement:
+                    setattr(place.module, place.name, place.original)
+            self._places = []
+
+    def _all_places(self) -> list[_Place]:
+        replacements: dict[Function, Function] = {}  # what is one function stays one
+        places = []
+        for module in self._modules():
+            for name, function in self._functions.items():
+                original = getattr(module, name)
+                replacement = replacements.get(original) or self._replacement(function, original)
+                replacements[original] = replacement
+                places.append(_Place(module, name, original, replacement))
+        return places
+
+    def _replacement(self, function: Function, original: Function) -> Function:
+        known = list(inspect.signature(function).parameters)
+        at = known.index("group")
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            group = args[at] if len(args) > at else kwargs.get("group")
+            # A newer library may have options that the function does not know.
+            is_known = kwargs.keys() <= set(known) and len(args) <= len(known)
+            if self._holders and is_known and self._serves(group):
+                return function(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        keep_eager([replacement])
+        return functools.update_wrapper(replacement, original)
+
+
+class Patch:
+    """Holds the functions in their places until ``undo``, or the end of a block."""
+
+    def __init__(self, switch: Switch) -> None:
+        self._switch = switch
+        switch.hold(self)
+
+    def undo(self) -> None:
+        """Let go; does nothing if that was done. What stood there comes back with the last one."""
+        self._switch.release(self)
+
+    def __enter__(self) -> Self:
+        self._switch.hold(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()

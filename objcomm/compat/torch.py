@@ -1,0 +1,465 @@
+"""The object collectives of ``torch.distributed``: its names, signatures and lists, over objcomm.
+
+``from objcomm.compat import torch as dist_objects`` is the whole change in code that calls them.
+
+In all of them ranks are global unless the argument begins with ``group_``, and the default root is
+global rank 0, as in torch. A rank outside of ``group`` gets torch's warning, and nothing happens
+there. Without ``init_process_group`` they serve a world of one. What arrives is an independent
+copy; tensors of a CUDA device arrive on the receiver's current one. ``device`` and ``use_batch``
+say where and how torch stages bytes; they are accepted and have no effect. Objects travel by the
+pickle codec, whatever ``objcomm.configure`` says of others.
+
+Any thread may call, as in torch. The main thread's calls are one sequence, those of all other
+threads a second one, in which they take turns; so a call must come from the main thread on all
+ranks or on none. A thread in ``objcomm.lane`` has that lane's sequence.
+"""
+
+import warnings
+from collections.abc import Callable, Generator, MutableSequence, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from objcomm.call import Call
+from objcomm.coding import Coding
+from objcomm.collectives import all_gather_in, broadcast_in, gather_in
+from objcomm.compat import lists
+from objcomm.compat.patching import Patch, Switch
+from objcomm.eager import keep_eager
+from objcomm.errand import Errand
+from objcomm.errors import NotInGroupError, UsageError
+from objcomm.frames import Operation
+from objcomm.group import Group
+from objcomm.p2p import send_by
+from objcomm.scattering import scatter_in
+from objcomm.world import GroupLike, is_reachable, rank, resolve
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "patch",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
+_CODEC = "pickle"
+
+# Lists must not meet what the program sends by ``objcomm.send``, so they have a tag of their own.
+_TAG = (1 << 32) - 1
+
+
+def broadcast_object_list(
+    object_list: MutableSequence[Any],
+    src: int | None = None,
+    group: GroupLike = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Put the objects of one rank's list into the lists of all ranks.
+
+    Every rank of ``group`` must call this.
+
+    Args:
+        object_list: on the source the objects, which stay as they are; elsewhere a list of the
+            same length, whose entries are replaced.
+        src: global rank of the source; 0 if ``group_src`` is not given either.
+        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
+        device: has no effect.
+        group_src: the source as a rank within the group.
+
+    Raises:
+        UsageError: the source is given twice or is not in the group: every rank, before any
+            traffic. This rank's list is not as long as the source's: this rank, which has changed
+            nothing; later calls work.
+        CollectiveError: the source's is no list, or could not be encoded. Every rank.
+        ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
+
+    Example:
+        >>> from objcomm.compat import torch as dist_objects
+        >>> objects = [{"lr": 0.1}, "adam"]
+        >>> dist_objects.broadcast_object_list(objects, src=0)
+        >>> objects
+        [{'lr': 0.1}, 'adam']
+    """
+    del device
+    name = "broadcast_object_list"
+
+    def body(call: Call) -> Generator[None, None, None]:
+        def check(given: object) -> Any:
+            return list(lists.entries(name, given))  # whatever class of list it is
+
+        objects = yield from broadcast_in(call, object_list, check)
+        if not call.is_root:
+            lists.replace_all(name, call.root, object_list, objects)
+
+    _carry_out(
+        Operation.BROADCAST, name, group, body, root=_default(src, group_src), group_root=group_src
+    )
+
+
+def all_gather_object(
+    object_list: MutableSequence[Any], obj: object, group: GroupLike = None
+) -> None:
+    """Collect one object from every rank into the lists of all ranks.
+
+    Every rank of ``group`` must call this. Each object travels at its own size.
+
+    Args:
+        object_list: at least as long as the group has ranks. Its first entries become the ranks'
+            objects, in the order of group ranks; this rank's own is a copy, too.
+        obj: this rank's contribution.
+        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
+
+    Raises:
+        UsageError: ``group`` is none. Every rank that gave it, before any traffic.
+        CollectiveError: some rank's list is too short, or its object could not be encoded. Every
+            rank, before any object has moved; no list was changed.
+        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+
+    Example:
+        >>> from objcomm.compat import torch as dist_objects
+        >>> gathered = [None]
+        >>> dist_objects.all_gather_object(gathered, "shard-0.parquet")
+        >>> gathered
+        ['shard-0.parquet']
+    """
+    name = "all_gather_object"
+
+    def body(call: Call) -> Generator[None, None, None]:
+        def check(mine: object) -> object:
+            lists.check_room(call, object_list)
+            return mine
+
+        objects = yield from all_gather_in(call, obj, check)
+        objects[call.rank] = _copied(call, obj)
+        lists.replace(object_list, objects)
+
+    _carry_out(Operation.ALL_GATHER, name, group, body, has_root=False)
+
+
+def gather_object(
+    obj: object,
+    object_gather_list: MutableSequence[Any] | None = None,
+    dst: int | None = None,
+    group: GroupLike = None,
+    group_dst: int | None = None,
+) -> None:
+    """Collect one object from every rank into one rank's list.
+
+    Every rank of ``group`` must call this. Each object travels at its own size, and to the
+    destination only.
+
+    Args:
+        obj: this rank's contribution.
+        object_gather_list: on the destination a list at least as long as the group has ranks. Its
+            first entries become the ranks' objects, in the order of group ranks; this rank's own
+            is a copy, too. Elsewhere None, or an empty list.
+        dst: global rank of the destination; 0 if ``group_dst`` is not given either.
+        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
+        group_dst: the destination as a rank within the group.
+
+    Raises:
+        UsageError: the destination is given twice or is not in the group. Every rank, before any
+            traffic.
+        CollectiveError: the destination's list is too short or missing, another rank gave one, or
+            an object could not be encoded. The destination and that rank, before any object has
+            moved to the list.
+        ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
+
+    Example:
+        >>> from objcomm.compat import torch as dist_objects
+        >>> gathered = [None]
+        >>> dist_objects.gather_object({"correct": 41}, gathered, dst=0)
+        >>> gathered
+        [{'correct': 41}]
+    """
+    name = "gather_object"
+
+    def body(call: Call) -> Generator[None, None, None]:
+        def produce() -> object:
+            lists.check_gather_list(call, object_gather_list)
+            return obj
+
+        objects = yield from gather_in(call, produce)
+        if objects is not None and object_gather_list is not None:
+            objects[call.rank] = _copied(call, obj)
+            lists.replace(object_gather_list, objects)
+
+    _carry_out(
+        Operation.GATHER, name, group, body, root=_default(dst, group_dst), group_root=group_dst
+    )
+
+
+def scatter_object_list(
+    scatter_object_output_list: MutableSequence[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: GroupLike = None,
+    group_src: int | None = None,
+) -> None:
+    """Give each rank one object of the source's.
+
+    Every rank of ``group`` must call this. Each object travels to its own rank only.
+
+    Args:
+        scatter_object_output_list: a list whose first entry becomes this rank's object; on the
+            source that is a copy, too.
+        scatter_object_input_list: on the source one object per rank, in the order of group ranks;
+            elsewhere ignored.
+        src: global rank of the source; 0 if ``group_src`` is not given either.
+        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
+        group_src: the source as a rank within the group.
+
+    Raises:
+        UsageError: the source is given twice or is not in the group: every rank, before any
+            traffic. The output list of a rank that is not the source is none or empty: that rank,
+            after it took part; later calls work.
+        CollectiveError: the source gave another number of objects or an empty output list, or
+            could not encode an object. Every rank, before any object has moved.
+        ObjcommError: whatever else ``objcomm.scatter`` raises, on the same ranks.
+
+    Example:
+        >>> from objcomm.compat import torch as dist_objects
+        >>> mine = [None]
+        >>> dist_objects.scatter_object_list(mine, [{"files": ["a", "b"]}], src=0)
+        >>> mine
+        [{'files': ['a', 'b']}]
+    """
+    name = "scatter_object_list"
+
+    def body(call: Call) -> Generator[None, None, None]:
+        def produce() -> Sequence[Any] | None:
+            lists.check_output(name, scatter_object_output_list)
+            if scatter_object_input_list is None:
+                return None
+            objects = list(lists.entries(name, scatter_object_input_list))
+            if call.rank < len(objects):  # the source's own is not encoded, so this may fail
+                objects[call.rank] = call.copy(objects[call.rank])
+            return objects
+
+        obj = yield from scatter_in(call, produce)
+        if not call.is_root:
+            lists.check_output(name, scatter_object_output_list)
+        scatter_object_output_list[0] = obj
+
+    _carry_out(
+        Operation.SCATTER, name, group, body, root=_default(src, group_src), group_root=group_src
+    )
+
+
+def send_object_list(  # noqa: PLR0917  # torch's signature
+    object_list: Sequence[Any],
+    dst: int | None = None,
+    group: GroupLike = None,
+    device: torch.device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+) -> None:
+    """Send the objects of a list to one rank, which calls ``recv_object_list``.
+
+    Only these two ranks take part. The list travels as one message. Any thread may send.
+
+    Args:
+        object_list: the objects.
+        dst: global rank of the receiver.
+        group: to which both belong; None for the world.
+        device: has no effect.
+        group_dst: the receiver as a rank within the group; give one.
+        use_batch: has no effect.
+
+    Raises:
+        UsageError: the receiver is not given, given twice, not in the group, or this rank itself;
+            or this is no list. This rank, before any traffic.
+        CollectiveError: an object could not be encoded. Both ranks.
+        ObjcommError: whatever else ``objcomm.send`` raises, on the same ranks.
+
+    Example:
+        >>> from objcomm.compat import torch as dist_objects
+        >>> dist_objects.send_object_list(["to myself"], dst=0)
+        Traceback (most recent call last):
+        objcomm.errors.UsageError: send_object_list: rank 0 is this rank itself; name another one
+    """
+    del device, use_batch
+    name = "send_object_list"
+    errand = _errand(Operation.SEND, name, group, dst, group_dst)
+    if errand is None:
+        return
+    if errand.peer is None:
+        raise UsageError(f"{name}: give dst= or group_dst=")
+    send_by(errand, list(lists.entries(name, object_list)))
+
+
+def recv_object_list(  # noqa: PLR0917  # torch's signature
+    object_list: MutableSequence[Any],
+    src: int | None = None,
+    group: GroupLike = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+) -> int:
+    """Receive the objects of a list that one rank sends by ``send_object_list``.
+
+    Any thread may receive.
+
+    Args:
+        object_list: as long as the sender's; its entries are replaced.
+        src: global rank of the sender; neither this nor ``group_src``: any rank.
+        group: to which both belong; None for the world.
+        device: has no effect.
+        group_src: the sender as a rank within the group.
+        use_batch: has no effect.
+
+    Returns:
+        The sender's global rank; -1 on a rank outside of ``group``.
+
+    Raises:
+        UsageError: the sender is given twice, not in the group, or this rank itself; or this is no
+            list: this rank, before any traffic. The list is not as long as the sender's: this
+            rank; the message is gone, and the list as it was.
+        CollectiveError: the sender could not encode an object. Both ranks.
+        ObjcommError: whatever else ``objcomm.recv`` raises, on the same ranks.
+
+    Example:
+        >>> from objcomm.compat import torch as dist_objects
+        >>> dist_objects.recv_object_list([None], src=0)
+        Traceback (most recent call last):
+        objcomm.errors.UsageError: recv_object_list: rank 0 is this rank itself; name another one
+    """
+    del device, use_batch
+    name = "recv_object_list"
+    errand = _errand(Operation.RECV, name, group, src, group_src)
+    if errand is None:
+        return -1
+    lists.entries(name, object_list)
+    errand.begin()
+    with errand:
+        arrival = errand.awaited()
+        lists.replace_all(name, arrival.peer, object_list, errand.take_in(arrival))
+    return errand.group.ranks[arrival.peer]
+
+
+def _carry_out(
+    operation: Operation,
+    name: str,
+    group: GroupLike,
+    body: Callable[[Call], Generator[None, None, None]],
+    *,
+    root: int | None = None,
+    group_root: int | None = None,
+    has_root: bool = True,
+) -> None:
+    """Make a call under the user's name; a warning where this rank is not in the group."""
+    joined = _joined(name, group)
+    if joined is None:
+        return
+    with joined.in_turns():
+        call = Call(
+            operation,
+            group=group,
+            codec=_CODEC,
+            global_root=root,
+            group_root=group_root,
+            has_root=has_root,
+            must_agree=name,
+            name=name,
+        )
+        call.run(body(call))
+
+
+def _errand(
+    operation: Operation, name: str, group: GroupLike, peer: int | None, group_peer: int | None
+) -> Errand | None:
+    """A message to or from another rank; None where this rank is not in the group.
+
+    Raises:
+        UsageError: an argument is wrong, or the other rank is this one.
+    """
+    if _joined(name, group) is None:
+        return None
+    errand = Errand(
+        operation,
+        group=group,
+        timeout=None,
+        coding=Coding(_CODEC, None, None, None),
+        tag=_TAG,
+        global_peer=peer,
+        group_peer=group_peer,
+        name=name,
+    )
+    if errand.peer == errand.group.rank:
+        raise UsageError(f"{name}: rank {errand.peer} is this rank itself; name another one")
+    return errand
+
+
+def _joined(name: str, group: GroupLike) -> Group | None:
+    """The group, or None on a rank outside of it, which gets torch's warning."""
+    try:
+        return resolve(group)
+    except NotInGroupError:
+        warnings.warn(
+            f"Running {name} on global rank {rank()} which does not belong to the given group.",
+            stacklevel=4,
+        )
+        return None
+
+
+def _default(root: int | None, group_root: int | None) -> int | None:
+    """The root's global rank: torch's default is 0, in every group."""
+    return 0 if root is None and group_root is None else root
+
+
+def _copied(call: Call, obj: object) -> Any:
+    """A copy of this rank's own object: torch gives one, and what changes later must not change."""
+    return call.alone(lambda: call.copy(obj)) if call.is_alone else call.copy(obj)
+
+
+def _modules() -> list[ModuleType]:
+    """Where torch has these functions: under its public name, and where its own code looks."""
+    if not dist.is_available():
+        return []
+    from torch.distributed import distributed_c10d  # noqa: PLC0415  # absent in some builds
+
+    return [dist, distributed_c10d]
+
+
+_FUNCTIONS = {name: globals()[name] for name in __all__ if name != "patch"}
+
+_switch = Switch(_modules, _FUNCTIONS, is_reachable)
+
+
+def patch() -> Patch:
+    """Put this module's functions in the places of torch's own.
+
+    Every rank must call this, before the calls that it is for. Then whatever calls
+    ``torch.distributed.all_gather_object`` and its like calls objcomm: torch's own modules,
+    accelerate, and others. It holds for all threads of the process. A name that was imported before
+    (``from torch.distributed import all_gather_object``) can't be reached, and stays torch's.
+
+    Groups that objcomm can't serve keep torch's functions: those of the backends ``fake``, ``mpi``
+    and ``threaded``, those without a store that other processes reach, and what is no process group
+    at all. So do calls with options that this version does not know. Each rank sees that in what
+    all have been given, so all decide alike.
+
+    Returns:
+        A context manager, at whose end torch's functions come back, whether or not by an error; and
+        a switch, whose ``undo()`` does that. There may be several at once, of any threads: torch's
+        functions come back with the last. Then names that were imported meanwhile act as torch's.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from objcomm.compat import torch as dist_objects
+        >>> gathered = [None]
+        >>> with dist_objects.patch():
+        ...     dist.all_gather_object(gathered, "a world of one")
+        >>> gathered
+        ['a world of one']
+    """
+    return Patch(_switch)
+
+
+keep_eager(_FUNCTIONS.values())
+del keep_eager  # no public name

@@ -1,0 +1,373 @@
+"""``objcomm.compat.torch``: torch's calls, one for one, and what is cured in them."""
+
+import inspect
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError, DesyncError, UsageError
+from objcomm.compat import torch as dist_objects
+from tests.group.helpers import assert_group_works, subgroup
+from tests.ranks import ranks, solo
+from tests.same import assert_same
+from tests.workers import here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Action = Callable[[], object]
+
+BAD: Any = threading.Lock()  # no codec takes it
+
+
+def sample(rank: int) -> list[Any]:
+    """Entries of several kinds and sizes, other ones on each rank."""
+    large = torch.arange(30_000 * (rank + 1), dtype=torch.float64)
+    return [None, {"rank": rank, "w": torch.ones(rank)}, large, "é" * rank, (2**70, 0.1)]
+
+
+@pytest.mark.parametrize("name", [name for name in dist_objects.__all__ if name != "patch"])
+def test_signatures_are_torchs(name: str) -> None:
+    theirs = inspect.signature(getattr(dist, name)).parameters.values()
+    ours = inspect.signature(getattr(dist_objects, name)).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in ours] == [
+        (p.name, p.kind, p.default) for p in theirs
+    ]
+
+
+@ranks(1, 2, 4)
+def test_lists_become_what_torch_makes_of_them() -> None:
+    rank, size = here().rank, here().world_size
+    outcomes = []
+    for api in (dist, dist_objects):
+        seen: list[Any] = []
+        for root in range(size):
+            for spelled in ({}, {"src": root}, {"group_src": root}):
+                box = sample(rank)
+                for count in (1, len(box)):
+                    part = box[:count]
+                    assert api.broadcast_object_list(part, **spelled) is None
+                    seen.append(part)
+                inputs = [sample(turn) for turn in range(size)]
+                out = ["replaced", "kept"]
+                at = next(iter(spelled.values()), 0)
+                api.scatter_object_list(out, inputs if rank == at else None, **spelled)
+                seen.append(out)
+            for spelled in ({}, {"dst": root}, {"group_dst": root}):
+                at = next(iter(spelled.values()), 0)
+                filled: Any = [None] * size + ["kept"] if rank == at else None
+                api.gather_object(sample(rank), filled, **spelled)
+                seen.append(filled)
+        gathered: list[Any] = [None] * size + ["kept"]
+        api.all_gather_object(gathered, sample(rank), group=dist.group.WORLD)
+        outcomes.append([*seen, gathered])
+    assert_same(outcomes[1], outcomes[0], sharing=False)
+
+
+@ranks(1, 2)
+def test_the_source_keeps_its_objects_and_what_a_rank_gave_comes_back_as_a_copy() -> None:
+    mine: dict[str, Any] = {"w": torch.zeros(3), "many": torch.zeros(50_000)}
+    box = [mine]
+    dist_objects.broadcast_object_list(box, device=torch.device("cpu"))
+    assert (box[0] is mine) == (here().rank == 0)
+    rank, size = here().rank, here().world_size
+    gathered: list[Any] = [None] * size
+    dist_objects.all_gather_object(gathered, mine)
+    collected = [None] * size
+    dist_objects.gather_object(mine, collected if rank == 0 else [])
+    out: list[Any] = [None]
+    dist_objects.scatter_object_list(out, [mine] * size)
+    for tensor in mine.values():
+        tensor.add_(1)
+    for got in [gathered[rank], *collected[: size * (rank == 0)], out[0]]:
+        assert (float(got["w"].sum()), float(got["many"].sum())) == (0.0, 0.0)
+
+
+@ranks(4)
+def test_ranks_are_global_in_a_subgroup_and_others_get_a_warning() -> None:
+    rank = here().rank
+    with subgroup(1, 3) as group:
+        box: list[Any] = [rank, "own"]
+        out: list[Any] = [None]
+        gathered: list[Any] = [None, None]
+        if rank not in {1, 3}:
+            calls: list[Action] = [
+                lambda: dist_objects.broadcast_object_list(box, 3, group),
+                lambda: dist_objects.all_gather_object(gathered, rank, group),
+                lambda: dist_objects.gather_object(rank, None, 3, group),
+                lambda: dist_objects.scatter_object_list(out, None, 3, group),
+                lambda: dist_objects.send_object_list(box, 3, group),
+                lambda: dist_objects.recv_object_list(box, 3, group),
+            ]
+            for call in calls:
+                with pytest.warns(UserWarning, match=f"on global rank {rank} which") as caught:
+                    assert call() in {None, -1}
+                assert caught[0].filename == __file__
+            assert (box, out, gathered) == ([rank, "own"], [None], [None, None])
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                dist_objects.broadcast_object_list(box, 3, group)
+                assert box == [3, "own"]
+                dist_objects.broadcast_object_list(box, group=group, group_src=0)
+                dist_objects.all_gather_object(gathered, rank, group)
+                assert gathered == [1, 3]
+                dist_objects.gather_object(rank, [None, 0] if rank == 3 else None, 3, group)
+                dist_objects.scatter_object_list(out, ["a", "b"], 1, group)
+                assert out == ["a" if rank == 1 else "b"]
+                if rank == 3:
+                    dist_objects.send_object_list(["x", rank], 1, group, group_dst=None)
+                    assert dist_objects.recv_object_list(box, 1, group=group) == 1
+                else:
+                    assert dist_objects.recv_object_list(box, group=group) == 3
+                    assert box == ["x", 3]
+                    dist_objects.send_object_list([None, None], group=group, group_dst=1)
+            # Torch's default is global rank 0, which is not in this group.
+            refused: list[Action] = [
+                lambda: dist_objects.broadcast_object_list(box, group=group),
+                lambda: dist_objects.gather_object(rank, None, group=group),
+                lambda: dist_objects.scatter_object_list(out, None, group=group),
+            ]
+            for faulty in refused:
+                with pytest.raises(UsageError, match=r"global rank 0 is not in this group.*1, 3"):
+                    faulty()
+            assert_group_works(group)
+    assert_group_works()
+
+
+@ranks(3)
+def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
+    box: list[Any] = [None, None, None]
+    peer = 1 if here().rank == 0 else 0
+    refused: list[tuple[Action, str]] = [
+        (lambda: dist_objects.broadcast_object_list(box, 0, group_src=0), "not both"),
+        (lambda: dist_objects.broadcast_object_list(box, 7), "global rank 7"),
+        (lambda: dist_objects.gather_object(1, box, 0, group_dst=0), "not both"),
+        (lambda: dist_objects.scatter_object_list(box, box, group_src=3), "no rank 3"),
+        (lambda: dist_objects.all_gather_object(box, 1, group="world"), "neither"),
+        (lambda: dist_objects.send_object_list(box), "give dst= or group_dst="),
+        (lambda: dist_objects.send_object_list(box, here().rank), "this rank itself"),
+        (lambda: dist_objects.send_object_list(5, peer), "give a list"),  # type: ignore[arg-type]
+        (lambda: dist_objects.recv_object_list(box, here().rank), "this rank itself"),
+        (lambda: dist_objects.recv_object_list(None, peer), "give a list"),  # type: ignore[arg-type]
+    ]
+    for faulty, says in refused:
+        with pytest.raises(ValueError, match=says):  # torch raises ValueErrors for most of these
+            faulty()
+    assert box == [None, None, None]
+    assert_group_works()
+
+
+@ranks(1, 3)
+def test_a_list_that_does_not_serve_is_told_to_all_who_wait_for_it() -> None:
+    rank, last = here().rank, here().world_size - 1
+    size = last + 1
+    short: Any = [None] * last if rank == last else [None] * size
+    lists: list[Any] = [short, None if rank == last else [None] * size]
+    for given in lists:
+        with pytest.raises(CollectiveError, match="all_gather_object failed on rank") as caught:
+            dist_objects.all_gather_object(given, rank)
+        assert set(caught.value.failures) == {last}
+        assert given is None or given == [None] * len(given)
+    with pytest.raises(CollectiveError, match="broadcast_object_list failed on rank") as caught:
+        dist_objects.broadcast_object_list(None if rank == last else [0], src=last)  # type: ignore[arg-type]
+    assert set(caught.value.failures) == {last}
+    for inputs, out in (([1] * (size + 1), [0]), (None, [0]), ([1] * size, [])):
+        with pytest.raises(CollectiveError, match="scatter_object_list failed on rank"):
+            dist_objects.scatter_object_list(out if rank == last else [0], inputs, src=last)
+    for given in ([None] * last, None):
+        if rank == last:
+            with pytest.raises(CollectiveError, match="gather_object failed on rank"):
+                dist_objects.gather_object(rank, given, dst=last)
+        else:
+            dist_objects.gather_object(rank, dst=last)
+    assert_group_works()
+
+
+@ranks(3)
+def test_one_ranks_own_list_harms_no_other_rank() -> None:
+    rank = here().rank
+    # Who gives a list that only the destination may give is told, and so is the destination.
+    gathered: Any = [None] * 3 if rank < 2 else None
+    if rank == 2:
+        dist_objects.gather_object(rank, gathered, dst=0)
+    else:
+        with pytest.raises(CollectiveError, match="only the destination") as caught:
+            dist_objects.gather_object(rank, gathered, dst=0)
+        assert set(caught.value.failures) == {1}
+    # A receiver can't know how many objects will come.
+    box: Any = {0: [1, 2], 1: [None], 2: [None, None]}[rank]
+    out: Any = [] if rank == 1 else [None]
+    if rank == 1:
+        with pytest.raises(UsageError, match="sent 2 objects, but the list to fill is one of 1"):
+            dist_objects.broadcast_object_list(box)
+        with pytest.raises(UsageError, match="a list with an entry"):
+            dist_objects.scatter_object_list(out)
+    else:
+        dist_objects.broadcast_object_list(box)
+        dist_objects.scatter_object_list(out, ["a", "b", "c"])
+    assert (box, out) == [([1, 2], ["a"]), ([None], []), ([1, 2], ["c"])][rank]
+    assert_group_works()
+
+
+@ranks(3)
+def test_what_can_not_be_encoded_fails_alike_and_changes_no_list() -> None:
+    rank = here().rank
+    mine = [1, {"cb": BAD}] if rank == 1 else [1, 2]
+    box, gathered, out = list(mine), [None] * 3, [None]
+    calls: list[Action] = [
+        lambda: dist_objects.broadcast_object_list(box, 1),
+        lambda: dist_objects.all_gather_object(gathered, mine),
+        lambda: dist_objects.scatter_object_list(out, [1, mine, 3], 1),  # it would stay where it is
+        lambda: dist_objects.scatter_object_list(out, [mine, 1, 3], 1),
+    ]
+    for call in calls:
+        with pytest.raises(CollectiveError, match=r"obj\[1\]\['cb'\]") as caught:
+            call()
+        assert set(caught.value.failures) == {1}
+        assert caught.value.operation.endswith(("_object", "_object_list"))
+    assert (box, gathered, out) == (mine, [None] * 3, [None])
+    assert_group_works()
+
+
+@ranks(2)
+def test_torchs_calls_and_objcomms_own_do_not_pair() -> None:
+    if here().rank == 0:
+        objcomm.broadcast(["an object"])
+        with pytest.raises(DesyncError):
+            objcomm.barrier()
+    else:
+        with pytest.raises(DesyncError, match="other names"):
+            dist_objects.broadcast_object_list([None])
+    assert_group_works()
+
+
+@ranks(3)
+def test_lists_go_from_rank_to_rank() -> None:
+    rank = here().rank
+    if rank:
+        dist_objects.send_object_list(sample(rank), 0, use_batch=True)
+        objcomm.send("the program's own", 0)
+        dist_objects.send_object_list(iter_free := ["only one"], group_dst=0, device=None)
+        assert iter_free == ["only one"]
+        dist_objects.send_object_list(["two", "objects"], 0)
+        with pytest.raises(CollectiveError, match=r"send_object_list failed on rank .*obj\[0\]"):
+            dist_objects.send_object_list([BAD], 0)
+        dist_objects.send_object_list([], 0)
+    else:
+        senders = set()
+        for _ in range(2):
+            box: list[Any] = [None] * 5
+            sender = dist_objects.recv_object_list(box)
+            assert_same(box, sample(sender))
+            senders.add(sender)
+            one: list[Any] = [None]
+            assert dist_objects.recv_object_list(one, sender, use_batch=True) == sender
+            assert one == ["only one"]
+            with pytest.raises(UsageError, match="sent 2 objects"):
+                dist_objects.recv_object_list(one, group_src=sender)
+            assert one == ["only one"]
+            with pytest.raises(CollectiveError, match="recv_object_list failed on rank"):
+                dist_objects.recv_object_list(one, sender)
+            assert objcomm.recv(sender) == "the program's own"
+            assert dist_objects.recv_object_list([], sender) == sender
+        assert senders == {1, 2}
+    assert_group_works()
+
+
+@ranks(2)
+def test_threads_need_no_lane() -> None:
+    rank = here().rank
+    both = threading.Barrier(2)
+    seen: dict[str, list[Any]] = {"first": [], "second": [], "main": []}
+
+    def collect(name: str) -> None:
+        gathered: list[Any] = [None, None]
+        dist_objects.all_gather_object(gathered, (name, rank))
+        seen[name] += gathered
+
+    def work(name: str, turn: int) -> None:
+        for step in range(6):  # the two take turns, and both live
+            both.wait(20)
+            if step % 2 == turn:
+                collect(name)
+
+    threads = [
+        threading.Thread(target=work, args=each, daemon=True)
+        for each in (("first", 0), ("second", 1))
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):  # while the main thread calls at any time
+        collect("main")
+        with objcomm.lane("a lane"):
+            collect("main")
+    for thread in threads:
+        thread.join(20)
+    for name, count in (("first", 3), ("second", 3), ("main", 40)):
+        assert seen[name] == [(name, 0), (name, 1)] * count
+    assert_group_works()
+
+
+@ranks(2)
+def test_calls_are_recorded_under_torchs_names() -> None:
+    objcomm.reset_stats()
+    dist_objects.all_gather_object([None, None], here().rank)
+    dist_objects.broadcast_object_list([here().rank])
+    if here().rank:
+        dist_objects.send_object_list([1], 0)
+    else:
+        dist_objects.recv_object_list([None], 1)
+    p2p = "send_object_list" if here().rank else "recv_object_list"
+    counts = {name: figures.calls for name, figures in objcomm.stats().items()}
+    assert counts == {"all_gather_object": 1, "broadcast_object_list": 1, p2p: 1}
+
+
+@ranks(2)
+def test_another_default_codec_is_not_for_torchs_calls() -> None:
+    objcomm.configure(codec="msgpack")
+    try:
+        box: list[Any] = [{1, 2} if here().rank == 0 else None, slice(3)]
+        dist_objects.broadcast_object_list(box)
+        assert box == [{1, 2}, slice(3)]
+    finally:
+        objcomm.configure(codec="pickle")
+
+
+def serve_one() -> None:
+    box: list[Any] = [{"a": 1}, 2]
+    dist_objects.broadcast_object_list(box)
+    gathered: list[Any] = [None]
+    dist_objects.all_gather_object(gathered, box)
+    dist_objects.gather_object(box, gathered)
+    assert (gathered, gathered[0] is box) == ([[{"a": 1}, 2]], False)
+    dist_objects.scatter_object_list(gathered, ["mine"])
+    assert gathered == ["mine"]
+    with pytest.raises(CollectiveError, match="all_gather_object failed on rank 0"):
+        dist_objects.all_gather_object([], 1)
+    with pytest.raises(CollectiveError, match="EncodeError") as caught:
+        dist_objects.all_gather_object(gathered, {"cb": BAD})
+    assert "obj['cb']" in str(caught.value)
+    with pytest.raises(UsageError):
+        dist_objects.recv_object_list([None])
+
+
+@solo()
+def test_without_torch_distributed_they_serve_a_world_of_one() -> None:
+    serve_one()
+
+
+@solo(environment={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+def test_a_world_that_the_environment_promises_must_be_initialised() -> None:
+    calls: list[Action] = [
+        lambda: dist_objects.all_gather_object([None, None], 1),
+        lambda: dist_objects.send_object_list([1], 1),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="promises other ranks"):
+            call()

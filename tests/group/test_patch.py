@@ -1,0 +1,188 @@
+"""``objcomm.compat.torch.patch()``: what it reaches, when it ends, and whom it leaves alone."""
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import all_gather_object as imported_before
+from torch.distributed import distributed_c10d
+
+import objcomm
+from objcomm import CollectiveError, UsageError
+from objcomm.compat import torch as dist_objects
+from objcomm.compat.torch import patch
+from tests.group.helpers import assert_group_works, subgroup
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+NAMES = [name for name in dist_objects.__all__ if name != "patch"]
+ORIGINALS = {name: getattr(dist, name) for name in NAMES}
+
+
+def places() -> list[Callable[..., Any]]:
+    return [getattr(module, name) for module in (dist, distributed_c10d) for name in NAMES]
+
+
+def are_torchs() -> bool:
+    return places() == [*ORIGINALS.values(), *ORIGINALS.values()]
+
+
+def calls() -> int:
+    """How many calls of objcomm's this rank has made in the world."""
+    return sum(figures.calls for figures in objcomm.stats().values())
+
+
+def gathered_by(all_gather_object: Callable[..., None]) -> bool:
+    """Whether objcomm carries this function's call out; checks what it gives."""
+    before, boxes = calls(), [None] * here().world_size
+    all_gather_object(boxes, here().rank)
+    assert boxes == list(range(here().world_size))
+    return calls() > before
+
+
+def test_each_function_is_replaced_in_both_modules_and_looks_alike() -> None:
+    with patch() as held:
+        for name in NAMES:
+            replaced = getattr(dist, name)
+            assert replaced is getattr(distributed_c10d, name) is not ORIGINALS[name]
+            assert inspect.signature(replaced) == inspect.signature(ORIGINALS[name])
+            assert (replaced.__name__, replaced.__doc__) == (name, ORIGINALS[name].__doc__)
+        held.undo()
+        assert are_torchs()
+        held.undo()
+    assert are_torchs()
+
+
+def test_torchs_functions_come_back_with_the_last_patch_and_after_an_error() -> None:
+    outer, inner = patch(), patch()
+    outer.undo()
+    assert not are_torchs()
+    inner.undo()
+    assert are_torchs()
+
+    def fail_inside() -> None:
+        with patch(), patch():
+            assert not are_torchs()
+            raise KeyError("a program's own")
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert are_torchs()
+    with outer:  # it may be used again
+        assert not are_torchs()
+    assert are_torchs()
+    # Held by one thread, undone by another.
+    held: list[Any] = []
+    thread = threading.Thread(target=lambda: held.append(patch()))
+    thread.start()
+    thread.join()
+    assert not are_torchs()
+    held[0].undo()
+    assert are_torchs()
+
+
+@ranks(2)
+def test_what_calls_torch_by_its_module_calls_objcomm_and_nothing_else_does() -> None:
+    assert not gathered_by(dist.all_gather_object)
+    with patch():
+        imported_meanwhile = dist.all_gather_object
+        assert gathered_by(dist.all_gather_object)
+        assert gathered_by(distributed_c10d.all_gather_object)
+        assert not gathered_by(imported_before)
+        with patch():
+            assert gathered_by(imported_meanwhile)
+        assert gathered_by(imported_meanwhile)
+    assert not gathered_by(dist.all_gather_object)
+    assert not gathered_by(imported_meanwhile)
+    with patch():
+        assert gathered_by(imported_meanwhile)
+        theirs = dist.all_gather_object
+
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            theirs(*args, **kwargs)
+
+        dist.all_gather_object = wrapper
+        with patch():
+            assert dist.all_gather_object is wrapper
+    # Somebody else's stays, and calls torch's own again.
+    assert dist.all_gather_object is wrapper
+    assert not gathered_by(wrapper)
+    dist.all_gather_object = ORIGINALS["all_gather_object"]
+    assert are_torchs()
+
+
+@ranks(4)
+def test_every_function_is_reached_with_its_arguments_in_any_form() -> None:
+    rank = here().rank
+    objcomm.reset_stats()
+    with patch(), subgroup(1, 3) as group:
+        box: list[Any] = [rank]
+        dist.broadcast_object_list(object_list=box, src=2)
+        out: list[Any] = [None]
+        dist.scatter_object_list(out, [0, 1, 2, 3], 0, None)
+        gathered: Any = [None] * 4 if rank == 3 else None
+        dist.gather_object(rank, gathered, dst=3)
+        assert (box, out, gathered) == ([2], [rank], [0, 1, 2, 3] if rank == 3 else None)
+        if rank in {1, 3}:
+            objcomm.reset_stats(group)
+            pair: list[Any] = [None, None]
+            dist.all_gather_object(pair, rank, group)
+            assert pair == [1, 3]
+            if rank == 1:
+                dist.send_object_list(pair, 3, group)
+            else:
+                assert dist.recv_object_list(pair, group=group) == 1
+            assert sum(each.calls for each in objcomm.stats(group).values()) == 2
+        else:
+            with pytest.warns(UserWarning, match="does not belong"):
+                dist.all_gather_object([], rank, group)
+    assert calls() == 3
+
+
+@ranks(2)
+def test_a_failure_reaches_all_ranks_under_the_patch() -> None:
+    with patch():
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match="all_gather_object failed on rank 1"):
+                dist.all_gather_object([None] * 2, threading.Lock() if here().rank else 1)
+        assert gathered_by(dist.all_gather_object)
+    assert_group_works()
+
+
+@solo()
+def test_where_objcomm_can_not_serve_torchs_functions_do() -> None:
+    monkeypatch = pytest.MonkeyPatch()  # the process ends with the test
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  # slow
+
+    with patch():
+        boxes: list[Any] = [None]
+        dist.all_gather_object(boxes, "nothing is initialised")
+        assert (boxes, calls()) == (["nothing is initialised"], 1)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        boxes = [None, None]
+        dist.all_gather_object(boxes, "by torch")
+        assert (boxes, calls()) == (["by torch", "by torch"], 0)
+        with pytest.raises(ValueError, match="Can't specify both"):  # torch's own words
+            dist.broadcast_object_list(boxes, 0, group_src=0)
+        # A group without a store that others reach, whatever its backend.
+        monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
+        dist.all_gather_object(boxes, "by torch too")
+        assert (boxes, calls()) == (["by torch too"] * 2, 0)
+        with pytest.raises(TypeError, match="weights_only"):  # torch 2.13 has no such option
+            dist.all_gather_object(boxes, 1, weights_only=True)  # type: ignore[call-arg]
+
+
+@ranks(2)
+def test_what_is_no_group_stays_torchs_to_refuse() -> None:
+    given: Any = "a group"
+    with (
+        patch(),
+        pytest.warns(UserWarning, match="as a ProcessGroup"),
+        pytest.raises(ValueError, match="a group") as caught,
+    ):
+        dist.all_gather_object([None, None], 1, group=given)
+    assert not isinstance(caught.value, UsageError)
+    assert_group_works()
