@@ -90,7 +90,7 @@ FLOORS: list[list[str]] = [
     ["control", "nodes", "ordering"],
     [""],
     ["compat.lists", "compat.patching"],
-    ["compat.torch"],
+    ["compat.flashy", "compat.torch"],
     ["inspector.dumps"],
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
