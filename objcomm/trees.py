@@ -13,12 +13,12 @@ import torch
 
 from objcomm import elementwise, structures
 from objcomm.call import Call
-from objcomm.errors import RankFailure, UsageError
+from objcomm.errors import UsageError
 from objcomm.frames import Status
 from objcomm.leaves import Tensors, flat_of, room_for, tensors_of
 from objcomm.message import Message
 from objcomm.ops import Operator
-from objcomm.outcome import failure_message
+from objcomm.outcome import DisagreementError
 from objcomm.structures import ABSENT, DifferenceError, Leaf
 from objcomm.transport import reduction, routes
 from objcomm.transport.device_reduction import reduce_on_device
@@ -171,19 +171,13 @@ class TreeReduction:
         try:
             answer = self._merged(messages)
         except DifferenceError as error:
-            return self._difference(error)
+            return self._call.failure(DisagreementError({error.ranks[1]: str(error)}))
         except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
             return self._call.failure(error)
         self._answer = answer
         # Folded results are of no use to ranks that get none.
         sent = answer if root is None else answer._replace(folded=())
         return self._call.message(lambda: tuple(sent))
-
-    def _difference(self, error: DifferenceError) -> Message:
-        """The message of an error that is no rank's own, in the name of the rank that differs."""
-        kind = f"{UsageError.__module__}.{UsageError.__qualname__}"
-        failure = RankFailure(error.ranks[1], kind, str(error), str(error))
-        return failure_message(self._call.exchange.header, [failure])
 
     def _merged(self, messages: list[Message]) -> _Answer:
         found: list[tuple[Any, list[Any], str]] = [
