@@ -15,11 +15,7 @@ import torch.autograd.profiler
 from objcomm.admission import Gate
 from objcomm.coding import Coding
 from objcomm.config import Allowed
-from objcomm.errors import (
-    CollectiveError,
-    ObjcommError,
-    WireError,
-)
+from objcomm.errors import CollectiveError, ObjcommError, WireError
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site

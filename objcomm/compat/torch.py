@@ -180,11 +180,11 @@ def gather_object(
     name = "gather_object"
 
     def body(call: Call) -> Generator[None, None, None]:
-        def check(mine: object) -> object:
+        def produce() -> object:
             lists.check_gather_list(call, object_gather_list)
-            return mine
+            return obj
 
-        objects = yield from gather_in(call, obj, check)
+        objects = yield from gather_in(call, produce)
         if objects is not None and object_gather_list is not None:
             objects[call.rank] = _copied(call, obj)
             lists.replace(object_gather_list, objects)
