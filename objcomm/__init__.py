@@ -6,7 +6,15 @@ from objcomm.codecs import register, register_codec
 from objcomm.collectives import all_gather, barrier, broadcast, gather
 from objcomm.config import check, configure
 from objcomm.consensus import agree, all_ranks, any_rank, shared_seed
-from objcomm.control import ddp_broadcast
+from objcomm.control import (
+    compute_and_broadcast,
+    ddp_broadcast,
+    main_only,
+    main_process_only,
+    rank_prefixed_message,
+    run_on_main,
+    zero_only,
+)
 from objcomm.counters import OperationStats
 from objcomm.eager import keep_eager
 from objcomm.errors import (
@@ -18,17 +26,20 @@ from objcomm.errors import (
     DesyncError,
     EncodeError,
     ForbiddenTypeError,
+    LaunchError,
     MissingDependencyError,
     NotInGroupError,
     ObjcommError,
     Position,
     RankFailure,
+    StartError,
     TransportError,
     TransportTimeout,
     UsageError,
     WireError,
 )
 from objcomm.group import lane
+from objcomm.launching import launch
 from objcomm.metrics import (
     all_gather_scalar,
     gather_from_all_ranks,
@@ -36,13 +47,16 @@ from objcomm.metrics import (
     gather_scalar_from_all_ranks,
     reduce_and_broadcast,
 )
+from objcomm.nodes import once_per_node, run_once_per_node
 from objcomm.ops import Op
+from objcomm.ordering import main_first, node_first, zero_first
 from objcomm.p2p import irecv, isend, recv, send, sendrecv
 from objcomm.probing import Envelope, iprobe, probe
 from objcomm.reductions import all_reduce, reduce
 from objcomm.scans import exscan, scan
 from objcomm.scattering import all_to_all, reduce_scatter, scatter
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.start import Start, ddp_init_group, init, shutdown
 from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
 from objcomm.work import Work, as_completed, wait_all
@@ -60,6 +74,7 @@ __all__ = [
     "EncodeError",
     "Envelope",
     "ForbiddenTypeError",
+    "LaunchError",
     "MissingDependencyError",
     "NotInGroupError",
     "ObjcommError",
@@ -67,6 +82,8 @@ __all__ = [
     "OperationStats",
     "Position",
     "RankFailure",
+    "Start",
+    "StartError",
     "TransportError",
     "TransportTimeout",
     "UsageError",
@@ -84,8 +101,10 @@ __all__ = [
     "barrier",
     "broadcast",
     "check",
+    "compute_and_broadcast",
     "configure",
     "ddp_broadcast",
+    "ddp_init_group",
     "dup",
     "exscan",
     "fail_together",
@@ -94,16 +113,24 @@ __all__ = [
     "gather_from_all_ranks",
     "gather_scalar",
     "gather_scalar_from_all_ranks",
+    "init",
     "iprobe",
     "irecv",
     "is_initialized",
     "is_main",
     "isend",
     "lane",
+    "launch",
     "leaders",
+    "main_first",
+    "main_only",
+    "main_process_only",
+    "node_first",
     "node_group",
+    "once_per_node",
     "probe",
     "rank",
+    "rank_prefixed_message",
     "recorder",
     "recv",
     "reduce",
@@ -112,16 +139,21 @@ __all__ = [
     "register",
     "register_codec",
     "reset_stats",
+    "run_on_main",
+    "run_once_per_node",
     "scan",
     "scatter",
     "send",
     "sendrecv",
     "shared_seed",
+    "shutdown",
     "split",
     "stats",
     "to_tensor",
     "wait_all",
     "world_size",
+    "zero_first",
+    "zero_only",
 ]
 
 keep_eager([*(globals()[name] for name in __all__), recorder.dump])

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar
 
 import torch
-import torch.autograd.profiler
 
+from objcomm.absence import acts_alone
 from objcomm.admission import Gate
 from objcomm.coding import Coding
 from objcomm.config import Allowed
@@ -27,21 +27,19 @@ from objcomm.outcome import (
     failures_in,
     raise_together,
 )
-from objcomm.recorder import attach, conclude
+from objcomm.recorder import attach, begin_span, conclude
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.line import Line
 from objcomm.turn import Turn
 from objcomm.work import Work
-from objcomm.world import GroupLike, resolve
+from objcomm.world import GroupLike, resolve, solo_group
 
 if TYPE_CHECKING:
     from objcomm.transport.lane import Lane
 
 R = TypeVar("R")
-
-_profiler = torch.autograd.profiler
 
 
 class Options(TypedDict, total=False):
@@ -62,6 +60,7 @@ class Call:
     Attributes:
         rank: this rank, within the group.
         size: number of ranks.
+        ranks: the global ranks of the group.
         root: group rank of source or destination; 0 where the operation has none.
         device: where tensors shall arrive; None for where they were.
     """
@@ -101,19 +100,22 @@ class Call:
             name: of the user's function, where it is another than the operation's.
 
         Raises:
-            UsageError: an argument is wrong; nothing was sent.
+            UsageError: an argument is wrong, or this rank is in a region where the others make no
+                such call; nothing was sent.
             NotInGroupError: this rank is no member.
             BrokenGroupError: an earlier error ended the group.
             TransportTimeout: the group's first call, and not every rank came.
         """
         self._began = time.perf_counter()
         self.name = name or operation.name.lower()
-        self._group = resolve(group)
-        self.rank, self.size = self._group.rank, self._group.size
-        self.root = self._group.root(self.name, global_root, group_root)
+        whole = resolve(group)
+        self.root = whole.root(self.name, global_root, group_root)
         self._coding = Coding(codec, device, accept, allow)
         self.device = self._coding.device
-        self._deadline = self._group.deadline(self.name, timeout)
+        self.ranks, self._deadline = whole.ranks, whole.deadline(self.name, timeout)
+        self._is_confined = acts_alone(self.name, whole.ranks, whole.rank)
+        self._group = solo_group() if self._is_confined else whole
+        self.rank, self.size = self._group.rank, self._group.size
         self._confirm = confirm
         self._own_error: BaseException | None = None
         self._turn: Turn | None = None
@@ -218,11 +220,15 @@ class Call:
         return failure_message(self.exchange.header, failures.values()) if failures else None
 
     def alone(self, produce: Callable[[], R]) -> R:
-        """What ``produce`` returns; in a world of one an error has the same form as in a group."""
+        """What ``produce`` returns; in a world of one an error has the same form as in a group.
+
+        In a region it is left as it is: the region's own end tells the others.
+        """
         try:
             return produce()
-        except BaseException as error:  # raised in the next line
-            raise_together(self.name, {0: failure_of(error, 0)}, error)
+        except BaseException as error:
+            if not self._is_confined:
+                raise_together(self.name, {0: failure_of(error, 0)}, error)
             raise
 
     def copy(self, obj: object) -> Any:
@@ -361,16 +367,6 @@ class Call:
             turn.give_up(error)
         exchange = None if turn is None else turn.exchange
         conclude(self._group, self._entry, exchange, error, self._began)
-
-
-def begin_span(name: str) -> torch.autograd.profiler.record_function | None:
-    """Let ``torch.profiler`` show an operation by its name, if it looks; to be exited."""
-    # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
-    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
-        return None
-    span = _profiler.record_function(f"objcomm::{name}")
-    span.__enter__()
-    return span
 
 
 def _last_half(body: Generator[None, None, R]) -> R:

@@ -1,10 +1,26 @@
-"""Familiar helpers around who computes what."""
+"""Familiar helpers around who computes what: on the first rank, with the result for all."""
 
-from typing import TypeVar
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, overload
 
+import torch
+
+from objcomm.absence import Region, acts_alone, inside
+from objcomm.call import Call
 from objcomm.collectives import broadcast
+from objcomm.config import Allowed
+from objcomm.eager import keep_eager
+from objcomm.frames import Operation
+from objcomm.group import Timeout
+from objcomm.sharing import computed_in, post_everywhere, post_on_others, share_outcome
+from objcomm.world import GroupLike, is_initialized, resolve
+from objcomm.world import rank as rank_in
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
 def ddp_broadcast(communication_object: T, src: int = 0) -> T:
@@ -29,3 +45,290 @@ def ddp_broadcast(communication_object: T, src: int = 0) -> T:
         {'seed': 7}
     """
     return broadcast(communication_object, src)
+
+
+def compute_and_broadcast(
+    fn: Callable[[], T],
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    device: torch.device | str | int | None = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+) -> T:
+    """Compute something on one rank, and share it with every rank.
+
+    Every rank of ``group`` must call this. In ``fn`` calls of objcomm act as in ``main_only``.
+
+    Args:
+        fn: called once, on the source; returns anything that can be encoded.
+        src: global rank of the source.
+        group_src: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None. It must leave room for ``fn``, for
+            which the others wait.
+        codec: what encodes the result.
+        device: where tensors inside the result shall lie on receivers.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
+
+    Returns:
+        What ``fn`` returned, with its exact value and type: the identical object on the source, an
+        independent copy elsewhere.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: ``fn`` raised, or its result could not be encoded. Every rank, with the
+            type, message and traceback; on the source from its own exception.
+        ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.compute_and_broadcast(lambda: 2**24 + 1)
+        16777217
+    """
+    call = Call(
+        Operation.COMPUTE_AND_BROADCAST,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        device=device,
+        global_root=src,
+        group_root=group_src,
+        has_root=True,
+        accept=accept,
+        allow=allow,
+    )
+    return _result(call, fn)
+
+
+def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    post_func: Callable[..., object] | None = None,
+    post_args: Sequence[Any] | None = None,
+    post_kwargs: Mapping[str, Any] | None = None,
+    run_post_on_main: bool = False,  # noqa: FBT001, FBT002  # SpeechBrain's position for it
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> T:
+    """Run a function on the first rank, and share its result with every rank.
+
+    Every rank of ``group`` must call this. In ``func`` calls of objcomm act as in ``main_only``. In
+    ``post_func`` the first rank takes part in no call, unless ``run_post_on_main`` is set: then
+    ranks may talk in it as anywhere.
+
+    Args:
+        func: called once, on the first rank; returns anything that can be encoded.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        post_func: called on the other ranks, after ``func``, such as a load of what it has made;
+            its result is dropped.
+        post_args: its positional arguments.
+        post_kwargs: its keyword arguments.
+        run_post_on_main: whether the first rank calls ``post_func`` too.
+        group: who takes part; None for the world.
+        timeout: for each of the two waits, seconds or timedelta; the group's own if None. It must
+            leave room for ``func``, and again for ``post_func``; it may be longer than the group's.
+
+    Returns:
+        What ``func`` returned: the identical object on the first rank, an independent copy
+        elsewhere.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: ``func`` raised, or its result could not be encoded, or ``post_func``
+            raised on some rank. Every rank, with each failing rank's type, message and traceback;
+            there from its own exception. Later calls work.
+        ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.run_on_main(sorted, args=[[3, 1, 2]], kwargs={"reverse": True})
+        [3, 2, 1]
+    """
+    call = Call(Operation.RUN_ON_MAIN, group=group, timeout=timeout, has_root=True)
+    is_alone, ranks = call.is_alone, call.ranks
+    result = _result(call, functools.partial(func, *(args or ()), **(kwargs or {})))
+    if post_func is None:
+        return result
+    post = functools.partial(post_func, *(post_args or ()), **(post_kwargs or {}))
+    if run_post_on_main:
+        post_everywhere(Operation.RUN_ON_MAIN, post, group, timeout)
+    elif not is_alone:
+        post_on_others(Operation.RUN_ON_MAIN, post, {ranks[0]}, group, timeout)
+    return result
+
+
+def _result(call: Call, produce: Callable[[], T]) -> T:
+    """What the root has computed, on every rank."""
+    others = frozenset(call.ranks) - {call.ranks[call.root]}
+    region = Region(call.name, later=others, is_local=True)
+    return call.carry_out(computed_in(call, region, produce))
+
+
+@overload
+def main_process_only(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def main_process_only(
+    *, group: GroupLike = None, timeout: Timeout = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def main_process_only(
+    function: Callable[P, R] | None = None,
+    /,
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function run on the first rank only, with its result on every rank: a decorator.
+
+    Every rank of ``group`` must call the function. Arguments are used on the first rank alone.
+    Where one such function calls another, or itself, the inner one runs locally.
+
+    Args:
+        function: what to decorate; ``@main_process_only`` alone, or with options in parentheses.
+        group: who takes part; None for the world.
+        timeout: of each call, seconds or timedelta; the group's own if None. It must leave room
+            for the function.
+
+    Returns:
+        A function of the same type, which returns and raises as ``run_on_main`` does.
+
+    Example:
+        >>> import objcomm
+        >>> @objcomm.main_process_only
+        ... def fibonacci(n: int) -> int:
+        ...     return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+        >>> fibonacci(10)
+        55
+    """
+    if function is None:
+        return functools.partial(_decorated, group, timeout)
+    return _decorated(group, timeout, function)
+
+
+def _decorated(group: GroupLike, timeout: Timeout, function: Callable[P, R]) -> Callable[P, R]:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        call = Call(Operation.MAIN_PROCESS_ONLY, group=group, timeout=timeout, has_root=True)
+        return _result(call, functools.partial(function, *args, **kwargs))
+
+    keep_eager([run])  # before it is dressed: dynamo looks at the code of what it wraps
+    return functools.update_wrapper(run, function)
+
+
+class main_only:  # noqa: N801  # used as a function, like contextlib's
+    """A block whose calls act locally, for code that only some ranks run.
+
+    The body runs on every rank that enters, and no other rank need enter: nothing is sent. Inside,
+    ``barrier`` returns at once and ``broadcast`` gives back its argument, as SpeechBrain's do;
+    functions that run on the first rank run here. All other calls raise UsageError instead of an
+    answer of one rank. Only calls whose group has other ranks of this one are concerned. Blocks may
+    be nested; other threads are not in them.
+
+    Args:
+        group: whose ranks are not here; None for the world.
+
+    Raises:
+        NotInGroupError: this rank is no member of ``group``. When it is entered.
+
+    Example:
+        >>> import objcomm
+        >>> with objcomm.main_only():
+        ...     objcomm.broadcast("local")
+        'local'
+    """
+
+    def __init__(self, *, group: GroupLike = None) -> None:
+        self._group_like = group
+        self._inside: list[inside] = []
+
+    def __enter__(self) -> None:
+        whole = resolve(self._group_like)
+        others = frozenset(whole.ranks) - {whole.ranks[whole.rank]}
+        entered = inside(Region("main_only", later=others, is_local=True))
+        entered.__enter__()
+        self._inside.append(entered)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._inside.pop().__exit__(kind, error, traceback)
+
+
+class zero_only:  # noqa: N801  # used as a function, like contextlib's
+    """A block that knows whether it is the first rank's, and whose failure is everybody's.
+
+    Every rank of ``group`` must enter it. No context manager can skip its body, so the body runs on
+    every rank, and its value says which one this is: put the work under ``if``. At the end all
+    ranks meet and learn whether any of them has failed. Inside, calls act as in ``main_only``.
+
+    Args:
+        group: who takes part; None for the world.
+        timeout: for the meeting at the end, seconds or timedelta; the group's own if None. It must
+            leave room for the work.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, when it is entered.
+        CollectiveError: the body raised on some rank. Every rank, at the end, with each failing
+            rank's type, message and traceback; there from its own exception. Later calls work.
+        ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> with objcomm.zero_only() as is_zero:
+        ...     if is_zero:
+        ...         print("written once")
+        written once
+    """
+
+    def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
+        self._group_like = group
+        self._timeout = timeout
+        self._inside: list[inside | None] = []
+
+    def __enter__(self) -> bool:
+        whole = resolve(self._group_like)
+        whole.deadline("zero_only", self._timeout)  # a wrong one is told here, not at the end
+        is_alone = acts_alone("zero_only", whole.ranks, whole.rank)
+        others = frozenset(whole.ranks) - {whole.ranks[whole.rank]}
+        entered = None if is_alone else inside(Region("zero_only", later=others, is_local=True))
+        if entered is not None:
+            entered.__enter__()
+        self._inside.append(entered)
+        return is_alone or whole.rank == 0
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        entered = self._inside.pop()
+        if entered is not None:
+            entered.__exit__(kind, error, traceback)
+            share_outcome(Operation.ZERO_ONLY, error, self._group_like, self._timeout)
+
+
+def rank_prefixed_message(message: str, *, group: GroupLike = None) -> str:
+    """A text with this rank before it, for logs; unchanged without torch.distributed.
+
+    Never raises and never communicates.
+
+    Args:
+        message: any text.
+        group: whose rank to tell; None for the world.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.rank_prefixed_message("epoch 3 done")
+        'epoch 3 done'
+    """
+    return f"[rank: {rank_in(group)}] {message}" if is_initialized() else message

@@ -4,7 +4,7 @@ Small tensors that one rank has of all ranks and pieces of large ones are combin
 function, so a tensor's size does not change its result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -87,12 +87,38 @@ def combine(
     Args:
         op: the operator's name.
         operands: flat and of one length, in ``operand_dtype``; they are not changed.
-        into: where the result goes, in ``result_dtype``; it may not overlap the operands.
+        into: where the result goes, in ``result_dtype``; it may not overlap the operands, but
+            for ``mean``, where it may be one of them.
         wide: see ``wide_dtype``.
     """
-    chunks = [each.split(_CHUNK_NUMEL) for each in operands]
-    for target, *each in zip(into.split(_CHUNK_NUMEL), *chunks, strict=True):
+    for target, *each in _chunks(into, operands):
         _combine_chunk(op, each, target, wide)
+
+
+def average(operands: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """The mean as DistributedDataParallel takes it: shares of each are added up in rank order.
+
+    No sum can overflow where the mean does not. Halves are added up in float32, the others in
+    their own dtype.
+
+    Args:
+        operands: floating or complex, flat and of one length.
+        into: where the result goes; it may be one of them.
+    """
+    share = 1 / len(operands)
+    wide = torch.float32 if into.dtype in _HALF else into.dtype
+    for target, first, *others in _chunks(into, operands):
+        total = first.to(wide) * share
+        for other in others:
+            total.add_(other.to(wide), alpha=share)
+        target.copy_(total)
+
+
+def _chunks(
+    into: torch.Tensor, operands: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    numel = _CHUNK_NUMEL if into.device.type == "cpu" else max(1, into.numel())
+    return zip(into.split(numel), *[each.split(numel) for each in operands], strict=True)
 
 
 def _combine_chunk(

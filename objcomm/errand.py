@@ -6,8 +6,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from objcomm.absence import acts_alone
 from objcomm.admission import Gate
-from objcomm.call import begin_span
 from objcomm.coding import Coding
 from objcomm.errors import ObjcommError, TransportTimeout, UsageError
 from objcomm.frames import Header, Operation
@@ -15,7 +15,7 @@ from objcomm.group import Timeout, whole_number
 from objcomm.history import Entry, call_site
 from objcomm.message import Message
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
-from objcomm.recorder import conclude
+from objcomm.recorder import begin_span, conclude
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane
@@ -73,7 +73,8 @@ class Errand:
             name: of the user's call, where it is another.
 
         Raises:
-            UsageError: an argument is wrong.
+            UsageError: an argument is wrong, or this rank is in a region where the others make no
+                such call.
             NotInGroupError: this rank is no member.
         """
         self._began = time.perf_counter()
@@ -85,6 +86,7 @@ class Errand:
         self.peer: int | None = None
         if global_peer is not None or group_peer is not None:
             self.peer = self.group.root(self._name, global_peer, group_peer)
+        acts_alone(self._name, self.group.ranks, self.group.rank)
         header = Header(
             operation=operation,
             sender=self.group.rank,

@@ -64,6 +64,7 @@ class Group:
         history: its last operations on this rank.
         mailbox: messages from rank to rank that have come here.
         crew: threads for calls that end in any order.
+        hosts: where each rank runs, once ``node_group`` has asked; empty before.
     """
 
     def __init__(self, process_group: Any = None, world: Any = None) -> None:
@@ -90,6 +91,7 @@ class Group:
         self._whole = self._joining(tuple(range(self.size)), None)
         self.mailbox = Mailbox(self.rank, self.size)
         self.crew = Crew()
+        self.hosts: tuple[str, ...] = ()
         self._turns = threading.Lock()
         self._pairs: dict[int, Pair] = {}  # by the other rank
         if process_group is not None:

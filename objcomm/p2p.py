@@ -1,5 +1,6 @@
 """Messages from one rank to another: send, recv and what belongs to them."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Iterable
@@ -402,7 +403,11 @@ def sendrecv(
             accept=accept,
             allow=allow,
         )
-    except ObjcommError as error:  # Ctrl-C is not kept waiting
+    except KeyboardInterrupt:  # not kept waiting; and the caller has no work to wait for
+        with contextlib.suppress(TimeoutError, ObjcommError):
+            sending.wait(0)
+        raise
+    except ObjcommError as error:
         try:
             sending.wait()
         except ObjcommError as other:

@@ -289,6 +289,8 @@ def _divided(
     word = _Word(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])
     call = Call(operation, group=group, timeout=timeout, codec=_CODEC, accept=[_CODEC])
     words: list[_Word] = call.run(_told(call, word))  # type: ignore[assignment]  # no work: it is not asynchronous
+    if operation in (Operation.NODE_GROUP, Operation.LEADERS):
+        resolve(group).hosts = tuple(str(word.color) for word in words)
     parts = {members: _name(members, words) for members in parts_of(words)}
     mine = next((members for members in parts if call.rank in members), None)
     if parent is None:

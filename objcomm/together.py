@@ -12,8 +12,6 @@ from objcomm.transport.regions import regions
 from objcomm.transport.verdict import Cause, Verdict
 from objcomm.world import GroupLike, known_groups, resolve
 
-_NAME = Operation.FAIL_TOGETHER.name.lower()
-
 
 class fail_together:  # noqa: N801  # used as a function, like contextlib's
     """A block that every rank leaves normally, or every rank leaves by an error.
@@ -49,10 +47,10 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
     def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
         self._group_like = group
         self._timeout = timeout
-        self._blocks: list[_Block] = []
+        self._blocks: list[Block] = []
 
     def __enter__(self) -> None:
-        self._blocks.append(_Block(self._group_like, self._timeout))
+        self._blocks.append(Block(Operation.FAIL_TOGETHER, self._group_like, self._timeout))
 
     def __exit__(
         self,
@@ -63,10 +61,12 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
         self._blocks.pop().end(error)
 
 
-class _Block:
-    """One entry into the block on this rank."""
+class Block:
+    """One entry into such a block on this rank; ``operation`` is what the user has called."""
 
-    def __init__(self, group_like: GroupLike, timeout: Timeout) -> None:
+    def __init__(self, operation: Operation, group_like: GroupLike, timeout: Timeout) -> None:
+        self._operation = operation
+        self._name = operation.name.lower()
         self._group_like = group_like
         self._timeout = timeout
         with self._call("begin") as call:
@@ -76,7 +76,7 @@ class _Block:
 
     def _call(self, part: str) -> Call:
         return Call(
-            Operation.FAIL_TOGETHER,
+            self._operation,
             group=self._group_like,
             timeout=self._timeout,
             must_agree=part,
@@ -96,7 +96,7 @@ class _Block:
         told = self._group.failed(self._key)
         if told is not None:  # the block has caught what this rank was told
             self._end_groups(told)
-            raise told.error(_NAME)
+            raise told.error(self._name)
         try:
             with self._call("end") as call:
                 if not call.is_alone:
@@ -109,17 +109,17 @@ class _Block:
     def _fail(self, error: BaseException) -> None:
         failure = failure_of(error, self._group.rank)
         if self._group.size == 1:
-            raise_together(_NAME, {0: failure}, error)
+            raise_together(self._name, {0: failure}, error)
             return
         if self._group.is_broken:
             return  # the others have been told what broke it
         verdict = self._group.fail(
-            self._key, Verdict.of(Cause.FAILED, failures=(failure,), operation=_NAME)
+            self._key, Verdict.of(Cause.FAILED, failures=(failure,), operation=self._name)
         )
         self._end_groups(verdict)
-        is_theirs = isinstance(error, CollectiveError) and error.operation == _NAME
+        is_theirs = isinstance(error, CollectiveError) and error.operation == self._name
         if isinstance(error, Exception) and not is_theirs:
-            raise verdict.error(_NAME) from error
+            raise verdict.error(self._name) from error
 
     def _end_groups(self, verdict: Verdict | None) -> None:
         """Begin anew wherever no other ranks are joined: each of these leaves this block."""

@@ -21,7 +21,10 @@ from objcomm.ops import Operator
 from objcomm.outcome import failure_message
 from objcomm.structures import ABSENT, DifferenceError, Leaf
 from objcomm.transport import reduction, routes
+from objcomm.transport.device_reduction import reduce_on_device
 from objcomm.transport.exchange import Exchange
+
+_HOST = torch.device("cpu")
 
 # Up to so many bytes of tensors travel with the structure, and all ranks' fit into one window.
 _INLINE_NBYTES = 16 << 10
@@ -71,11 +74,13 @@ class _Answer(NamedTuple):
         structure: of all ranks together; None if every rank has the same.
         folded: the results of the leaves that are not to follow.
         following: number and ranks of each leaf that is combined by all ranks afterwards.
+        linked: the type of device that every rank's device link joins; empty if there is none.
     """
 
     structure: Any
     folded: Sequence[Any]
     following: Sequence[tuple[int, tuple[int, ...]]]
+    linked: str
 
 
 def alone(operator: Operator, obj: Any, options: Leafwise) -> Any:
@@ -106,7 +111,7 @@ class TreeReduction:
         self._followed: dict[int, Any] = {}
         self._is_taker = True
 
-    def _describe(self) -> tuple[Any, list[Any] | None]:
+    def _describe(self) -> tuple[Any, list[Any], str]:
         structure, leaves = structures.describe(self._own, self._operator, self._call.rank)
         self._structure, self._leaves = structure, leaves
         # Containers of its own: an asynchronous call's caller may change theirs meanwhile.
@@ -115,12 +120,18 @@ class TreeReduction:
         nbytes = sum(_nbytes(about) for about in abouts if about is not None)
         # What travels outside of messages is not signed.
         if nbytes <= _INLINE_NBYTES or self._call.exchange.gate.signer is not None:
-            return structure, leaves
+            return structure, leaves, self._linked
         self._mine_follows = True
         small = [
             value if about is None else None for value, about in zip(leaves, abouts, strict=True)
         ]
-        return structure, small
+        return structure, small, self._linked
+
+    @property
+    def _linked(self) -> str:
+        """What this rank's device link joins."""
+        device = self._call.exchange.device.device
+        return "" if device is None else device.type
 
     def run(self, exchange: Exchange, root: int | None) -> Message:
         """The traffic: all results to ``root``, or to all ranks if it is None."""
@@ -175,13 +186,13 @@ class TreeReduction:
         return failure_message(self._call.exchange.header, [failure])
 
     def _merged(self, messages: list[Message]) -> _Answer:
-        found: list[tuple[Any, list[Any]]] = [
-            (self._structure, self._own_leaves())
+        found: list[tuple[Any, list[Any], str]] = [
+            (self._structure, self._own_leaves(), self._linked)
             if message is self._mine
             else self._call.decode(message)
             for message in messages
         ]
-        described = [structure for structure, _ in found]
+        described = [each[0] for each in found]
         structure, leaves = structures.merge(described, may_lack=self._options.may_lack)
         folded, following = [], []
         for at, leaf in enumerate(leaves):
@@ -191,7 +202,13 @@ class TreeReduction:
             else:
                 folded.append(self._fold(structure, at, leaf, values))
         is_same = all(each == structure for each in described)
-        return _Answer(None if is_same else structure, folded, following)
+        linked = {each[2] for each in found}
+        return _Answer(
+            None if is_same else structure,
+            folded,
+            following,
+            linked.pop() if len(linked) == 1 else "",
+        )
 
     def _own_leaves(self) -> list[Any]:
         """As the others' come: those that follow are None, and an operator may change the rest."""
@@ -217,30 +234,35 @@ class TreeReduction:
         structure = self._structure if answer.structure is None else answer.structure
         descriptions = [each for _, each in structures.leaves_of(structure)]
         own = structures.aligned(structure, self._own)
-        parts, rooms = [], {}
+        rooms = {}
+        on_host: list[reduction.Part] = []
+        on_device: list[reduction.Part] = []
         for at, ranks in answer.following:
             about = tensors_of(descriptions[at])
             if about is None:
                 raise UsageError("an answer names a leaf that is no tensor")
-            part, rooms[at] = self._part(about, own[at], tuple(ranks))
-            parts.append(part)
-        reduction.reduce_tensors(exchange, parts, root)
+            is_linked = about.device_type == answer.linked and len(ranks) == exchange.size
+            where = exchange.device.device if is_linked and not about.is_array else None
+            part, rooms[at] = self._part(about, own[at], tuple(ranks), where or _HOST)
+            (on_host if where is None else on_device).append(part)
+        reduction.reduce_tensors(exchange, on_host, root)
+        reduce_on_device(exchange, on_device)
         for at, (result, device) in rooms.items():
             is_tensor = isinstance(result, torch.Tensor)
             self._followed[at] = result.to(device) if is_tensor else result
 
     def _part(
-        self, about: Tensors, own: Any, ranks: tuple[int, ...]
+        self, about: Tensors, own: Any, ranks: tuple[int, ...], where: torch.device
     ) -> tuple[reduction.Part, tuple[Any, torch.device | str]]:
         op = self._operator.name
         device: torch.device | str = about.device_type
         operand = None
         if own is not ABSENT:
-            operand = flat_of(own, op).cpu()
+            operand = flat_of(own, op).to(where)
             device = own.device if isinstance(own, torch.Tensor) else device
         result, flat = None, None
         if self._is_taker:
-            result, flat = room_for(about, op, "cpu")
+            result, flat = room_for(about, op, where)
         wide = elementwise.wide_dtype(op, about.dtype, self._options.dtype)
         dtype = elementwise.operand_dtype(op, about.dtype)
         part = reduction.Part(

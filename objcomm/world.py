@@ -3,7 +3,7 @@
 import os
 import threading
 import weakref
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
@@ -17,6 +17,9 @@ GroupLike: TypeAlias = Any
 #: The group of a rank that is outside: ``dist.GroupMember.NON_GROUP_MEMBER``, which a torch
 #: without distributed does not have. (None as ``group=`` means the world.)
 NOBODY = -100
+
+# Of torchrun, SLURM, Open MPI, and MPICH and its relatives.
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
 class _Groups:
@@ -196,21 +199,62 @@ def world_size(group: GroupLike = None) -> int:
         return -1
 
 
-def is_main(group: GroupLike = None) -> bool:
+def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world") -> bool:
     """Whether this process is the first rank of ``group``; True without torch.distributed.
 
-    Never raises and never communicates. The environment's RANK plays no part, so a job started
-    without it still has exactly one main rank.
+    Never communicates. The environment's RANK plays no part, so a job started without it still has
+    exactly one main rank.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.
+        scope: ``"world"`` for the first rank of all, ``"node"`` for the first one on its host. What
+            a host is ``objcomm.node_group`` finds out; if it was never called for ``group``, the
+            launcher's LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or MPI_LOCALRANKID
+            tells for the world.
+
+    Raises:
+        UsageError: ``scope`` is neither; or it is ``"node"``, and nobody knows. That rank. The
+            question for the world never raises.
+        NotInGroupError: it is ``"node"``, and this rank is no member of ``group``.
 
     Example:
         >>> import objcomm
         >>> objcomm.is_main()
         True
     """
-    return rank(group) == 0
+    if scope == "world":
+        return rank(group) == 0
+    if scope != "node":
+        raise UsageError(f"is_main: scope={scope!r} is neither 'world' nor 'node'")
+    local = environment_local_rank() if group is None else None
+    if local is not None and not is_initialized():
+        return local == 0
+    whole = resolve(group)
+    if whole.hosts:
+        return whole.hosts.index(whole.hosts[whole.rank]) == whole.rank
+    if local is not None:
+        return local == 0
+    if whole.size == 1:
+        return True
+    raise UsageError(
+        f"is_main: global rank {whole.ranks[whole.rank]} can't tell which ranks share its host: "
+        "there is no LOCAL_RANK; let every rank call objcomm.node_group() once before"
+    )
+
+
+def environment_local_rank() -> int | None:
+    """What the launcher says of this process's place on its host; None if it says nothing.
+
+    Raises:
+        UsageError: what it says is no number.
+    """
+    for name in _LOCAL_RANKS:
+        text = os.environ.get(name, "").strip()
+        if text and not text.isdecimal():
+            raise UsageError(f"{name}={text!r} in the environment is no rank")
+        if text:
+            return int(text)
+    return None
 
 
 def stats(group: GroupLike = None) -> dict[str, OperationStats]:

@@ -70,8 +70,17 @@ def _bounds(row: Row, host_of: dict[int, str]) -> tuple[dict[str, float], dict[s
     """By host, when its last sender entered a call, and when its first receiver left it."""
     sent: dict[str, float] = {}
     taken: dict[str, float] = {}
+    if row.key.pair and (len(row.calls) == 1 or row.key.sequence < 0):
+        return sent, taken
     for rank, call in row.calls.items():
         if call.ended is None or not call.has_returned:
+            continue
+        if call.is_message:
+            host = host_of[rank]
+            if call.operation == "send":
+                sent[host] = call.began
+            else:
+                taken[host] = call.ended
             continue
         is_root = row.key.ranks.index(rank) == call.root if rank in row.key.ranks else False
         host = host_of[rank]

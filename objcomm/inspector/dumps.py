@@ -13,6 +13,9 @@ from objcomm.history import DUMP_VERSION, RETURNED, UNDER_WAY
 _MOST_NBYTES = 256 * 1024 * 1024
 _MOST_RANKS = 1_000_000
 
+# What concerns two ranks only.
+_MESSAGES = frozenset({"send", "recv", "probe"})
+
 _NUMBER = (int, float)
 _DUMP = {
     "rank": int,
@@ -68,6 +71,11 @@ class Call:
     def is_meeting(self) -> bool:
         """Whether it is a group's first use, in which ranks connect, and no call."""
         return self.sequence < 0
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is of one rank and another, and no collective; ``root`` is the other one."""
+        return self.operation in _MESSAGES
 
     @property
     def ended(self) -> float | None:
@@ -264,9 +272,15 @@ def _joined(first: Dump, second: Dump) -> Dump:
 
 
 def _joined_group(earlier: GroupDump, later: GroupDump) -> GroupDump:
-    calls = {
-        (call.mesh if not call.is_meeting else 0, call.lane, call.sequence, call.began): call
-        for call in (*earlier.calls, *later.calls)
-    }
+    calls = {_identity(call): call for call in (*earlier.calls, *later.calls)}
     ordered = sorted(calls.values(), key=lambda call: call.began)
     return replace(later, is_full=earlier.is_full and later.is_full, calls=tuple(ordered))
+
+
+def _identity(call: Call) -> tuple[object, ...]:
+    """What two records of one call have in common, of which one was written before it ended."""
+    if call.is_meeting:
+        return call.operation, call.lane, call.sequence, call.began
+    if call.is_message:  # it gets its number with its message
+        return call.operation, call.began
+    return call.mesh, call.lane, call.sequence, call.began

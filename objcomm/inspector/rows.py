@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from objcomm.inspector.dumps import Call, Dump, GroupDump
@@ -15,6 +15,8 @@ class Absence(Enum):
     EARLIER = "had not come to it when its dump was taken"
     FORGOTTEN = "no longer remembers it"
     NO_DUMP = "left no dump"
+    UNTAKEN = "has not taken it"
+    UNSENT = "sent nothing that it takes"
 
 
 class Parting(Enum):
@@ -36,6 +38,9 @@ class Key:
         lane: which lane's.
         sequence: the number of the call on that lane; below 0 where the ranks meet.
         occurrence: how many of this key the rank has made before: meetings that failed, say.
+        pair: sender and receiver of a message, as global ranks, -1 for any; both in order where
+            they meet; empty for a collective.
+        alone: the rank that made it, if it is a call that has got no message.
     """
 
     group: str
@@ -44,11 +49,18 @@ class Key:
     lane: int
     sequence: int
     occurrence: int = 0
+    pair: tuple[int, ...] = ()
+    alone: int = -1
 
     @property
-    def stretch(self) -> tuple[str, tuple[int, ...], int, int]:
+    def stretch(self) -> tuple[str, tuple[int, ...], int, int, tuple[int, ...]]:
         """Calls that follow one another without a gap: a lane of one mesh."""
-        return self.group, self.ranks, self.mesh, self.lane
+        return self.group, self.ranks, self.mesh, self.lane, self.pair
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part, as global ranks."""
+        return tuple(rank for rank in self.pair if rank >= 0) or self.ranks
 
 
 @dataclass(slots=True)
@@ -93,7 +105,9 @@ class Row:
 
     @property
     def parting(self) -> Parting | None:
-        """How the ranks part in it, if they do."""
+        """How the ranks part in it, if they do; a message has nobody to part with."""
+        if self.key.pair:
+            return Parting.STUCK if any(is_stuck(call) for call in self.calls.values()) else None
         agreed = {(call.operation, call.root, call.fingerprint) for call in self.calls.values()}
         if len(agreed) > 1 and self.key.sequence >= 0:
             return Parting.DIFFERS
@@ -113,7 +127,7 @@ def match(dumps: Sequence[Dump]) -> list[Row]:
     rows: dict[Key, Row] = {}
     for dump in dumps:
         for group in dump.groups:
-            for key, call in _keyed(group):
+            for key, call in _keyed(group, dump.rank):
                 lane_name = "" if call.is_meeting else call.lane_name
                 row = rows.setdefault(key, Row(key, lane_name, group.description))
                 row.calls[dump.rank] = call
@@ -121,15 +135,28 @@ def match(dumps: Sequence[Dump]) -> list[Row]:
     return sorted(rows.values(), key=lambda row: (row.began, row.key.sequence))
 
 
-def _keyed(group: GroupDump) -> list[tuple[Key, Call]]:
-    made: Counter[tuple[int, int, int]] = Counter()
+def _keyed(group: GroupDump, rank: int) -> list[tuple[Key, Call]]:
+    made: Counter[Key] = Counter()
     keyed = []
     for call in group.calls:
         # Which lane made the ranks meet differs from rank to rank.
         numbers = (call.mesh, 0 if call.is_meeting else call.lane, call.sequence)
-        keyed.append((Key(group.name, group.ranks, *numbers, made[numbers]), call))
-        made[numbers] += 1
+        key = Key(group.name, group.ranks, *numbers)
+        if call.is_message:
+            key = _key_of_message(key, call, rank)
+        keyed.append((replace(key, occurrence=made[key]), call))
+        made[key] += 1
     return keyed
+
+
+def _key_of_message(key: Key, call: Call, rank: int) -> Key:
+    """Messages are numbered for each pair and direction, once they have begun to travel."""
+    has_peer = 0 <= call.root < len(key.ranks)
+    peer = key.ranks[call.root] if has_peer else -1
+    if call.is_meeting:
+        return replace(key, pair=tuple(sorted((rank, peer))), alone=-1 if has_peer else rank)
+    pair = (rank, peer) if call.operation == "send" else (peer, rank)
+    return replace(key, pair=pair, alone=-1 if call.mesh else rank)
 
 
 def _explain_absences(rows: dict[Key, Row], dumps: Sequence[Dump]) -> None:
@@ -139,8 +166,11 @@ def _explain_absences(rows: dict[Key, Row], dumps: Sequence[Dump]) -> None:
         for rank in row.calls:
             made[key.stretch, rank].append(key.sequence)
     for key, row in rows.items():
-        for rank in key.ranks:
-            if rank not in row.calls:
+        for rank in key.members:
+            if key.pair and rank not in row.calls:
+                absence = _absence_of_message(row, rank, by_rank.get(rank))
+                row.absent |= {} if absence is None else {rank: absence}
+            elif rank not in row.calls:
                 sequences = made[key.stretch, rank]
                 row.absent[rank] = _absence(row, by_rank.get(rank), sequences)
 
@@ -150,9 +180,7 @@ def _absence(row: Row, dump: Dump | None, sequences: Sequence[int]) -> Absence:
     key = row.key
     if dump is None:
         return Absence.NO_DUMP
-    group = next(
-        (each for each in dump.groups if (each.name, each.ranks) == (key.group, key.ranks)), None
-    )
+    group = _group_of(key, dump)
     if group is None and not dump.is_whole:
         return Absence.NO_DUMP
     # Of a stretch the latest calls are remembered, so a gap before one was forgotten, not left out.
@@ -161,6 +189,28 @@ def _absence(row: Row, dump: Dump | None, sequences: Sequence[int]) -> Absence:
     if is_forgotten or is_met or (group is not None and group.is_full and not sequences):
         return Absence.FORGOTTEN
     return Absence.EARLIER if dump.at < row.began else Absence.NEVER
+
+
+def _group_of(key: Key, dump: Dump) -> GroupDump | None:
+    same = (each for each in dump.groups if (each.name, each.ranks) == (key.group, key.ranks))
+    return next(same, None)
+
+
+def _absence_of_message(row: Row, rank: int, dump: Dump | None) -> Absence | None:
+    """Why the other rank has no part in a message; ``None`` if that says nothing."""
+    key, (call,) = row.key, row.calls.values()
+    group = None if dump is None else _group_of(key, dump)
+    if dump is None or (group is None and not dump.is_whole):
+        return Absence.NO_DUMP
+    if call.is_meeting or (call.operation == "probe" and call.has_returned):
+        return None
+    is_full = group is not None and group.is_full
+    if is_full and group is not None and row.began < min(each.began for each in group.calls):
+        return Absence.FORGOTTEN
+    if dump.at < row.began:
+        return Absence.EARLIER
+    unsent = Absence.UNSENT if key.alone >= 0 else Absence.FORGOTTEN
+    return Absence.UNTAKEN if rank == key.pair[-1] else unsent
 
 
 def first_parting(rows: Sequence[Row]) -> Row | None:

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 
 from objcomm.inspector.dumps import Call
 from objcomm.inspector.rows import Absence, Parting, Row, first_parting, is_stuck
-from objcomm.inspector.words import Places, call_text, duration_text, group_text, ranks_text
+from objcomm.inspector.words import (
+    Places,
+    call_text,
+    duration_text,
+    group_text,
+    operation_text,
+    ranks_text,
+)
 
 
 def conclude(rows: Sequence[Row], places: Places) -> str:
@@ -22,6 +29,8 @@ def conclude(rows: Sequence[Row], places: Places) -> str:
         told = _differing(row, rows, places)
     elif row.parting is Parting.MISSING:
         told = _missing(row, rows, places)
+    elif row.key.pair:
+        told = _stuck_message(row, rows, places)
     else:
         told = _stuck(row, places)
     return f"{group_text(row)}: {told}"
@@ -31,7 +40,8 @@ def _agreement(rows: Sequence[Row], places: Places) -> str:
     shared = [row for row in rows if len(row.calls) > 1 and row.key.sequence >= 0]
     if not shared:
         return "No call was made by more than one of these ranks, so there is nothing to compare."
-    widest = max(shared, key=lambda row: row.skew_seconds)
+    # Whether a rank waited for a message's other end does not follow from who came last.
+    widest = max(shared, key=lambda row: (not row.key.pair, row.skew_seconds))
     last = widest.last_rank
     return (
         f"The ranks do not part: {len(shared)} calls match. They waited longest for each other in "
@@ -63,15 +73,40 @@ def _missing(row: Row, rows: Sequence[Row], places: Places) -> str:
     told = f"{ranks_text(lacking)} {never} {call_text(row.key)} ({made} on {ranks_text(row.calls)})"
     if len(lacking) > 1:
         return f"{told}.{_before(row, rows, places)}"
-    last = _last_of(lacking[0], row, rows)
-    if last is None:
+    last = _last_text(lacking[0], row, rows, places)
+    if not last:
         return f"{told}; it made no call on this group, or had destroyed it before its dump."
-    call = last.calls[lacking[0]]
+    return f"{told}; its last was {last} the others came."
+
+
+def _last_text(rank: int, row: Row, rows: Sequence[Row], places: Places) -> str:
+    """What a rank did last, and how long before or after the others came to ``row``."""
+    last = _last_of(rank, row, rows)
+    if last is None:
+        return ""
+    call = last.calls[rank]
     ago = row.began - (call.began if call.ended is None else call.ended)
-    when = f"{duration_text(abs(ago))} {'before' if ago >= 0 else 'after'} the others came"
-    where = f"{call.operation} ({call_text(last.key)}){_at(call, places)}"
-    state = "under way since" if call.is_under_way else "over"
-    return f"{told}; its last was {where}, {state} {when}."
+    when = f"{duration_text(abs(ago))} {'before' if ago >= 0 else 'after'}"
+    what = operation_text(call, last.key) if call.is_message else call.operation
+    where = f"{what} ({call_text(last.key)}){_at(call, places)}"
+    return f"{where}, {'under way since' if call.is_under_way else 'over'} {when}"
+
+
+def _stuck_message(row: Row, rows: Sequence[Row], places: Places) -> str:
+    ends = "; ".join(
+        f"{operation_text(call, row.key)}{_at(call, places)} on rank {rank}: {call.outcome}"
+        for rank, call in row.calls.items()
+        if is_stuck(call)
+    )
+    told = f"the {call_text(row.key)} did not end well: {ends}"
+    (absent, why), *_ = [*row.absent.items(), (None, None)]
+    if absent is None:
+        return f"{told}."
+    if why is Absence.NO_DUMP:
+        return f"{told}; there is no dump of rank {absent}, so look there first."
+    last = _last_text(absent, row, rows, places)
+    did = f"its last was {last} this one began" if last else "it made no call on this group"
+    return f"{told}; rank {absent} was waited for; {did}."
 
 
 def _stuck(row: Row, places: Places) -> str:
@@ -111,11 +146,18 @@ def _before(row: Row, rows: Sequence[Row], places: Places) -> str:
 
 
 def _last_of(rank: int, row: Row, rows: Sequence[Row]) -> Row | None:
-    """The rank's last call on that row's lane; on its group, if there is none on the lane."""
-    own = [each for each in rows if rank in each.calls and each.key.sequence >= 0]
-    same = [each for each in own if each.key.stretch == row.key.stretch] or [
-        each for each in own if each.key.stretch[:2] == row.key.stretch[:2]
+    """The rank's last call on that row's lane or to another rank; else on its group."""
+    own = [
+        each
+        for each in rows
+        if rank in each.calls
+        and each.key.sequence >= 0
+        and (each.key.group, each.key.ranks) == (row.key.group, row.key.ranks)
     ]
+    # Messages are on no lane.
+    is_same = [each.key.stretch == row.key.stretch or bool(each.key.pair) for each in own]
+    same = own if row.key.pair else [each for each, same in zip(own, is_same, strict=True) if same]
+    same = same or own
     return max(same, key=lambda each: each.calls[rank].began, default=None)
 
 

@@ -28,12 +28,19 @@ def duration_text(seconds: float) -> str:
 
 def call_text(key: Key) -> str:
     """Which call: its number, or that the ranks meet."""
-    return "first use" if key.sequence < 0 else f"call {key.sequence}"
+    if key.sequence < 0:
+        return "first use"
+    if key.alone >= 0:
+        return "message"
+    return f"{'message' if key.pair else 'call'} {key.sequence}"
 
 
 def operation_text(call: Call, key: Key) -> str:
     """An operation with its root, as a global rank."""
     has_root = 0 <= call.root < len(key.ranks)
+    if call.is_message:
+        side = "to" if call.operation == "send" else "from"
+        return f"{call.operation} {side} {key.ranks[call.root] if has_root else 'any'}"
     return f"{call.operation} (root {key.ranks[call.root]})" if has_root else call.operation
 
 

@@ -103,6 +103,12 @@ class DeviceLink(Protocol):
     def recv(self, flat: torch.Tensor, peer: int) -> None:
         """From one rank, which sends."""
 
+    def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """Every rank: of ``flat``, in as many parts as there are ranks, each rank's to it."""
+
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """Every rank: all ranks' ``flat`` one after another into ``into``."""
+
 
 class Deadline:
     """A time limit that all waits of one operation share."""

@@ -35,7 +35,7 @@ def find_conflict(  # noqa: PLR0911  # each step of the search may end it
         if told is not None:
             return told._replace(is_told=True)
         their_lane = theirs.lane(lane.group, lane.number)
-        if their_lane is not None and _is_of_one_mesh(lane, their_lane):
+        if their_lane is not None and _is_of_one_mesh(lane, their_lane, theirs):
             differing = _first_difference(lane, their_lane)
             if differing is not None and lane.group == start.group:
                 reason = _difference(*differing)
@@ -68,14 +68,25 @@ def _serving(
     return there.main_thread if lane.thread == here.main_thread else 0
 
 
-def _is_of_one_mesh(lane: LaneState, theirs: LaneState) -> bool:
+def _is_of_one_mesh(lane: LaneState, theirs: LaneState, there: Whereabouts) -> bool:
     """Whether two ranks' states are of one mesh, whose name not both may know yet."""
     if lane.nonce == theirs.nonce:
         return True
     if _is_shared(lane):
-        return not theirs.nonce
+        # The host of two that meet knows the name first. A name that is known where nobody meets
+        # may be that of an earlier mesh.
+        return not theirs.nonce or (not lane.nonce and _is_meeting(theirs, there))
     calls = [each.now is not None and each.now.sequence for each in (lane, theirs)]
     return calls == [MEETING, MEETING] and "" in (lane.nonce, theirs.nonce)
+
+
+def _is_meeting(lane: LaneState, there: Whereabouts) -> bool:
+    """Whether some call waits on that lane for its ranks to meet."""
+    return any(
+        each.now is not None and each.now.sequence == MEETING
+        for each in there.lanes
+        if (each.group, each.number) == (lane.group, lane.number)
+    )
 
 
 def _is_under_way(lane: LaneState, call: Step, theirs: LaneState) -> bool:

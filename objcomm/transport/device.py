@@ -54,6 +54,26 @@ class DevicePath:
             with _naming(root), _landing(flat, link, is_sent=is_root) as staged:
                 link.broadcast(staged, root)
 
+    def broadcast_flat(self, flat: torch.Tensor, root: int) -> None:
+        """``root``'s bytes into everybody's, in memory of the link's device."""
+        with _naming(root):
+            self._required().broadcast(flat, root)
+
+    def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """See ``base.DeviceLink``."""
+        with _naming():
+            self._required().all_to_all(flat, into)
+
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """See ``base.DeviceLink``."""
+        with _naming():
+            self._required().all_gather(flat, into)
+
+    def _required(self) -> DeviceLink:
+        if self._link is None:
+            raise WireError("ranks agreed on a device link, which this rank lacks")
+        return self._link
+
     def _carried(self, message: Message) -> Iterator[tuple[torch.Tensor, DeviceLink]]:
         if not message.large:
             return
@@ -83,8 +103,8 @@ def _landing(
 
 
 @contextlib.contextmanager
-def _naming(peer: int) -> Iterator[None]:
+def _naming(*peers: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TransportError("device link", (peer,), str(error)) from error
+        raise TransportError("device link", peers, str(error)) from error

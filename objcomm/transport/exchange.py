@@ -194,9 +194,7 @@ class Exchange:
         if message.is_all_head:
             return
         nbytes = message.header.body_nbytes + message.header.payload_nbytes
-        is_one_host = self._link.is_one_host
-        route, chunk_nbytes = topology.for_payload(nbytes, self.size, is_one_host=is_one_host)
-        parent, children = route(self.rank, root, self.size)
+        parent, children, chunk_nbytes = self._place(nbytes, root)
         if not message.header.is_inline:
             self._relay(view(message.body).split(chunk_nbytes), parent, children, message)
             if parent is not None:
@@ -206,6 +204,19 @@ class Exchange:
             self._expect_receipt(child, message)
         if parent is not None:
             self._send_receipt(parent, message)
+
+    def _place(self, nbytes: int, root: int) -> tuple[int | None, list[int], int]:
+        """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
+        route, chunk_nbytes = topology.for_payload(
+            nbytes, self.size, is_one_host=self._link.is_one_host
+        )
+        return *route(self.rank, root, self.size), chunk_nbytes
+
+    def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
+        """Bytes that all ranks have agreed on, none empty, from ``root``'s memory into others'."""
+        parent, children, chunk_nbytes = self._place(sum(flat.numel() for flat in flats), root)
+        self._relay([p for f in flats for p in f.split(chunk_nbytes)], parent, children, flats)
+        self.confirm([] if parent is None else [parent], children)
 
     def send_flat(
         self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
@@ -279,7 +290,7 @@ class Exchange:
         pieces: Sequence[torch.Tensor],
         parent: int | None,
         children: Sequence[int],
-        message: Message,
+        owner: object,
     ) -> None:
         if not pieces:
             return
@@ -291,7 +302,7 @@ class Exchange:
                 self._wait_backwards(arriving[at], parent)
             for child in children:
                 for part in parts:
-                    self._send(part, child, self._payload_tag, message)
+                    self._send(part, child, self._payload_tag, owner)
 
     def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: object) -> None:
         try:

@@ -157,6 +157,8 @@ class Mesh:
             ObjcommError: the verdict, for instance that some ranks did not come.
         """
         header = Header(sender=self.rank, sequence=MEETING, lane=lane.number, call_site=call_site)
+        if self._whole is not None:
+            header = header._replace(root=self.others[0])
         entry = Entry(header, operation, lane=lane.name)
         entry.caller = caller
         self.history.add_meeting(entry)

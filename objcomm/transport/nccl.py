@@ -39,6 +39,14 @@ class NcclLink:
         """See ``base.DeviceLink``."""
         self._own().recv([flat], peer, 0).wait()
 
+    def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """See ``base.DeviceLink``."""
+        self._own().alltoall_base(into, flat, [], []).wait()
+
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """See ``base.DeviceLink``."""
+        self._own()._allgather_base(into, flat).wait()  # noqa: SLF001  # all_gather_into_tensor's
+
     def _own(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:

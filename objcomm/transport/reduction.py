@@ -10,7 +10,7 @@ is being filled when its peer dies, and ``Exchange.arrived`` does; two lanes can
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -263,18 +263,11 @@ def _operand(piece: _Piece) -> torch.Tensor:
             piece.operand = part.operand[start:stop]
         else:
             piece.operand = empty(piece.numel * part.dtype.itemsize).view(part.dtype)
-            for (part, start, stop), room in _shared(piece, piece.operand):
-                if part.operand is not None:
-                    room.copy_(part.operand[start:stop])
+            # Only whole parts share a piece, and a rank has all of them or none.
+            operands = [part.operand for part, _, _ in piece.spans if part.operand is not None]
+            if operands:
+                torch.cat(operands, out=piece.operand)
     return piece.operand
-
-
-def _shared(
-    piece: _Piece, flat: torch.Tensor
-) -> Iterator[tuple[tuple[Part, int, int], torch.Tensor]]:
-    """Each part of a piece, with its place in the piece's memory."""
-    sizes = [stop - start for _, start, stop in piece.spans]
-    return zip(piece.spans, flat.split(sizes), strict=True)
 
 
 def _room(piece: _Piece) -> torch.Tensor:
@@ -291,8 +284,7 @@ def _room(piece: _Piece) -> torch.Tensor:
 
 def _unpack(piece: _Piece) -> None:
     """Copy the results of several parts that shared a piece to where each belongs."""
-    if len(piece.spans) == 1 or piece.result is None:
-        return
-    for (part, start, stop), room in _shared(piece, piece.result):
-        if part.result is not None:
-            part.result[start:stop].copy_(room)
+    results = [part.result for part, _, _ in piece.spans if part.result is not None]
+    if len(piece.spans) > 1 and piece.result is not None and results:
+        sizes = [part.numel for part, _, _ in piece.spans]
+        torch.split_with_sizes_copy(piece.result, sizes, out=results)

@@ -1,5 +1,6 @@
 """What one process does in a case: join, make the call, say what it saw, and leave."""
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -13,18 +14,23 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 import objcomm
-from tests.faults.plan import FAR_SECONDS, Case, Fault, Phase, contribution, expected
+from objcomm import subgroups
+from tests.faults import pairs
+from tests.faults.plan import DIVISIONS, FAR_SECONDS, Case, Fault, Phase, contribution, expected
 from tests.faults.victim import armed, sockets, strike_for
 from tests.group.operations import OPERATIONS, ROOTED, first
 
 #: Torch's object collectives take no limit for one call, so the group gets one that is not long.
 TORCHS_LIMIT_SECONDS = 5.0
 _INTERRUPT_AFTER_SECONDS = 0.7
+# An interrupt ends the wait in these, and not what they have begun to send.
+_RESUMED = {"irecv", "sendrecv"}
 _SETTLE_SECONDS = 6.0
 
 
@@ -89,14 +95,21 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path) -> None:
         dist.barrier()
     else:
         objcomm.barrier()
+        if case.is_between_two:
+            pairs.meet(case, rank)
     mesh_sockets = sockets() - (baseline if case.library == "torch" else before_mesh)
     strike = strike_for(case, lambda what: _tell(pipe, what), mesh_sockets, store.port)
     if rank == case.victim:
         _suffer(case, pipe, call, strike)
+        del call
     else:
         if case.fault is Fault.INTERRUPTED:
             pipe.recv()  # the victim waits in its call until then
         pipe.send(_seen(case, rank, call))
+        del call  # it holds what failed
+        if case.is_between_two:
+            with contextlib.suppress(RuntimeError):  # torch's, whose group is broken now
+                pairs.release(case, rank)
     for step in iter(pipe.recv, None):
         pipe.send(_STEPS[step](case, rank, store, baseline))
     sys.stdout.flush()
@@ -115,6 +128,10 @@ def _tell(pipe: Connection, what: str) -> None:
 
 
 def _call_of(case: Case, rank: int) -> Callable[[], Any]:
+    if case.is_between_two:
+        return pairs.call_of(case, rank)
+    if case.operation in DIVISIONS:
+        return _division(case, rank)
     obj = contribution(case, rank)
     if case.library == "torch":
         return lambda: _TORCH_CALLS[case.operation](case, obj)
@@ -122,6 +139,15 @@ def _call_of(case: Case, rank: int) -> Callable[[], Any]:
     if case.operation in ROOTED:
         options[ROOTED[case.operation]] = case.root
     return lambda: OPERATIONS[case.operation](obj, **options)
+
+
+def _division(case: Case, rank: int) -> Callable[[], Any]:
+    if case.operation == "leaders":  # of as many hosts as ranks, or nobody has to connect
+        patch.object(subgroups, "machine", lambda: f"host of rank {rank}").start()
+    options: dict[str, Any] = {"timeout": case.limit_seconds}
+    options |= {"color": 0} if case.operation == "split" else {}
+    divide: Callable[..., Any] = getattr(objcomm, case.operation)
+    return lambda: dist.get_process_group_ranks(divide(**options))
 
 
 def _suffer(
@@ -134,7 +160,11 @@ def _suffer(
         elif case.fault is not Fault.INTERRUPTED:
             strike()
     if case.fault is Fault.INTERRUPTED:
-        pipe.send(_interrupted(pipe, call))
+        pipe.send(_interrupted(case, pipe, call))
+        # What sends synchronously has given up, and its partner is told.
+        is_resumable = case.is_between_two and (case.victim_receives or case.operation in _RESUMED)
+        if is_resumable and case.library == "objcomm" and call() != _want(case, case.victim):
+            raise AssertionError("the interrupt has lost a message")
         return
     if case.phase is Phase.CALLBACK:
         call = lambda: _with_callback(case, strike)  # noqa: E731  # it takes the other's place
@@ -156,7 +186,7 @@ def _with_callback(case: Case, strike: Callable[[], None]) -> Any:
     return operation(obj, strike_first)
 
 
-def _interrupted(pipe: Connection, call: Callable[[], Any]) -> Seen:
+def _interrupted(case: Case, pipe: Connection, call: Callable[[], Any]) -> Seen:
     def press() -> None:
         time.sleep(_INTERRUPT_AFTER_SECONDS)
         _tell(pipe, "fault")
@@ -164,8 +194,8 @@ def _interrupted(pipe: Connection, call: Callable[[], Any]) -> Seen:
 
     threading.Thread(target=press, daemon=True).start()
     try:
-        call()
-        call()
+        for _ in range(1 if case.is_between_two else 2):
+            call()
     except KeyboardInterrupt as error:
         return Seen(0, "KeyboardInterrupt", (), time.monotonic(), str(error))
     except Exception as error:  # noqa: BLE001  # told to the parent
@@ -173,12 +203,16 @@ def _interrupted(pipe: Connection, call: Callable[[], Any]) -> Seen:
     return Seen(0, "returned", (), time.monotonic())
 
 
+def _want(case: Case, rank: int) -> Any:
+    return pairs.expected(case, rank) if case.is_between_two else expected(case, rank)
+
+
 def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
     """How the call ends, or, where this rank waits for nobody in it, the next one."""
-    want = expected(case, rank)
+    want = _want(case, rank)
     number = 0
     try:
-        while number < (1 if case.fault is Fault.RESUMED else 2):
+        while number < (1 if case.fault is Fault.RESUMED or case.is_between_two else 2):
             if call() != want:
                 return Seen(number, "wrong", (), time.monotonic())
             number += 1
@@ -200,8 +234,10 @@ def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
 
 def _call_again(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> tuple[str, float]:
     """What a later call on the group raises, and after how long."""
-    del store, baseline, rank
+    del store, baseline
     began = time.monotonic()
+    if case.is_between_two:
+        return pairs.talk_again(case, rank), time.monotonic() - began
     try:
         objcomm.all_gather("later", timeout=case.limit_seconds)
     except objcomm.ObjcommError as error:
@@ -232,11 +268,14 @@ def _begin_anew(case: Case, rank: int, store: dist.Store, baseline: set[str]) ->
 
 def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left:
     """Destroy everything, and find what stays."""
-    del case, rank, store
+    del store
     dist.destroy_process_group()
     gc.collect()
     until = time.monotonic() + _SETTLE_SECONDS
-    while (left := _left(baseline)) != Left([], 0) and time.monotonic() < until:
+    is_store_here = case.is_stores_host and rank == case.victim  # whose sockets stay
+    while (left := _left(baseline)).threads or (left.sockets and not is_store_here):
+        if time.monotonic() > until:
+            break
         time.sleep(0.02)
     return left
 

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from objcomm.transport.verdict import DESTROYED
 from tests.faults.plan import STOP_SECONDS, Case, Fault
 from tests.faults.rank import Left, Seen, take_part
 
@@ -23,6 +25,7 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"
 #: Who has not said anything by then hangs.
 HANG_SECONDS = 20.0
 _END_SECONDS = 5.0
+_MADE_GROUP = re.compile(r"objcomm/[0-9a-f]{16}/")
 _STACKS_SECONDS = 0.5
 
 
@@ -187,7 +190,17 @@ class _Run:
             self.outcome.printed[rank] = self._logs[rank].read_text(errors="replace")
         if self._store is not None:
             keys: list[str] = self._store.list_keys()
-            self.outcome.keys = [key for key in keys if "objcomm" in key]
+            # Torch's own keys of a group that objcomm has named stay, like those of any group.
+            left = [key for key in keys if "objcomm" in key and not _MADE_GROUP.search(key)]
+            self.outcome.keys = [key for key in left if not self._is_farewell(key)]
+
+    def _is_farewell(self, key: str) -> bool:
+        """Whether a word in the store is what the last to destroy their worlds have left."""
+        verdict = key.replace("/known/", "/verdict/")
+        is_there = self._store is not None and "/verdict/" in verdict
+        if not is_there or self._store is None or not self._store.check([verdict]):
+            return False
+        return DESTROYED.encode() in self._store.get(verdict)
 
     def _pid(self, rank: int) -> int:
         pid: int = self._processes[rank].pid

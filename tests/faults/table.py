@@ -17,6 +17,13 @@ several ranks saw alike stands there once; "naming" lists the ranks in the error
 seconds count from the fault. Where only a limit can end the wait, objcomm's calls have one of
 {LIMIT_SECONDS:g} s. Torch's take none of their own, so their group has one of
 {TORCHS_LIMIT_SECONDS:g} s. For the interrupt, the others make their call when it is over.
+
+From `send` to `probe` two ranks talk: the one to which it happens, and the lowest other one, whose
+call the row has. The third waits for a message that the second sends when its own call is over.
+After `probe` comes a `recv`. `sendrecv` goes round in a ring of all three. Where the sockets of one
+of two close, neither can tell whose it was. What makes groups has no payload: there, and in a
+barrier, it happens before the header instead, and for "in the payload" while the new group
+connects, which in torch only a limit ends.
 """
 
 

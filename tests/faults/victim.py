@@ -14,10 +14,13 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
+from objcomm import subgroups
 from objcomm.message import Message
 from objcomm.transport.base import LANE_BITS, POKE_TAG
+from objcomm.transport.creation import create
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.gloo import GlooLink
+from objcomm.transport.mailbox import Mailbox
 from tests.faults.plan import Case, Fault, Phase
 
 Strike = Callable[[], None]
@@ -108,7 +111,17 @@ def _before_head(_: Case, strike: Strike) -> Places:
 
         return replacement
 
-    return [(Exchange, name, wrap(getattr(Exchange, name))) for name in ("send_head", "recv_heads")]
+    names = ("send_head", "recv_heads")
+    heads = [(Exchange, name, wrap(getattr(Exchange, name))) for name in names]
+    return [*heads, (Mailbox, "meet", wrap(Mailbox.meet))]
+
+
+def _in_creation(_: Case, strike: Strike) -> Places:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        strike()
+        return create(*args, **kwargs)
+
+    return [(subgroups, "create", replacement)]
 
 
 def _after_head(_: Case, strike: Strike) -> Places:
@@ -142,24 +155,31 @@ def _in_payload(_: Case, strike: Strike) -> Places:
 def _in_torch(case: Case, strike: Strike) -> Places:
     """Torch sends sizes first, in one collective or two, then what was pickled."""
     calls: list[str] = []
+    results: list[Any] = []
     payload_call = 3 if case.operation == "scatter" else 2
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
             if len(calls) != payload_call:
-                return original(*args, **kwargs)
+                results.append(original(*args, **kwargs))
+                return results[-1]
             if case.phase is Phase.BETWEEN:
                 strike()
                 return original(*args, **kwargs)
-            work = original(*args, **kwargs, async_op=True)
+            is_pair = name in {"send", "recv"}
+            if is_pair:
+                work = getattr(c10d, f"i{name}")(*args, **kwargs)
+            else:
+                work = original(*args, **kwargs, async_op=True)
             time.sleep(_MOVING_SECONDS)
             strike()
-            return work.wait()
+            work.wait()
+            return results[-1] if is_pair else None  # who has sent
 
         return replacement
 
-    names = ("broadcast", "all_gather", "gather", "scatter")
+    names = ("broadcast", "all_gather", "gather", "scatter", "send", "recv")
     return [(c10d, name, wrap(name, getattr(c10d, name))) for name in names]
 
 
@@ -167,4 +187,5 @@ _TRAPS: dict[Phase, Callable[[Case, Strike], Places]] = {
     Phase.IN_CALL: _before_head,
     Phase.BETWEEN: _after_head,
     Phase.PAYLOAD: _in_payload,
+    Phase.CONNECTING: _in_creation,
 }

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm.transport.nccl import NcclLink
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks, solo
 from tests.same import assert_same
@@ -115,3 +116,31 @@ def test_cuda_tensors_are_reduced() -> None:
     got = objcomm.all_reduce(torch.full((1_000_000,), objcomm.rank() + 1, device="cuda"))
     assert got.device.type == "cuda"
     assert bool((got == 3).all())
+
+
+@solo(deadline=120)
+def test_nccl_takes_what_the_device_link_gives_it(_folder: Path) -> None:  # noqa: PT019
+    _join_nccl(_folder)
+    link = NcclLink(dist.new_group([0]), torch.device("cuda"))
+    flat = torch.arange(100, dtype=torch.uint8, device="cuda")
+    for transfer in (link.all_to_all, link.all_gather):
+        into = torch.zeros_like(flat)
+        transfer(flat, into)
+        assert torch.equal(into, flat)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+@ranks(2, disposable=True, deadline=120)
+def test_tensors_are_combined_on_the_device_as_on_the_host() -> None:
+    torch.cuda.set_device(objcomm.rank())
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    generator = torch.Generator().manual_seed(objcomm.rank())
+    tree = {f"p{at}": torch.rand(100_000, generator=generator) for at in range(5)}
+    want = objcomm.all_reduce(tree, "mean", group=group)
+    before = objcomm.stats(group)["all_reduce"].sent_nbytes
+    got = objcomm.all_reduce({key: each.cuda() for key, each in tree.items()}, "mean", group=group)
+    assert objcomm.stats(group)["all_reduce"].sent_nbytes - before < 10_000  # by Gloo
+    for key, each in got.items():
+        assert each.device == torch.device("cuda", objcomm.rank())
+        assert torch.equal(each.cpu(), want[key])

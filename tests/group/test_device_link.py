@@ -16,6 +16,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm.transport.nccl import NcclLink
 from tests.ranks import ranks
+from tests.same import assert_same
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
 
@@ -38,6 +39,14 @@ class CountingLink(NcclLink):
     def recv(self, flat: torch.Tensor, peer: int) -> None:
         self.moved_nbytes += flat.numel()
         super().recv(flat, peer)
+
+    def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        self.moved_nbytes += flat.numel()
+        super().all_to_all(flat, into)
+
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        self.moved_nbytes += into.numel()
+        super().all_gather(flat, into)
 
 
 @contextlib.contextmanager
@@ -124,3 +133,52 @@ def test_a_failure_leaves_the_device_link_in_step() -> None:
         assert list(caught.value.failures) == [0]
         everyone = objcomm.all_gather(mine, group=group, device="cpu")
         assert [int(each[0]) for each in everyone] == [0, 1]
+
+
+@ranks(2, 3)
+def test_trees_on_the_device_are_combined_there_and_as_on_the_host() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    generator = torch.Generator().manual_seed(rank)
+    tree: dict[str, Any] = {
+        "weights": torch.rand(LARGE, generator=generator),
+        "halves": torch.full((LARGE,), 60000.0, dtype=torch.float16),
+        "counts": torch.randint(0, 9, (LARGE + 1,), generator=generator),
+        "flags": torch.rand(5, generator=generator) < 0.5,
+        "z": torch.complex(*[torch.rand(3, generator=generator) for _ in "ri"]),
+        "column": torch.rand(50, 40, generator=generator)[:, 0],
+        "empty": torch.empty(0, 3),
+        "array": np.arange(LARGE) + rank,
+        "loss": 0.5,
+    }
+    with group_with_device_link() as (group, link):
+        # Without products: torch rounds those of complex numbers as its vector units please.
+        for op in ("sum", "mean", "any", "max"):
+            before = link.moved_nbytes
+            if op == "max":
+                del tree["z"]  # complex numbers have no order
+            got = objcomm.all_reduce(tree, op, group=group)
+            assert link.moved_nbytes > before
+            want = objcomm.all_reduce(tree, op)  # the world's own group has no device link
+            assert_same(got, want, sharing=False)
+        last = size - 1
+        onto = objcomm.reduce(tree, "mean", group_dst=last, group=group)
+        assert (onto is None) == (rank != last)
+        if onto is not None:
+            assert bool((onto["halves"] == 60000.0).all())
+        # What only some ranks have goes through CPU memory.
+        before = link.moved_nbytes
+        some = {"rare": torch.ones(LARGE)} if rank else {}
+        got = objcomm.all_reduce(some, "mean", missing="skip", group=group)
+        assert bool((got["rare"] == 1).all())
+        assert link.moved_nbytes == before
+
+
+@ranks(2)
+def test_a_link_that_only_some_ranks_have_is_used_by_none() -> None:
+    process_group = dist.new_group()
+    link = CountingLink(process_group, torch.device("cpu")) if objcomm.is_main() else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("objcomm.group.device_link", lambda _: link)
+        got = objcomm.all_reduce(torch.full((LARGE,), objcomm.rank()), group=process_group)
+    assert bool((got == 1).all())
+    assert link is None or link.moved_nbytes == 0

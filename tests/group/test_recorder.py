@@ -72,6 +72,59 @@ def test_a_dump_tells_the_last_calls() -> None:
     assert_group_works()
 
 
+@ranks(2, 3, disposable=True)
+def test_the_calls_that_scatter_scan_and_divide_are_told() -> None:
+    each = list(range(here().world_size))
+    objcomm.all_to_all(each)
+    objcomm.reduce_scatter(each, "sum")
+    objcomm.scan(1, "sum")
+    objcomm.exscan(1, "sum")
+    objcomm.split(0)
+    objcomm.dup()
+    objcomm.node_group()
+    objcomm.leaders()
+    told = world_entries(objcomm.recorder.dump())
+    names = [entry["operation"] for entry in told]
+    at = names.index("all_to_all")
+    assert list(dict.fromkeys(names[at:])) == [
+        *("all_to_all", "reduce_scatter", "scan", "exscan"),
+        *("split", "dup", "node_group", "leaders"),
+    ]
+    assert all(HERE in entry["call_site"] for entry in told[at:])
+    assert {entry["outcome"] for entry in told[at:]} == {"returned"}
+
+
+@ranks(2, disposable=True)
+def test_messages_are_told_by_both_ranks_and_laid_side_by_side() -> None:
+    other = 1 - here().rank
+    objcomm.barrier()
+    if here().rank == 0:
+        objcomm.send("small", 1, tag=3)
+        objcomm.isend(bytes(100_000), 1).wait()
+        objcomm.send("to myself", 0)
+        objcomm.recv(0)
+    else:
+        objcomm.probe(0, tag=3)
+        objcomm.recv(tag=None)
+        objcomm.irecv(0).wait()
+    objcomm.sendrecv("around", other, other)
+    objcomm.barrier()
+    folder().mkdir(exist_ok=True)
+    objcomm.recorder.dump(folder() / f"objcomm-rank{here().rank}.json")
+    told = world_entries(objcomm.recorder.dump())
+    messages = [each for each in told if each["operation"] in {"send", "recv", "probe"}]
+    wanted = ["send", "send", "send", "recv"] if here().rank == 0 else ["probe", "recv", "recv"]
+    assert [each["operation"] for each in messages] == [*wanted, "send", "recv"]
+    # Of the receive from any rank: who sent.
+    assert [each["root"] for each in messages[:3]] == ([1, 1, 0] if here().rank == 0 else [0] * 3)
+    assert max(each["sent_nbytes"] + each["received_nbytes"] for each in messages) > 100_000
+    dist.barrier()
+    report = inspect(read([folder()]), 20)
+    assert "The ranks do not part" in report
+    assert ">" not in report
+    assert "message 1" in report
+
+
 @ranks(2)
 def test_only_the_last_256_calls_are_kept() -> None:
     for at in range(300):
@@ -148,6 +201,24 @@ def test_a_time_limit_makes_each_rank_write_and_the_files_say_who_was_late() -> 
     assert len(list(folder().glob(f"*rank{here().rank}-*"))) == 1
     dist.barrier()
     assert "rank 2 came last" in report().splitlines()[-1]
+
+
+@ranks(3, disposable=True)
+def test_a_message_that_never_came_is_found() -> None:
+    objcomm.barrier()
+    with objcomm.configure(record_folder=folder()):
+        if here().rank == 0:
+            with pytest.raises(TransportTimeout) as caught:
+                objcomm.recv(1, timeout=1)
+            assert caught.value.recorded
+        elif here().rank == 1:
+            objcomm.send("of another tag", 0, tag=5)
+            time.sleep(2)
+            objcomm.recorder.dump(folder() / "objcomm-asked.json")
+    dist.barrier()
+    last = report().splitlines()[-1]
+    assert "the message did not end well: recv from 1" in last
+    assert "rank 1 was waited for; its last was send to 0" in last
 
 
 @ranks(3, disposable=True)

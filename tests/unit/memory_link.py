@@ -143,6 +143,23 @@ class MemoryDeviceLink:
     def recv(self, flat: torch.Tensor, peer: int) -> None:
         self._link.recv(flat, peer).wait(timedelta(seconds=JOIN_SECONDS))
 
+    def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        parts = flat.chunk(self._link.size)
+        self._swap(list(parts), into)
+
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        self._swap([flat] * self._link.size, into)
+
+    def _swap(self, flats: list[torch.Tensor], into: torch.Tensor) -> None:
+        rooms = into.chunk(self._link.size)
+        for peer, flat in enumerate(flats):
+            if peer != self._link.rank:
+                self.send(flat, peer)
+        for peer, room in enumerate(rooms):
+            if peer != self._link.rank:
+                self.recv(room, peer)
+        rooms[self._link.rank].copy_(flats[self._link.rank])
+
 
 def header_of(rank: int, **fields: Any) -> Header:
     blank = dict.fromkeys(Header._fields, 0)

@@ -273,6 +273,23 @@ def test_a_message_under_way_is_no_conflict() -> None:
     assert is_circle({0: [recv(0, 1, taken=3)], 1: [recv(1, 0, sent=3)]})
 
 
+def test_two_that_meet_for_a_message_are_in_step() -> None:
+    """However long they take; the host, which sends, knows the name before its guest does."""
+    now = Step(MEETING, Operation.NONE, 1, 0, "train.py:1", "send")
+    meets = send(0, 1, sent=1)._replace(now=now)
+    waits = recv(1, 0)._replace(nonce="")
+    receives = recv(0, 1, sent=1, since=1.0)  # ``sendrecv``: its thread waits in the other half
+    for host in ([meets], [receives, meets._replace(waiter=OTHER)]):
+        assert conflict_among({0: host, 1: [waits]}) is None
+        assert conflict_among({0: host, 1: [waits]}, 1) is None
+
+
+def test_what_was_sent_over_an_earlier_connection_is_not_under_way() -> None:
+    waits = recv(0, 1)._replace(nonce="")
+    ended = pair(0, 1, sent=5)
+    assert is_circle({0: [waits], 1: [lane("world", step(0), awaits=0), ended]})
+
+
 def test_a_large_message_that_waits_for_its_receiver_is_no_help_to_another_tag() -> None:
     """Its head has come, and rank 0 waits for another one."""
     assert is_circle({0: [recv(0, 1, taken=1)], 1: [send(1, 0, sent=1)]})

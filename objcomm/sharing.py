@@ -1,0 +1,102 @@
+"""What one rank computes, for all; and what went wrong on any rank, for all.
+
+The patterns under the helpers of ``control`` and ``ordering``.
+"""
+
+from collections.abc import Callable, Collection, Generator
+from typing import TypeVar
+
+from objcomm.absence import Region, acts_alone, inside
+from objcomm.call import Call
+from objcomm.collectives import kept
+from objcomm.frames import Operation, Status
+from objcomm.group import Timeout
+from objcomm.outcome import failure_of, raise_together
+from objcomm.together import Block
+from objcomm.transport import routes
+from objcomm.world import GroupLike, resolve
+
+R = TypeVar("R")
+
+
+def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> Generator[None, None, R]:
+    """What the root computes, on every rank; to be given to ``call.run``.
+
+    Args:
+        call: the call; it has a root.
+        region: what the root is in meanwhile.
+        produce: called on the root. The time limit begins after it there, before it elsewhere.
+    """
+    if call.is_alone:
+        return call.alone(produce)
+    own: list[R] = []
+    mine = None
+    if call.is_root:
+        with inside(region):
+            mine = call.message(lambda: kept(own, produce()))
+    yield
+    with call.traffic() as exchange:
+        message = routes.broadcast(exchange, mine, call.root)
+    call.raise_failures([message])
+    result: R = own[0] if own else call.decode(message)
+    return result
+
+
+def share_outcome(
+    operation: Operation, error: BaseException | None, group: GroupLike, timeout: Timeout
+) -> None:
+    """Meet all ranks, and raise on each what went wrong on any.
+
+    Args:
+        operation: what the user has called.
+        error: what went wrong here, if anything did.
+        group: who takes part.
+        timeout: in seconds.
+
+    Raises:
+        CollectiveError: something went wrong somewhere; from ``error`` where there is one.
+    """
+    with Call(operation, group=group, timeout=timeout, must_agree="outcome") as call:
+        if call.is_alone:
+            raise_together(call.name, {} if error is None else {0: failure_of(error, 0)}, error)
+            return
+        mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
+        with call.traffic() as exchange:
+            messages = routes.all_gather(exchange, mine)
+        call.raise_failures(messages)
+
+
+def post_everywhere(
+    operation: Operation, post: Callable[[], object], group: GroupLike, timeout: Timeout
+) -> None:
+    """Call something on every rank, in which ranks may talk; an error is everybody's."""
+    whole = resolve(group)
+    if acts_alone(operation.name.lower(), whole.ranks, whole.rank):
+        post()
+        return
+    block = Block(operation, group, timeout)
+    try:
+        post()
+    except BaseException as error:
+        block.end(error)
+        raise
+    block.end(None)
+
+
+def post_on_others(
+    operation: Operation,
+    post: Callable[[], object],
+    waiting: Collection[int],
+    group: GroupLike,
+    timeout: Timeout,
+) -> None:
+    """Call something on all ranks but those that wait for it; an error is everybody's."""
+    whole = resolve(group)
+    try:
+        if whole.ranks[whole.rank] not in waiting:
+            with inside(Region(operation.name.lower(), later=frozenset(waiting))):
+                post()
+    except BaseException as error:
+        share_outcome(operation, error, group, timeout)
+        raise
+    share_outcome(operation, None, group, timeout)

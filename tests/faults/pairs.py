@@ -1,0 +1,159 @@
+"""What each rank does where two of them talk: the victim, its partner, and who waits for neither.
+
+The ranks besides the two receive what the partner sends them when its own call is over: what
+happens to the victim must not reach them. In a ring every rank has to do with the victim.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+import objcomm
+from tests.faults.plan import FAR_SECONDS, Case, Fault, contribution
+
+_RELEASE_TAG = 9
+_RELEASED = "released"
+
+Call = Callable[[], Any]
+
+
+def meet(case: Case, rank: int) -> None:
+    """Let each two ranks connect."""
+    for tag in range(1, case.world_size):
+        peers = (rank + tag) % case.world_size, (rank - tag) % case.world_size
+        objcomm.sendrecv("met", *peers, tag=tag)
+
+
+def expected(case: Case, rank: int) -> Any:
+    """What the call returns on one rank if nothing is wrong."""
+    if case.operation == "sendrecv":
+        return contribution(case, (rank - 1) % case.world_size)
+    if rank not in {case.victim, case.partner}:
+        return _RELEASED
+    sender = case.partner if case.victim_receives else case.victim
+    return None if rank == sender else contribution(case, sender)
+
+
+def call_of(case: Case, rank: int) -> Call:
+    """This rank's part.
+
+    A call that is made once more after an interrupt does what is left to do.
+    """
+    if rank not in {case.victim, case.partner} and case.operation != "sendrecv":
+        return lambda: _recv(case, case.partner, _RELEASE_TAG)
+    if case.library == "torch":
+        return lambda: _TORCHS_PARTS[_is_sender(case, rank)](case, rank)
+    if case.operation == "sendrecv":
+        return _in_a_ring(case, rank)
+    peer = case.partner if rank == case.victim else case.victim
+    part = _sender_of if _is_sender(case, rank) else _receiver_of
+    return part(case, rank, peer)
+
+
+def _sender_of(case: Case, rank: int, peer: int) -> Call:
+    obj, limit = contribution(case, rank), case.limit_seconds
+    if case.operation in {"isend", "irecv"}:
+        return _once_begun(lambda: objcomm.isend(obj, peer, timeout=limit))
+    return lambda: objcomm.send(obj, peer, timeout=limit)
+
+
+def _receiver_of(case: Case, rank: int, peer: int) -> Call:
+    del rank
+    limit = case.limit_seconds
+    if case.operation in {"isend", "irecv"}:
+        return _once_begun(lambda: objcomm.irecv(peer, timeout=limit))
+    if case.operation == "probe":
+        return lambda: _probe_and_recv(peer, limit)
+    src = None if case.operation == "recv from any" else peer
+    return lambda: objcomm.recv(src, timeout=limit)
+
+
+def release(case: Case, rank: int) -> None:
+    """The partner's call is over: let those go on that wait for it."""
+    if rank != case.partner or case.operation == "sendrecv":
+        return
+    for other in range(case.world_size):
+        if other not in {case.victim, case.partner}:
+            _send(case, other, _RELEASE_TAG)
+
+
+def talk_again(case: Case, rank: int) -> str:
+    """Survivors of a pair's failure go on talking, and find out in their next collective."""
+    at = case.survivors.index(rank)
+    after, before = (case.survivors[(at + by) % len(case.survivors)] for by in (1, -1))
+    if objcomm.sendrecv(rank, after, before, tag=1) != before:
+        return "wrong"
+    if case.fault in {Fault.KILLED, Fault.EXITS, Fault.DISCONNECTED}:
+        try:
+            objcomm.all_gather("later")
+        except objcomm.TransportError as error:
+            return f"returned, then {type(error).__name__} naming {error.peers}"
+    return "returned"
+
+
+def _is_sender(case: Case, rank: int) -> bool:
+    return (rank == case.victim) != case.victim_receives
+
+
+def _once_begun(begin: Callable[[], objcomm.Work[Any]]) -> Call:
+    """Begin at the first call; one that follows an interrupt waits for the same."""
+    begun: list[objcomm.Work[Any]] = []
+
+    def call() -> Any:
+        if not begun:
+            begun.append(begin())
+        return begun[0].wait()
+
+    return call
+
+
+def _probe_and_recv(peer: int, limit: float) -> Any:
+    found = objcomm.probe(peer, timeout=limit)
+    return objcomm.recv(found.src, tag=found.tag, timeout=limit)
+
+
+def _in_a_ring(case: Case, rank: int) -> Call:
+    calls = 0
+    after, before = (rank + 1) % case.world_size, (rank - 1) % case.world_size
+
+    def call() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:  # what was to be sent is on its way
+            return objcomm.recv(before, timeout=case.limit_seconds)
+        obj = contribution(case, rank)
+        return objcomm.sendrecv(obj, after, before, timeout=case.limit_seconds)
+
+    return call
+
+
+def _recv(case: Case, src: int, tag: int) -> Any:
+    if case.library == "objcomm":
+        return objcomm.recv(src, tag=tag, timeout=FAR_SECONDS)
+    return _torch_recv(src)
+
+
+def _send(case: Case, dst: int, tag: int) -> None:
+    if case.library == "objcomm":
+        objcomm.send(_RELEASED, dst, tag=tag)
+    else:
+        dist.send_object_list([_RELEASED], dst)
+
+
+def _torch_recv(src: int) -> Any:
+    objs: list[Any] = [None]
+    dist.recv_object_list(objs, src)
+    return objs[0]
+
+
+def _torch_part_of_sender(case: Case, rank: int) -> None:
+    peer = case.partner if rank == case.victim else case.victim
+    dist.send_object_list([contribution(case, rank)], peer)
+
+
+def _torch_part_of_receiver(case: Case, rank: int) -> Any:
+    return _torch_recv(case.partner if rank == case.victim else case.victim)
+
+
+_TORCHS_PARTS = {True: _torch_part_of_sender, False: _torch_part_of_receiver}

@@ -1,0 +1,562 @@
+"""Who computes what: run_on_main and its kin, and the regions in which calls act locally.
+
+No test sets a time limit for its calls, but where that is the question: what should be told to
+waiting ranks would otherwise come after half an hour.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError, UsageError
+from tests.group.helpers import RefusesToArrive, assert_group_works, subgroup
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+# Promised within 2 s; a loaded machine gets more.
+SOON_S = 6.0
+
+
+class TwoArgumentsError(Exception):
+    """Cannot be rebuilt from its text, and holds what cannot be pickled."""
+
+    def __init__(self, name: str, lock: Any) -> None:
+        super().__init__(f"{name} failed")
+        self.lock = lock
+
+
+class OwnInterrupt(KeyboardInterrupt):
+    """A subclass, as the wise make."""
+
+
+class OwnExit(SystemExit):
+    """Another one."""
+
+
+def fail(error: BaseException) -> Any:
+    raise error
+
+
+def raised_together(
+    call: Callable[[], object], *failing: int, operation: str, group: Any = None
+) -> CollectiveError:
+    """The error that every rank raises from a call, whose origin is on these ranks of the group."""
+    began = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        call()
+    assert time.monotonic() - began < SOON_S
+    error = caught.value
+    assert (error.operation, sorted(error.failures)) == (operation, sorted(failing))
+    assert ("in fail" in error.failures[failing[0]].traceback) is True
+    # A wait that was ended from outside has torch's word for that as its cause.
+    own = None if isinstance(error.__cause__, objcomm.TransportError) else error.__cause__
+    assert (own is not None) == (objcomm.rank(group) in failing)
+    return error
+
+
+SHARES: dict[str, Callable[..., Any]] = {
+    "run_on_main": objcomm.run_on_main,
+    "compute_and_broadcast": objcomm.compute_and_broadcast,
+    "main_process_only": lambda func, **options: objcomm.main_process_only(**options)(func)(),
+    "run_once_per_node": objcomm.run_once_per_node,
+    "once_per_node": lambda func, **options: objcomm.once_per_node(**options)(func)(),
+}
+
+
+@ranks(1, 2, 4)
+def test_a_result_is_computed_once_and_shared() -> None:
+    for name, share in SHARES.items():
+        calls: list[str] = []
+
+        def compute(name: str = name, calls: list[str] = calls) -> dict[str, Any]:
+            calls.append(name)
+            return {"name": name, "exact": 2**70, "whole": 2.0, "yes": True}
+
+        assert share(compute) == {"name": name, "exact": 2**70, "whole": 2.0, "yes": True}
+        assert len(calls) == (here().rank == 0)
+        # The one that computed keeps its own object; what is None costs no more than a message.
+        made: list[object] = [object()]
+        got = share(lambda made=made: made)
+        assert (got is made) == (here().rank == 0)
+        assert share(lambda: None) is None
+    assert objcomm.run_on_main(max, [3, 5], {"key": lambda number: -number}) == 3
+    assert objcomm.run_on_main(dict, kwargs={"lr": 0.1}) == {"lr": 0.1}
+    assert_group_works()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("name", SHARES)
+def test_an_error_of_the_one_that_computes_is_raised_on_all(name: str) -> None:
+    share = SHARES[name]
+    errors = [ValueError("no such file"), TwoArgumentsError("it", threading.Lock())]
+    for error in errors:
+        told = raised_together(partial(share, partial(fail, error)), 0, operation=name)
+        failure = told.failures[0]
+        assert failure.type_name.rpartition(".")[2] == type(error).__name__
+        assert failure.message == str(error)
+        assert here().rank > 0 or told.__cause__ is error
+        assert_group_works()
+    for interrupt in (OwnInterrupt("stop"), OwnExit(3)):
+        with pytest.raises((type(interrupt), CollectiveError)) as caught:
+            share(partial(fail, interrupt))
+        assert (caught.value is interrupt) == (here().rank == 0)
+        assert here().rank == 0 or type(interrupt).__name__ in str(caught.value)
+        assert_group_works()
+    with pytest.raises(CollectiveError, match="cannot pickle"):
+        share(threading.Lock)
+    assert_group_works()
+
+
+@ranks(4)
+def test_helpers_know_subgroups_and_sources() -> None:
+    with subgroup(1, 3) as pair:
+        rank = here().rank
+        if rank in {1, 3}:
+            for name, share in SHARES.items():
+                assert share(lambda: here().rank, group=pair) == 1, name
+                raised_together(
+                    partial(share, partial(fail, OSError()), group=pair),
+                    0,
+                    operation=name,
+                    group=pair,
+                )
+            assert objcomm.compute_and_broadcast(lambda: here().rank, 3, group=pair) == 3
+            assert objcomm.compute_and_broadcast(here, group_src=1, group=pair).rank == 3
+            error = raised_together(
+                lambda: objcomm.compute_and_broadcast(lambda: fail(OSError()), 3, group=pair),
+                1,
+                operation="compute_and_broadcast",
+                group=pair,
+            )
+            assert error.failures[1].rank == 1
+            assert objcomm.is_main(pair, scope="node") == (rank == 1)
+            assert_group_works(pair)
+        else:
+            for share in SHARES.values():
+                with pytest.raises(objcomm.NotInGroupError):
+                    share(lambda: 1, group=pair)
+            for block in (objcomm.main_first, objcomm.node_first, objcomm.zero_only):
+                with pytest.raises(objcomm.NotInGroupError), block(group=pair):
+                    pass
+    assert objcomm.compute_and_broadcast(lambda: here().rank, 2) == 2
+    assert_group_works()
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("name", ["run_on_main", "run_once_per_node"])
+def test_what_comes_after(name: str) -> None:
+    run = getattr(objcomm, name)
+    keywords = {"run_on_main": "run_post_on_main", "run_once_per_node": "run_post_on_all"}
+    rank, last = here().rank, here().world_size - 1
+    events: list[Any] = []
+
+    def post(place: str, *, sign: str) -> str:
+        events.append(place + sign)
+        return "dropped"
+
+    assert run(events.append, [1], None, post, ["b"], {"sign": "!"}) is None
+    assert events == ([1] if rank == 0 else ["b!"])
+    assert run(lambda: 7, None, None, post, ["c"], {"sign": "?"}, *(True,)) == 7
+    assert events[1:] == ["c?"]
+    objcomm.barrier()
+
+    def talks() -> None:
+        events.append(objcomm.all_gather(rank))
+
+    everywhere = {keywords[name]: True}
+    run(lambda: None, None, None, talks, **everywhere)
+    assert events[2:] == [list(range(here().world_size))]
+    # Where the last one fails, all hear of it, those that wait for it in a call included.
+    for body in (lambda: None, talks):
+
+        def fails_on_last(body: Callable[[], None] = body) -> None:
+            if rank == last:
+                fail(ValueError("no such file"))
+            body()
+
+        raised_together(
+            lambda: run(lambda: 1, post_func=fails_on_last, **everywhere),
+            last,
+            operation=name,
+        )
+        assert_group_works()
+    if last:
+        raised_together(
+            lambda: run(lambda: 1, post_func=fails_on_last, post_args=[int]), last, operation=name
+        )
+        assert_group_works()
+
+
+@ranks(2)
+def test_a_post_function_may_not_need_a_rank_that_waits() -> None:
+    with pytest.raises(CollectiveError, match=r"global rank 1 is inside of run_on_main"):
+        objcomm.run_on_main(int, post_func=objcomm.barrier)
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_result_that_cannot_be_decoded() -> None:
+    """Where all meet afterwards all are told; else it is that rank's, as in a broadcast."""
+    with pytest.raises(CollectiveError, match="rebuilt on rank 1"):
+        objcomm.run_once_per_node(lambda: RefusesToArrive(1))
+    assert_group_works()
+    with pytest.raises(objcomm.DecodeError) if here().rank else contextlib.nullcontext():
+        objcomm.run_on_main(lambda: RefusesToArrive(1))
+    assert_group_works()
+
+
+@ranks(2)
+def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
+    short = dist.new_group(timeout=timedelta(seconds=1))
+    objcomm.barrier(group=short)
+
+    def slow() -> str:
+        time.sleep(2)
+        return "done"
+
+    assert objcomm.run_on_main(slow, group=short, timeout=30) == "done"
+    with objcomm.main_first(group=short, timeout=30):
+        time.sleep(1.2)
+    assert_group_works(short)
+    dist.destroy_process_group(short)
+
+
+# Regions
+
+
+@ranks(1, 3)
+def test_in_a_main_only_region_calls_act_locally() -> None:
+    world = here().world_size
+    with objcomm.main_only(), objcomm.main_only():
+        mine = object()
+        assert objcomm.broadcast(mine, src=world - 1) is mine
+        assert objcomm.broadcast(mine, async_op=True).wait() is mine
+        assert objcomm.barrier("anything") is None
+        assert objcomm.ddp_broadcast(mine) is mine
+        for name, share in SHARES.items():
+            assert share(lambda: mine) is mine, name
+            with pytest.raises(ValueError, match="as it is"):
+                share(lambda: fail(ValueError("as it is")))
+        for block in (objcomm.main_first, objcomm.node_first, objcomm.zero_only):
+            with pytest.raises(ValueError, match="as it is"), block():
+                fail(ValueError("as it is"))
+        with objcomm.zero_only() as is_zero:
+            assert is_zero
+        if world > 1:
+            refused: list[Callable[[], object]] = [
+                lambda: objcomm.gather(1), lambda: objcomm.all_gather(1),
+                lambda: objcomm.scatter([1] * world), lambda: objcomm.all_reduce(1),
+                lambda: objcomm.reduce(1), lambda: objcomm.scan(1),
+                lambda: objcomm.send(1, (here().rank + 1) % world),
+                lambda: objcomm.recv((here().rank + 1) % world), objcomm.node_group,
+                lambda: objcomm.gather_scalar(1), lambda: objcomm.all_gather(1, async_op=True),
+                objcomm.fail_together().__enter__,
+            ]  # fmt: skip
+            for call in refused:
+                with pytest.raises(UsageError, match=f"global rank {here().rank} is inside of"):
+                    call()
+        with pytest.raises(UsageError):
+            objcomm.broadcast(1, src=world)
+    assert_group_works()
+    with contextlib.suppress(ValueError), objcomm.main_only():
+        fail(ValueError())
+    assert_group_works()  # an error leaves no region behind
+
+
+@ranks(4)
+def test_a_region_concerns_its_own_ranks_only() -> None:
+    rank = here().rank
+    half, part = objcomm.split(rank % 2), objcomm.split(f"pair {rank // 2}")
+    with objcomm.main_only(group=half):
+        assert objcomm.broadcast(rank, group=half) == rank
+        # Of this pair only this rank is in the region: the other one makes the same call.
+        assert objcomm.all_gather(rank, group=part) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        with pytest.raises(UsageError):
+            objcomm.all_gather(1)
+    assert_group_works()
+    dist.destroy_process_group(half)
+    dist.destroy_process_group(part)
+
+
+@ranks(2)
+def test_a_region_belongs_to_its_thread() -> None:
+    results: list[Any] = []
+
+    def background() -> None:
+        with objcomm.lane("side"):
+            results.append(objcomm.all_gather(here().rank))
+
+    with objcomm.main_only():
+        thread = threading.Thread(target=background)
+        thread.start()
+        thread.join()
+    assert results == [[0, 1]]
+    assert_group_works()
+
+
+@ranks(1, 2, 4)
+def test_decorated_functions_call_each_other() -> None:
+    """SpeechBrain's own example; and one for each host that calls one for all."""
+    counts = {"fibonacci": 0, "inner": 0}
+
+    @objcomm.main_process_only
+    def fibonacci(number: int) -> int:
+        """Documented."""
+        counts["fibonacci"] += 1
+        return number if number < 2 else fibonacci(number - 1) + fibonacci(number - 2)
+
+    @objcomm.main_process_only(timeout=30)
+    def inner(text: str) -> str:
+        counts["inner"] += 1
+        return text.upper()
+
+    @objcomm.once_per_node
+    def outer(text: str) -> str:
+        return inner(text) + objcomm.run_on_main(inner, [text])
+
+    assert fibonacci(6) == 8
+    assert outer("a") == "AA"
+    is_main = here().rank == 0
+    assert counts == ({"fibonacci": 25, "inner": 2} if is_main else {"fibonacci": 0, "inner": 0})
+    assert (fibonacci.__name__, fibonacci.__doc__) == ("fibonacci", "Documented.")
+    with pytest.raises(CollectiveError) as caught:
+        fibonacci("x")  # type: ignore[arg-type]  # fails on the first rank, two calls deep or one
+    assert caught.value.failures[0].type_name == "TypeError"
+    assert_group_works()
+
+
+@ranks(1, 2, 4)
+def test_zero_only_runs_its_branch_once_and_shares_how_it_went() -> None:
+    rank, last = here().rank, here().world_size - 1
+    ran = []
+    with objcomm.zero_only() as is_zero:
+        if is_zero:
+            ran.append(objcomm.broadcast("local"))
+    assert ran == ["local"] * (rank == 0)
+    for failing in {0, last}:
+
+        def block(failing: int = failing) -> None:
+            with objcomm.zero_only():
+                if rank == failing:
+                    fail(OSError("disk full"))
+
+        error = raised_together(block, failing, operation="zero_only")
+        assert error.failures[failing].message == "disk full"
+        assert_group_works()
+
+
+# Blocks in order
+
+
+BLOCKS: dict[str, Callable[..., Any]] = {
+    "main_first": objcomm.main_first,
+    "node_first": objcomm.node_first,
+}
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_first_rank_goes_first(name: str) -> None:
+    block, rank = BLOCKS[name], here().rank
+    is_prepared = here().folder / f"{name}{time.monotonic_ns()}"
+    is_prepared = objcomm.broadcast(is_prepared)
+    for _ in range(2):
+        with block():
+            if rank == 0:
+                time.sleep(0.2)
+                assert not is_prepared.exists()
+                is_prepared.touch()
+            else:
+                assert is_prepared.exists()
+        if rank == 0:
+            is_prepared.unlink()
+        objcomm.barrier()
+    # Nested, the inner ones wait for nobody; also both kinds, on one host.
+    objcomm.node_group()
+    for inner in BLOCKS.values():
+        with block(), inner(), block():
+            pass
+    assert_group_works()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_an_error_in_a_block_is_raised_on_all(name: str) -> None:
+    block, rank, last = BLOCKS[name], here().rank, here().world_size - 1
+    entered = []
+
+    def fails_on(*failing: int) -> None:
+        with block():
+            entered.append(rank)
+            if rank in failing:
+                fail(ValueError(f"on {rank}"))
+
+    error = raised_together(lambda: fails_on(0), 0, operation=name)
+    assert error.failures[0].message == "on 0"
+    assert entered == [0] * (rank == 0)
+    assert_group_works()
+    raised_together(lambda: fails_on(last), last, operation=name)
+    assert entered[-1:] == [rank]
+    assert_group_works()
+    if last > 1:
+        raised_together(lambda: fails_on(1, 2), 1, 2, operation=name)
+        assert_group_works()
+    # Its own interrupt stays itself; nested blocks tell the outer one.
+    with pytest.raises((OwnInterrupt, CollectiveError)) as caught, block():
+        entered.append(fail(OwnInterrupt()) if rank == 0 else rank)
+    assert isinstance(caught.value, OwnInterrupt) == (rank == 0)
+    with pytest.raises(CollectiveError), block(), block():
+        entered.append(fail(ValueError()) if rank == last else rank)
+    assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_call_inside_of_a_block_is_refused(name: str) -> None:
+    block, rank = BLOCKS[name], here().rank
+    with block():
+        for call in (
+            objcomm.barrier,
+            lambda: objcomm.all_gather(1),
+            lambda: objcomm.run_on_main(int),
+            lambda: objcomm.zero_only().__enter__(),
+        ):
+            with pytest.raises(UsageError, match=f"global rank {rank} is inside of {name}"):
+                call()
+    assert_group_works()
+    with pytest.raises(CollectiveError) as caught, block():
+        objcomm.barrier()
+    assert caught.value.failures[0].type_name == "objcomm.errors.UsageError"
+    assert_group_works()
+
+
+@ranks(3)
+def test_ranks_that_are_in_a_block_together_may_talk() -> None:
+    with subgroup(1, 2) as pair, objcomm.main_first():
+        if here().rank > 0:
+            assert objcomm.all_gather(here().rank, group=pair) == [1, 2]
+    assert_group_works()
+
+
+@ranks(4)
+def test_blocks_of_hosts() -> None:
+    """Two hosts of two ranks: told, because there is one here."""
+    rank = here().rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("objcomm.subgroups.machine", lambda: f"host {rank // 2}")
+        part = objcomm.dup()
+        order: list[str] = []
+        with objcomm.node_first(group=part):
+            order.append("in")
+        assert objcomm.is_main(part, scope="node") == (rank in {0, 2})
+        made = objcomm.run_once_per_node(lambda: here().rank, group=part)
+        assert made == rank // 2 * 2
+
+        def among_first() -> Any:
+            # The world's other ranks are not here: local. The heads of the hosts are: not local.
+            assert objcomm.broadcast(rank, src=3, group=part) == rank
+            inner = objcomm.main_process_only(group=part)(lambda: f"on {rank}")
+            return inner(), objcomm.all_gather(rank, group=heads)
+
+        heads = objcomm.leaders(group=part)
+        assert objcomm.once_per_node(group=part)(among_first)() == (f"on {rank // 2 * 2}", [0, 2])
+        ran: list[str] = []
+        objcomm.run_once_per_node(ran.append, ["func"], None, ran.append, ["post"], group=part)
+        assert ran == (["func"] if rank in {0, 2} else ["post"])
+        for failing in (2, 3):
+
+            def block(failing: int = failing) -> None:
+                with objcomm.node_first(group=part):
+                    if rank == failing:
+                        fail(OSError("disk full"))
+
+            raised_together(block, failing, operation="node_first")
+            assert_group_works(part)
+
+        def fails_on_second_host() -> None:
+            if rank == 2:
+                fail(OSError("disk full"))
+
+        raised_together(
+            lambda: objcomm.run_once_per_node(fails_on_second_host, group=part),
+            2,
+            operation="run_once_per_node",
+        )
+        assert_group_works(part)
+        with objcomm.node_first(group=part):
+            if rank == 0:
+                with objcomm.main_first(group=part):
+                    pass
+        dist.destroy_process_group(part)
+    assert_group_works()
+
+
+# Alone
+
+
+@solo()
+def test_without_torch_distributed_all_is_the_same() -> None:
+    for name, share in SHARES.items():
+        assert share(lambda: 2.0) == 2.0
+        raised_together(partial(share, partial(fail, ValueError())), 0, operation=name)
+    for name in ("main_first", "node_first", "zero_only"):
+
+        def block(name: str = name) -> None:
+            with getattr(objcomm, name)():
+                fail(ValueError())
+
+        raised_together(block, 0, operation=name)
+    assert objcomm.zero_first is objcomm.main_first
+    assert objcomm.rank_prefixed_message("text") == "text"
+    assert objcomm.is_main(scope="node")
+    with pytest.raises(UsageError, match="neither 'world' nor 'node'"):
+        objcomm.is_main(scope="host")  # type: ignore[arg-type]  # that is the question
+
+
+@solo(environment={"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
+def test_a_job_that_has_not_begun_is_no_world_of_one() -> None:
+    for share in SHARES.values():
+        with pytest.raises(UsageError, match="init_process_group"):
+            share(lambda: 1)
+    for block in (objcomm.main_first, objcomm.node_first, objcomm.zero_only, objcomm.main_only):
+        with pytest.raises(UsageError, match="init_process_group"), block():
+            pass
+    assert not objcomm.is_main(scope="node")
+
+
+@ranks(2, disposable=True)
+def test_a_rank_is_first_of_its_host_by_whoever_knows() -> None:
+    with pytest.raises(UsageError, match="node_group"):
+        objcomm.is_main(scope="node")
+    for variable in ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+        os.environ[variable] = str(here().rank)
+        assert objcomm.is_main(scope="node") == (here().rank == 0)
+        del os.environ[variable]
+    os.environ["LOCAL_RANK"] = "first"
+    with pytest.raises(UsageError, match="LOCAL_RANK='first'"):
+        objcomm.is_main(scope="node")
+    os.environ["LOCAL_RANK"] = ""
+    objcomm.node_group()
+    assert objcomm.is_main(scope="node") == (here().rank == 0)
+    assert objcomm.rank_prefixed_message("text") == f"[rank: {here().rank}] text"
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", [*SHARES, *BLOCKS, "zero_only"])
+def test_a_wrong_argument_is_refused_before_any_traffic(name: str) -> None:
+    def enter() -> None:
+        with getattr(objcomm, name)(timeout=0):
+            pytest.fail("it was entered")
+
+    with pytest.raises(UsageError, match="timeout=0"):
+        SHARES[name](lambda: 1, timeout=0) if name in SHARES else enter()
+    assert_group_works()
