@@ -24,7 +24,7 @@ FLOORS: list[list[str]] = [
     ],
     ["admission", "codecs.restricted", "codecs.rules", "leaves"],
     ["codecs.pickle5", "codecs.plain", "structures"],
-    ["codecs", "transport.record"],
+    ["answers", "codecs", "transport.record"],
     [
         "coding",
         "outcome",
