@@ -35,7 +35,7 @@ FLOORS: list[list[str]] = [
     ],
     ["admission", "codecs.restricted", "codecs.rules", "leaves"],
     ["codecs.pickle5", "codecs.plain", "structures"],
-    ["codecs", "manifests", "transport.record"],
+    ["answers", "codecs", "manifests", "transport.record"],
     [
         "coding",
         "outcome",
