@@ -21,6 +21,7 @@ from objcomm import nodes
 from objcomm.absence import is_confined
 from objcomm.collectives import barrier
 from objcomm.control import ddp_broadcast, main_only, main_process_only, run_on_main
+from objcomm.eager import keep_eager
 from objcomm.reductions import all_reduce
 from objcomm.world import environment_local_rank, is_initialized, is_main, rank
 
@@ -290,3 +291,7 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> None:
     if backend == "nccl":
         torch.cuda.set_device(local)
     dist.init_process_group(backend, rank=own, timeout=timedelta(seconds=7200))
+
+
+keep_eager(globals()[name] for name in __all__)
+del keep_eager  # no public name
