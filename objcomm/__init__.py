@@ -26,17 +26,20 @@ from objcomm.errors import (
     DesyncError,
     EncodeError,
     ForbiddenTypeError,
+    LaunchError,
     MissingDependencyError,
     NotInGroupError,
     ObjcommError,
     Position,
     RankFailure,
+    StartError,
     TransportError,
     TransportTimeout,
     UsageError,
     WireError,
 )
 from objcomm.group import lane
+from objcomm.launching import launch
 from objcomm.metrics import (
     all_gather_scalar,
     gather_from_all_ranks,
@@ -53,6 +56,7 @@ from objcomm.reductions import all_reduce, reduce
 from objcomm.scans import exscan, scan
 from objcomm.scattering import all_to_all, reduce_scatter, scatter
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.start import Start, ddp_init_group, init, shutdown
 from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
 from objcomm.work import Work, as_completed, wait_all
@@ -70,6 +74,7 @@ __all__ = [
     "EncodeError",
     "Envelope",
     "ForbiddenTypeError",
+    "LaunchError",
     "MissingDependencyError",
     "NotInGroupError",
     "ObjcommError",
@@ -77,6 +82,8 @@ __all__ = [
     "OperationStats",
     "Position",
     "RankFailure",
+    "Start",
+    "StartError",
     "TransportError",
     "TransportTimeout",
     "UsageError",
@@ -97,6 +104,7 @@ __all__ = [
     "compute_and_broadcast",
     "configure",
     "ddp_broadcast",
+    "ddp_init_group",
     "dup",
     "exscan",
     "fail_together",
@@ -105,12 +113,14 @@ __all__ = [
     "gather_from_all_ranks",
     "gather_scalar",
     "gather_scalar_from_all_ranks",
+    "init",
     "iprobe",
     "irecv",
     "is_initialized",
     "is_main",
     "isend",
     "lane",
+    "launch",
     "leaders",
     "main_first",
     "main_only",
@@ -136,6 +146,7 @@ __all__ = [
     "send",
     "sendrecv",
     "shared_seed",
+    "shutdown",
     "split",
     "stats",
     "to_tensor",

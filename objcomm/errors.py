@@ -16,6 +16,8 @@ Knows nothing of the other modules. The tree::
     ├─ TransportError (RuntimeError)         a peer died, a connection closed
     │  ├─ TransportTimeout (TimeoutError)    names who did not arrive
     │  └─ BrokenGroupError                   an earlier error ended this group
+    ├─ StartError (RuntimeError)             ranks could not meet when the program began
+    ├─ LaunchError (RuntimeError)            ranks that ``launch`` started failed: ``.failures``
     └─ CollectiveError                       one rank or more failed: ``.failures``
 
 Each keeps its facts as attributes and survives pickling, because ``args`` holds exactly what
@@ -310,6 +312,56 @@ class CollectiveError(ObjcommError):
         remote = first.traceback.rstrip()
         shown = f"\n\nTraceback of rank {first.rank}:\n{remote}" if remote else ""
         return f"{self.operation} failed on {summary}{shown}"
+
+
+class StartError(ObjcommError, RuntimeError):
+    """The ranks of a job could not meet in ``init``.
+
+    Attributes:
+        rank: of this process.
+        world_size: how many were to come.
+        address: ``host:port`` where they were to meet.
+        reason: what torch said.
+    """
+
+    def __init__(self, rank: int, world_size: int, address: str, reason: str) -> None:
+        super().__init__(rank, world_size, address, reason)
+        self.rank = rank
+        self.world_size = world_size
+        self.address = address
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"init: rank {self.rank} of {self.world_size} did not meet the others at "
+            f"{self.address}: {self.reason}; see that all ranks are started, that the host can be "
+            "reached, and that no other program has this port, or set MASTER_ADDR and MASTER_PORT "
+            "to others on every rank"
+        )
+
+
+class LaunchError(ObjcommError, RuntimeError):
+    """Ranks that ``launch`` had started failed; the others were ended.
+
+    Attributes:
+        name: of the function that they ran.
+        failures: what happened, by rank, on each that did not return; the first failure first.
+    """
+
+    def __init__(self, name: str, failures: Mapping[int, RankFailure]) -> None:
+        super().__init__(name, dict(failures))
+        self.name = name
+        self.failures = dict(failures)
+
+    def __str__(self) -> str:
+        told = list(self.failures.values())
+        summary = "; ".join(str(failure).partition("\n")[0] for failure in told)
+        traces = "".join(
+            f"\n\nTraceback of rank {failure.rank}:\n{failure.traceback.rstrip()}"
+            for failure in told
+            if failure.traceback
+        )
+        return f"launch: {self.name} failed on {summary}{traces}"
 
 
 def text_of(error: BaseException) -> str:

@@ -1,16 +1,14 @@
 """``python -m objcomm.demo``: start the demo's ranks on this machine and wait for them."""
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+import objcomm
+from objcomm.demo.config import SAMPLE
 
-from objcomm.demo.config import REFUSED, SAMPLE
+_INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,30 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--nproc must be at least 1, it is {arguments.nproc}")
     if arguments.out.exists() and not arguments.out.is_dir():
         parser.error(f"--out must be a folder, {str(arguments.out)!r} is none")
-    return launch(arguments.config, arguments.nproc, arguments.out)
-
-
-def launch(config: Path, nproc: int, out: Path) -> int:
-    """Run ``objcomm.demo.job`` on ``nproc`` ranks, as ``torchrun`` on the command line would.
-
-    Raises:
-        ChildFailedError: a rank failed in a way that the job did not foresee.
-    """
-    # A refusing job has said why; torchrun would log each rank's exit status below it. What it
-    # logs of other failures stands in its exception, too.
-    logging.disable(logging.ERROR)
-    program = ["-m", "objcomm.demo.job", f"--config={config}", f"--out={out}"]
+    program = [f"--config={arguments.config}", f"--out={arguments.out}"]
     try:
-        # --standalone: torchrun picks a free port by itself.
-        torchrun.main(["--standalone", f"--nproc-per-node={nproc}", *program])
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        if failure.exitcode == REFUSED:
-            return REFUSED
-        raise
-    except SignalException as stopped:  # Ctrl-C, say; torchrun has ended the ranks
-        return 128 + stopped.sigval  # as a shell reports it
-    return 0
+        return max(objcomm.launch(run_job, arguments.nproc, program, joined=False))
+    except KeyboardInterrupt:  # the ranks have ended
+        return _INTERRUPTED
+
+
+def run_job(program: Sequence[str]) -> int:
+    """What each rank does; returns its exit status.
+
+    The job is imported here, so that only ranks need the time.
+    """
+    from objcomm.demo import job  # noqa: PLC0415  # see above
+
+    return job.main(program)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each rank does; torchrun starts this module. Read ``run`` first.
+"""What each rank does; ``python -m objcomm.demo`` starts the ranks. Read ``run`` first.
 
 Every objcomm call of the demo stands here in the order in which the ranks make it, but for one:
 ``training`` shares the first weights.
@@ -7,10 +7,7 @@ Every objcomm call of the demo stands here in the order in which the ranks make 
 import argparse
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
 
 import objcomm
 from objcomm.demo.config import REFUSED, Config, read_config
@@ -18,7 +15,7 @@ from objcomm.demo.digits import load_shards
 from objcomm.demo.evaluation import ConfusionMatrix, predict
 from objcomm.demo.training import train
 
-_PATIENCE = timedelta(seconds=60)
+_PATIENCE_SECONDS = 60.0
 
 
 def run(config: Config, out: Path) -> None:
@@ -60,8 +57,8 @@ def refuse(error: objcomm.CollectiveError) -> int:
     """Let rank 0 say why there is no config; return every rank's exit status."""
     if objcomm.is_main():
         print(f"objcomm.demo: {error.failures[0].message}", file=sys.stderr, flush=True)
-    # torchrun ends every rank as soon as one has failed, so none may leave before rank 0 has
-    # spoken. After a failure the group still works.
+    # torchrun, which may start this module too, ends every rank as soon as one has failed, so none
+    # may leave before rank 0 has spoken. After a failure the group still works.
     objcomm.barrier("rank 0 has spoken")
     return REFUSED
 
@@ -74,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="a TOML file, read on rank 0")
     parser.add_argument("--out", type=Path, required=True, help="a folder, written on rank 0")
     arguments = parser.parse_args(argv)
-    dist.init_process_group("gloo", timeout=_PATIENCE)
+    objcomm.init("gloo", timeout=_PATIENCE_SECONDS)
     try:
         try:
             config = share_config(arguments.config)
@@ -82,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return refuse(error)
         run(config, arguments.out)
     finally:
-        dist.destroy_process_group()
+        objcomm.shutdown()
     return 0
 
 

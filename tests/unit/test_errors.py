@@ -46,6 +46,14 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
         ),
         (errors.BrokenGroupError("gather", "rank 1 died"), ["gather", "rank 1 died"]),
         (
+            errors.StartError(1, 2, "node003:29500", "no answer"),
+            ["rank 1 of 2", "node003:29500", "no answer", "MASTER_ADDR", "MASTER_PORT"],
+        ),
+        (
+            errors.LaunchError("train", {2: _FAILED, 0: RankFailure(0, "KeyError", "x", "Tr 0")}),
+            ["train", "rank 2", "ValueError", "Traceback …", "rank 0: KeyError: x", "Tr 0"],
+        ),
+        (
             errors.CollectiveError("gather", {2: _FAILED}),
             ["gather", "rank 2", "ValueError", "no \N{GRINNING FACE}", "Traceback …"],
         ),
@@ -94,6 +102,8 @@ def test_the_tree_is_the_documented_one() -> None:
         "TransportTimeout": (errors.TransportError, TimeoutError),
         "BrokenGroupError": (errors.TransportError,),
         "CollectiveError": (errors.ObjcommError,),
+        "StartError": (errors.ObjcommError, RuntimeError),
+        "LaunchError": (errors.ObjcommError, RuntimeError),
     }
     for name, bases in parents.items():
         assert getattr(errors, name).__bases__ == bases

@@ -1,0 +1,72 @@
+"""What one process of ``launch`` does: join, run the function, leave word of how it went.
+
+Started by ``launching`` alone, with the folder of the job and the process id of its parent.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from objcomm.outcome import failure_of
+from objcomm.start import init, shutdown
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run this rank's part; return its exit status."""
+    folder, parent, rank = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
+    del sys.argv[1:]
+    _end_with(parent)
+    with (folder / f"stacks{rank}").open("wb") as stacks:
+        # So that launch can ask a rank that does not end where it is.
+        faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
+        try:
+            _leave(folder / f"result{rank}", cloudpickle.dumps(_run(folder)))
+        except BaseException as error:  # noqa: BLE001  # all of them are told
+            failure = failure_of(error, rank)
+            told = (failure.type_name, failure.message, failure.traceback)
+            _leave(folder / f"failure{rank}", json.dumps(told).encode())
+            return 1
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    return 0
+
+
+def _run(folder: Path) -> Any:
+    fn, args, joined, backend = pickle.loads((folder / "order").read_bytes())  # noqa: S301  # our parent's
+    try:
+        if joined:
+            init(backend)
+        return fn(*args)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+        return None
+    finally:
+        if joined:
+            shutdown()
+
+
+def _leave(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(content)
+    unfinished.rename(path)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent has ended, however that came."""
+    with contextlib.suppress(AttributeError, OSError):  # no Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os.kill(os.getpid(), signal.SIGKILL)

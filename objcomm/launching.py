@@ -1,0 +1,277 @@
+"""Ranks on this machine, started from a program, a notebook or a test, by torch's own launcher.
+
+Knows processes and their files; what runs inside of one is ``launched``.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple, cast
+
+import torch.distributed as dist
+
+from objcomm.errors import LaunchError, RankFailure, UsageError, text_of
+from objcomm.group import Timeout, seconds_of
+from objcomm.outcome import failure_of
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+# After one rank has failed the others hear of it by themselves within 2 s, and tell what they saw.
+_GRACE_SECONDS = 4.0
+_POLL_SECONDS = 0.05
+_STACK_SECONDS = 0.5
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+# A rank finds modules where its parent does, objcomm included.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from objcomm.launched import main; sys.exit(main())"
+)
+
+
+def launch(
+    fn: Callable[[*Ts], T],
+    nproc: int,
+    *args: *Ts,
+    joined: bool = True,
+    backend: str | None = None,
+    timeout: Timeout = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Run a function on several new ranks on this machine, and return what each returned.
+
+    To be called by a program that is no rank itself: a script, a notebook or a test. Each rank is a
+    fresh process, which has torchrun's variables. Functions of ``__main__`` and of notebooks,
+    lambdas and closures go there by value, others by name. Ranks write to this program's output.
+    Whatever happens, Ctrl-C and SIGTERM included, no rank outlives the call; if this process is
+    killed, the kernel kills the ranks (on Linux).
+
+    Args:
+        fn: what to run; for keywords use ``functools.partial`` or a lambda.
+        nproc: how many ranks.
+        args: for ``fn``, the same on every rank.
+        joined: whether each rank calls ``objcomm.init`` before ``fn``, and ``objcomm.shutdown``
+            after it.
+        backend: for ``objcomm.init``.
+        timeout: seconds or timedelta for all, the start of the processes included; no limit if
+            None. Ranks that have not ended by then are ended.
+        environment: further variables for each rank. ``OMP_NUM_THREADS`` is this machine's cores
+            divided by ``nproc`` if neither this nor the environment has it.
+
+    Returns:
+        What ``fn`` returned on each rank, in rank order.
+
+    Raises:
+        UsageError: an argument is wrong, or ``fn`` or ``args`` can't be pickled.
+        LaunchError: a rank raised, exited or was ended. It has every such rank's failure with its
+            traceback; a rank that waited in vain shows where it stood.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.launch(lambda base: base + objcomm.rank(), 2, 40)
+        [40, 41]
+    """
+    if type(nproc) is not int or nproc < 1:
+        raise UsageError(f"launch: nproc={nproc!r} is no number of ranks")
+    if not dist.is_available():
+        raise UsageError("launch: this torch has no distributed")
+    limit = float("inf") if timeout is None else seconds_of("launch", timeout)
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    order = _pickled(name, (fn, args, joined, backend))
+    stopped = 0
+    with tempfile.TemporaryDirectory(prefix="objcomm-launch-") as folder, _handlers_kept():
+        job = _Job(name, Path(folder), nproc, environment or {})
+        try:
+            job.run(order, limit)
+            results = job.results()
+        except BaseException as error:
+            stopped = getattr(error, "sigval", 0)  # of torch's SignalException
+            if not stopped:
+                raise
+    if stopped == signal.SIGINT:
+        raise KeyboardInterrupt
+    if stopped:  # now that the ranks have ended, it does what it would have done without them
+        os.kill(os.getpid(), stopped)
+    return cast("list[T]", results)
+
+
+def _pickled(name: str, order: tuple[object, ...]) -> bytes:
+    import cloudpickle  # noqa: PLC0415  # so that importing objcomm stays as quick as it is
+
+    try:
+        return cast("bytes", cloudpickle.dumps(order))
+    except Exception as error:
+        raise UsageError(
+            f"launch: {name} or what it needs can't be sent to another process: {text_of(error)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Put the signals' handlers back that torch's launcher replaces, on the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {each: signal.getsignal(each) for each in _SIGNALS} if is_main else {}
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+class _Job:
+    """The ranks of one call.
+
+    Attributes:
+        failed: why ranks had to be ended, by rank.
+    """
+
+    def __init__(self, name: str, folder: Path, nproc: int, environment: Mapping[str, str]) -> None:
+        self._name = name
+        self._folder = folder
+        self._nproc = nproc
+        self._environment = environment
+        self._context: Any = None
+        self.failed: dict[int, str] = {}
+
+    def run(self, order: bytes, limit: float) -> None:
+        """Start all ranks and return when none is left."""
+        # Imported here, because it takes as long as all of objcomm, for programs that launch.
+        from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415  # see above
+            DefaultLogsSpecs,
+            start_processes,
+        )
+
+        deadline = time.monotonic() + limit
+        (self._folder / "order").write_bytes(order)
+        # The ranks meet in this process, as they do in torchrun's: no port can be taken meanwhile.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        command = ("-c", _PROGRAM, json.dumps(sys.path), str(self._folder), str(os.getpid()))
+        before = {each: signal.getsignal(each) for each in _SIGNALS}
+        self._context = start_processes(
+            "objcomm",
+            sys.executable,
+            dict.fromkeys(range(self._nproc), command),
+            {rank: self._variables(rank, store.port) for rank in range(self._nproc)},
+            DefaultLogsSpecs(log_dir=str(self._folder)),
+        )
+        try:
+            _restore_chosen(before)
+            self._wait(deadline, limit)
+        finally:
+            self._context.close(timeout=int(_GRACE_SECONDS))
+
+    def _variables(self, rank: int, port: int) -> dict[str, str]:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // self._nproc)))
+        return {
+            "OMP_NUM_THREADS": threads,
+            **self._environment,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(self._nproc),
+            "LOCAL_WORLD_SIZE": str(self._nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": uuid.uuid5(uuid.NAMESPACE_OID, self._folder.name).hex,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def _wait(self, deadline: float, limit: float) -> None:
+        """Return when all ranks have ended, or those that have not may not go on."""
+        reason = f"it had not ended within {limit:g} s, and was ended"
+        while running := self._running():
+            if self._has_failed() and "failed" not in reason:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                reason = f"it had not ended {_GRACE_SECONDS:g} s after another rank failed"
+            if time.monotonic() > deadline:
+                self._ask_for_stacks(running)
+                self.failed = dict.fromkeys(running, reason)
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _processes(self) -> dict[int, Any]:
+        return {rank: each.proc for rank, each in self._context.subprocess_handlers.items()}
+
+    def _running(self) -> list[int]:
+        return [rank for rank, process in self._processes().items() if process.poll() is None]
+
+    def _has_failed(self) -> bool:
+        has_told = any(self._path("failure", rank).exists() for rank in range(self._nproc))
+        return has_told or any(each.poll() for each in self._processes().values())
+
+    def _ask_for_stacks(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            if self._path("stacks", rank).exists():  # so it listens
+                self._processes()[rank].send_signal(signal.SIGUSR1)
+        time.sleep(_STACK_SECONDS)
+
+    def _path(self, kind: str, rank: int) -> Path:
+        return self._folder / f"{kind}{rank}"
+
+    def results(self) -> list[object]:
+        """What all ranks returned.
+
+        Raises:
+            LaunchError: some did not return.
+        """
+        results: list[object] = []
+        failures: dict[int, RankFailure] = {}
+        for rank in range(self._nproc):
+            try:
+                results.append(self._result(rank))
+            except _Failed as failed:
+                failures[rank] = failed.failure
+            except Exception as error:  # noqa: BLE001  # what a result's own code raises
+                failures[rank] = failure_of(error, rank)
+        if failures:
+            in_order = sorted(failures, key=self._when)
+            raise LaunchError(self._name, {rank: failures[rank] for rank in in_order})
+        return results
+
+    def _when(self, rank: int) -> tuple[bool, int]:
+        """When a rank failed; a death comes before all that it may have caused, an end last."""
+        path = self._path("failure", rank)
+        return rank in self.failed, path.stat().st_mtime_ns if path.exists() else 0
+
+    def _result(self, rank: int) -> object:
+        if rank not in self.failed and self._path("result", rank).exists():
+            return pickle.loads(self._path("result", rank).read_bytes())  # noqa: S301  # our own rank's
+        if self._path("failure", rank).exists():
+            told = json.loads(self._path("failure", rank).read_text(encoding="utf-8"))
+            raise _Failed(RankFailure(rank, *told))
+        status = self._processes()[rank].returncode or 0
+        how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        reason = self.failed.get(rank, f"its process ended without a word: {how}")
+        stacks = self._path("stacks", rank)
+        text = stacks.read_text(errors="replace") if stacks.exists() else ""
+        raise _Failed(RankFailure(rank, "ChildProcessError", reason, text))
+
+
+class _Failed(Exception):
+    """A rank did not return; it goes no further than this module."""
+
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+def _restore_chosen(before: Mapping[signal.Signals, Any]) -> None:
+    """Put back handlers that the program has chosen; torch's stay for signals that end it."""
+    if threading.current_thread() is threading.main_thread():
+        for each, handler in before.items():
+            if handler is not signal.SIG_DFL:
+                signal.signal(each, handler)

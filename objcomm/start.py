@@ -1,0 +1,218 @@
+"""Joining the ranks of a job, and leaving them.
+
+Knows the calls by which torch.distributed starts and ends; how a launcher names ranks knows
+``environment``.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from objcomm.backends import (
+    backends_in,
+    check_backend,
+    cuda_device,
+    default_backend,
+    uses_nccl,
+)
+from objcomm.environment import Place, place_in
+from objcomm.errors import StartError, UsageError
+from objcomm.group import Timeout, seconds_of
+from objcomm.world import is_initialized
+
+_logger = logging.getLogger(__name__)
+
+_SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What ``init`` found and chose.
+
+    Attributes:
+        launcher: whose variables told it: ``"torchrun"``, ``"SLURM"``, ``"Open MPI"`` or
+            ``"PMI"``; ``"program"`` if torch.distributed had been initialised before; empty if
+            nothing promises another rank, and so nothing was initialised.
+        rank: this process's.
+        world_size: number of ranks.
+        local_rank: among the ranks of this host; None where no variable tells.
+        backend: as torch was given it; empty if nothing was initialised.
+        device: this rank's own device: the CUDA device that was set, or the CPU.
+        address: ``host:port`` where the ranks met; empty if they met elsewhere or not at all.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    backend: str
+    device: torch.device
+    address: str
+
+    def __str__(self) -> str:
+        if not self.launcher:
+            return "no launcher: a world of one, torch.distributed stays uninitialised"
+        local = "" if self.local_rank is None else f" (local rank {self.local_rank})"
+        place = f", meeting at {self.address}" if self.address else ""
+        return (
+            f"rank {self.rank} of {self.world_size}{local} by {self.launcher}, "
+            f"backend {self.backend}, device {self.device}{place}"
+        )
+
+
+def init(
+    backend: str | None = None,
+    *,
+    timeout: Timeout = None,
+    device: torch.device | str | int | None = None,
+) -> Start:
+    """Join the ranks that a launcher has started, and say what was chosen.
+
+    Every rank of the job must call this. It reads the variables of torchrun, Open MPI, PMI (MPICH,
+    Intel MPI) and SLURM, in this order, initialises torch.distributed, and changes no variable.
+    Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``; where they are not set, at the first host of
+    SLURM's list or, if all ranks are on one host, at this one, and at a port that is derived from
+    SLURM's job and step, or 29500.
+
+    Without any launcher's variables nothing is initialised: the program is a world of one, in which
+    every function of objcomm works. If torch.distributed is initialised already, nothing changes.
+
+    Args:
+        backend: as ``init_process_group`` takes it. None: ``cpu:gloo,cuda:nccl`` where there are a
+            CUDA device and NCCL, otherwise ``gloo``.
+        timeout: seconds or timedelta for the ranks to meet, and for operations of the group;
+            torch's own if None.
+        device: this rank's CUDA device, made the current one if the backend has NCCL. None: the
+            one of this rank's number on this host, or the only one if ``CUDA_VISIBLE_DEVICES``
+            shows each rank its own.
+
+    Returns:
+        What was found and chosen. It is also logged by ``objcomm.start``, as INFO.
+
+    Raises:
+        UsageError: a variable is missing or wrong, and the error names it; a backend is not
+            there; there are too few CUDA devices; the program has initialised another backend.
+            The rank that sees it, before it meets the others.
+        StartError: the ranks could not meet. Every rank that has tried.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.init().world_size
+        1
+    """
+    limit = None if timeout is None else timedelta(seconds=seconds_of("init", timeout))
+    if is_initialized():
+        start = _as_it_is(backend)
+    else:
+        place = place_in(os.environ)
+        start = _alone() if place is None else _joined(place, backend, limit, device)
+    _logger.info("%s", start)
+    return start
+
+
+def shutdown() -> None:
+    """Leave the ranks: end objcomm's connections and torch.distributed's groups of this process.
+
+    Waits for no other rank, so it may stand in a ``finally``, and a rank may leave after an error
+    while others still compute. Called twice, or where nothing was initialised, it does nothing.
+    After it, ``init`` may be called again if all ranks do.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.shutdown()
+    """
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:
+    """Join the ranks as SpeechBrain's function of this name does, by ``init``.
+
+    Every rank of the job must call this. Any launcher will do, where SpeechBrain's asks for
+    ``RANK`` and ``LOCAL_RANK`` and else returns without a word.
+
+    Args:
+        run_opts: SpeechBrain's run options; ``distributed_backend`` is used, and ``device`` if it
+            is a CUDA device. Others are ignored.
+
+    Returns:
+        As ``init``.
+
+    Raises:
+        UsageError: as ``init``, on the same ranks.
+        StartError: as ``init``, on the same ranks.
+
+    Example:
+        >>> import objcomm
+        >>> objcomm.ddp_init_group({"distributed_backend": "gloo"}).world_size
+        1
+    """
+    device = torch.device(run_opts.get("device") or "cpu")
+    return init(
+        run_opts.get("distributed_backend"),
+        timeout=_SPEECHBRAIN_TIMEOUT_SECONDS,
+        device=device if device.type == "cuda" and device.index is not None else None,
+    )
+
+
+def _alone() -> Start:
+    return Start("", 0, 1, 0, "", torch.device("cpu"), "")
+
+
+def _as_it_is(backend: str | None) -> Start:
+    """The facts where the program has initialised torch.distributed itself."""
+    current = str(dist.get_backend_config())
+    wanted, there = backends_in(backend or ""), backends_in(current)
+    if any(there.get(each, name) != name for each, name in wanted.items()):
+        raise UsageError(
+            f"init: backend={backend!r}, but torch.distributed is initialised with {current!r}; "
+            "call objcomm.shutdown first, or leave backend out"
+        )
+    index = torch.cuda.current_device() if uses_nccl(current) else None
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    return Start("program", dist.get_rank(), dist.get_world_size(), None, current, device, "")
+
+
+def _joined(
+    place: Place,
+    backend: str | None,
+    limit: timedelta | None,
+    device: torch.device | str | int | None,
+) -> Start:
+    if not place.host:
+        raise UsageError(
+            f"init: {place.launcher} has started {place.world_size} ranks, but MASTER_ADDR is not "
+            "set; set it to the host of rank 0, the same on every rank"
+        )
+    if not dist.is_available():
+        raise UsageError(f"init: {place.world_size} ranks, but this torch has no distributed")
+    chosen = backend or default_backend()
+    check_backend(chosen)
+    own = cuda_device(place, device) if uses_nccl(chosen) else torch.device("cpu")
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    address = f"{f'[{place.host}]' if ':' in place.host else place.host}:{place.port}"
+    try:
+        dist.init_process_group(
+            chosen,
+            # torchrun's store is there already, under names of its own.
+            init_method="env://" if _is_store_there() else f"tcp://{address}",
+            timeout=limit,
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise StartError(place.rank, place.world_size, address, str(error)) from error
+    return Start(
+        place.launcher, place.rank, place.world_size, place.local_rank, chosen, own, address
+    )
+
+
+def _is_store_there() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

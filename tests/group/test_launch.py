@@ -1,0 +1,195 @@
+"""launch: results, failures, and that no rank outlives it."""
+
+import functools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import objcomm
+from objcomm import LaunchError, UsageError
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE")
+_DEADLINE_S = 60.0
+
+
+class Sample:
+    """A class that both sides import."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def assert_ended(pids: list[int]) -> None:
+    """Wait a little: the kernel ends a process after the one that it belongs to."""
+    expires = time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < expires:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def test_what_each_rank_returns_comes_back_in_rank_order(tmp_path: Path) -> None:
+    factor = 10  # a closure's
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    environ = dict(os.environ)
+
+    def work(base: int, note: str) -> dict[str, Any]:
+        (tmp_path / str(objcomm.rank())).write_text(str(os.getpid()))
+        rank = objcomm.rank()
+        assert objcomm.all_gather(rank) == [0, 1]
+        return {
+            "sum": base + factor * rank,
+            "note": note,
+            "sample": Sample(torch.full((3,), float(rank))),
+            "variables": [os.environ[name] for name in VARIABLES],
+            "threads": threading.active_count() > 0,
+        }
+
+    fn = functools.partial(work, note="é")
+    results = objcomm.launch(fn, 2, 32, environment={"MINE": "yes"}, timeout=_DEADLINE_S)
+    assert [each["sum"] for each in results] == [32, 42]
+    assert [each["note"] for each in results] == ["é", "é"]
+    for rank, result in enumerate(results):
+        assert type(result["sample"]) is Sample
+        assert torch.equal(result["sample"].value, torch.full((3,), float(rank)))
+        assert result["variables"] == [str(rank), str(rank), "2", "2", "127.0.0.1", "yes"]
+    now = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert now == handlers
+    assert dict(os.environ) == environ
+    assert not objcomm.is_initialized()
+    assert_ended([int((tmp_path / str(rank)).read_text()) for rank in (0, 1)])
+
+
+def test_all_ranks_failures_are_one_error_that_pickles(tmp_path: Path) -> None:
+    def fail() -> object:
+        rank = objcomm.rank()
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        objcomm.barrier()
+        if rank == 0:
+            raise LookupError("no batch")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            threading.Event().wait()
+        return threading.Lock()
+
+    with pytest.raises(LaunchError) as caught:
+        objcomm.launch(fail, 4)
+    error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # our own
+    assert sorted(error.failures) == [0, 1, 2, 3]
+    assert str(error) == str(caught.value)
+    assert error.failures[0].type_name == "LookupError"
+    assert "in fail" in error.failures[0].traceback
+    assert error.failures[1].message.endswith("ended by SIGKILL")
+    assert "another rank failed" in error.failures[2].message
+    assert "in fail" in error.failures[2].traceback  # where it stood
+    assert "pickle" in error.failures[3].message  # a lock stays where it is
+    assert list(error.failures)[-1] == 2  # what was ended is no cause
+    for told in ("LookupError: no batch", "Traceback of rank 0", "Traceback of rank 2"):
+        assert told in str(error)
+    assert_ended([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
+
+
+def test_a_rank_may_exit_and_time_may_run_out() -> None:
+    def leave() -> None:
+        assert not objcomm.is_initialized()
+        sys.exit(3 * int(os.environ["RANK"]))
+
+    with pytest.raises(LaunchError, match="SystemExit: 3") as caught:
+        objcomm.launch(leave, 2, joined=False)
+    assert list(caught.value.failures) == [1]
+    with pytest.raises(LaunchError, match=r"had not ended within 1 s"):
+        objcomm.launch(_wait, 1, timeout=1)
+
+
+def _wait() -> None:
+    threading.Event().wait()
+
+
+def test_what_cannot_start_is_refused_at_once() -> None:
+    wrong: Any = None
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(UsageError, match="nproc="):
+            objcomm.launch(print, wrong)
+    with pytest.raises(UsageError, match="timeout=0"):
+        objcomm.launch(print, 1, timeout=0)
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match="can't be sent"):
+        objcomm.launch(lambda: lock, 1)
+
+
+_SCRIPT = """
+import os, sys, threading, objcomm
+
+class Own:
+    def __init__(self, value): self.value = value
+
+def work():
+    arrived = objcomm.all_gather(Own(objcomm.rank()))
+    assert all(type(each) is Own for each in arrived)
+    return arrived[-1]
+
+def wait():
+    print("rank", os.getpid(), flush=True)
+    threading.Event().wait()
+
+if sys.argv[1] == "work":
+    results = objcomm.launch(work, 2)
+    print([type(each) is Own and each.value for each in results])
+else:
+    try:
+        objcomm.launch(wait, 1)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    """Run the script from standard input, so that no file holds its ``__main__``."""
+    program = f"exec({textwrap.dedent(_SCRIPT)!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_what_stands_in_main_goes_to_the_ranks_and_back() -> None:
+    out, told = _start("work").communicate(timeout=_DEADLINE_S)
+    assert out.split("\n")[0] == "[1, 1]", told
+
+
+def test_whatever_ends_the_program_ends_its_ranks() -> None:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    programs = [_start("wait") for _ in signals]
+    pids = []
+    for program in programs:
+        if program.stdout is None:
+            raise RuntimeError("the program has no output")
+        pids.append(int(program.stdout.readline().removeprefix("rank ")))
+    assert all(map(is_alive, pids))
+    for program, sent in zip(programs, signals, strict=True):
+        program.send_signal(sent)
+    ends = [program.communicate(timeout=_DEADLINE_S)[0] for program in programs]
+    assert_ended(pids)
+    assert [program.returncode for program in programs] == [0, -signal.SIGTERM, -signal.SIGKILL]
+    assert ends[0] == "interrupted\n"

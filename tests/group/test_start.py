@@ -1,0 +1,147 @@
+"""init, shutdown and ddp_init_group, with and without each launcher's variables."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from objcomm import StartError, UsageError
+from tests.group.helpers import assert_group_works, tell_all
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+
+def free_port() -> int:
+    """A port that was free a moment ago, the same on all ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(tell_all("port", str(probe.getsockname()[1]))[0])
+
+
+def torchrun(rank: int, size: int) -> dict[str, str]:
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    return {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def slurm(rank: int, size: int) -> dict[str, str]:
+    place = {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank}
+    nodes = {"SLURM_NODELIST": "localhost", "SLURM_JOB_ID": "77"}
+    return {name: str(value) for name, value in place.items()} | nodes
+
+
+def openmpi(rank: int, size: int) -> dict[str, str]:
+    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
+
+
+def pmi(rank: int, size: int) -> dict[str, str]:
+    place = {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": size}
+    return {name: str(value) for name, value in place.items()}
+
+
+LAUNCHERS: dict[str, Callable[[int, int], dict[str, str]]] = {
+    "torchrun": torchrun,
+    "SLURM": slurm,
+    "Open MPI": openmpi,
+    "PMI": pmi,
+}
+
+
+@ranks(2, joined=False)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_join_by_a_launchers_variables(
+    launcher: str,
+) -> None:
+    rank = here().rank
+    os.environ.update(LAUNCHERS[launcher](rank, 2), MASTER_PORT=str(free_port()))
+    before = dict(os.environ)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("objcomm.start")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    chosen = objcomm.init(timeout=60)
+    assert (chosen.launcher, chosen.rank, chosen.world_size) == (launcher, rank, 2)
+    assert (chosen.local_rank, chosen.backend) == (rank, "gloo")
+    assert chosen.device == torch.device("cpu")
+    assert chosen.address.endswith(f":{before['MASTER_PORT']}")
+    assert told == [str(chosen)]
+    assert f"rank {rank} of 2 (local rank {rank}) by {launcher}, backend gloo" in str(chosen)
+    assert dict(os.environ) == before
+    assert (objcomm.rank(), objcomm.world_size()) == (rank, 2)
+    assert_group_works()
+
+    again = objcomm.init("gloo")
+    assert (again.launcher, again.rank, again.world_size) == ("program", rank, 2)
+    with pytest.raises(UsageError, match="initialised with"):
+        objcomm.init("cpu:mpi")
+    assert_group_works()
+    tell_all("done", "")
+    objcomm.shutdown()
+    objcomm.shutdown()
+    assert not objcomm.is_initialized()
+    os.environ["MASTER_PORT"] = str(int(before["MASTER_PORT"]) + 1)
+    assert objcomm.ddp_init_group({"distributed_backend": "gloo", "device": "cpu"}).rank == rank
+    assert_group_works()
+
+
+@solo()
+def test_without_a_launcher_nothing_is_initialised() -> None:
+    for chosen in (
+        objcomm.init(),
+        objcomm.init("nccl"),
+        objcomm.ddp_init_group({"distributed_backend": "nccl", "device": "cuda:0"}),
+    ):
+        assert (chosen.launcher, chosen.rank, chosen.world_size) == ("", 0, 1)
+        assert "uninitialised" in str(chosen)
+    assert not dist.is_initialized()
+    assert objcomm.all_gather(3) == [3]
+    objcomm.shutdown()
+
+
+@solo()
+def test_a_launchers_world_of_one_is_initialised() -> None:
+    os.environ.update(slurm(0, 1), MASTER_PORT=str(free_port()))
+    assert objcomm.init().launcher == "SLURM"
+    assert dist.get_world_size() == 1
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    objcomm.shutdown()
+    assert not dist.is_initialized()
+
+
+@solo()
+def test_what_cannot_start_is_said_before_any_wait() -> None:
+    wrong: list[tuple[dict[str, str], dict[str, Any], str]] = [
+        ({"RANK": "0"}, {}, "WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, {}, "set RANK"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, {}, "MASTER_ADDR is not set"),
+        (torchrun(0, 2), {"timeout": 0}, "timeout=0 is not a positive time"),
+        (torchrun(0, 2), {"backend": "smoke"}, "there is no 'smoke'"),
+        (torchrun(0, 2), {"backend": "mpi"}, "built without mpi"),
+    ]
+    for variables, options, told in wrong:
+        os.environ.update(variables)
+        with pytest.raises(UsageError, match=told):
+            objcomm.init(**options)
+        for name in variables:
+            del os.environ[name]
+    assert not dist.is_initialized()
+
+
+@solo()
+def test_ranks_that_do_not_come_are_an_error_with_the_address() -> None:
+    port = free_port()
+    os.environ.update(torchrun(1, 2), MASTER_PORT=str(port))
+    with pytest.raises(StartError) as caught:
+        objcomm.init(timeout=1)
+    assert (caught.value.rank, caught.value.world_size) == (1, 2)
+    assert caught.value.address == f"127.0.0.1:{port}"
+    assert "MASTER_PORT" in str(caught.value)
+    assert not dist.is_initialized()

@@ -1,0 +1,118 @@
+"""What each launcher's variables say, and what is said where they are wrong."""
+
+import pytest
+
+from objcomm.environment import Place, first_host, place_in
+from objcomm.errors import UsageError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node003",
+    "MASTER_PORT": "1234",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODELIST": "node[003-005,9]",
+    "SLURM_JOB_ID": "4321",
+    "SLURM_STEP_ID": "2",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+DAEMON = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+
+PLACES: dict[str, tuple[dict[str, str], Place | None]] = {
+    "nothing": ({}, None),
+    "a world of one": ({"WORLD_SIZE": "1"}, None),
+    "empty variables": ({"RANK": "", "WORLD_SIZE": " ", "LOCAL_RANK": ""}, None),
+    "an allocation without a task": ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, None),
+    "torchrun": (TORCHRUN, Place("torchrun", 3, 4, 1, "node003", 1234)),
+    "torchrun within srun": (TORCHRUN | SLURM, Place("torchrun", 3, 4, 1, "node003", 1234)),
+    "SLURM": (SLURM, Place("SLURM", 5, 8, 1, "node003", 15000 + 4321 + 2 * 1009)),
+    "SLURM with an address": (
+        SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "77"},
+        Place("SLURM", 5, 8, 1, "ib0", 77),
+    ),
+    "a step on other hosts": (
+        SLURM | {"SLURM_STEP_NODELIST": "node9", "SLURM_STEP_ID": ""},
+        Place("SLURM", 5, 8, 1, "node9", 15000 + 4321),
+    ),
+    "a batch script that exports WORLD_SIZE": (
+        {"SLURM_PROCID": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+        Place("SLURM", 1, 2, None, "a", 29500),
+    ),
+    "ranks by hand, local ranks by SLURM": (
+        {"RANK": "5", "WORLD_SIZE": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"},
+        Place("torchrun", 5, 8, 1, "a", 29500),
+    ),
+    "RANK empty under SLURM": (SLURM | {"RANK": ""}, place_in(SLURM)),
+    "Open MPI on one host": (OPENMPI, Place("Open MPI", 1, 2, 1, "127.0.0.1", 29500)),
+    "Open MPI within SLURM": (
+        OPENMPI | DAEMON | {"SLURM_NODELIST": "n[7-8]"},
+        Place("Open MPI", 1, 2, 1, "n7", 29500),
+    ),
+    "PMI on two hosts": (PMI, Place("PMI", 0, 2, 0, "", 29500)),
+    "PMI with an address": (PMI | {"MASTER_ADDR": "::1"}, Place("PMI", 0, 2, 0, "::1", 29500)),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_launchers_variables_give_a_place(name: str) -> None:
+    environ, place = PLACES[name]
+    before = dict(environ)
+    assert place_in(environ) == place
+    assert environ == before
+
+
+BROKEN: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "no rank": ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "set RANK")),
+    "no size": ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE is not", "number of ranks")),
+    "no size under SLURM": ({"SLURM_PROCID": "0"}, ("SLURM_PROCID=0", "SLURM_NTASKS")),
+    "no number": (TORCHRUN | {"RANK": "x"}, ("RANK='x'", "whole number")),
+    "no whole number": (TORCHRUN | {"LOCAL_RANK": "0.5"}, ("LOCAL_RANK='0.5'",)),
+    "a rank outside": (TORCHRUN | {"RANK": "4"}, ("RANK=4", "WORLD_SIZE=4")),
+    "a negative rank": (SLURM | {"SLURM_PROCID": "-1"}, ("SLURM_PROCID=-1", "SLURM_NTASKS=8")),
+    "no port": (TORCHRUN | {"MASTER_PORT": "70000"}, ("MASTER_PORT=70000", "65535")),
+    "no hosts": (SLURM | {"SLURM_NODELIST": "node[003"}, ("SLURM_NODELIST", "MASTER_ADDR")),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_wrong_variable_is_named_with_what_to_set(name: str) -> None:
+    environ, told = BROKEN[name]
+    with pytest.raises(UsageError) as caught:
+        place_in(environ)
+    for each in told:
+        assert each in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[003-005,9]", "node003"),
+        ("node[9,003-005],login[1-2]", "node9"),
+        ("login,node[1-2]", "login"),
+        ("rack[1-2]node[03-04]", "rack1node03"),
+        ("gpu-a[08-11].cluster", "gpu-a08.cluster"),
+        ("gpu-a-7", "gpu-a-7"),
+    ],
+)
+def test_the_first_host_of_a_short_form(hosts: str, first: str) -> None:
+    assert first_host(hosts, "SLURM_NODELIST") == first
+
+
+@pytest.mark.parametrize("hosts", ["", ",", "node[", "node]", "node[1-2", "[[1]]"])
+def test_what_is_no_list_of_hosts_is_refused(hosts: str) -> None:
+    with pytest.raises(UsageError, match="MASTER_ADDR"):
+        first_host(hosts, "SLURM_NODELIST")
