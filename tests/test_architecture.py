@@ -91,7 +91,7 @@ FLOORS: list[list[str]] = [
     ["control", "nodes", "ordering"],
     [""],
     ["compat.lists", "compat.patching"],
-    ["compat.torch"],
+    ["compat.axolotl", "compat.torch"],
     ["inspector.dumps"],
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
