@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import objcomm
+from objcomm.compat import torch as dist_objects
 
 Merge = Callable[[Any, Any], Any]
 
@@ -82,6 +83,9 @@ class Peer(Protocol):
     def round_trip(self, obj: Any) -> Any:
         """Serialise and back, in one process."""
 
+    def in_library(self, call: Callable[[], object]) -> object:
+        """A library's own call, whose object collectives are this peer's meanwhile."""
+
 
 class _Objcomm:
     """This package."""
@@ -147,6 +151,9 @@ class _Objcomm:
     def round_trip(self, obj: Any) -> Any:
         return objcomm.from_tensor(objcomm.to_tensor(obj, codec=self._codec))
 
+    def in_library(self, call: Callable[[], object]) -> object:
+        raise NotImplementedError("a library calls by torch's names")
+
 
 class _Guarded(_Objcomm):
     """This package with options of ``objcomm.configure`` in force during each call."""
@@ -198,34 +205,34 @@ class _Gathered(_Objcomm):
 
 
 class _Torch:
-    """The object collectives of ``torch.distributed``."""
+    """The object collectives of ``torch.distributed``, or what has its names and signatures."""
 
     sends_objects = True
 
-    def __init__(self) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, api: Any = dist) -> None:
+        self.rank, self.world, self._api = dist.get_rank(), dist.get_world_size(), api
 
     def prepare(self, mine: Any) -> Any:
         return mine
 
     def broadcast(self, obj: Any) -> Any:
         box = [obj if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0)
+        self._api.broadcast_object_list(box, src=0)
         return box[0]
 
     def gather(self, obj: Any) -> Any:
         boxes = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(obj, boxes, dst=0)
+        self._api.gather_object(obj, boxes, dst=0)
         return boxes
 
     def all_gather(self, obj: Any) -> Any:
         boxes = [None] * self.world
-        dist.all_gather_object(boxes, obj)
+        self._api.all_gather_object(boxes, obj)
         return boxes
 
     def scatter(self, obj: Any) -> Any:
         box = [None]
-        dist.scatter_object_list(box, [obj] * self.world if self.rank == 0 else None, src=0)
+        self._api.scatter_object_list(box, [obj] * self.world if self.rank == 0 else None, src=0)
         return box[0]
 
     def all_reduce(self, obj: Any, merge: Merge) -> Any:
@@ -240,11 +247,11 @@ class _Torch:
     def there_and_back(self, obj: Any) -> Any:
         box = [obj]
         if self.rank == 0:
-            dist.send_object_list(box, dst=1)
-            dist.recv_object_list(box, src=1)
+            self._api.send_object_list(box, dst=1)
+            self._api.recv_object_list(box, src=1)
         else:
-            dist.recv_object_list(box, src=0)
-            dist.send_object_list(box, dst=0)
+            self._api.recv_object_list(box, src=0)
+            self._api.send_object_list(box, dst=0)
         return box[0]
 
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
@@ -255,7 +262,7 @@ class _Torch:
         arrived: list[Any] = []
         for source in range(self.world):
             box = [None]
-            dist.scatter_object_list(box, objs if self.rank == source else None, src=source)
+            self._api.scatter_object_list(box, objs if self.rank == source else None, src=source)
             arrived.append(box[0])
         return arrived
 
@@ -278,6 +285,20 @@ class _Torch:
     def round_trip(self, obj: Any) -> Any:
         cpu = torch.device("cpu")
         return _from_tensor(*_to_tensor(obj, cpu, dist.group.WORLD), dist.group.WORLD)
+
+    def in_library(self, call: Callable[[], object]) -> object:
+        return call()
+
+
+class _Patched(_Torch):
+    """The same names of ``objcomm.compat.torch``, in torch's places while a library runs."""
+
+    def __init__(self) -> None:
+        super().__init__(dist_objects)
+
+    def in_library(self, call: Callable[[], object]) -> object:
+        with dist_objects.patch():
+            return call()
 
 
 class _Raw:
@@ -385,6 +406,9 @@ class _Raw:
     def round_trip(self, obj: torch.Tensor) -> torch.Tensor:
         return obj.clone()
 
+    def in_library(self, call: Callable[[], object]) -> object:
+        raise NotImplementedError("a library sends objects")
+
 
 class _Mpi4py:
     """The lower-case methods of an mpi4py communicator."""
@@ -456,6 +480,9 @@ class _Mpi4py:
     def round_trip(self, obj: Any) -> Any:
         return self._pickle.loads(self._pickle.dumps(obj))
 
+    def in_library(self, call: Callable[[], object]) -> object:
+        raise NotImplementedError("a library calls by torch's names")
+
 
 #: Makers of the peers, by the name that cases and reports use.
 PEERS: dict[str, Callable[[], Peer]] = {
@@ -468,6 +495,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm in turn": _InTurn,
     "objcomm idle": _Idle,
     "torch": _Torch,
+    "objcomm.compat": _Patched,
     "raw": _Raw,
     "raw warm": lambda: _Raw(warm=True),
     "mpi4py": _Mpi4py,

@@ -15,11 +15,7 @@ from objcomm.absence import acts_alone
 from objcomm.admission import Gate
 from objcomm.coding import Coding
 from objcomm.config import Allowed
-from objcomm.errors import (
-    CollectiveError,
-    ObjcommError,
-    WireError,
-)
+from objcomm.errors import CollectiveError, ObjcommError, WireError
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
@@ -113,11 +109,10 @@ class Call:
         self._began = time.perf_counter()
         self.name = name or operation.name.lower()
         whole = resolve(group)
-        self.ranks = whole.ranks
         self.root = whole.root(self.name, global_root, group_root)
         self._coding = Coding(codec, device, accept, allow)
         self.device = self._coding.device
-        self._deadline = whole.deadline(self.name, timeout)
+        self.ranks, self._deadline = whole.ranks, whole.deadline(self.name, timeout)
         self._is_confined = acts_alone(self.name, whole.ranks, whole.rank)
         self._group = solo_group() if self._is_confined else whole
         self.rank, self.size = self._group.rank, self._group.size
@@ -229,12 +224,11 @@ class Call:
 
         In a region it is left as it is: the region's own end tells the others.
         """
-        if self._is_confined:
-            return produce()
         try:
             return produce()
-        except BaseException as error:  # raised in the next line
-            raise_together(self.name, {0: failure_of(error, 0)}, error)
+        except BaseException as error:
+            if not self._is_confined:
+                raise_together(self.name, {0: failure_of(error, 0)}, error)
             raise
 
     def copy(self, obj: object) -> Any:

@@ -169,8 +169,7 @@ def _result(call: Call, produce: Callable[[], T]) -> T:
     """What the root has computed, on every rank."""
     others = frozenset(call.ranks) - {call.ranks[call.root]}
     region = Region(call.name, later=others, is_local=True)
-    result: T = call.run(computed_in(call, region, produce))  # type: ignore[assignment]  # no work: it is not asynchronous
-    return result
+    return call.carry_out(computed_in(call, region, produce))
 
 
 @overload

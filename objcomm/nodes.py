@@ -92,7 +92,7 @@ def _once(
     region = Region(operation.name.lower(), later=frozenset(whole.ranks) - firsts, is_local=True)
     try:
         call = Call(operation, group=node, timeout=timeout, has_root=True)
-        result: R = call.run(computed_in(call, region, produce))  # type: ignore[assignment]  # no work: it is not asynchronous
+        result = call.carry_out(computed_in(call, region, produce))
     except BaseException as error:
         share_outcome(operation, _own(operation, error), group, timeout)
         raise

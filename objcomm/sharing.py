@@ -8,8 +8,10 @@ from typing import TypeVar
 
 from objcomm.absence import Region, acts_alone, inside
 from objcomm.call import Call
+from objcomm.collectives import kept
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
+from objcomm.outcome import failure_of, raise_together
 from objcomm.together import Block
 from objcomm.transport import routes
 from objcomm.world import GroupLike, resolve
@@ -31,19 +33,13 @@ def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> Generat
     mine = None
     if call.is_root:
         with inside(region):
-            mine = call.message(lambda: _kept(own, produce()))
+            mine = call.message(lambda: kept(own, produce()))
     yield
     with call.traffic() as exchange:
         message = routes.broadcast(exchange, mine, call.root)
     call.raise_failures([message])
     result: R = own[0] if own else call.decode(message)
     return result
-
-
-def _kept(place: list[R], value: R) -> R:
-    """Keep what a callback returned: its own rank gets the object itself, no copy."""
-    place.append(value)
-    return value
 
 
 def share_outcome(
@@ -60,14 +56,9 @@ def share_outcome(
     Raises:
         CollectiveError: something went wrong somewhere; from ``error`` where there is one.
     """
-
-    def fail() -> None:
-        if error is not None:
-            raise error
-
     with Call(operation, group=group, timeout=timeout, must_agree="outcome") as call:
         if call.is_alone:
-            call.alone(fail)
+            raise_together(call.name, {} if error is None else {0: failure_of(error, 0)}, error)
             return
         mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
         with call.traffic() as exchange:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from objcomm.call import Call
 from objcomm.collectives import all_gather_in
-from objcomm.errors import CollectiveError, RankFailure, UsageError
+from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
 from objcomm.frames import Operation, Status, fingerprint
 from objcomm.group import Timeout, whole_number
 from objcomm.transport import routes
@@ -311,9 +311,29 @@ def _divided(
 def _told(call: Call, word: _Word) -> Generator[None, None, list[_Word]]:
     """What each rank says; the body of the first call."""
     told: list[Any] = yield from all_gather_in(call, tuple(word))
-    words = [_Word(*each) for each in told]
+    words = [word_of(each) for each in told]
     _check_colors(call.name, words)
     return words
+
+
+def word_of(plain: Any) -> _Word:
+    """What a rank told.
+
+    Raises:
+        DecodeError: it is no such word.
+    """
+    if isinstance(plain, (tuple, list)) and len(plain) == len(_Word._fields):
+        color, key, fresh, names = plain
+        is_right = (
+            (color is None or type(color) in {int, str})
+            and type(key) is int
+            and isinstance(fresh, str)
+            and isinstance(names, list)
+            and all(isinstance(name, str) for name in names)
+        )
+        if is_right:
+            return _Word(color, key, fresh, names)
+    raise DecodeError(_CODEC, "a rank told no colour, key and names")
 
 
 def _met(call: Call) -> Generator[None, None, None]:

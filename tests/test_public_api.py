@@ -24,6 +24,9 @@ WANTED = {
     "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",
     "Op",
     "split", "dup", "node_group", "leaders",
+    "run_on_main", "run_once_per_node", "main_process_only", "once_per_node", "main_only",
+    "main_first", "zero_first", "node_first", "zero_only", "compute_and_broadcast",
+    "rank_prefixed_message",
 }  # fmt: skip
 
 
@@ -63,6 +66,10 @@ def test_every_public_name_is_documented(name: str) -> None:
 
 
 SUBGROUPS = ["split", "dup", "node_group", "leaders"]
+CONTROL = [
+    "run_on_main", "run_once_per_node", "main_process_only", "once_per_node", "main_first",
+    "node_first", "zero_only",
+]  # fmt: skip
 OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
 
 
@@ -85,6 +92,8 @@ OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
         ("iprobe", {"codec", "device", "accept", "allow", "timeout"}),
         *((name, OPTIONS - {"group", "timeout"}) for name in SUBGROUPS),
         ("barrier", {"codec", "device", "accept", "allow"}),
+        ("compute_and_broadcast", set()),
+        *((name, OPTIONS - {"group", "timeout"}) for name in CONTROL),
         ("gather_scalar", {"codec", "device", "accept", "allow"}),
         ("all_gather_scalar", {"codec", "device", "accept", "allow"}),
     ],
@@ -113,7 +122,14 @@ def test_every_operation_may_be_in_flight(name: str) -> None:
 
 
 def test_importing_does_not_import_what_is_slow() -> None:
-    lacking = ("torch._dynamo", "cloudpickle", "torch._inductor", "numpy.testing", "sklearn")
+    lacking = (
+        "objcomm.compat",
+        "torch._dynamo",
+        "cloudpickle",
+        "torch._inductor",
+        "numpy.testing",
+        "sklearn",
+    )
     printed = run_python(
         f"""
         import sys, torch, torch.distributed
@@ -202,6 +218,9 @@ def test_a_torch_without_distributed_serves_a_world_of_one() -> None:
         assert objcomm.gather_scalar(2) == objcomm.all_gather_scalar(2) == [2]
         assert objcomm.ddp_broadcast(mine) is mine
         objcomm.barrier()
+        assert objcomm.run_on_main(lambda: mine) is objcomm.run_once_per_node(lambda: mine) is mine
+        with objcomm.main_first(), objcomm.node_first(), objcomm.zero_only(), objcomm.main_only():
+            assert objcomm.broadcast(mine) is mine
         assert (objcomm.rank(), objcomm.world_size()) == (0, 1)
         assert objcomm.is_main() and not objcomm.is_initialized()
         assert torch.equal(objcomm.from_tensor(objcomm.to_tensor(mine))["w"], mine["w"])

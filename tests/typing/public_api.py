@@ -128,6 +128,34 @@ def helpers(config: Config) -> None:
     assert_type(objcomm.reduce_and_broadcast(lambda: config, total), float)
 
 
+def control(config: Config, group: dist.ProcessGroup) -> None:
+    """Results have the function's type, and decorators keep its parameters."""
+    assert_type(objcomm.run_on_main(Config, [0.1]), Config)
+    assert_type(objcomm.run_on_main(config.merge, (config,), post_func=print, group=group), Config)
+    assert_type(objcomm.run_once_per_node(lambda: 1, timeout=3), int)
+    assert_type(objcomm.compute_and_broadcast(lambda: config, 1, group=group), Config)
+    assert_type(objcomm.compute_and_broadcast(lambda: "a", group_src=1, codec="msgpack"), str)
+
+    @objcomm.main_process_only
+    def on_main(path: str, *, lr: float = 0.1) -> Config:
+        return Config(lr * len(path))
+
+    @objcomm.once_per_node(group=group, timeout=timedelta(hours=1))
+    def on_node(path: str, *, lr: float = 0.1) -> Config:
+        return on_main(path, lr=lr)
+
+    assert_type(on_main("a", lr=0.2), Config)
+    assert_type(on_node("a", lr=0.2), Config)
+    on_main(1)  # type: ignore[arg-type]  # parameters are checked as the function's own
+    on_node("a", rate=1)  # type: ignore[call-arg]  # likewise
+    with objcomm.main_first(timeout=3), objcomm.zero_first(group=group), objcomm.node_first():
+        assert_type(objcomm.is_main(scope="node"), bool)
+    with objcomm.zero_only() as is_zero, objcomm.main_only(group=group) as nothing:
+        assert_type(is_zero, bool)
+        assert_type(nothing, None)
+    assert_type(objcomm.rank_prefixed_message("text", group=group), str)
+
+
 def groups(group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> None:
     """Every spelling of a group and a device."""
     assert_type(objcomm.rank(), int)

@@ -1,0 +1,292 @@
+"""The functions of ``speechbrain.utils.distributed``, of today and of 2022, under their names.
+
+The whole migration is the import::
+
+    from objcomm.compat.speechbrain import if_main_process, run_on_main
+
+Signatures and results are SpeechBrain's. What differs is what was wrong; the page "Migrating" lists
+it. Functions that also stand in ``objcomm`` take ``group=`` and ``timeout=`` here as well.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from objcomm import nodes
+from objcomm.absence import is_confined
+from objcomm.collectives import barrier
+from objcomm.control import ddp_broadcast, main_only, main_process_only, run_on_main
+from objcomm.reductions import all_reduce
+from objcomm.world import environment_local_rank, is_initialized, is_main, rank
+
+__all__ = [
+    "MainProcessContext",
+    "OncePerNodeContext",
+    "ddp_all_reduce",
+    "ddp_barrier",
+    "ddp_broadcast",
+    "ddp_init_group",
+    "ddp_prevent_block",
+    "get_local_rank",
+    "get_rank",
+    "if_main_process",
+    "infer_device",
+    "is_distributed_initialized",
+    "is_local_rank_zero",
+    "main_process_only",
+    "once_per_node",
+    "rank_prefixed_message",
+    "run_on_main",
+    "run_once_per_node",
+]
+
+T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+MainProcessContext = main_only
+OncePerNodeContext = main_only
+
+# LOCAL_RANK is asked last: on a second host it is no rank of the job.
+_RANKS = ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "LOCAL_RANK")
+
+
+def rank_prefixed_message(message: str) -> str:
+    """A text with ``get_rank()`` before it, unchanged where there is none; needs no other rank.
+
+    Args:
+        message: any text.
+
+    Example:
+        >>> rank_prefixed_message("epoch 3 done")
+        'epoch 3 done'
+    """
+    own = get_rank()
+    return message if own is None else f"[rank: {own}] {message}"
+
+
+def get_rank() -> int | None:
+    """This process's rank, from torch.distributed or else from the launcher; needs no other rank.
+
+    Returns:
+        The rank; None in a process that no launcher has started.
+
+    Example:
+        >>> get_rank() is None
+        True
+    """
+    if is_initialized():
+        return rank()
+    found = (os.environ.get(name, "").strip() for name in _RANKS)
+    return next((int(text) for text in found if text.isdecimal()), None)
+
+
+def get_local_rank() -> int | None:
+    """This process's place on its host, as its launcher says; needs no other rank.
+
+    Returns:
+        LOCAL_RANK, or what SLURM or MPI have in its place; None if there is nothing.
+
+    Raises:
+        UsageError: what is there is no number.
+
+    Example:
+        >>> get_local_rank() is None
+        True
+    """
+    return environment_local_rank()
+
+
+def infer_device() -> str:
+    """The device for this process: ``"cuda"`` with its place on the host, or ``"cpu"``.
+
+    Example:
+        >>> infer_device() in ("cpu", "cuda")
+        True
+    """
+    if not torch.cuda.is_available():
+        return "cpu"
+    local = get_local_rank()
+    return "cuda" if local is None else f"cuda:{local}"
+
+
+def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    post_func: Callable[..., Any] | None = None,
+    post_args: Sequence[Any] | None = None,
+    post_kwargs: Mapping[str, Any] | None = None,
+    run_post_on_all: bool = False,  # noqa: FBT001, FBT002  # SpeechBrain's position for it
+) -> Any:
+    """Run ``func`` on the first rank of each host; every rank must call this.
+
+    Args:
+        func: what to run.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        post_func: what the other ranks run afterwards.
+        post_args: its positional arguments.
+        post_kwargs: its keyword arguments.
+        run_post_on_all: whether the first ranks run it too.
+
+    Returns:
+        What this very rank has run last: nothing is sent. None if it has run nothing.
+
+    Raises:
+        CollectiveError: ``func`` or ``post_func`` raised on some rank. Every rank.
+        ObjcommError: whatever else ``objcomm.run_once_per_node`` raises.
+
+    Example:
+        >>> run_once_per_node(sorted, [[3, 1, 2]])
+        [1, 2, 3]
+    """
+    results: list[Any] = [None]
+
+    def keep(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        results[0] = function(*args, **kwargs)
+
+    nodes.run_once_per_node(
+        keep,
+        [func, *(args or ())],
+        kwargs,
+        None if post_func is None else keep,
+        [post_func, *(post_args or ())],
+        post_kwargs,
+        run_post_on_all,
+    )
+    return results[0]
+
+
+def once_per_node(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Make a function run on the first rank of each host only: a decorator.
+
+    Every rank must call the function. Its result stays where it ran; other ranks get None.
+    ``objcomm.once_per_node`` shares it with the ranks of the host.
+
+    Args:
+        function: what to decorate.
+
+    Example:
+        >>> @once_per_node
+        ... def unpacked(name: str) -> str:
+        ...     return f"/scratch/{name}"
+        >>> unpacked("speech")
+        '/scratch/speech'
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        result: R | None = run_once_per_node(function, args, kwargs)
+        return result
+
+    return run
+
+
+def is_distributed_initialized() -> bool:
+    """Whether torch.distributed is there and was initialised; needs no other rank.
+
+    Example:
+        >>> is_distributed_initialized()
+        False
+    """
+    return is_initialized()
+
+
+def if_main_process() -> bool:
+    """Whether this is the job's first rank; needs no other rank.
+
+    Example:
+        >>> if_main_process()
+        True
+    """
+    return is_main()
+
+
+def is_local_rank_zero() -> bool:
+    """Whether this is the first rank of its host; needs no other rank.
+
+    Raises:
+        UsageError: neither the launcher nor ``objcomm.node_group`` has told it.
+
+    Example:
+        >>> is_local_rank_zero()
+        True
+    """
+    return not is_initialized() or is_main(scope="node")
+
+
+def ddp_prevent_block() -> bool:
+    """Whether barriers and broadcasts act locally here; needs no other rank.
+
+    Example:
+        >>> ddp_prevent_block()
+        True
+    """
+    return is_confined() or not is_initialized()
+
+
+def ddp_barrier() -> None:
+    """Wait until every rank has come here; at once inside of ``MainProcessContext`` and its kin.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.barrier`` raises, on the same ranks.
+
+    Example:
+        >>> ddp_barrier()
+    """
+    barrier()
+
+
+def ddp_all_reduce(communication_object: T, reduce_op: Any) -> T:
+    """Combine one object of every rank, such as a tensor, in place; every rank must call this.
+
+    Args:
+        communication_object: a tensor, which is changed; or anything that ``objcomm.all_reduce``
+            takes, which is not.
+        reduce_op: a member of ``torch.distributed.ReduceOp``, or any operator of objcomm.
+
+    Returns:
+        The tensor itself, or the result. Inside of ``MainProcessContext`` and its kin the object
+        as it was.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.all_reduce`` raises, on the same ranks.
+
+    Example:
+        >>> ddp_all_reduce(torch.ones(2), torch.distributed.ReduceOp.SUM)
+        tensor([1., 1.])
+    """
+    if ddp_prevent_block():
+        return communication_object
+    combined = all_reduce(communication_object, reduce_op)
+    if not isinstance(communication_object, torch.Tensor):
+        return combined
+    with torch.no_grad():
+        communication_object.copy_(combined)  # type: ignore[arg-type]  # mypy lets T be a subclass
+    return communication_object
+
+
+def ddp_init_group(run_opts: Mapping[str, Any]) -> None:
+    """Initialise torch.distributed where a launcher has started this process.
+
+    Every rank that was launched must call this. Without a launcher nothing happens.
+
+    Args:
+        run_opts: SpeechBrain's options, of which ``"distributed_backend"`` counts.
+
+    Example:
+        >>> ddp_init_group({"distributed_backend": "gloo"})
+    """
+    own, local = get_rank(), get_local_rank()
+    if own is None or local is None:
+        return
+    backend = run_opts["distributed_backend"]
+    if backend == "nccl":
+        torch.cuda.set_device(local)
+    dist.init_process_group(backend, rank=own, timeout=timedelta(seconds=7200))

@@ -1,0 +1,298 @@
+"""SpeechBrain's functions under their own names: what they do, and each defect that is cured."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from objcomm.compat import speechbrain as sb
+from tests.group.helpers import assert_group_works
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+
+def fail() -> Any:
+    raise ValueError("no such file")
+
+
+@ranks(1, 2)
+def test_run_on_main_shares_the_result() -> None:
+    ran: list[str] = []
+    positional: Any = (dict, [[("a", 1)]], {"b": 2}, ran.append, ["post"], None, False)
+    got = sb.run_on_main(*positional)
+    assert got == {"a": 1, "b": 2}
+    assert ran == ["post"] * (here().rank > 0)
+    sb.run_on_main(int, post_func=ran.append, post_args=["all"], run_post_on_main=True)
+    assert ran[-1:] == ["all"]
+
+
+RAISES: dict[str, Callable[[], object]] = {
+    "func of run_on_main": lambda: sb.run_on_main(fail),
+    "post_func of run_on_main": lambda: sb.run_on_main(int, post_func=fail),
+    "post_func everywhere": lambda: sb.run_on_main(int, post_func=fail, run_post_on_main=True),
+    "a result that cannot be sent": lambda: sb.run_on_main(threading.Lock),
+    "func of run_once_per_node": lambda: sb.run_once_per_node(fail),
+    "post_func of run_once_per_node": lambda: sb.run_once_per_node(int, post_func=fail),
+    "main_process_only": sb.main_process_only(fail),
+    "once_per_node": sb.once_per_node(fail),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", RAISES)
+def test_cured_an_error_on_one_rank_leaves_the_others_waiting(where: str) -> None:
+    with pytest.raises(objcomm.CollectiveError) as caught:
+        RAISES[where]()
+    failures = caught.value.failures
+    if where != "post_func everywhere":  # else whichever is faster
+        assert list(failures) == [int("post_func of" in where)]
+    text = "cannot pickle" if "cannot be sent" in where else "ValueError: no such file"
+    assert all(text in each.traceback for each in failures.values())
+    assert_group_works()
+
+
+@ranks(1, 2, disposable=True)
+def test_cured_without_rank_in_the_environment_nobody_or_all_are_main() -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        for text in (None, ""):
+            os.environ.pop(name, None)
+            if text is not None:
+                os.environ[name] = text
+            assert sb.get_rank() == here().rank
+            assert sb.if_main_process() == (here().rank == 0)
+    ran: list[int] = []
+
+    def runs(number: int) -> str:
+        ran.append(number)
+        return "result"
+
+    assert sb.main_process_only(runs)(1) == "result"
+    assert len(ran) == (here().rank == 0)
+    assert sb.rank_prefixed_message("text") == f"[rank: {here().rank}] text"
+    # Who is first on this host the ranks find out themselves.
+    assert sb.run_once_per_node(runs, [2]) == ("result" if here().rank == 0 else None)
+    assert sum(ran) == (3 if here().rank == 0 else 0)
+    assert sb.is_local_rank_zero() == (here().rank == 0)
+
+
+@solo()
+def test_ranks_of_a_launcher_before_the_ranks_have_met() -> None:
+    assert sb.get_rank() is sb.get_local_rank() is None
+    assert sb.rank_prefixed_message("text") == "text"
+    assert sb.if_main_process()
+    assert sb.is_local_rank_zero()
+    assert sb.infer_device() == ("cuda" if torch.cuda.is_available() else "cpu")
+    os.environ["LOCAL_RANK"] = "1"
+    assert sb.get_rank() == 1
+    os.environ["SLURM_PROCID"] = "9"  # cured: a place on a host went before the rank in the job
+    assert (sb.get_rank(), sb.get_local_rank()) == (9, 1)
+    os.environ["RANK"] = ""  # cured: a ValueError
+    assert sb.get_rank() == 9
+    os.environ["RANK"] = "5"
+    assert sb.rank_prefixed_message("text") == "[rank: 5] text"
+    del os.environ["LOCAL_RANK"]
+    os.environ["SLURM_LOCALID"] = "3"  # cured: not read any more
+    assert sb.get_local_rank() == 3
+
+
+@solo()
+def test_without_torch_distributed_nothing_waits() -> None:
+    assert not sb.is_distributed_initialized()
+    assert sb.ddp_prevent_block()
+    mine = object()
+    assert sb.ddp_broadcast(mine) is sb.run_on_main(lambda: mine) is mine
+    assert sb.ddp_all_reduce(mine, dist.ReduceOp.SUM) is mine
+    assert sb.run_once_per_node(lambda: 1, post_func=fail) == 1
+    assert sb.run_once_per_node(lambda: 1, post_func=lambda: 2, run_post_on_all=True) == 2
+    assert sb.once_per_node(lambda: mine)() is mine
+    sb.ddp_barrier()
+    sb.ddp_init_group({"distributed_backend": "gloo"})  # no launcher, so nothing happens
+    assert not sb.is_distributed_initialized()
+
+
+@ranks(2)
+def test_contexts_prevent_blocking_on_whoever_enters() -> None:
+    assert sb.is_distributed_initialized()
+    for context in (sb.MainProcessContext, sb.OncePerNodeContext):
+        assert not sb.ddp_prevent_block()
+        with context():
+            assert sb.ddp_prevent_block()
+            sb.ddp_barrier()
+            assert sb.ddp_broadcast(here().rank, src=1) == here().rank
+            tensor = torch.ones(1)
+            assert sb.ddp_all_reduce(tensor, dist.ReduceOp.SUM) is tensor
+            assert tensor.tolist() == [1]
+        assert not sb.ddp_prevent_block()
+    assert_group_works()
+
+
+@ranks(2)
+def test_cured_an_error_leaves_a_context_counted_and_so_silences_barriers() -> None:
+    with pytest.raises(ValueError, match="no such file"), sb.MainProcessContext():
+        fail()
+    assert not sb.ddp_prevent_block()
+    assert sb.ddp_broadcast(here().rank, src=1) == 1
+
+
+@ranks(2)
+def test_cured_a_context_of_one_thread_is_one_of_all() -> None:
+    told: list[bool] = []
+    with sb.MainProcessContext():
+        thread = threading.Thread(target=lambda: told.append(sb.ddp_prevent_block()))
+        thread.start()
+        thread.join()
+    assert told == [False]
+
+
+@ranks(2)
+def test_cured_a_call_costs_two_collectives() -> None:
+    @sb.main_process_only
+    def log() -> None:
+        """Return nothing."""
+
+    log()
+    objcomm.reset_stats()
+    log()
+    stats = objcomm.stats()
+    assert [(name, each.calls) for name, each in stats.items()] == [("main_process_only", 1)]
+    assert_group_works()
+
+
+@ranks(4)
+def test_cured_main_process_only_within_once_per_node_runs_nowhere_on_further_nodes() -> None:
+    rank = here().rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("objcomm.subgroups.machine", lambda: f"host {rank // 2}")
+        inner = sb.main_process_only(lambda: f"by {rank}")
+        assert sb.once_per_node(inner)() == (f"by {rank}" if rank in {0, 2} else None)
+    objcomm.node_group()
+    assert_group_works()
+
+
+@ranks(2)
+def test_post_functions_of_nodes_give_what_this_rank_has_run() -> None:
+    rank = here().rank
+    got = sb.run_once_per_node(str, [1], None, str, [2])
+    assert got == ("1" if rank == 0 else "2")
+    assert sb.run_once_per_node(lambda function: function, kwargs={"function": 3}) == (
+        3 if rank == 0 else None
+    )
+    assert sb.run_once_per_node(threading.Lock, post_func=threading.Lock) is not None
+
+
+@ranks(2)
+def test_ddp_all_reduce_is_in_place_and_takes_what_it_documents() -> None:
+    mine = torch.tensor([1.0, 3.0]) * (here().rank + 1)
+    assert sb.ddp_all_reduce(mine, dist.ReduceOp.SUM) is mine
+    assert mine.tolist() == [3, 9]
+    mine = torch.tensor([float(here().rank)], requires_grad=True)
+    assert sb.ddp_all_reduce(mine, dist.ReduceOp.AVG).tolist() == [0.5]  # cured: not on Gloo
+    assert mine.requires_grad
+    assert sb.ddp_all_reduce({"seen": 2**70}, dist.ReduceOp.SUM) == {"seen": 2**71}  # cured
+
+
+RECIPE = '''
+"""A recipe after SpeechBrain's documentation."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import torch
+from speechbrain.utils import distributed
+from speechbrain.utils.distributed import (
+    MainProcessContext, ddp_all_reduce, ddp_barrier, ddp_broadcast, ddp_init_group, get_rank,
+    if_main_process, infer_device, is_distributed_initialized, main_process_only, once_per_node,
+    rank_prefixed_message, run_on_main, run_once_per_node,
+)
+
+
+def prepare_data(folder, valid_ratio):
+    manifest = Path(folder) / "train.json"
+    with open(manifest, "x") as file:  # fails where it is done twice
+        json.dump({"ratio": valid_ratio, "utterances": ["a", "b", "c"]}, file)
+
+
+def load(folder, into):
+    into.update(json.loads((Path(folder) / "train.json").read_text()))
+
+
+@main_process_only
+def write_log(folder, text):
+    with open(Path(folder) / "log.txt", "a") as file:
+        file.write(text + "\\n")
+    ddp_barrier()  # in a function of main's this does not wait
+    return text.upper()
+
+
+@main_process_only
+def fibonacci(number):
+    return number if number < 2 else fibonacci(number - 1) + fibonacci(number - 2)
+
+
+@once_per_node
+def unpack():
+    return "unpacked"
+
+
+folder = sys.argv[1]
+ddp_init_group({"distributed_backend": "gloo", "device": infer_device()})
+data = {}
+run_on_main(prepare_data, kwargs={"folder": folder, "valid_ratio": 0.1})
+run_on_main(int, post_func=load, post_args=[folder, data], run_post_on_main=True)
+if if_main_process():
+    with MainProcessContext():
+        (Path(folder) / "env.log").write_text(rank_prefixed_message("begun"))
+        ddp_barrier()
+ddp_barrier()
+rank = get_rank() or 0
+started = run_once_per_node(lambda: "started")
+best = ddp_broadcast({"epoch": 3, "rank": rank})
+summed = ddp_all_reduce(torch.ones(2), torch.distributed.ReduceOp.SUM)
+result = {
+    "utterances": data["utterances"], "log": write_log(folder, "one line"), "best": best,
+    "fibonacci": fibonacci(10), "unpack": unpack(), "started": started, "sum": summed.tolist(),
+    "env": (Path(folder) / "env.log").read_text(), "module": distributed.if_main_process(),
+}
+(Path(folder) / f"result{rank}.json").write_text(json.dumps(result))
+if is_distributed_initialized():
+    torch.distributed.destroy_process_group()
+'''
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_recipe_runs_with_nothing_changed_but_its_import(world_size: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    renamed = RECIPE.replace("speechbrain.utils.distributed", "objcomm.compat.speechbrain")
+    renamed = renamed.replace("speechbrain.utils", "objcomm.compat")
+    script.write_text(renamed.replace("import distributed", "import speechbrain as distributed"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    command = [sys.executable, *(launcher if world_size > 1 else []), str(script), str(tmp_path)]
+    done = subprocess.run(  # our own interpreter, our own text
+        command, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "log.txt").read_text() == "one line\n"
+    for rank in range(world_size):
+        wanted = {
+            "utterances": ["a", "b", "c"],
+            "log": "ONE LINE",
+            "best": {"epoch": 3, "rank": 0},
+            "fibonacci": 55,
+            "unpack": "unpacked" if rank == 0 else None,
+            "started": "started" if rank == 0 else None,
+            "sum": [world_size] * 2,
+            "env": "[rank: 0] begun" if world_size > 1 else "begun",
+            "module": rank == 0,
+        }
+        assert json.loads((tmp_path / f"result{rank}.json").read_text()) == wanted
