@@ -65,6 +65,9 @@ class Peer(Protocol):
     def reduce_and_broadcast(self, produce: Callable[[], Any], combine: Callable[..., Any]) -> Any:
         """``combine`` of all that ``produce`` gave, computed once and given to every rank."""
 
+    def run_on_main(self, produce: Callable[[], Any]) -> Any:
+        """What ``produce`` gives on rank 0, on every rank."""
+
     def begin_broadcast(self, obj: Any) -> Callable[[], object]:
         """Begin to share rank 0's object; what it returns waits for it."""
 
@@ -144,6 +147,9 @@ class _Objcomm:
 
     def reduce_and_broadcast(self, produce: Callable[[], Any], combine: Callable[..., Any]) -> Any:
         return objcomm.reduce_and_broadcast(produce, combine, codec=self._codec)
+
+    def run_on_main(self, produce: Callable[[], Any]) -> Any:
+        return objcomm.run_on_main(produce)
 
     def barrier(self) -> None:
         objcomm.barrier()
@@ -279,6 +285,12 @@ class _Torch:
         parts = self.gather(produce())
         return self.broadcast(combine(parts) if self.rank == 0 else None)
 
+    def run_on_main(self, produce: Callable[[], Any]) -> Any:
+        # SpeechBrain's way: the result is shared, then all ranks meet.
+        result = self.broadcast(produce() if self.rank == 0 else None)
+        dist.barrier()
+        return result
+
     def barrier(self) -> None:
         dist.barrier()
 
@@ -400,6 +412,9 @@ class _Raw:
         del combine
         return self.all_reduce(produce(), max)
 
+    def run_on_main(self, produce: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return self.broadcast(produce())
+
     def barrier(self) -> None:
         dist.barrier()
 
@@ -473,6 +488,9 @@ class _Mpi4py:
     def reduce_and_broadcast(self, produce: Callable[[], Any], combine: Callable[..., Any]) -> Any:
         parts = self._comm.gather(produce(), root=0)
         return self._comm.bcast(combine(parts) if parts is not None else None, root=0)
+
+    def run_on_main(self, produce: Callable[[], Any]) -> Any:
+        return self.broadcast(produce() if self.rank == 0 else None)
 
     def barrier(self) -> None:
         self._comm.Barrier()
