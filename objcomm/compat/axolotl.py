@@ -16,10 +16,10 @@ import torch
 
 import objcomm
 from objcomm.absence import is_in_order
-from objcomm.environment import Place, place_in
+from objcomm.environment import Place, local_rank_in, place_in
 from objcomm.errors import UsageError
 from objcomm.outcome import named
-from objcomm.world import environment_local_rank, resolve
+from objcomm.world import resolve
 
 __all__ = [
     "DistributedState",
@@ -133,7 +133,7 @@ def _place() -> Place:
     """Where this process is, whether its ranks have joined or not."""
     if objcomm.is_initialized():
         rank, world_size = objcomm.rank(), objcomm.world_size()
-        return Place("", rank, world_size, environment_local_rank(), "", 0)
+        return Place("", rank, world_size, local_rank_in(os.environ), "", 0)
     return place_in(os.environ) or Place("", 0, 1, 0, "", 0)
 
 
