@@ -93,7 +93,7 @@ FLOORS: list[list[str]] = [
     ["control", "nodes", "ordering"],
     [""],
     ["compat.lists", "compat.patching"],
-    ["compat.flashy", "compat.speechbrain", "compat.torch"],
+    ["compat.axolotl", "compat.flashy", "compat.speechbrain", "compat.torch"],
     ["inspector.dumps"],
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
