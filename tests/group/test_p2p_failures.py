@@ -279,7 +279,7 @@ WAITS: dict[str, Callable[[], Any]] = {
 }
 
 
-# Each costs three new processes: every wait of ranks that have met, and of the others one of a kind.
+# Each costs three new processes: all waits of ranks that have met, of the others one of a kind.
 MEETINGS = [
     *[(wait, True, False) for wait in WAITS],
     *[(wait, True, True) for wait in ("recv", "send of something large", "sendrecv")],
