@@ -63,9 +63,10 @@ FLOORS: list[list[str]] = [
     [
         "transport.device_reduction",
         "transport.farewell",
-        "transport.inquiry",
+        "transport.location",
         "transport.mailbox",
     ],
+    ["transport.inquiry"],
     ["transport.watch"],
     ["transport.channel"],
     ["transport.pair"],
