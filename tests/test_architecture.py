@@ -12,7 +12,6 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 FLOORS: list[list[str]] = [
     ["errors"],
     [
-        "absence",
         "arrays",
         "authentication",
         "counters",
@@ -70,7 +69,7 @@ FLOORS: list[list[str]] = [
     ["transport.channel"],
     ["transport.pair"],
     ["group"],
-    ["turn", "work", "world"],
+    ["absence", "turn", "work", "world"],
     ["recorder"],
     ["call"],
     ["collectives", "errand", "folding", "start", "together", "trees"],
