@@ -7,7 +7,7 @@ its peer is made, because importing it starts MPI.
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import objcomm
+from objcomm.compat import torch as dist_objects
 
 Merge = Callable[[Any, Any], Any]
 
@@ -79,11 +80,20 @@ class Peer(Protocol):
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         """``all_reduce`` with an operator that costs more than a message."""
 
+    def sum_tensors(self, tensors: Any) -> Any:
+        """A dict of tensors, added up over the ranks."""
+
+    def average_gradients(self, parameters: Any) -> Any:
+        """The gradients of a list of parameters, averaged in place."""
+
     def barrier(self) -> None:
         """Return when every rank has called."""
 
     def round_trip(self, obj: Any) -> Any:
         """Serialise and back, in one process."""
+
+    def in_library(self, call: Callable[[], object]) -> object:
+        """A library's own call, whose object collectives are this peer's meanwhile."""
 
 
 class _Objcomm:
@@ -147,11 +157,21 @@ class _Objcomm:
     def run_on_main(self, produce: Callable[[], Any]) -> Any:
         return objcomm.run_on_main(produce)
 
+    def sum_tensors(self, tensors: Any) -> Any:
+        return objcomm.all_reduce(tensors, codec=self._codec)
+
+    def average_gradients(self, parameters: Any) -> Any:
+        objcomm.sync_gradients(parameters)
+        return [each.grad for each in parameters]
+
     def barrier(self) -> None:
         objcomm.barrier()
 
     def round_trip(self, obj: Any) -> Any:
         return objcomm.from_tensor(objcomm.to_tensor(obj, codec=self._codec))
+
+    def in_library(self, call: Callable[[], object]) -> object:
+        raise NotImplementedError("a library calls by torch's names")
 
 
 class _Guarded(_Objcomm):
@@ -203,35 +223,46 @@ class _Gathered(_Objcomm):
         return self.all_gather(obj)
 
 
+class _Joined(_Objcomm):
+    """This package, with all gradients in one tensor."""
+
+    sends_objects = False
+
+    def prepare(self, mine: Any) -> Any:
+        joined = torch.nn.Parameter(torch.zeros(sum(each.numel() for each in mine)))
+        joined.grad = _joined([each.grad for each in mine])
+        return [joined]
+
+
 class _Torch:
-    """The object collectives of ``torch.distributed``."""
+    """The object collectives of ``torch.distributed``, or what has its names and signatures."""
 
     sends_objects = True
 
-    def __init__(self) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, api: Any = dist) -> None:
+        self.rank, self.world, self._api = dist.get_rank(), dist.get_world_size(), api
 
     def prepare(self, mine: Any) -> Any:
         return mine
 
     def broadcast(self, obj: Any) -> Any:
         box = [obj if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0)
+        self._api.broadcast_object_list(box, src=0)
         return box[0]
 
     def gather(self, obj: Any) -> Any:
         boxes = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(obj, boxes, dst=0)
+        self._api.gather_object(obj, boxes, dst=0)
         return boxes
 
     def all_gather(self, obj: Any) -> Any:
         boxes = [None] * self.world
-        dist.all_gather_object(boxes, obj)
+        self._api.all_gather_object(boxes, obj)
         return boxes
 
     def scatter(self, obj: Any) -> Any:
         box = [None]
-        dist.scatter_object_list(box, [obj] * self.world if self.rank == 0 else None, src=0)
+        self._api.scatter_object_list(box, [obj] * self.world if self.rank == 0 else None, src=0)
         return box[0]
 
     def all_reduce(self, obj: Any, merge: Merge) -> Any:
@@ -246,11 +277,11 @@ class _Torch:
     def there_and_back(self, obj: Any) -> Any:
         box = [obj]
         if self.rank == 0:
-            dist.send_object_list(box, dst=1)
-            dist.recv_object_list(box, src=1)
+            self._api.send_object_list(box, dst=1)
+            self._api.recv_object_list(box, src=1)
         else:
-            dist.recv_object_list(box, src=0)
-            dist.send_object_list(box, dst=0)
+            self._api.recv_object_list(box, src=0)
+            self._api.send_object_list(box, dst=0)
         return box[0]
 
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
@@ -261,7 +292,7 @@ class _Torch:
         arrived: list[Any] = []
         for source in range(self.world):
             box = [None]
-            dist.scatter_object_list(box, objs if self.rank == source else None, src=source)
+            self._api.scatter_object_list(box, objs if self.rank == source else None, src=source)
             arrived.append(box[0])
         return arrived
 
@@ -284,12 +315,40 @@ class _Torch:
         dist.barrier()
         return result
 
+    def sum_tensors(self, tensors: Any) -> Any:
+        flat = _joined(tensors.values())
+        dist.all_reduce(flat)
+        sizes = [each.numel() for each in tensors.values()]
+        return dict(zip(tensors, flat.split(sizes), strict=True))
+
+    def average_gradients(self, parameters: Any) -> Any:
+        # As flashy's sync_gradients does it: a collective for each.
+        works = [dist.all_reduce(each.grad, async_op=True) for each in parameters]
+        for each, work in zip(parameters, works, strict=True):
+            work.wait()
+            each.grad.div_(self.world)
+        return [each.grad for each in parameters]
+
     def barrier(self) -> None:
         dist.barrier()
 
     def round_trip(self, obj: Any) -> Any:
         cpu = torch.device("cpu")
         return _from_tensor(*_to_tensor(obj, cpu, dist.group.WORLD), dist.group.WORLD)
+
+    def in_library(self, call: Callable[[], object]) -> object:
+        return call()
+
+
+class _Patched(_Torch):
+    """The same names of ``objcomm.compat.torch``, in torch's places while a library runs."""
+
+    def __init__(self) -> None:
+        super().__init__(dist_objects)
+
+    def in_library(self, call: Callable[[], object]) -> object:
+        with dist_objects.patch():
+            return call()
 
 
 class _Raw:
@@ -394,11 +453,28 @@ class _Raw:
     def run_on_main(self, produce: Callable[[], torch.Tensor]) -> torch.Tensor:
         return self.broadcast(produce())
 
+    def sum_tensors(self, tensors: Any) -> Any:
+        dist.all_reduce(tensors)
+        return tensors
+
+    def average_gradients(self, parameters: Any) -> Any:
+        return self.sum_tensors(parameters).div_(self.world)
+
     def barrier(self) -> None:
         dist.barrier()
 
     def round_trip(self, obj: torch.Tensor) -> torch.Tensor:
         return obj.clone()
+
+    def in_library(self, call: Callable[[], object]) -> object:
+        raise NotImplementedError("a library sends objects")
+
+
+class _OneBuffer(_Raw):
+    """The tensor collectives of ``torch.distributed``, in place on one tensor of all numbers."""
+
+    def prepare(self, mine: Any) -> torch.Tensor:
+        return _joined(mine.values() if isinstance(mine, dict) else [each.grad for each in mine])
 
 
 class _Mpi4py:
@@ -468,11 +544,22 @@ class _Mpi4py:
     def run_on_main(self, produce: Callable[[], Any]) -> Any:
         return self.broadcast(produce() if self.rank == 0 else None)
 
+    def sum_tensors(self, tensors: Any) -> Any:
+        return self._comm.allreduce(
+            tensors, op=lambda left, right: {key: left[key] + right[key] for key in left}
+        )
+
+    def average_gradients(self, parameters: Any) -> Any:
+        raise NotImplementedError("mpi4py knows no gradients")
+
     def barrier(self) -> None:
         self._comm.Barrier()
 
     def round_trip(self, obj: Any) -> Any:
         return self._pickle.loads(self._pickle.dumps(obj))
+
+    def in_library(self, call: Callable[[], object]) -> object:
+        raise NotImplementedError("a library calls by torch's names")
 
 
 #: Makers of the peers, by the name that cases and reports use.
@@ -485,9 +572,12 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm check": lambda: _Guarded(check=True),
     "objcomm in turn": _InTurn,
     "objcomm idle": _Idle,
+    "objcomm joined": _Joined,
     "torch": _Torch,
+    "objcomm.compat": _Patched,
     "raw": _Raw,
     "raw warm": lambda: _Raw(warm=True),
+    "raw in place": _OneBuffer,
     "mpi4py": _Mpi4py,
     "mpi4py pkl5": lambda: _Mpi4py(out_of_band=True),
 }
@@ -496,6 +586,10 @@ PEERS: dict[str, Callable[[], Peer]] = {
 def needs_mpi(peer: str) -> bool:
     """Whether a peer can be made only in processes that ``mpiexec`` started."""
     return peer.startswith("mpi4py")
+
+
+def _joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.view(-1) for each in tensors])
 
 
 def _flat_bytes(obj: Any) -> torch.Tensor:

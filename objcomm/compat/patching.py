@@ -40,6 +40,8 @@ class Switch:
         self._modules = modules
         self._functions = functions
         self._serves = serves
+        names = {each: list(inspect.signature(each).parameters) for each in functions.values()}
+        self._options = {each: (set(known), known.index("group")) for each, known in names.items()}
         self._lock = threading.Lock()
         self._holders: set[object] = set()
         self._places: list[_Place] = []
@@ -79,13 +81,12 @@ class Switch:
         return places
 
     def _replacement(self, function: Function, original: Function) -> Function:
-        known = list(inspect.signature(function).parameters)
-        at = known.index("group")
+        known, at = self._options[function]
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
             group = args[at] if len(args) > at else kwargs.get("group")
             # A newer library may have options that the function does not know.
-            is_known = kwargs.keys() <= set(known) and len(args) <= len(known)
+            is_known = kwargs.keys() <= known and len(args) <= len(known)
             if self._holders and is_known and self._serves(group):
                 return function(*args, **kwargs)
             return original(*args, **kwargs)
