@@ -12,7 +12,6 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 FLOORS: list[list[str]] = [
     ["errors"],
     [
-        "absence",
         "arrays",
         "authentication",
         "counters",
@@ -71,7 +70,7 @@ FLOORS: list[list[str]] = [
     ["transport.channel"],
     ["transport.pair"],
     ["group"],
-    ["turn", "work", "world"],
+    ["absence", "turn", "work", "world"],
     ["recorder"],
     ["call"],
     ["buckets", "collectives", "errand", "folding", "start", "together", "trees"],
