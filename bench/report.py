@@ -42,8 +42,9 @@ _METHOD = """\
   object collective must; `raw warm` receives into the same memory each time.
 - **torch** has no reduction of objects: `all_reduce` and `scan` are `all_gather_object` and a local
   fold, `gather_scalar` is `gather_object`, `reduce_and_broadcast` is `gather_object` and
-  `broadcast_object_list`. `all_to_all` is one `scatter_object_list` from each rank in turn, and
-  `reduce_scatter` is that and a local fold. `mpi4py` has no `reduce_scatter` of objects either.
+  `broadcast_object_list`, `run_on_main` is SpeechBrain's: `broadcast_object_list` and a barrier.
+  `all_to_all` is one `scatter_object_list` from each rank in turn, and `reduce_scatter` is that and
+  a local fold. `mpi4py` has no `reduce_scatter` of objects either.
 - **mpi4py** passes bytes through shared memory between the processes of one machine, while Gloo
   uses TCP over the loopback device. Its small messages cost microseconds for that reason; between
   machines both use the network. It waits by polling, so with more ranks than cores it takes the

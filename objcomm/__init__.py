@@ -47,6 +47,19 @@ from objcomm.metrics import (
     gather_scalar_from_all_ranks,
     reduce_and_broadcast,
 )
+from objcomm.model import (
+    average_tensors,
+    broadcast_model,
+    broadcast_tensors,
+    eager_sync_gradients,
+    eager_sync_model,
+    sync_buffer,
+    sync_buffers,
+    sync_grad,
+    sync_gradients,
+    sync_model,
+    wrap,
+)
 from objcomm.nodes import once_per_node, run_once_per_node
 from objcomm.ops import Op
 from objcomm.ordering import main_first, node_first, zero_first
@@ -56,6 +69,7 @@ from objcomm.reductions import all_reduce, reduce
 from objcomm.scans import exscan, scan
 from objcomm.scattering import all_to_all, reduce_scatter, scatter
 from objcomm.serialization import from_tensor, to_tensor
+from objcomm.shards import Shard, loader
 from objcomm.start import Start, ddp_init_group, init, shutdown
 from objcomm.subgroups import dup, leaders, node_group, split
 from objcomm.together import fail_together
@@ -82,6 +96,7 @@ __all__ = [
     "OperationStats",
     "Position",
     "RankFailure",
+    "Shard",
     "Start",
     "StartError",
     "TransportError",
@@ -98,14 +113,19 @@ __all__ = [
     "any_rank",
     "as_completed",
     "average_metrics",
+    "average_tensors",
     "barrier",
     "broadcast",
+    "broadcast_model",
+    "broadcast_tensors",
     "check",
     "compute_and_broadcast",
     "configure",
     "ddp_broadcast",
     "ddp_init_group",
     "dup",
+    "eager_sync_gradients",
+    "eager_sync_model",
     "exscan",
     "fail_together",
     "from_tensor",
@@ -122,6 +142,7 @@ __all__ = [
     "lane",
     "launch",
     "leaders",
+    "loader",
     "main_first",
     "main_only",
     "main_process_only",
@@ -149,9 +170,15 @@ __all__ = [
     "shutdown",
     "split",
     "stats",
+    "sync_buffer",
+    "sync_buffers",
+    "sync_grad",
+    "sync_gradients",
+    "sync_model",
     "to_tensor",
     "wait_all",
     "world_size",
+    "wrap",
     "zero_first",
     "zero_only",
 ]

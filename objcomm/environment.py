@@ -4,7 +4,7 @@ Reads a mapping and nothing else: knows no torch, and starts nothing.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from objcomm.errors import UsageError
@@ -84,6 +84,28 @@ def place_in(environ: Mapping[str, str]) -> Place | None:
             "the program by torchrun, srun or mpirun, or set RANK for each process"
         )
     return None
+
+
+def rank_in(environ: Mapping[str, str]) -> int | None:
+    """This process's rank in its job, as the first launcher says that says one; jsrun included.
+
+    Args:
+        environ: as ``os.environ``; empty variables count as not set.
+
+    Raises:
+        UsageError: what it says is no whole number.
+    """
+    return _first(environ, [*[names.rank for names in _LAUNCHERS], "JSM_NAMESPACE_RANK"])
+
+
+def local_rank_in(environ: Mapping[str, str]) -> int | None:
+    """The same among the processes on this host."""
+    return _first(environ, [names.local_rank for names in _LAUNCHERS])
+
+
+def _first(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
+    found = {name: environ[name].strip() for name in names if environ.get(name, "").strip()}
+    return _number(found, next(iter(found))) if found else None
 
 
 def _place(names: _Names, found: Mapping[str, str]) -> Place:
@@ -166,4 +188,4 @@ def _number(found: Mapping[str, str], name: str, default: int | None = None) -> 
     try:
         return int(text or "")
     except ValueError:
-        raise UsageError(f"init: {name}={text!r} is no whole number; set it to one") from None
+        raise UsageError(f"{name}={text!r} is no whole number; set it to one") from None

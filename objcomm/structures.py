@@ -24,7 +24,9 @@ ABSENT = object()
 
 _ROOT = "obj"
 _NUMBER = "number"
-_MAPPING, _FIELDS, _SEQUENCE = "mapping", "fields", "sequence"
+#: A container whose keys may differ in order, and be missing on some ranks.
+MAPPING = "mapping"
+_FIELDS, _SEQUENCE = "fields", "sequence"
 _CONSTANT = "constant"
 _CONSTANTS = (str, bytes, enum.Enum, type(None), torch.dtype, torch.device)
 
@@ -132,7 +134,7 @@ def _type_name(obj: Any) -> str:
 
 def _kind_of(obj: Any) -> str | None:
     if isinstance(obj, dict):
-        return _MAPPING
+        return MAPPING
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return _FIELDS
     if isinstance(obj, list) or type(obj) is tuple:  # a torch.Size is no tuple of operands
@@ -141,7 +143,7 @@ def _kind_of(obj: Any) -> str | None:
 
 
 def _keys_of(kind: str, obj: Any) -> tuple[Any, ...]:
-    if kind == _MAPPING:
+    if kind == MAPPING:
         return tuple(obj)
     if kind == _SEQUENCE:
         return tuple(range(len(obj)))
@@ -242,12 +244,30 @@ def _kind_text(node: Any) -> str:
     """All that must agree of one node besides its keys, in words."""
     if not _is_leaf(node):
         kind, type_name, keys, _ = node
-        return type_name if kind == _MAPPING else f"{type_name} of {len(keys)}"
+        return type_name if kind == MAPPING else f"{type_name} of {len(keys)}"
     description = node[1]
     if (tensors := tensors_of(description)) is None:
         return description if isinstance(description, str) else str(description[1])
     where = "" if tensors.is_array or tensors.device_type == "cpu" else f" on {description[3]}"
     return f"{description[0]} of {description[1]}, shape {tensors.shape}{where}"
+
+
+def is_plain(description: Any) -> bool:
+    """Whether it describes a leaf that is neither a tensor nor an array."""
+    if isinstance(description, str):
+        return description in {_NUMBER, _CONSTANT}
+    is_pair = isinstance(description, tuple) and len(description) == len(("object", "type"))
+    return is_pair and description[0] == "object" and isinstance(description[1], str)
+
+
+def can_be_made(kind: Any, type_name: Any, keys: Sequence[Any]) -> bool:
+    """Whether a rank that lacks such a container can make it, with these keys."""
+    if not isinstance(type_name, str) or type_name not in _MADE:
+        return False
+    is_sequence = type_name in {"list", "tuple"}
+    return kind == (_SEQUENCE if is_sequence else MAPPING) and (
+        not is_sequence or list(keys) == list(range(len(keys)))
+    )
 
 
 def aligned(node: Any, own: Any) -> list[Any]:
@@ -262,7 +282,7 @@ def aligned(node: Any, own: Any) -> list[Any]:
 
 
 def _own_member(kind: str, own: Any, key: Any) -> Any:
-    if own is ABSENT or (kind == _MAPPING and key not in own):
+    if own is ABSENT or (kind == MAPPING and key not in own):
         return ABSENT
     return ABSENT if kind == _SEQUENCE and key >= len(own) else _member(kind, own, key)
 
@@ -287,7 +307,7 @@ def rebuild(node: Any, own: Any, results: Sequence[Any]) -> Any:
     if kind == _FIELDS and isinstance(own, tuple):
         return own._make(members)  # type: ignore[attr-defined]  # a named tuple
     made = _MADE[type_name]() if own is ABSENT else copy.copy(own)
-    if kind == _MAPPING:
+    if kind == MAPPING:
         made.clear()
         for key, member in zip(keys, members, strict=True):
             made[key] = member

@@ -7,18 +7,20 @@ results and with what is to follow. Then all ranks combine the large tensors tog
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from objcomm import elementwise, structures
+from objcomm.answers import Answer, Place, operand, received
 from objcomm.call import Call
-from objcomm.errors import RankFailure, UsageError
+from objcomm.config import settings
+from objcomm.errors import UsageError
 from objcomm.frames import Status
 from objcomm.leaves import Tensors, flat_of, room_for, tensors_of
 from objcomm.message import Message
 from objcomm.ops import Operator
-from objcomm.outcome import failure_message
+from objcomm.outcome import DisagreementError
 from objcomm.structures import ABSENT, DifferenceError, Leaf
 from objcomm.transport import reduction, routes
 from objcomm.transport.device_reduction import reduce_on_device
@@ -67,22 +69,6 @@ def options_for(operator: Operator, dtype: torch.dtype | None, missing: str) -> 
     return Leafwise(dtype, missing == "skip")
 
 
-class _Answer(NamedTuple):
-    """What the first round has come to; plain tuples travel.
-
-    Attributes:
-        structure: of all ranks together; None if every rank has the same.
-        folded: the results of the leaves that are not to follow.
-        following: number and ranks of each leaf that is combined by all ranks afterwards.
-        linked: the type of device that every rank's device link joins; empty if there is none.
-    """
-
-    structure: Any
-    folded: Sequence[Any]
-    following: Sequence[tuple[int, tuple[int, ...]]]
-    linked: str
-
-
 def alone(operator: Operator, obj: Any, options: Leafwise) -> Any:
     """The reduction of a single operand."""
     structure, leaves = structures.describe(obj, operator, 0)
@@ -107,7 +93,7 @@ class TreeReduction:
         self._leaves: list[Any] = []
         self._mine_follows = False
         self._mine = call.message(self._describe)
-        self._answer: _Answer | None = None
+        self._answer: Answer | None = None
         self._followed: dict[int, Any] = {}
         self._is_taker = True
 
@@ -140,10 +126,13 @@ class TreeReduction:
         messages = routes.gather(exchange, self._mine, hub)
         answer = None if messages is None else self._answer_to(messages, root)
         message = routes.broadcast(exchange, answer, hub)
-        may_follow = self._mine_follows or self._options.may_lack
-        if may_follow and message.header.status == Status.VALUE:
+        if self._may_follow and message.header.status == Status.VALUE:
             self._follow(exchange, self._read(message), root)
         return message
+
+    @property
+    def _may_follow(self) -> bool:
+        return self._mine_follows or self._options.may_lack
 
     def value(self, message: Message) -> Any:
         """The result on a rank that gets one, else None."""
@@ -159,10 +148,21 @@ class TreeReduction:
         ]
         return structures.rebuild(structure, self._own, results)
 
-    def _read(self, message: Message) -> _Answer:
+    def _read(self, message: Message) -> Answer:
         if self._answer is None:
-            self._answer = _Answer(*self._call.decode(message))
+            self._answer = received(self._call.decode(message), self._place())
         return self._answer
+
+    def _place(self) -> Place:
+        return Place(
+            structure=self._structure,
+            rank=self._call.rank,
+            size=self._call.size,
+            is_taker=self._is_taker,
+            may_follow=self._may_follow,
+            linked=self._linked,
+            most_nbytes=settings().max_nbytes,
+        )
 
     def _answer_to(self, messages: list[Message], root: int | None) -> Message:
         failures = self._call.failures(messages)
@@ -171,7 +171,7 @@ class TreeReduction:
         try:
             answer = self._merged(messages)
         except DifferenceError as error:
-            return self._difference(error)
+            return self._call.failure(DisagreementError({error.ranks[1]: str(error)}))
         except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
             return self._call.failure(error)
         self._answer = answer
@@ -179,17 +179,11 @@ class TreeReduction:
         sent = answer if root is None else answer._replace(folded=())
         return self._call.message(lambda: tuple(sent))
 
-    def _difference(self, error: DifferenceError) -> Message:
-        """The message of an error that is no rank's own, in the name of the rank that differs."""
-        kind = f"{UsageError.__module__}.{UsageError.__qualname__}"
-        failure = RankFailure(error.ranks[1], kind, str(error), str(error))
-        return failure_message(self._call.exchange.header, [failure])
-
-    def _merged(self, messages: list[Message]) -> _Answer:
+    def _merged(self, messages: list[Message]) -> Answer:
         found: list[tuple[Any, list[Any], str]] = [
             (self._structure, self._own_leaves(), self._linked)
             if message is self._mine
-            else self._call.decode(message)
+            else operand(self._call.decode(message))
             for message in messages
         ]
         described = [each[0] for each in found]
@@ -203,12 +197,13 @@ class TreeReduction:
                 folded.append(self._fold(structure, at, leaf, values))
         is_same = all(each == structure for each in described)
         linked = {each[2] for each in found}
-        return _Answer(
+        answer = Answer(
             None if is_same else structure,
             folded,
             following,
             linked.pop() if len(linked) == 1 else "",
         )
+        return received(answer, self._place()) if self._options.may_lack else answer
 
     def _own_leaves(self) -> list[Any]:
         """As the others' come: those that follow are None, and an operator may change the rest."""
@@ -229,7 +224,7 @@ class TreeReduction:
         except Exception as error:
             raise UsageError(f"{_path(structure, at)}: {error}") from error
 
-    def _follow(self, exchange: Exchange, answer: _Answer, root: int | None) -> None:
+    def _follow(self, exchange: Exchange, answer: Answer, root: int | None) -> None:
         """Combine the large leaves, on all ranks together."""
         structure = self._structure if answer.structure is None else answer.structure
         descriptions = [each for _, each in structures.leaves_of(structure)]

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed as dist
 
 from objcomm.counters import OperationStats
+from objcomm.environment import local_rank_in
 from objcomm.errors import NotInGroupError, UsageError
 from objcomm.group import Group
 
@@ -17,9 +18,6 @@ GroupLike: TypeAlias = Any
 #: The group of a rank that is outside: ``dist.GroupMember.NON_GROUP_MEMBER``, which a torch
 #: without distributed does not have. (None as ``group=`` means the world.)
 NOBODY = -100
-
-# Of torchrun, SLURM, Open MPI, and MPICH and its relatives.
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
 class _Groups:
@@ -82,7 +80,7 @@ def resolve(group: GroupLike) -> Group:
         if group is None and _environment_world_size() > 1:
             raise UsageError(
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']} promises other ranks, but "
-                "torch.distributed is not initialised; call init_process_group first"
+                "torch.distributed is not initialised; call objcomm.init or init_process_group first"
             )
         if is_nobody(group):
             raise NotInGroupError("this rank is no member of this group")
@@ -226,7 +224,7 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
         return rank(group) == 0
     if scope != "node":
         raise UsageError(f"is_main: scope={scope!r} is neither 'world' nor 'node'")
-    local = environment_local_rank() if group is None else None
+    local = local_rank_in(os.environ) if group is None else None
     if local is not None and not is_initialized():
         return local == 0
     whole = resolve(group)
@@ -240,21 +238,6 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
         f"is_main: global rank {whole.ranks[whole.rank]} can't tell which ranks share its host: "
         "there is no LOCAL_RANK; let every rank call objcomm.node_group() once before"
     )
-
-
-def environment_local_rank() -> int | None:
-    """What the launcher says of this process's place on its host; None if it says nothing.
-
-    Raises:
-        UsageError: what it says is no number.
-    """
-    for name in _LOCAL_RANKS:
-        text = os.environ.get(name, "").strip()
-        if text and not text.isdecimal():
-            raise UsageError(f"{name}={text!r} in the environment is no rank")
-        if text:
-            return int(text)
-    return None
 
 
 def stats(group: GroupLike = None) -> dict[str, OperationStats]:

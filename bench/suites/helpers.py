@@ -19,6 +19,12 @@ def reduce_and_broadcast(peer: Peer, mine: Any) -> Callable[[], object]:
     return lambda: peer.reduce_and_broadcast(lambda: mine, sum)
 
 
+@case("small dict", peers=("objcomm", "torch"), targets=(Target(0.50, against="torch"),))
+def run_on_main(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Compute on rank 0 and tell all, as SpeechBrain's function of this name does."""
+    return lambda: peer.run_on_main(lambda: mine)
+
+
 @case("nothing", peers=("objcomm", "torch", "mpi4py"))
 def barrier(peer: Peer, _mine: Any) -> Callable[[], object]:
     """Wait for every rank."""

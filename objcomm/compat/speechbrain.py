@@ -11,18 +11,19 @@ it. Functions that also stand in ``objcomm`` take ``group=`` and ``timeout=`` he
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from objcomm import nodes
 from objcomm.absence import is_confined
 from objcomm.collectives import barrier
 from objcomm.control import ddp_broadcast, main_only, main_process_only, run_on_main
+from objcomm.eager import keep_eager
+from objcomm.environment import local_rank_in, rank_in
 from objcomm.reductions import all_reduce
-from objcomm.world import environment_local_rank, is_initialized, is_main, rank
+from objcomm.start import ddp_init_group
+from objcomm.world import is_initialized, is_main, rank
 
 __all__ = [
     "MainProcessContext",
@@ -52,9 +53,6 @@ P = ParamSpec("P")
 MainProcessContext = main_only
 OncePerNodeContext = main_only
 
-# LOCAL_RANK is asked last: on a second host it is no rank of the job.
-_RANKS = ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "LOCAL_RANK")
-
 
 def rank_prefixed_message(message: str) -> str:
     """A text with ``get_rank()`` before it, unchanged where there is none; needs no other rank.
@@ -76,14 +74,17 @@ def get_rank() -> int | None:
     Returns:
         The rank; None in a process that no launcher has started.
 
+    Raises:
+        UsageError: what the launcher says is no number.
+
     Example:
         >>> get_rank() is None
         True
     """
     if is_initialized():
         return rank()
-    found = (os.environ.get(name, "").strip() for name in _RANKS)
-    return next((int(text) for text in found if text.isdecimal()), None)
+    launched = rank_in(os.environ)
+    return get_local_rank() if launched is None else launched
 
 
 def get_local_rank() -> int | None:
@@ -99,7 +100,7 @@ def get_local_rank() -> int | None:
         >>> get_local_rank() is None
         True
     """
-    return environment_local_rank()
+    return local_rank_in(os.environ)
 
 
 def infer_device() -> str:
@@ -272,21 +273,5 @@ def ddp_all_reduce(communication_object: T, reduce_op: Any) -> T:
     return communication_object
 
 
-def ddp_init_group(run_opts: Mapping[str, Any]) -> None:
-    """Initialise torch.distributed where a launcher has started this process.
-
-    Every rank that was launched must call this. Without a launcher nothing happens.
-
-    Args:
-        run_opts: SpeechBrain's options, of which ``"distributed_backend"`` counts.
-
-    Example:
-        >>> ddp_init_group({"distributed_backend": "gloo"})
-    """
-    own, local = get_rank(), get_local_rank()
-    if own is None or local is None:
-        return
-    backend = run_opts["distributed_backend"]
-    if backend == "nccl":
-        torch.cuda.set_device(local)
-    dist.init_process_group(backend, rank=own, timeout=timedelta(seconds=7200))
+keep_eager(globals()[name] for name in __all__)
+del keep_eager  # no public name

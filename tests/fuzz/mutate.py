@@ -10,15 +10,17 @@ import numpy as np
 import torch
 
 import objcomm
+from objcomm import structures
 from objcomm.codecs import codec_named, tensors
 from objcomm.codecs.rules import RAISE
 from objcomm.errors import RankFailure
 from objcomm.frames import HEADER_NBYTES, ROW_NBYTES, Header, Row, Status, pack_table
 from objcomm.message import compose
+from objcomm.ops import operator_for
 from objcomm.outcome import failure_message
 from objcomm.transport import routes
 from tests import samples
-from tests.fuzz.targets import BUNDLE_SIZE, HEADS_META
+from tests.fuzz.targets import BUNDLE_SIZE, HEADS_META, OPERAND, PAIR
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 
 _LARGEST_SEED_NBYTES = 8000
@@ -189,17 +191,72 @@ def _over_the_targets_buffer() -> list[Any]:
     ]
 
 
+def _envelopes() -> list[bytes]:
+    found = []
+    for obj in (None, [1, "two"], torch.arange(16), bytes(70_000)):
+        encoded = codec_named("msgpack").encode(obj)
+        header = header_of(1, **PAIR, tag=7, codec="msgpack")
+        found.append(bytes(compose(header, encoded.meta, encoded.buffers, codec="msgpack").head))
+    return [
+        *found,
+        bytes(failure_message(header_of(1, **PAIR), [RankFailure(1, "E", "", "")]).head),
+    ]
+
+
+def _operands() -> list[Any]:
+    """What a rank gives: the same, one key more, another order; and with tensors that follow."""
+    operator = operator_for("sum")
+    objs: list[Any] = [
+        OPERAND,
+        {**OPERAND, "more": [1, {"deep": torch.zeros(16)}]},
+        dict(reversed(OPERAND.items())),
+        {"grads": OPERAND["grads"]},
+        1,
+    ]
+    found = []
+    for obj in objs:
+        structure, leaves = structures.describe(obj, operator, 1)
+        follows = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        found += [(structure, leaves, ""), (structure, follows, "")]
+    return found
+
+
+def _answers() -> list[Any]:
+    told = [structure for structure, leaves, _ in _operands() if None not in leaves][:3]
+    same, more, _ = told
+    following = ((1, (0, 1, 2)), (3, (0, 1, 2)))
+    lacking = (*following, (5, (0, 2)))
+    return [
+        (None, (0.5, None, 1, None), (), ""),
+        (None, (0.5, 1), following, ""),
+        (same, (0.5, 1), following, ""),
+        (more, (0.5, 1, 1), lacking, ""),
+    ]
+
+
+_TOLD: Final[Sequence[Any]] = (
+    (1, 0, "f" * 32, []),
+    ("host", -3, "0" * 32, ["objcomm/1/2"]),
+    (None, 0, "", []),
+)
+
+
 def seeds(name: str) -> list[bytes]:
     """Right messages for a target."""
-    if name == "plain":
-        objs = [*_seed_objects(), *_over_the_targets_buffer()]
+    plain: dict[str, Callable[[], list[Any]]] = {
+        "plain": lambda: [*_seed_objects(), *_over_the_targets_buffer()],
+        "operands": _operands,
+        "answer": _answers,
+        "word": lambda: list(_TOLD),
+    }
+    if name in plain:
+        objs = plain[name]()
         return [bytes(codec_named("msgpack").encode(obj).meta) for obj in objs]
     if name == "restricted_pickle":
         return [bytes(codec_named("pickle").encode(obj).meta) for obj in _over_the_targets_buffer()]
-    if name == "failure":
-        return _failures()
-    if name == "bundle":
-        return _bundles()
+    made = {"failure": _failures, "bundle": _bundles, "envelope": _envelopes}
+    if name in made:
+        return made[name]()
     if name == "header":
         return [header_of(rank, call_site="é" * rank).pack() for rank in range(3)]
     return _messages("msgpack") if name == "tensor" else [*_messages("msgpack"), *_bundles()]
@@ -207,10 +264,11 @@ def seeds(name: str) -> list[bytes]:
 
 def variant(chance: random.Random, name: str, raw: bytes) -> bytes:
     """A mutated input for a target, made of a right one."""
-    if name == "plain":
+    if name in {"plain", "operands", "answer", "word"}:
         draw = chance.random()
-        value = _packed(invented(chance)) if draw < 0.5 else raw
-        return value if draw < 0.4 else damaged(chance, value)
+        share = 0.5 if name == "plain" else 0.1  # what is no structure at all is soon refused
+        value = _packed(invented(chance)) if draw < share else raw
+        return value if draw < 0.8 * share else damaged(chance, value)
     if name == "restricted_pickle" or chance.random() < 0.1:
         return damaged(chance, raw)
     return _resealed(chance, raw)

@@ -10,14 +10,20 @@ from typing import Any
 import torch
 
 import objcomm
+from objcomm import structures
 from objcomm.admission import Gate
+from objcomm.answers import Place, operand, received
 from objcomm.codecs.base import decode
 from objcomm.config import Settings
 from objcomm.errors import CollectiveError
-from objcomm.frames import HEADER_NBYTES, Header, Status, check_same_call
+from objcomm.frames import HEADER_NBYTES, Header, Operation, Status, check_same_call
+from objcomm.leaves import room_for, tensors_of
 from objcomm.message import Message, compose, open_body
+from objcomm.ops import operator_for
 from objcomm.outcome import failures_in
+from objcomm.subgroups import _by_color, word_of
 from objcomm.transport import routes
+from objcomm.transport.mailbox import Arrival, Mailbox, Request
 from tests import samples
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 
@@ -27,6 +33,12 @@ LIMIT_NBYTES = 1 << 20
 #: As many ranks as a bundle's seeds have heads, and what each head carries.
 BUNDLE_SIZE = 3
 HEADS_META = b"\x93\1\2\3"
+
+#: What a message from rank 1 to rank 0 says of itself.
+PAIR: dict[str, Any] = {"operation": Operation.SEND, "root": 0}
+
+#: What this rank gives to a reduction.
+OPERAND = {"loss": 0.5, "grads": [torch.zeros(16), (1, torch.ones(2, 4, dtype=torch.int64))]}
 
 samples.names()  # registers the classes that the plain codec may rebuild
 
@@ -86,6 +98,69 @@ def bundle(raw: bytes) -> None:
             failures_in([opened])
 
 
+def envelope(raw: bytes) -> None:
+    """The first part of a message from rank to rank, as the thread that listens takes it in."""
+    gate = Gate(Settings(max_nbytes=LIMIT_NBYTES), "fuzz", 0)
+    theirs = gate.header_in(raw)
+    gate.check_call(header_of(1, **PAIR), theirs, 1)
+    gate.check_addressed(theirs)
+    held = bytes(memoryview(raw)[: theirs.head_nbytes])
+    box = Mailbox(0, BUNDLE_SIZE)
+    taken: list[Request] = []
+    request = Request(1, None, on_end=lambda: taken.append(request))
+    box.ask(request)
+    box.deliver(Arrival(1, theirs.tag, len(held), theirs, held))
+    assert taken == [request]
+    exchange = exchange_on(MemoryLink(Wires(2), 0), new_lane())
+    exchange.gate = gate
+    failures_in([exchange.adopt(held, theirs)])
+
+
+def answer(raw: bytes) -> None:
+    """What the first rank answers in a reduction of leaves, to a rank that then builds of it."""
+    plain = decode("msgpack", memoryview(raw), _tensors())
+    structure, _ = structures.describe(OPERAND, operator_for("sum"), 1)
+    place = Place(
+        structure,
+        1,
+        BUNDLE_SIZE,
+        is_taker=True,
+        may_follow=True,
+        linked="",
+        most_nbytes=LIMIT_NBYTES,
+    )
+    found = received(plain, place)
+    whole = structure if found.structure is None else found.structure
+    descriptions = [each for _, each in structures.leaves_of(whole)]
+    following, nbytes = dict(found.following), 0
+    for at, own in enumerate(structures.aligned(whole, OPERAND)):
+        about = tensors_of(descriptions[at])
+        if own is structures.ABSENT and about is not None and at in following:
+            nbytes += room_for(about, "sum", "meta")[1].nbytes
+    assert nbytes <= LIMIT_NBYTES, f"{nbytes} bytes were allocated"
+    structures.rebuild(whole, OPERAND, [None] * len(descriptions))
+
+
+def operands(raw: bytes) -> None:
+    """What two ranks give to a reduction of leaves, as the rank that compares them has it."""
+    theirs = decode("msgpack", memoryview(raw), _tensors())
+    mine, _ = structures.describe(OPERAND, operator_for("sum"), 0)
+    structure, leaves, _ = operand(theirs)
+    for may_lack in (False, True):
+        try:
+            _, merged = structures.merge([mine, structure], may_lack=may_lack)
+        except structures.DifferenceError as error:
+            str(error)
+        else:
+            assert all(leaves[each.places[1]] is not leaves for each in merged if 1 in each.places)
+
+
+def word(raw: bytes) -> None:
+    """What a rank tells where groups are made."""
+    told = word_of(decode("msgpack", memoryview(raw), _buffers()))
+    _by_color([told, told])
+
+
 #: By the name of their folder in ``corpus/``.
 TARGETS: dict[str, Callable[[bytes], object]] = {
     "header": header,
@@ -95,6 +170,10 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
     "restricted_pickle": restricted_pickle,
     "failure": failure,
     "bundle": bundle,
+    "envelope": envelope,
+    "operands": operands,
+    "answer": answer,
+    "word": word,
 }
 
 
@@ -118,3 +197,8 @@ def _contents() -> tuple[torch.Tensor, torch.Tensor]:
 def _buffers() -> list[Any]:
     some, none = _contents()
     return [some.clone(), b"bytes", bytearray(b"bytearray"), memoryview(bytearray(8)), none]
+
+
+def _tensors() -> list[Any]:
+    some, _ = _contents()
+    return [some.clone() for _ in range(3)]

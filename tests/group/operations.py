@@ -45,6 +45,25 @@ def _reduce_and_broadcast(obj: Any, **options: Any) -> Any:
     return objcomm.reduce_and_broadcast(lambda: obj, lambda objs: objs[0], **options)
 
 
+def _sendrecv(obj: Any, **options: Any) -> Any:
+    group = options.get("group")
+    rank, size = objcomm.rank(group), objcomm.world_size(group)
+    if rank < 0:  # refused, whomever it names
+        return objcomm.sendrecv(obj, group_dst=0, group_src=0, **options)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    return objcomm.sendrecv(obj, group_dst=after, group_src=before, **options)
+
+
+def _isend_and_irecv(obj: Any, **options: Any) -> Any:
+    """To oneself and from anybody, found by ``probe``."""
+    group = options.get("group")
+    sending = objcomm.isend(obj, group_dst=max(0, objcomm.rank(group)), tag=11, **options)
+    found = objcomm.probe(tag=11, group=group)
+    receiving = objcomm.irecv(group_src=found.group_src, tag=found.tag, group=group)
+    sending.wait()
+    return receiving.wait()
+
+
 def first(left: Any, _right: Any) -> Any:
     """An associative operation on anything."""
     return left
@@ -81,3 +100,6 @@ ROOTED = {
     "reduce": "dst",
     "gather_scalar": "dst",
 }
+
+#: Messages from rank to rank: the same options, but for ``confirm``.
+MESSAGES: dict[str, Call] = {"sendrecv": _sendrecv, "isend and irecv": _isend_and_irecv}

@@ -93,6 +93,8 @@ def test_ranks_of_a_launcher_before_the_ranks_have_met() -> None:
     assert sb.infer_device() == ("cuda" if torch.cuda.is_available() else "cpu")
     os.environ["LOCAL_RANK"] = "1"
     assert sb.get_rank() == 1
+    os.environ["JSM_NAMESPACE_RANK"] = "8"
+    assert sb.get_rank() == 8
     os.environ["SLURM_PROCID"] = "9"  # cured: a place on a host went before the rank in the job
     assert (sb.get_rank(), sb.get_local_rank()) == (9, 1)
     os.environ["RANK"] = ""  # cured: a ValueError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import objcomm
-from tests.group.operations import OPERATIONS
+from tests.group.operations import MESSAGES, OPERATIONS
 from tests.ranks import ranks, solo
 
 PACKAGE = str(Path(objcomm.__file__).parent)
@@ -33,9 +33,9 @@ def frames_of_objcomm() -> list[str]:
 
 
 @ranks(2, deadline=COMPILE_DEADLINE_S)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [*OPERATIONS, "sendrecv"])
 def test_every_operation_breaks_the_graph_and_dynamo_sees_no_frame_of_it(name: str) -> None:
-    operation = OPERATIONS[name]
+    operation = {**OPERATIONS, **MESSAGES}[name]
     graphs: list[int] = []
 
     def backend(module: torch.fx.GraphModule, _: object) -> Any:

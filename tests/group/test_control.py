@@ -4,6 +4,7 @@ No test sets a time limit for its calls, but where that is the question: what sh
 waiting ranks would otherwise come after half an hour.
 """
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, UsageError
-from tests.group.helpers import RefusesToArrive, assert_group_works, subgroup
+from tests.group.helpers import RefusesToArrive, assert_group_works, exit_at_once, subgroup
 from tests.ranks import ranks, solo
 from tests.workers import here
 
@@ -228,6 +229,61 @@ def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
         time.sleep(1.2)
     assert_group_works(short)
     dist.destroy_process_group(short)
+
+
+@ranks(3, expect_dead={0})
+def test_a_first_rank_that_dies_at_its_work_is_named() -> None:
+    with pytest.raises(objcomm.TransportError) as caught:
+        objcomm.run_on_main(exit_at_once)
+    assert caught.value.operation == "run_on_main"
+    assert caught.value.peers == (0,)
+
+
+@ranks(3, expect_dead={2})
+def test_a_rank_that_dies_in_a_block_is_named() -> None:
+    with pytest.raises(objcomm.TransportError) as caught, objcomm.main_first():
+        exit_at_once() if here().rank == 2 else None
+    assert caught.value.peers == (2,)
+
+
+@ranks(2)
+def test_threads_share_results_on_lanes_of_their_own() -> None:
+    results: dict[str, list[int]] = {"main": [], "side": []}
+
+    @objcomm.main_process_only
+    def add(number: int) -> int:
+        return objcomm.broadcast(number) + 1
+
+    def run(name: str, number: int) -> None:
+        with objcomm.lane(name):
+            for _ in range(20):
+                results[name].append(add(number))
+
+    thread = threading.Thread(target=run, args=("side", 5))
+    thread.start()
+    run("main", 1)
+    thread.join()
+    assert results == {"main": [2] * 20, "side": [6] * 20}
+
+
+@ranks(2)
+def test_regions_belong_to_tasks() -> None:
+    async def region(begun: asyncio.Event, ended: asyncio.Event) -> None:
+        with objcomm.main_only():
+            begun.set()
+            await ended.wait()
+            assert objcomm.broadcast(here().rank) == here().rank
+
+    async def both() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(region(begun, ended))
+        await begun.wait()
+        assert await objcomm.broadcast(here().rank, src=1, async_op=True) == 1
+        ended.set()
+        await task
+
+    asyncio.run(both())
+    assert_group_works()
 
 
 # Regions

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import objcomm
 from objcomm import NotInGroupError, UsageError
 from tests.group.helpers import assert_group_works, subgroup
-from tests.group.operations import OPERATIONS, ROOTED
+from tests.group.operations import MESSAGES, OPERATIONS, ROOTED
 from tests.ranks import ranks
 from tests.workers import here
 
@@ -77,14 +77,15 @@ def test_a_global_rank_outside_the_group_is_refused_as_root(name: str) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [*OPERATIONS, *MESSAGES])
 def test_a_rank_outside_the_group_is_told_so(name: str) -> None:
+    operation = {**OPERATIONS, **MESSAGES}[name]
     with subgroup(*MEMBERS) as group:
         if here().rank in MEMBERS:
-            OPERATIONS[name](1, group=group)
+            operation(1, group=group)
         else:
             with pytest.raises(NotInGroupError):
-                OPERATIONS[name](1, group=group)
+                operation(1, group=group)
             assert not objcomm.is_main(group)
         assert_group_works()
 

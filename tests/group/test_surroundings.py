@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import objcomm
 from tests.group.helpers import assert_group_works
-from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
+from tests.group.operations import MESSAGES, OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
 from tests.workers import here
 
@@ -56,14 +56,15 @@ def test_a_tensor_made_in_inference_mode_can_be_sent(codec: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [*OPERATIONS, *MESSAGES])
 def test_the_default_device_and_dtype_play_no_part(name: str) -> None:
+    operation = {**OPERATIONS, **MESSAGES}[name]
     objects = [3, 0.1] if "scalar" in name or name == "barrier" else [3, torch.ones(30_000)]
-    want = [OPERATIONS[name](obj) for obj in objects]
+    want = [operation(obj) for obj in objects]
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float16)
     try:
-        got = [OPERATIONS[name](obj) for obj in objects]
+        got = [operation(obj) for obj in objects]
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, TransportError, UsageError, elementwise
+from objcomm import CollectiveError, DesyncError, TransportError, UsageError, elementwise, trees
 from tests.group.helpers import assert_group_works, exit_at_once, subgroup
 from tests.ranks import ranks, run_on_ranks
 from tests.same import assert_same
@@ -549,3 +549,29 @@ def reduce_plan(plan: Any, op: str) -> None:
 @given(plan=st.lists(_members(), max_size=4), op=st.sampled_from(["sum", "max"]))
 def test_any_tree_gives_what_one_process_gives(world_size: int, plan: Any, op: str) -> None:
     run_on_ranks(world_size, reduce_plan, plan=plan, op=op)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("missing", ["error", "skip"])
+def test_a_wrong_answer_harms_no_rank(missing: Any) -> None:
+    """Of a first rank that says what is not so: nothing is built of it, and the group works."""
+    answer_to = trees.TreeReduction._answer_to  # noqa: SLF001  # what is sent, and nothing else
+
+    def lie(self: Any, *given: Any) -> Any:
+        answer_to(self, *given)
+        return self._call.message(lambda: (None, (1, 2, 3, 4), ((17, (0, 1)),)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if here().rank == 0:
+            patch.setattr(trees.TreeReduction, "_answer_to", lie)
+        with pytest.raises(objcomm.ObjcommError):
+            objcomm.all_reduce({"a": torch.ones(9000), "b": 1}, "sum", missing=missing)
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_leaf_that_a_rank_lacks_is_held_to_its_limit() -> None:
+    mine = {"a": torch.ones(9000)} if here().rank == 0 else {}
+    with objcomm.configure(max_nbytes=20_000), pytest.raises(objcomm.ObjcommError, match="limit"):
+        objcomm.all_reduce(mine, "sum", missing="skip")
+    assert_group_works()

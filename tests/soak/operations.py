@@ -245,6 +245,26 @@ def _of_neighbour(turn: Turn, rank: int) -> Any:
     return turn.object_of((rank - 1) % turn.size)
 
 
+def _recv_all(count: int, tag: int, group: Any) -> list[Any]:
+    return [objcomm.recv(group=group, tag=tag) for _ in range(count)]
+
+
+def _recv_all_that_are_probed(count: int, tag: int, group: Any) -> list[Any]:
+    received = []
+    for _ in range(count):
+        found = objcomm.probe(tag=tag, group=group)
+        received.append(objcomm.recv(group_src=found.group_src, tag=tag, group=group))
+    return received
+
+
+def _recv_all_in_flight(count: int, tag: int, group: Any) -> list[Any]:
+    works = [objcomm.irecv(tag=tag, group=group) for _ in range(count)]
+    return [work.wait() for work in reversed(works)]
+
+
+_RECEIVING = [_recv_all, _recv_all_that_are_probed, _recv_all_in_flight]
+
+
 def _send_to_root(turn: Turn, party: Party) -> Any:
     """All but the root send to it, half of them in flight; it takes them as they come."""
     rank, root, group = party.rank, turn.root, party.group
@@ -255,9 +275,29 @@ def _send_to_root(turn: Turn, party: Party) -> Any:
         work = objcomm.isend(mine, group_dst=root, group=group, codec=codec, tag=tag)
         work.wait()
         return None
-    received = [objcomm.recv(group=group, tag=tag) for _ in range(turn.size - 1)]
+    received = _RECEIVING[turn.seed % len(_RECEIVING)](turn.size - 1, tag, group)
     by_rank = {**dict(received), rank: turn.object_of(rank)}
     return [by_rank[each] for each in range(turn.size)]
+
+
+def _color(turn: Turn, rank: int) -> int:
+    return (rank >> turn.seed % 2) % 2
+
+
+def _split(turn: Turn, party: Party) -> Any:
+    """All-gather among the ranks of one colour."""
+    group = party.group
+    if not turn.group.number:  # what other groups were divided into would outlive them
+        group = objcomm.split(_color(turn, party.rank), group=group)
+    mine = (party.rank, turn.object_of(party.rank))
+    told = dict(objcomm.all_gather(mine, group=group, codec=turn.codecs[party.rank]))
+    wanted = _color(turn, party.rank)
+    return [told[rank] for rank in sorted(told) if _color(turn, rank) == wanted]
+
+
+def _of_color(turn: Turn, rank: int) -> Any:
+    wanted = _color(turn, rank)
+    return [turn.object_of(each) for each in range(turn.size) if _color(turn, each) == wanted]
 
 
 def _all_gather_in_flight(turn: Turn, party: Party) -> Any:
@@ -304,6 +344,7 @@ OPERATIONS = {
     "send to the root": Operation(
         _send_to_root, _of_all_at_root, Pattern.ALL_TO_ONE, can_confirm=False
     ),
+    "split": Operation(_split, _of_color, Pattern.ALL_TO_ALL, can_confirm=False),
     "all_gather in flight": Operation(_all_gather_in_flight, _of_all, Pattern.ALL_TO_ALL),
     "barrier": Operation(_barrier, _nothing, Pattern.ALL_TO_ALL, can_confirm=False),
 }

@@ -64,6 +64,19 @@ def metrics(config: Config) -> None:
     assert_type(objcomm.shared_seed(), int)
 
 
+def _rows_of(table: str, limit: int) -> list[Config]:
+    raise NotImplementedError((table, limit))
+
+
+def start() -> None:
+    """The list has the function's type, and its arguments are checked."""
+    assert_type(objcomm.init(timeout=timedelta(seconds=3)), objcomm.Start)
+    assert_type(objcomm.launch(_rows_of, 2, "train", 10, timeout=60), list[list[Config]])
+    assert_type(objcomm.launch(lambda: 1, 2), list[int])
+    objcomm.launch(_rows_of, 2, "train", "10")  # type: ignore[arg-type]
+    objcomm.launch(_rows_of, 2, "train")  # type: ignore[arg-type]
+
+
 def in_flight(config: Config, configs: list[Config]) -> None:
     """With ``async_op=True`` a work of the same type, without it or with False the value."""
     assert_type(objcomm.broadcast(config, async_op=True), objcomm.Work[Config])

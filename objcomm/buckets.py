@@ -1,0 +1,286 @@
+"""Tensors that all ranks change alike, in place and in few transfers: shared, or averaged.
+
+First all ranks compare digests of what they have. Only where those differ, one rank reads all
+manifests, and names the first difference or settles whose gradients are missing; nothing has moved
+by then. Then small tensors of one dtype travel together, and large ones from their own memory into
+their own memory.
+"""
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+
+import torch
+from torch.autograd.graph import increment_version
+
+from objcomm import elementwise
+from objcomm.call import Call
+from objcomm.manifests import (
+    SMALL_MAX_NBYTES,
+    Bundle,
+    Kind,
+    Manifest,
+    Rule,
+    is_repeated,
+    manifest_of,
+    merged,
+)
+from objcomm.message import Message
+from objcomm.outcome import DisagreementError
+from objcomm.structures import DifferenceError
+from objcomm.transport import reduction, routes
+from objcomm.transport.device_reduction import reduce_on_device
+from objcomm.transport.exchange import Exchange
+
+# Memory for what is packed is taken for so much at a time.
+_BUCKET_MAX_NBYTES = 32 << 20
+
+
+def synchronise(
+    call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool = True
+) -> Generator[None, None, None]:
+    """All tensors of all bundles, in place; to be given to ``call.run``.
+
+    Args:
+        call: the call, whose root's tensors are shared.
+        make: gives the bundles, in the same order on all ranks; an error of it is this rank's.
+        moves: whether to do more than to compare what the ranks have.
+    """
+    if call.is_alone:
+        call.alone(lambda: manifest_of(make(), ""))
+        return
+    agreement = _Agreement(call, make)
+    yield
+    manifest = agreement.reach()
+    if not moves:
+        return
+    made: dict[int, torch.Tensor] = {}
+    with torch.inference_mode(mode=False):  # what is made here must serve autograd
+        buckets = _buckets(agreement.bundles, manifest, agreement.kinds, made)
+    # In this mode those tensors can be changed, too, that were made in it; and none is traced.
+    with torch.inference_mode(), call.traffic() as exchange:
+        _Moving(call, exchange).move(buckets, manifest.linked)
+    likes = [like for bundle in agreement.bundles for like in bundle.likes]
+    for at, gradient in made.items():
+        likes[at].grad = gradient
+
+
+class _Agreement:
+    """Whether all ranks have the same tensors to change.
+
+    Attributes:
+        bundles: this rank's.
+        kinds: of each tensor of all bundles.
+    """
+
+    def __init__(self, call: Call, make: Callable[[], Sequence[Bundle]]) -> None:
+        self.bundles: Sequence[Bundle] = ()
+        self.kinds: Sequence[Kind] = ()
+        self._call = call
+        self._manifest = Manifest((), b"", "")
+        self._mine = call.message(lambda: self._describe(make()))
+
+    def _describe(self, bundles: Sequence[Bundle]) -> bytes:
+        device = self._call.exchange.device.device
+        self.bundles = bundles
+        linked = "" if device is None else device.type
+        self._manifest, self.kinds = manifest_of(bundles, linked)
+        return self._manifest.digest
+
+    def reach(self) -> Manifest:
+        """What holds for all ranks.
+
+        Raises:
+            CollectiveError: they have other tensors, or some rank's can't be changed.
+        """
+        call = self._call
+        with call.traffic() as exchange:
+            messages = routes.all_gather(exchange, self._mine)
+            are_equal = False
+            if call.failures(messages) is None:
+                digests = {call.decode(message) for message in messages}
+                are_equal = len(digests) == 1
+        call.raise_failures(messages)
+        return self._manifest if are_equal else self._merge()
+
+    def _merge(self) -> Manifest:
+        call, mine = self._call, self._manifest
+        with call.traffic() as exchange:
+            described = call.message(lambda: (list(mine.lines), mine.present, mine.linked))
+            messages = routes.gather(exchange, described, routes.HUB)
+            answer = None if messages is None else self._answer(messages)
+            message = routes.broadcast(exchange, answer, routes.HUB)
+            if call.failures([message]) is None:
+                present, linked = call.decode(message)
+        call.raise_failures([message])
+        return Manifest(mine.lines, present, linked)
+
+    def _answer(self, messages: Sequence[Message]) -> Message:
+        call = self._call
+        failures = call.failures(messages)
+        if failures is not None:
+            return failures
+        try:
+            found = merged([Manifest(*call.decode(message)) for message in messages])
+        except DifferenceError as error:
+            return call.failure(DisagreementError({error.ranks[1]: str(error)}))
+        return call.message(lambda: (found.present, found.linked))
+
+
+class _Bucket:
+    """Tensors of one rule and dtype that travel as one; the same picture on all ranks.
+
+    Attributes:
+        rule: what becomes of them.
+        device_type: where they lie on all ranks.
+        tensors: this rank's own.
+        nbytes: of all of them.
+    """
+
+    def __init__(self, rule: Rule, device_type: str) -> None:
+        self.rule = rule
+        self.device_type = device_type
+        self.tensors: list[torch.Tensor] = []
+        self.nbytes = 0
+        self._views: list[torch.Tensor] = []
+        self._copied: list[int] = []
+        self._packed: torch.Tensor | None = None
+
+    def open(self) -> torch.Tensor:
+        """All elements one after another: a tensor's own memory where it is the only one."""
+        tensors = self.tensors
+        is_complex = tensors[0].is_complex()
+        # A tensor that torch conjugates or negates when it is read has no such memory, either.
+        self._copied = [
+            at
+            for at, each in enumerate(tensors)
+            if not each.is_contiguous() or each.is_neg() or (is_complex and each.is_conj())
+        ]
+        views = [each if each.dim() == 1 else each.reshape(-1) for each in tensors]
+        for at in self._copied:
+            copied = torch.empty(
+                tensors[at].shape, dtype=tensors[at].dtype, device=views[at].device
+            )
+            views[at] = copied.copy_(tensors[at]).view(-1)
+        self._views = views
+        self._packed = views[0] if len(views) == 1 else torch.cat(views)
+        return self._packed
+
+    def close(self, flat: torch.Tensor) -> None:
+        """Put what has become of the elements where they belong, and tell autograd."""
+        views, tensors = self._views, self.tensors
+        if flat is not self._packed or len(views) > 1:
+            sizes = [view.numel() for view in views]
+            torch.split_with_sizes_copy(flat.to(views[0].device), sizes, out=views)
+        elif not self._copied and not tensors[0].is_inference():
+            increment_version(tensors[0])  # what arrives over a link does not count as a change
+        for at in self._copied:
+            tensors[at].copy_(views[at].view(tensors[at].shape))
+        self._views, self._packed = [], None
+
+
+def _buckets(
+    bundles: Sequence[Bundle],
+    manifest: Manifest,
+    kinds: Sequence[Kind],
+    made: dict[int, torch.Tensor],
+) -> list[_Bucket]:
+    """Sort tensors by what all ranks know of them: rule, dtype, size and type of device."""
+    buckets: list[_Bucket] = []
+    open_ones: dict[str, _Bucket] = {}
+    likes = [like for bundle in bundles for like in bundle.likes]
+    tensors = [tensor for bundle in bundles for tensor in bundle.tensors]
+    for at, (kind, own) in enumerate(zip(kinds, tensors, strict=True)):
+        tensor, nbytes = own, kind.nbytes
+        if own is None and manifest.present[at]:
+            tensor = made[at] = torch.zeros_like(likes[at])
+        is_large = nbytes > SMALL_MAX_NBYTES
+        if tensor is None or not nbytes or (is_large and is_repeated(manifest.lines[at])):
+            continue
+        bucket = open_ones.get(kind.lot)
+        is_alone = is_large and kind.device_type == "cpu"
+        if is_alone or bucket is None or bucket.nbytes + nbytes > _BUCKET_MAX_NBYTES:
+            bucket = _Bucket(kind.rule, kind.device_type)
+            buckets.append(bucket)
+            if not is_alone:
+                open_ones[kind.lot] = bucket
+        bucket.tensors.append(tensor)
+        bucket.nbytes += nbytes
+    return buckets
+
+
+class _Moving:
+    """The transfers of one call on this rank."""
+
+    def __init__(self, call: Call, exchange: Exchange) -> None:
+        self._call = call
+        self._exchange = exchange
+
+    def move(self, buckets: Sequence[_Bucket], linked: str) -> None:
+        """Let all buckets travel: over the device link where it joins the tensors' devices."""
+        if self._exchange.gate.signer is not None:
+            # What travels outside of messages is not signed.
+            self._one_by_one(buckets, self._in_messages)
+            return
+        self._on_host([bucket for bucket in buckets if bucket.device_type != linked])
+        on_device = [bucket for bucket in buckets if bucket.device_type == linked]
+        self._one_by_one(on_device, self._on_device)
+
+    def _on_host(self, buckets: Sequence[_Bucket]) -> None:
+        flats = [(bucket, bucket.open().cpu()) for bucket in buckets]
+        shared = [flat.view(torch.uint8) for bucket, flat in flats if bucket.rule is Rule.SHARE]
+        averaged = [(bucket.rule, flat) for bucket, flat in flats if bucket.rule is not Rule.SHARE]
+        if shared:
+            self._exchange.relay(shared, self._call.root)
+        reduction.reduce_tensors(self._exchange, itertools.starmap(self._part, averaged), None)
+        for bucket, flat in flats:
+            bucket.close(flat)
+
+    def _one_by_one(
+        self, buckets: Sequence[_Bucket], carry: Callable[[Rule, torch.Tensor], None]
+    ) -> None:
+        """One bucket after another, so that packed memory is needed for one only."""
+        for bucket in buckets:
+            flat = bucket.open()
+            carry(bucket.rule, flat)
+            bucket.close(flat)
+
+    def _on_device(self, rule: Rule, flat: torch.Tensor) -> None:
+        if rule is Rule.SHARE:
+            self._exchange.device.broadcast_flat(flat.view(torch.uint8), self._call.root)
+        else:
+            reduce_on_device(self._exchange, [self._part(rule, flat)])
+
+    def _in_messages(self, rule: Rule, flat: torch.Tensor) -> None:
+        call = self._call
+        if rule is Rule.SHARE:
+            mine = call.message(lambda: flat) if call.is_root else None
+            message = routes.broadcast(self._exchange, mine, call.root)
+            if not call.is_root:
+                flat.copy_(call.decode(message))
+            return
+        # A copy, because the means take the place of what is still being sent.
+        messages = routes.all_gather(self._exchange, call.message(flat.clone))
+        operands = [
+            flat if rank == call.rank else call.decode(message).to(flat.device)
+            for rank, message in enumerate(messages)
+        ]
+        _averaging(rule, flat.dtype)(operands, flat)
+
+    def _part(self, rule: Rule, flat: torch.Tensor) -> reduction.Part:
+        return reduction.Part(
+            operand=flat,
+            result=flat,  # which the averages may share with an operand
+            dtype=flat.dtype,
+            result_dtype=flat.dtype,
+            numel=flat.numel(),
+            present=tuple(range(self._exchange.size)),
+            combine=_averaging(rule, flat.dtype),
+            kind=(rule, flat.dtype),
+        )
+
+
+def _averaging(rule: Rule, dtype: torch.dtype) -> reduction.Combine:
+    if rule is Rule.GRADIENTS:
+        return elementwise.average
+    wide = elementwise.wide_dtype("mean", dtype, None)
+    return lambda operands, into: elementwise.combine("mean", operands, into, wide)

@@ -1,0 +1,196 @@
+"""The names and signatures of ``flashy.distrib``, and what encodec and demucs have besides.
+
+``from objcomm.compat import flashy as distrib`` is the whole change in code that calls them. Ranks
+are global, and every function works without ``init_process_group``, in a world of one. Each does
+what the function of objcomm does that its docstring names, with that function's errors.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import objcomm
+from objcomm.errors import UsageError
+from objcomm.world import is_main, rank, world_size
+
+__all__ = [
+    "all_reduce",
+    "average",
+    "average_metrics",
+    "average_tensors",
+    "barrier",
+    "broadcast_model",
+    "broadcast_object",
+    "broadcast_tensors",
+    "eager_sync_gradients",
+    "eager_sync_model",
+    "is_distributed",
+    "is_rank_zero",
+    "loader",
+    "rank",
+    "rank_zero_only",
+    "share",
+    "sync_buffer",
+    "sync_grad",
+    "sync_gradients",
+    "sync_model",
+    "world_size",
+    "wrap",
+]
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_Tensors = Iterable[torch.Tensor]
+
+_NAMES = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "mean"}
+
+
+def is_rank_zero() -> bool:
+    """Whether this is global rank 0."""
+    return is_main()
+
+
+def is_distributed() -> bool:
+    """Whether there are other ranks."""
+    return world_size() > 1
+
+
+def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
+    """Let only rank 0 run a function; elsewhere it returns None, and nothing is communicated.
+
+    ``objcomm.main_process_only`` gives its result, or its exception, to all ranks.
+    """
+
+    @functools.wraps(fn)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return fn(*args, **kwargs) if is_main() else None
+
+    return wrapped
+
+
+def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """``objcomm.all_reduce`` of one tensor, into that tensor, which is also returned.
+
+    Raises:
+        UsageError: ``op`` has no name in objcomm, or is the mean of integers.
+    """
+    name = _NAMES.get(str(op).rpartition(".")[2])
+    if name is None:
+        raise UsageError(f"all_reduce: op={op!r} is none of {', '.join(_NAMES)}")
+    result = objcomm.all_reduce(tensor, name)
+    if result.dtype != tensor.dtype:
+        raise UsageError(f"all_reduce: the mean of {tensor.dtype} is none; call objcomm.all_reduce")
+    with torch.no_grad():
+        return tensor.copy_(result)
+
+
+def average_metrics(metrics: Mapping[str, Any], count: float = 1.0) -> dict[str, float]:
+    """``objcomm.average_metrics``."""
+    return objcomm.average_metrics(metrics, count)
+
+
+@overload
+def average(metrics: Mapping[str, Any], count: float = 1.0) -> dict[str, float]: ...
+@overload
+def average(metrics: Sequence[Any], count: float = 1.0) -> list[float]: ...
+def average(
+    metrics: Mapping[str, Any] | Sequence[Any], count: float = 1.0
+) -> dict[str, float] | list[float]:
+    """``objcomm.average_metrics`` of a dict, or of numbers in order, as demucs has it."""
+    if isinstance(metrics, Mapping):
+        return objcomm.average_metrics(metrics, count)
+    numbered = {str(place): value for place, value in enumerate(metrics)}
+    return list(objcomm.average_metrics(numbered, count).values())
+
+
+def wrap(model: torch.nn.Module) -> torch.nn.Module:
+    """``objcomm.wrap``."""
+    return objcomm.wrap(model)
+
+
+def average_tensors(tensors: _Tensors) -> None:
+    """``objcomm.average_tensors``."""
+    objcomm.average_tensors(tensors)
+
+
+def broadcast_tensors(tensors: _Tensors, src: int = 0) -> None:
+    """``objcomm.broadcast_tensors``."""
+    objcomm.broadcast_tensors(tensors, src)
+
+
+def broadcast_model(model: torch.nn.Module, src: int = 0) -> None:
+    """``objcomm.broadcast_model``."""
+    objcomm.broadcast_model(model, src)
+
+
+def sync_gradients(params: _Tensors) -> None:
+    """``objcomm.sync_gradients``."""
+    objcomm.sync_gradients(params)
+
+
+def sync_grad(params: _Tensors) -> None:
+    """``objcomm.sync_gradients``, as encodec calls it."""
+    objcomm.sync_gradients(params)
+
+
+def sync_buffer(buffers: _Tensors, average: bool = True) -> None:  # noqa: FBT001, FBT002  # encodec's signature
+    """``objcomm.sync_buffers``, as encodec calls it."""
+    objcomm.sync_buffers(buffers, average=average)
+
+
+def eager_sync_gradients(params: _Tensors) -> AbstractContextManager[None]:
+    """``objcomm.eager_sync_gradients``."""
+    return objcomm.eager_sync_gradients(params)
+
+
+def sync_model(
+    model: torch.nn.Module,
+    sync_buffers: bool = True,  # noqa: FBT001, FBT002  # flashy's signature
+    average_buffers: bool = True,  # noqa: FBT001, FBT002  # likewise
+) -> None:
+    """``objcomm.sync_model``."""
+    objcomm.sync_model(model, sync_buffers=sync_buffers, average_buffers=average_buffers)
+
+
+def eager_sync_model(
+    model: torch.nn.Module,
+    sync_buffers: bool = True,  # noqa: FBT001, FBT002  # flashy's signature
+    average_buffers: bool = True,  # noqa: FBT001, FBT002  # likewise
+) -> AbstractContextManager[None]:
+    """``objcomm.eager_sync_model``."""
+    return objcomm.eager_sync_model(
+        model, sync_buffers=sync_buffers, average_buffers=average_buffers
+    )
+
+
+def loader(
+    dataset: Any,
+    *args: Any,
+    shuffle: bool = False,
+    klass: Callable[..., Any] = DataLoader,
+    **kwargs: Any,
+) -> Any:
+    """``objcomm.loader``."""
+    return objcomm.loader(dataset, *args, shuffle=shuffle, klass=klass, **kwargs)
+
+
+def broadcast_object(obj: Any = None, src: int = 0, device: Any = None) -> Any:
+    """``objcomm.broadcast``; ``device`` said where bytes are staged, and has no effect."""
+    del device
+    return objcomm.broadcast(obj, src)
+
+
+def share(obj: Any = None, src: int = 0) -> Any:
+    """``objcomm.broadcast``, as demucs calls it."""
+    return objcomm.broadcast(obj, src)
+
+
+def barrier() -> None:
+    """``objcomm.barrier``."""
+    objcomm.barrier()

@@ -1,0 +1,389 @@
+"""A model's tensors on all ranks: shared from one, or averaged, in place."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from objcomm.buckets import synchronise
+from objcomm.call import Call
+from objcomm.frames import Operation
+from objcomm.group import Timeout
+from objcomm.manifests import Bundle, Rule
+from objcomm.together import fail_together
+from objcomm.world import GroupLike, process_group_of
+
+#: Tensors, or names and tensors as ``named_parameters()`` gives them.
+Tensors: TypeAlias = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def broadcast_tensors(
+    tensors: Tensors,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> None:
+    """Overwrite tensors of every rank with one rank's, whatever their dtypes.
+
+    Every rank of ``group`` must call this, with as many tensors of equal dtypes, shapes and types
+    of device, in the same order. That is compared before anything moves. Small tensors travel
+    together; large ones go from their own memory into their own.
+
+    Args:
+        tensors: what to overwrite, or pairs of a name, which errors show and which must agree,
+            and a tensor. Strides are free; parameters and other leaves that require gradients
+            may be among them. Two of them must not overlap in part.
+        src: global rank whose tensors all get.
+        group_src: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        NotInGroupError: this rank is no member of ``group``.
+        CollectiveError: two ranks have other tensors, and the error names the first difference and
+            the two; or some rank's can't be changed in place (sparse, expanded, without memory).
+            Every rank, and nothing has changed.
+        DesyncError: another rank is in another operation. The rank that sees it.
+        TransportTimeout: the limit passed. Every rank that still waited; what its tensors hold
+            is undefined.
+        TransportError: a rank died. Every rank that waited for it, and likewise.
+
+    Example:
+        >>> import objcomm, torch
+        >>> counts = torch.tensor([3, 4])
+        >>> objcomm.broadcast_tensors([counts])
+        >>> counts
+        tensor([3, 4])
+    """
+    call = Call(
+        Operation.BROADCAST_TENSORS,
+        group=group,
+        timeout=timeout,
+        codec="msgpack",
+        global_root=src,
+        group_root=group_src,
+        has_root=True,
+    )
+    call.run(synchronise(call, lambda: [_bundle(Rule.SHARE, tensors)]))
+
+
+def average_tensors(tensors: Tensors, *, group: GroupLike = None, timeout: Timeout = None) -> None:
+    """Replace tensors of every rank by their mean over the ranks, in place.
+
+    Every rank of ``group`` must call this, as ``broadcast_tensors``. Means are taken in float64,
+    in rank order, and rounded once to the tensor's own dtype: halves do not overflow, equal tensors
+    stay as they are, and all ranks get the same bits. Tensors that have no mean of their own dtype
+    (integers, bools, 8-bit floats) become those of the group's first rank; none is left out.
+
+    Args:
+        tensors: as in ``broadcast_tensors``.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Raises:
+        ObjcommError: whatever ``broadcast_tensors`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm, torch
+        >>> weights = torch.tensor([1.5, 2.0])
+        >>> objcomm.average_tensors([weights])
+        >>> weights
+        tensor([1.5000, 2.0000])
+    """
+    call = Call(Operation.AVERAGE_TENSORS, group=group, timeout=timeout, codec="msgpack")
+    call.run(synchronise(call, lambda: [_bundle(Rule.AVERAGE, tensors)]))
+
+
+def sync_buffers(
+    buffers: Tensors, *, average: bool = True, group: GroupLike = None, timeout: Timeout = None
+) -> None:
+    """Make a model's buffers equal on every rank, in place.
+
+    Every rank of ``group`` must call this, as ``broadcast_tensors``. Counters, indices and masks
+    are shared from the group's first rank, whatever ``average`` says.
+
+    Args:
+        buffers: as in ``broadcast_tensors``, such as ``model.named_buffers()``.
+        average: whether those with fractions are averaged, as ``average_tensors`` does; if not,
+            all become the group's first rank's, as in DistributedDataParallel.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Raises:
+        ObjcommError: whatever ``broadcast_tensors`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm, torch
+        >>> objcomm.sync_buffers(torch.nn.BatchNorm1d(4).named_buffers())
+    """
+    call = Call(Operation.SYNC_BUFFERS, group=group, timeout=timeout, codec="msgpack")
+    rule = Rule.AVERAGE if average else Rule.SHARE
+    call.run(synchronise(call, lambda: [_bundle(rule, buffers)]))
+
+
+#: encodec's name for it.
+sync_buffer = sync_buffers
+
+
+def sync_gradients(params: Tensors, *, group: GroupLike = None, timeout: Timeout = None) -> None:
+    """Average parameters' gradients over the ranks, in place; to be called after ``backward``.
+
+    Every rank of ``group`` must call this, with the same parameters in the same order. Gradients
+    come out as DistributedDataParallel's: each rank's share is added up in rank order, halves in
+    float32. All that has accumulated since the last ``zero_grad`` counts.
+
+    A gradient that is None on some ranks counts as zeros there, and they get the average too; one
+    that is None on all ranks stays None. So does DistributedDataParallel with
+    ``find_unused_parameters=True``.
+
+    Args:
+        params: parameters, or pairs of a name and a parameter, such as
+            ``model.named_parameters()``; as in ``broadcast_tensors``.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Raises:
+        CollectiveError: two ranks have other parameters, or some rank none, and the error names
+            the first difference and the two ranks; or a gradient is sparse. Every rank, and no
+            gradient has changed.
+        ObjcommError: whatever else ``broadcast_tensors`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model(torch.ones(3, 2)).sum().backward()
+        >>> objcomm.sync_gradients(model.named_parameters())
+        >>> model.bias.grad
+        tensor([3.])
+    """
+    call = Call(Operation.SYNC_GRADIENTS, group=group, timeout=timeout, codec="msgpack")
+    call.run(synchronise(call, lambda: [_gradients(params)]))
+
+
+#: encodec's name for it.
+sync_grad = sync_gradients
+
+
+@contextlib.contextmanager
+def eager_sync_gradients(
+    params: Tensors, *, group: GroupLike = None, timeout: Timeout = None
+) -> Iterator[None]:
+    """Run a block with any number of ``backward`` calls, then average the gradients.
+
+    Every rank of ``group`` must enter the block. At its end gradients are what ``sync_gradients``
+    makes of them, those accumulated before the block included. An exception that escapes from the
+    block on one rank is raised on all, also where they wait in another operation, and no gradient
+    is averaged then.
+
+    Args:
+        params: as in ``sync_gradients``.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Raises:
+        CollectiveError: the block failed on some rank; every rank, from its own exception where it
+            has one, and later calls work. Or whatever ``sync_gradients`` says.
+        ObjcommError: whatever else ``fail_together`` and ``sync_gradients`` raise.
+
+    Example:
+        >>> import objcomm, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with objcomm.eager_sync_gradients(model.parameters()):
+        ...     for batch in torch.ones(4, 3, 2):
+        ...         model(batch).sum().backward()
+        >>> model.bias.grad
+        tensor([12.])
+    """
+    kept: list[Any] = list(params)  # an iterator may not outlive the block
+    with fail_together(group=group, timeout=timeout):
+        yield
+    sync_gradients(kept, group=group, timeout=timeout)
+
+
+def sync_model(
+    model: torch.nn.Module,
+    *,
+    sync_buffers: bool = True,
+    average_buffers: bool = True,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> None:
+    """Average a model's gradients, and make its buffers equal; to be called after ``backward``.
+
+    Every rank of ``group`` must call this, with the same parameters and buffers by name, order,
+    dtype and shape.
+
+    Args:
+        model: whose.
+        sync_buffers: whether buffers are synchronised.
+        average_buffers: how, as ``average`` in ``sync_buffers``.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Raises:
+        ObjcommError: whatever ``sync_gradients`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model(torch.ones(3, 2)).sum().backward()
+        >>> objcomm.sync_model(model)
+    """
+    call = Call(Operation.SYNC_MODEL, group=group, timeout=timeout, codec="msgpack")
+    rule = Rule.AVERAGE if average_buffers else Rule.SHARE
+
+    def bundles() -> Sequence[Bundle]:
+        buffers = model.named_buffers() if sync_buffers else ()
+        return [_gradients(model.named_parameters()), _bundle(rule, buffers)]
+
+    call.run(synchronise(call, bundles))
+
+
+@contextlib.contextmanager
+def eager_sync_model(
+    model: torch.nn.Module,
+    *,
+    sync_buffers: bool = True,
+    average_buffers: bool = True,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> Iterator[None]:
+    """Run a block with any number of ``backward`` calls, then do what ``sync_model`` does.
+
+    Every rank of ``group`` must enter the block. A failure in it is every rank's, as in
+    ``eager_sync_gradients``.
+
+    Args:
+        model: whose.
+        sync_buffers: as in ``sync_model``.
+        average_buffers: as in ``sync_model``.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Raises:
+        ObjcommError: whatever ``eager_sync_gradients`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm, torch
+        >>> model = torch.nn.BatchNorm1d(2)
+        >>> with objcomm.eager_sync_model(model):
+        ...     model(torch.ones(3, 2)).sum().backward()
+    """
+    with fail_together(group=group, timeout=timeout):
+        yield
+    sync_model(
+        model,
+        sync_buffers=sync_buffers,
+        average_buffers=average_buffers,
+        group=group,
+        timeout=timeout,
+    )
+
+
+def broadcast_model(
+    model: torch.nn.Module,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> None:
+    """Overwrite a model's parameters and buffers on every rank with one rank's.
+
+    Every rank of ``group`` must call this, with the same parameters and buffers by name, order,
+    dtype and shape.
+
+    Args:
+        model: whose.
+        src: global rank whose model all get.
+        group_src: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Raises:
+        ObjcommError: whatever ``broadcast_tensors`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm, torch
+        >>> objcomm.broadcast_model(torch.nn.Linear(2, 1))
+    """
+    call = Call(
+        Operation.BROADCAST_MODEL,
+        group=group,
+        timeout=timeout,
+        codec="msgpack",
+        global_root=src,
+        group_root=group_src,
+        has_root=True,
+    )
+
+    def bundles() -> Sequence[Bundle]:
+        parts = (model.named_parameters(), model.named_buffers())
+        return [_bundle(Rule.SHARE, part) for part in parts]
+
+    call.run(synchronise(call, bundles))
+
+
+def wrap(
+    model: torch.nn.Module, *, group: GroupLike = None, timeout: Timeout = None, **options: Any
+) -> torch.nn.Module:
+    """Put a model into ``torch.nn.parallel.DistributedDataParallel`` where there are other ranks.
+
+    Every rank of ``group`` must call this, with the same parameters and buffers by name, order,
+    dtype and shape: they are compared first, where torch may wait for ever.
+
+    Args:
+        model: on the CPU, or on one device.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta, for the comparison; the group's own if None.
+        options: more keywords for DistributedDataParallel, such as ``find_unused_parameters``.
+
+    Returns:
+        The wrapped model; the model itself in a world of one, and where no parameter requires a
+        gradient.
+
+    Raises:
+        CollectiveError: two ranks have other models. Every rank.
+        ObjcommError: whatever else ``broadcast_tensors`` raises, on the same ranks.
+
+    Example:
+        >>> import objcomm, torch
+        >>> objcomm.wrap(torch.nn.Linear(2, 1))
+        Linear(in_features=2, out_features=1, bias=True)
+    """
+    call = Call(Operation.WRAP, group=group, timeout=timeout, codec="msgpack")
+    trained: list[tuple[str, torch.Tensor]] = []
+
+    def bundles() -> Sequence[Bundle]:
+        trained.extend(each for each in model.named_parameters() if each[1].requires_grad)
+        return [_bundle(Rule.SHARE, trained), _bundle(Rule.SHARE, model.named_buffers())]
+
+    call.run(synchronise(call, bundles, moves=False))
+    if call.is_alone or not trained:
+        return model
+    devices = {parameter.device for parameter in model.parameters()}
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    return torch.nn.parallel.DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device.index],
+        process_group=process_group_of(group),
+        **options,
+    )
+
+
+def _bundle(rule: Rule, tensors: Tensors) -> Bundle:
+    given: list[Any] = list(tensors)
+    if given and isinstance(given[0], tuple):
+        names, found = ([str(each[0]) for each in given], [each[1] for each in given])
+    else:
+        names, found = [""] * len(given), given
+    return Bundle(rule, names, found, found)
+
+
+def _gradients(params: Tensors) -> Bundle:
+    _, names, found, _ = _bundle(Rule.GRADIENTS, params)
+    return Bundle(Rule.GRADIENTS, names, found, [parameter.grad for parameter in found])

@@ -1,0 +1,220 @@
+"""``objcomm.compat.axolotl``: axolotl's functions, and what is cured in them."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import objcomm
+from objcomm import CollectiveError, StartError, UsageError
+from objcomm.compat import axolotl as distributed
+from tests.group.helpers import assert_group_works, tell_all
+from tests.ranks import ranks, solo
+from tests.same import assert_same
+from tests.workers import here
+
+
+def _fail_on(rank: int) -> Callable[[], int]:
+    def fn() -> int:
+        if objcomm.rank() == rank:
+            raise LookupError("no batches")
+        return 1
+
+    return fn
+
+
+# float32 changed the first three, and types were guessed from values.
+SCALARS: list[Any] = [2**24 + 1, 2**31, 0.1, 2.0, True]
+
+
+@ranks(1, 2, 4)
+def test_values_arrive_as_they_are() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    for value in SCALARS:
+        want = [value] * size if rank == 0 else None
+        assert_same(distributed.gather_scalar_from_all_ranks(lambda: value), want, sharing=False)  # noqa: B023  # at once
+        assert_same(distributed.compute_and_broadcast(lambda: value), value)  # noqa: B023
+        shared = distributed.reduce_and_broadcast(lambda: value, lambda values: values)  # noqa: B023
+        assert_same(shared, [value] * size, sharing=False)
+    # Axolotl needed the right number here, and documents a rank that it does not take.
+    for world_size in (1, size, 99):
+        got = distributed.gather_from_all_ranks(lambda: [rank, "x"], world_size, rank=rank)
+        assert got == ([[each, "x"] for each in range(size)] if rank == 0 else None)
+        scalars = distributed.gather_scalar_from_all_ranks(lambda: rank, world_size=world_size)
+        assert scalars == (list(range(size)) if rank == 0 else None)
+    vals = {"lr": 0.1, "n": 2**40, "w": torch.ones(2), "rank": rank}
+    assert_same(distributed.broadcast_dict(vals), vals | {"rank": 0})
+    distributed.barrier()
+
+
+@ranks(1, 2, 4)
+def test_a_raise_on_one_rank_is_raised_on_all_where_axolotl_hung() -> None:
+    rank, last = objcomm.rank(), objcomm.world_size() - 1
+    calls: list[tuple[int, Callable[[], object]]] = [
+        (last, lambda: distributed.gather_scalar_from_all_ranks(_fail_on(last))),
+        (last, lambda: distributed.gather_from_all_ranks(_fail_on(last))),
+        (0, lambda: distributed.compute_and_broadcast(_fail_on(0))),
+        (last, lambda: distributed.reduce_and_broadcast(_fail_on(last), len)),
+        (0, lambda: distributed.reduce_and_broadcast(lambda: 1, lambda _: _fail_on(0)())),
+        (0, lambda: _pass_first(_fail_on(0))),
+        (last, lambda: _pass_first(_fail_on(last))),
+        (0, lambda: _pass_zero_only(_fail_on(0))),
+    ]
+    for failing, call in calls:
+        with pytest.raises(CollectiveError) as caught:
+            call()
+        assert list(caught.value.failures) == [failing]
+        assert caught.value.failures[failing].message == "no batches"
+        assert isinstance(caught.value.__cause__, LookupError) == (rank == failing)
+    with pytest.raises(CollectiveError, match="no scalar"):
+        distributed.gather_scalar_from_all_ranks(lambda: [1, 2])
+    assert_group_works()
+
+
+def _pass_first(fn: Callable[[], object]) -> None:
+    with distributed.zero_first(distributed.is_main_process()):
+        fn()
+
+
+def _pass_zero_only(fn: Callable[[], object]) -> None:
+    with distributed.zero_only() as is_zero:
+        if is_zero:
+            fn()
+
+
+@ranks(1, 2, 4)
+def test_zero_comes_first_and_alone() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    store = here().store("order")
+    askers: list[Callable[[], bool]] = [distributed.is_main_process, lambda: rank == 0]
+    for number, is_main in enumerate(askers):
+        with (
+            distributed.zero_first(is_main()),
+            distributed.zero_first(is_main()),  # nested, as in axolotl
+        ):
+            place = store.add(f"entered{number}", 1)
+            if size > 1:
+                with pytest.raises(UsageError, match="inside of"):  # it hung, or met another call
+                    objcomm.all_gather(1)
+        assert (place == 1) == (rank == 0)
+        assert objcomm.all_gather(place)[0] == 1
+    ran = []
+    with distributed.zero_only() as is_zero:
+        if is_zero:
+            ran.append(rank)
+    assert ran == ([0] if rank == 0 else [])
+    for flag in (rank == size - 1, True, False):  # as far as it is not rank 0's alone
+        if size > 1:
+            with pytest.raises(UsageError, match="zero_first: is_main is true on"):
+                _pass_first_as(flag=flag)
+    assert_group_works()
+
+
+def _pass_first_as(*, flag: bool) -> None:
+    with distributed.zero_first(flag):
+        raise AssertionError("no rank may enter")
+
+
+def _launch_as(rank: int, size: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
+
+
+@ranks(2, joined=False)
+def test_questions_have_no_side_effect_and_calls_join_by_themselves() -> None:
+    rank = here().rank
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = tell_all("port", str(probe.getsockname()[1]))[0]
+    _launch_as(rank, 2)
+    os.environ["MASTER_PORT"] = port
+    os.environ["LOCAL_RANK"] = "0"  # each on a host of its own, as far as it is told
+    before = (distributed.is_main_process(), distributed.is_local_main_process())
+    assert before == (rank == 0, True)  # axolotl asked LOCAL_RANK, and changed its answer later
+    assert distributed.is_distributed()
+    assert distributed.get_world_size() == 2
+    assert distributed.get_distributed_state() is None
+    assert not objcomm.is_initialized()
+    distributed.barrier()
+    assert objcomm.is_initialized()
+    assert (distributed.is_main_process(), distributed.is_local_main_process()) == before
+    assert distributed.get_world_size() == 2
+    state = distributed.get_distributed_state()
+    assert state is not None
+    assert (state.process_index, state.num_processes, state.local_process_index) == (rank, 2, 0)
+    assert (state.is_main_process, state.is_local_main_process) == before
+    assert state.use_distributed
+    distributed.init_distributed_state()
+    assert_group_works()
+    tell_all("done", "")
+    distributed.cleanup_distributed()
+    distributed.cleanup_distributed()
+    assert not objcomm.is_initialized()
+
+
+@solo()
+def test_alone_everything_works_without_torch_distributed() -> None:
+    assert distributed.gather_scalar_from_all_ranks(lambda: 2.0) == [2.0]
+    assert distributed.gather_from_all_ranks(lambda: [1]) == [[1]]
+    assert distributed.compute_and_broadcast(lambda: 2**24 + 1) == 2**24 + 1  # axolotl's raised
+    assert distributed.reduce_and_broadcast(lambda: 3, len) == 1
+    vals = {"a": 1}
+    assert distributed.broadcast_dict(vals) is vals
+    with distributed.zero_first(is_main=True), distributed.zero_only() as is_zero:
+        assert is_zero
+    distributed.barrier()
+    assert not distributed.is_distributed()
+    assert distributed.is_main_process()
+    assert distributed.is_local_main_process()
+    assert distributed.get_distributed_state() is None
+    assert (distributed.get_world_size(), distributed.get_device_count()) == (1, 1)
+    assert distributed.get_device_type() == torch.device("cpu")
+    assert distributed.get_current_device() == 0
+    distributed.cleanup_distributed()
+    assert not objcomm.is_initialized()
+
+
+@solo()
+def test_what_goes_wrong_at_the_start_is_raised() -> None:
+    os.environ["AXOLOTL_NCCL_TIMEOUT"] = "soon"
+    with pytest.raises(UsageError, match="AXOLOTL_NCCL_TIMEOUT='soon'"):
+        distributed.init_distributed_state()
+    os.environ["AXOLOTL_NCCL_TIMEOUT"] = "1"
+    _launch_as(1, 2)
+    with pytest.raises(StartError):  # nobody else comes
+        distributed.barrier()
+    os.environ["RANK"] = "7"
+    with pytest.raises(UsageError, match="RANK=7"):
+        distributed.is_main_process()
+
+
+class _Accelerator:
+    """A device of a kind that axolotl's cleanup knew and its questions did not."""
+
+    waits = 0
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def device_count() -> int:
+        return 4
+
+    @staticmethod
+    def current_device() -> int:
+        return 2
+
+    @classmethod
+    def synchronize(cls) -> None:
+        cls.waits += 1
+
+
+def test_every_accelerator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "xpu", _Accelerator)
+    assert distributed.get_device_type() == torch.device("xpu")
+    assert (distributed.get_device_count(), distributed.get_current_device()) == (4, 2)
+    distributed.cleanup_distributed()
+    assert _Accelerator.waits == 1

@@ -1,0 +1,121 @@
+"""flashy's, encodec's and demucs' functions under their own names, with what was wrong cured."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import objcomm
+from objcomm import CollectiveError, UsageError
+from objcomm.compat import flashy as distrib
+from tests.group.helpers import assert_group_works
+from tests.ranks import ranks, solo
+
+
+def use_documented(rank: int, size: int) -> None:
+    """A program as flashy's documentation has it, which runs unchanged but for its import."""
+    assert (distrib.rank(), distrib.world_size()) == (rank, size)
+    assert distrib.is_rank_zero() == (rank == 0)
+    assert distrib.is_distributed() == (size > 1)
+
+    @distrib.rank_zero_only
+    def log(line: str, *, end: str = "") -> str:
+        return line + end
+
+    assert log("epoch 1", end=".") == ("epoch 1." if rank == 0 else None)
+    torch.manual_seed(rank)
+    model: Any = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    distrib.broadcast_model(model)
+    weight = model[0].weight.detach()
+    assert all(torch.equal(everyone, weight) for everyone in objcomm.all_gather(weight))
+    train = distrib.loader(torch.rand(9, 4), batch_size=3, shuffle=True)
+    train.sampler.set_epoch(1)
+    for images in train:
+        with distrib.eager_sync_model(model):
+            model(images).square().mean().backward()
+        model(images).square().mean().backward()
+        distrib.sync_model(model, True, False)  # noqa: FBT003  # as flashy lets one
+    distrib.sync_gradients(model.parameters())
+    with distrib.eager_sync_gradients(p for p in model.parameters()):
+        model(torch.rand(2, 4)).sum().backward()
+    gradient = model[0].weight.grad
+    assert all(torch.equal(everyone, gradient) for everyone in objcomm.all_gather(gradient))
+    tested = [len(batch) for batch in distrib.loader(torch.rand(9, 4), 2)]
+    assert sum(objcomm.all_gather(sum(tested))) == 9
+    distrib.barrier()
+    assert (distrib.wrap(model) is model) == (size == 1)
+
+
+@ranks(1, 2, 4)
+def test_a_program_for_flashy_runs() -> None:
+    use_documented(objcomm.rank(), objcomm.world_size())
+
+
+@solo()
+def test_a_program_for_flashy_runs_without_torch_distributed() -> None:
+    assert not dist.is_initialized()
+    use_documented(0, 1)
+    assert distrib.average_metrics({}) == {}
+    assert distrib.average_metrics({"loss": torch.tensor(2)}, 0.5) == {"loss": 2.0}
+    assert distrib.broadcast_object("config", 0, "cpu") == distrib.share("config") == "config"
+
+
+@ranks(2, 3)
+def test_what_was_wrong_in_flashy_and_its_ancestors_is_cured() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    # float32 metrics: an epoch above 2**24 lost its last bit
+    assert distrib.average_metrics({"epoch": 2**24 + 1}, count=3.0) == {"epoch": 2.0**24 + 1}
+    # metrics were matched by their places
+    names = ("loss", "accuracy") if rank else ("accuracy", "loss")
+    metrics = {name: {"loss": 2.0, "accuracy": 0.5}[name] for name in names}
+    assert distrib.average_metrics(metrics) == metrics
+    assert list(distrib.average_metrics(metrics)) == list(names)
+    with pytest.raises(CollectiveError, match="rare"):
+        distrib.average_metrics({"loss": 1.0} | ({"rare": 1.0} if rank else {}))
+    # an empty dict was an error of zip, on that rank only
+    assert distrib.average_metrics({}) == {}
+    assert math.isnan(distrib.average_metrics({"loss": 1.0}, count=0)["loss"])
+    assert distrib.average([rank, 5], count=1) == [(size - 1) / 2, 5.0]
+    assert distrib.average({"loss": rank}) == {"loss": (size - 1) / 2}
+    # all_reduce returned nothing
+    total = torch.tensor([rank + 1])
+    assert distrib.all_reduce(total) is total
+    assert total.tolist() == [size * (size + 1) // 2]
+    assert distrib.all_reduce(torch.tensor([rank]), dist.ReduceOp.MAX).tolist() == [size - 1]
+    # the source also got a copy, because a function was compared with a number
+    mine = {"rank": rank}
+    for share in (distrib.broadcast_object, distrib.share):
+        assert share(mine, 1) == {"rank": 1}
+        assert (share(mine, 1) is mine) == (rank == 1)
+    # sync_buffer divided by a function; integer and bool buffers were never synchronised
+    buffers: list[Any] = [torch.tensor([rank, 0.0]), torch.tensor(rank), torch.tensor(rank == 0)]
+    distrib.sync_buffer(buffers)
+    assert [each.tolist() for each in buffers] == [[(size - 1) / 2, 0.0], 0, True]
+    buffers = [torch.tensor([float(rank)]), torch.tensor(rank)]
+    distrib.sync_buffer(buffers, False)  # noqa: FBT003  # as encodec lets one
+    assert [each.tolist() for each in buffers] == [[0.0], 0]
+    numbers = torch.tensor([rank])
+    distrib.broadcast_tensors([numbers], 1)
+    assert numbers.tolist() == [1]
+    # half sums overflowed before they were divided
+    halves = torch.full((3,), 60000.0, dtype=torch.float16)
+    distrib.average_tensors([halves])
+    assert halves.tolist() == [60000.0] * 3
+    # the guard itself waited for ever where a rank had nothing
+    with pytest.raises(CollectiveError, match=r"Rank 0 lacks tensor 0"):
+        distrib.sync_grad([nn.Parameter(torch.ones(1))] if rank else [])
+    assert_group_works()
+
+
+@ranks(2)
+def test_operators_that_objcomm_has_not_are_refused_before_any_traffic() -> None:
+    with pytest.raises(UsageError, match="BAND"):
+        distrib.all_reduce(torch.tensor([1]), dist.ReduceOp.BAND)
+    numbers = torch.tensor([objcomm.rank()])
+    with pytest.raises(UsageError, match=r"the mean of torch\.int64"):
+        distrib.all_reduce(numbers, dist.ReduceOp.AVG)
+    assert numbers.tolist() == [objcomm.rank()]
+    assert_group_works()

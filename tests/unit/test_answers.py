@@ -1,0 +1,120 @@
+"""What arrives in a reduction of leaves must fit what this rank gave, whoever sent it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from objcomm import structures
+from objcomm.answers import Place, operand, received
+from objcomm.errors import DecodeError
+from objcomm.ops import operator_for
+
+LARGE = torch.zeros(8)
+MINE = {"a": 1, "b": LARGE, "c": [2.0]}
+
+
+def structure_of(obj: Any) -> Any:
+    return structures.describe(obj, operator_for("sum"), 1)[0]
+
+
+def place(**fields: Any) -> Place:
+    made: dict[str, Any] = {
+        "structure": structure_of(MINE),
+        "rank": 1,
+        "size": 3,
+        "is_taker": True,
+        "may_follow": True,
+        "linked": "",
+        "most_nbytes": 1000,
+    }
+    return Place(**made | fields)
+
+
+ALL = (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (None, (6, 6.0), ((1, ALL),), ""),
+        (None, (6, LARGE, 6.0), (), ""),
+        (structure_of({"b": LARGE, "c": [2.0], "a": 1}), (6.0, 6), ((0, ALL),), ""),
+        (structure_of({**MINE, "d": (LARGE, 1)}), (6, 6.0, 1), ((1, ALL), (3, (0, 2))), ""),
+    ],
+    ids=["follows", "folded", "another order", "a part that this rank lacks"],
+)
+def test_a_right_answer_is_taken(answer: Any) -> None:
+    found = received(answer, place())
+    assert tuple(found) == answer
+
+
+WRONG: dict[str, Any] = {
+    "none": None,
+    "short": (None, ()),
+    "no list": (None, {"a": 1}, (), ""),
+    "too few results": (None, (1,), (), ""),
+    "too many results": (None, (1, 2, 3, 4), (), ""),
+    "no such leaf": (None, (1, 2), ((9, ALL),), ""),
+    "twice": (None, (1,), ((1, ALL), (1, ALL)), ""),
+    "a number follows": (None, (1, 2), ((0, ALL),), ""),
+    "without this rank": (None, (1, 2), ((1, (0, 2)),), ""),
+    "no such rank": (None, (1, 2), ((1, (0, 1, 7)),), ""),
+    "another type": (structure_of([1, LARGE, [2.0]]), (1, 2, 3), (), ""),
+    "another shape": (structure_of({**MINE, "b": torch.zeros(9)}), (1, 2, 3), (), ""),
+    "a key less": (structure_of({"a": 1, "b": LARGE}), (1, 2), (), ""),
+    "a longer list": (structure_of({**MINE, "c": [2.0, 1]}), (1, 2, 3, 4), (), ""),
+    "a class of the sender's": (
+        structure_of({**MINE, "d": structures.Leaf(1, {})}),
+        (1, 2, 3, 4, 5),
+        (),
+        "",
+    ),
+    "gigabytes": (
+        structure_of({**MINE, "d": torch.zeros(1, dtype=torch.int8).expand(2**40)}),
+        (1, 2, 3),
+        ((3, (0, 2)),),
+        "",
+    ),
+    "another device link": (None, (6, 6.0), ((1, ALL),), "cuda"),
+    "no device link": (None, (6, 6.0), ((1, ALL),), None),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_answer_is_refused(kind: str) -> None:
+    with pytest.raises(DecodeError, match="reduction"):
+        received(WRONG[kind], place())
+
+
+def test_what_travelled_already_does_not_follow() -> None:
+    with pytest.raises(DecodeError, match="travelled"):
+        received((None, (6, 6.0), ((1, ALL),), ""), place(may_follow=False))
+
+
+def test_who_gave_nothing_takes_nothing() -> None:
+    with pytest.raises(DecodeError, match="gave nothing"):
+        received((None, (), (), ""), place(structure=None))
+
+
+def test_an_operand_is_what_its_structure_says() -> None:
+    structure = structure_of(MINE)
+    for leaves in ([1, LARGE, 2.0], [1, None, 2.0]):
+        assert operand((structure, leaves, "cuda"))[1] is leaves
+
+
+@pytest.mark.parametrize(
+    "leaves", [[1, LARGE], [1, torch.zeros(9), 2.0], [1, b"raw", 2.0], 5, (1, LARGE, 2.0)]
+)
+def test_an_operand_that_is_something_else_is_refused(leaves: Any) -> None:
+    with pytest.raises(DecodeError, match="reduction"):
+        operand((structure_of(MINE), leaves, ""))
+
+
+def test_the_type_of_a_device_is_text() -> None:
+    structure, leaves, linked = operand((structure_of(MINE), [1, LARGE, 2.0], "cuda"))
+    assert (structure, linked) == (structure_of(MINE), "cuda")
+    with pytest.raises(DecodeError, match="device"):
+        operand((structure, leaves, 5))
+    told = (None, (6, 6.0), ((1, ALL),), "cuda")
+    assert received(told, place(linked="cuda")).linked == "cuda"
