@@ -95,6 +95,26 @@ def _skewed(
     return pick
 
 
+def _tensors(count: int, nbytes: int) -> Callable[[int, int], dict[str, torch.Tensor]]:
+    def build(rank: int, shrink: int) -> dict[str, torch.Tensor]:
+        numel = nbytes // count // shrink // 4
+        # Whole numbers, whose sums and means are the same in any order.
+        return {f"layer{at}": torch.full((numel,), float(at + rank)) for at in range(count)}
+
+    return build
+
+
+def _parameters(count: int, nbytes: int) -> Callable[[int, int], list[torch.Tensor]]:
+    def build(rank: int, shrink: int) -> list[torch.Tensor]:
+        parameters = []
+        for gradient in _tensors(count, nbytes)(rank, shrink).values():
+            parameters.append(torch.nn.Parameter(torch.zeros_like(gradient)))
+            parameters[-1].grad = gradient
+        return list(parameters)
+
+    return build
+
+
 def _huge(_rank: int, shrink: int) -> bytes:
     if shrink > 1:
         return b"\x01" * (HUGE_NBYTES // shrink)
@@ -125,6 +145,8 @@ PAYLOADS: dict[str, Callable[[int, int], Any]] = {
     "64 MiB array": _array(64 * MIB),
     "one element of a 1 GB tensor": _view,
     "2^31 + 1 bytes": _huge,
+    "dict of 100 tensors, 64 MiB": _tensors(100, 64 * MIB),
+    "1,000 gradients, 4 MiB": _parameters(1000, 4 * MIB),
     "100 MB array": _array(COPIED_NBYTES),
 }
 

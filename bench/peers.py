@@ -7,7 +7,7 @@ its peer is made, because importing it starts MPI.
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,6 +80,12 @@ class Peer(Protocol):
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         """``all_reduce`` with an operator that costs more than a message."""
 
+    def sum_tensors(self, tensors: Any) -> Any:
+        """A dict of tensors, added up over the ranks."""
+
+    def average_gradients(self, parameters: Any) -> Any:
+        """The gradients of a list of parameters, averaged in place."""
+
     def barrier(self) -> None:
         """Return when every rank has called."""
 
@@ -151,6 +157,13 @@ class _Objcomm:
     def run_on_main(self, produce: Callable[[], Any]) -> Any:
         return objcomm.run_on_main(produce)
 
+    def sum_tensors(self, tensors: Any) -> Any:
+        return objcomm.all_reduce(tensors, codec=self._codec)
+
+    def average_gradients(self, parameters: Any) -> Any:
+        objcomm.sync_gradients(parameters)
+        return [each.grad for each in parameters]
+
     def barrier(self) -> None:
         objcomm.barrier()
 
@@ -208,6 +221,17 @@ class _Gathered(_Objcomm):
     def scan(self, obj: Any, merge: Merge) -> Any:
         del merge
         return self.all_gather(obj)
+
+
+class _Joined(_Objcomm):
+    """This package, with all gradients in one tensor."""
+
+    sends_objects = False
+
+    def prepare(self, mine: Any) -> Any:
+        joined = torch.nn.Parameter(torch.zeros(sum(each.numel() for each in mine)))
+        joined.grad = _joined([each.grad for each in mine])
+        return [joined]
 
 
 class _Torch:
@@ -290,6 +314,20 @@ class _Torch:
         result = self.broadcast(produce() if self.rank == 0 else None)
         dist.barrier()
         return result
+
+    def sum_tensors(self, tensors: Any) -> Any:
+        flat = _joined(tensors.values())
+        dist.all_reduce(flat)
+        sizes = [each.numel() for each in tensors.values()]
+        return dict(zip(tensors, flat.split(sizes), strict=True))
+
+    def average_gradients(self, parameters: Any) -> Any:
+        # As flashy's sync_gradients does it: a collective for each.
+        works = [dist.all_reduce(each.grad, async_op=True) for each in parameters]
+        for each, work in zip(parameters, works, strict=True):
+            work.wait()
+            each.grad.div_(self.world)
+        return [each.grad for each in parameters]
 
     def barrier(self) -> None:
         dist.barrier()
@@ -415,6 +453,13 @@ class _Raw:
     def run_on_main(self, produce: Callable[[], torch.Tensor]) -> torch.Tensor:
         return self.broadcast(produce())
 
+    def sum_tensors(self, tensors: Any) -> Any:
+        dist.all_reduce(tensors)
+        return tensors
+
+    def average_gradients(self, parameters: Any) -> Any:
+        return self.sum_tensors(parameters).div_(self.world)
+
     def barrier(self) -> None:
         dist.barrier()
 
@@ -423,6 +468,13 @@ class _Raw:
 
     def in_library(self, call: Callable[[], object]) -> object:
         raise NotImplementedError("a library sends objects")
+
+
+class _OneBuffer(_Raw):
+    """The tensor collectives of ``torch.distributed``, in place on one tensor of all numbers."""
+
+    def prepare(self, mine: Any) -> torch.Tensor:
+        return _joined(mine.values() if isinstance(mine, dict) else [each.grad for each in mine])
 
 
 class _Mpi4py:
@@ -492,6 +544,14 @@ class _Mpi4py:
     def run_on_main(self, produce: Callable[[], Any]) -> Any:
         return self.broadcast(produce() if self.rank == 0 else None)
 
+    def sum_tensors(self, tensors: Any) -> Any:
+        return self._comm.allreduce(
+            tensors, op=lambda left, right: {key: left[key] + right[key] for key in left}
+        )
+
+    def average_gradients(self, parameters: Any) -> Any:
+        raise NotImplementedError("mpi4py knows no gradients")
+
     def barrier(self) -> None:
         self._comm.Barrier()
 
@@ -512,10 +572,12 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm check": lambda: _Guarded(check=True),
     "objcomm in turn": _InTurn,
     "objcomm idle": _Idle,
+    "objcomm joined": _Joined,
     "torch": _Torch,
     "objcomm.compat": _Patched,
     "raw": _Raw,
     "raw warm": lambda: _Raw(warm=True),
+    "raw in place": _OneBuffer,
     "mpi4py": _Mpi4py,
     "mpi4py pkl5": lambda: _Mpi4py(out_of_band=True),
 }
@@ -524,6 +586,10 @@ PEERS: dict[str, Callable[[], Peer]] = {
 def needs_mpi(peer: str) -> bool:
     """Whether a peer can be made only in processes that ``mpiexec`` started."""
     return peer.startswith("mpi4py")
+
+
+def _joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.view(-1) for each in tensors])
 
 
 def _flat_bytes(obj: Any) -> torch.Tensor:

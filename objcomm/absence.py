@@ -19,6 +19,7 @@ _LOCAL = frozenset(
     {
         "barrier",
         "broadcast",
+        "broadcast_object_list",
         "compute_and_broadcast",
         "main_first",
         "main_process_only",

@@ -17,6 +17,7 @@ from objcomm.call import Call
 from objcomm.manifests import (
     SMALL_MAX_NBYTES,
     Bundle,
+    Kind,
     Manifest,
     Rule,
     is_repeated,
@@ -32,11 +33,6 @@ from objcomm.transport.exchange import Exchange
 
 # Memory for what is packed is taken for so much at a time.
 _BUCKET_MAX_NBYTES = 32 << 20
-
-#: Dtypes that are averaged; all others are shared.
-_FRACTIONS = frozenset(
-    each for each in elementwise.DTYPES if each.is_floating_point or each.is_complex
-)
 
 
 def synchronise(
@@ -59,10 +55,9 @@ def synchronise(
         return
     made: dict[int, torch.Tensor] = {}
     with torch.inference_mode(mode=False):  # what is made here must serve autograd
-        buckets = _buckets(agreement.bundles, manifest, made)
-    is_inference = any(each.is_inference() for bucket in buckets for each in bucket.tensors)
-    # In this order: ``inference_mode(False)`` lets gradients be recorded again.
-    with torch.inference_mode(mode=is_inference), torch.no_grad(), call.traffic() as exchange:
+        buckets = _buckets(agreement.bundles, manifest, agreement.kinds, made)
+    # In this mode those tensors can be changed, too, that were made in it; and none is traced.
+    with torch.inference_mode(), call.traffic() as exchange:
         _Moving(call, exchange).move(buckets, manifest.linked)
     likes = [like for bundle in agreement.bundles for like in bundle.likes]
     for at, gradient in made.items():
@@ -74,10 +69,12 @@ class _Agreement:
 
     Attributes:
         bundles: this rank's.
+        kinds: of each tensor of all bundles.
     """
 
     def __init__(self, call: Call, make: Callable[[], Sequence[Bundle]]) -> None:
         self.bundles: Sequence[Bundle] = ()
+        self.kinds: Sequence[Kind] = ()
         self._call = call
         self._manifest = Manifest((), b"", "")
         self._mine = call.message(lambda: self._describe(make()))
@@ -85,7 +82,8 @@ class _Agreement:
     def _describe(self, bundles: Sequence[Bundle]) -> bytes:
         device = self._call.exchange.device.device
         self.bundles = bundles
-        self._manifest = manifest_of(bundles, "" if device is None else device.type)
+        linked = "" if device is None else device.type
+        self._manifest, self.kinds = manifest_of(bundles, linked)
         return self._manifest.digest
 
     def reach(self) -> Manifest:
@@ -133,74 +131,80 @@ class _Bucket:
 
     Attributes:
         rule: what becomes of them.
-        tensors: this rank's own.
         device_type: where they lie on all ranks.
+        tensors: this rank's own.
         nbytes: of all of them.
     """
 
     def __init__(self, rule: Rule, device_type: str) -> None:
         self.rule = rule
-        self.tensors: list[torch.Tensor] = []
         self.device_type = device_type
+        self.tensors: list[torch.Tensor] = []
         self.nbytes = 0
         self._views: list[torch.Tensor] = []
+        self._copied: list[int] = []
         self._packed: torch.Tensor | None = None
-
-    def add(self, tensor: torch.Tensor, nbytes: int) -> None:
-        """Let one more travel with the others."""
-        self.tensors.append(tensor)
-        self.nbytes += nbytes
 
     def open(self) -> torch.Tensor:
         """All elements one after another: a tensor's own memory where it is the only one."""
-        self._views = [_elements(tensor) for tensor in self.tensors]
-        self._packed = self._views[0] if len(self._views) == 1 else torch.cat(self._views)
+        tensors = self.tensors
+        is_complex = tensors[0].is_complex()
+        # A tensor that torch conjugates or negates when it is read has no such memory, either.
+        self._copied = [
+            at
+            for at, each in enumerate(tensors)
+            if not each.is_contiguous() or each.is_neg() or (is_complex and each.is_conj())
+        ]
+        views = [each if each.dim() == 1 else each.reshape(-1) for each in tensors]
+        for at in self._copied:
+            copied = torch.empty(
+                tensors[at].shape, dtype=tensors[at].dtype, device=views[at].device
+            )
+            views[at] = copied.copy_(tensors[at]).view(-1)
+        self._views = views
+        self._packed = views[0] if len(views) == 1 else torch.cat(views)
         return self._packed
 
     def close(self, flat: torch.Tensor) -> None:
         """Put what has become of the elements where they belong, and tell autograd."""
-        if flat is not self._packed or len(self._views) > 1:
-            sizes = [view.numel() for view in self._views]
-            torch.split_with_sizes_copy(flat.to(self._views[0].device), sizes, out=self._views)
-        elif not (tensor := self.tensors[0]).is_inference():
-            increment_version(tensor)  # what arrives over a link does not count as a change
-        for tensor, view in zip(self.tensors, self._views, strict=True):
-            if view.data_ptr() != tensor.data_ptr():
-                tensor.copy_(view.view(tensor.shape))
+        views, tensors = self._views, self.tensors
+        if flat is not self._packed or len(views) > 1:
+            sizes = [view.numel() for view in views]
+            torch.split_with_sizes_copy(flat.to(views[0].device), sizes, out=views)
+        elif not self._copied and not tensors[0].is_inference():
+            increment_version(tensors[0])  # what arrives over a link does not count as a change
+        for at in self._copied:
+            tensors[at].copy_(views[at].view(tensors[at].shape))
         self._views, self._packed = [], None
 
 
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in C order: its own memory if it has them so, else a copy."""
-    if tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
-        return tensor.view(-1)
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return copied.copy_(tensor).view(-1)
-
-
 def _buckets(
-    bundles: Sequence[Bundle], manifest: Manifest, made: dict[int, torch.Tensor]
+    bundles: Sequence[Bundle],
+    manifest: Manifest,
+    kinds: Sequence[Kind],
+    made: dict[int, torch.Tensor],
 ) -> list[_Bucket]:
     """Sort tensors by what all ranks know of them: rule, dtype, size and type of device."""
     buckets: list[_Bucket] = []
-    open_ones: dict[object, _Bucket] = {}
-    rows = ((bundle.rule, *row) for bundle in bundles for row in zip(*bundle[2:], strict=True))
-    for at, (rule, like, own) in enumerate(rows):
-        tensor = own
+    open_ones: dict[str, _Bucket] = {}
+    likes = [like for bundle in bundles for like in bundle.likes]
+    tensors = [tensor for bundle in bundles for tensor in bundle.tensors]
+    for at, (kind, own) in enumerate(zip(kinds, tensors, strict=True)):
+        tensor, nbytes = own, kind.nbytes
         if own is None and manifest.present[at]:
-            tensor = made[at] = torch.zeros_like(like)
-        if tensor is None or is_repeated(manifest.lines[at]) or not (nbytes := tensor.nbytes):
+            tensor = made[at] = torch.zeros_like(likes[at])
+        is_large = nbytes > SMALL_MAX_NBYTES
+        if tensor is None or not nbytes or (is_large and is_repeated(manifest.lines[at])):
             continue
-        dtype, device_type = tensor.dtype, tensor.device.type
-        key = (rule if dtype in _FRACTIONS else Rule.SHARE, dtype, device_type)
-        bucket = open_ones.get(key)
-        is_alone = device_type == "cpu" and nbytes > SMALL_MAX_NBYTES
+        bucket = open_ones.get(kind.lot)
+        is_alone = is_large and kind.device_type == "cpu"
         if is_alone or bucket is None or bucket.nbytes + nbytes > _BUCKET_MAX_NBYTES:
-            bucket = _Bucket(key[0], device_type)
+            bucket = _Bucket(kind.rule, kind.device_type)
             buckets.append(bucket)
             if not is_alone:
-                open_ones[key] = bucket
-        bucket.add(tensor, nbytes)
+                open_ones[kind.lot] = bucket
+        bucket.tensors.append(tensor)
+        bucket.nbytes += nbytes
     return buckets
 
 

@@ -5,18 +5,21 @@ Knows tensors; knows no messages, and nothing of how tensors are combined.
 
 import enum
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from objcomm import elementwise
 from objcomm.codecs.tensors import dtype_name, is_plain_tensor
 from objcomm.errors import UsageError
 from objcomm.structures import DifferenceError
 
 #: Larger tensors in CPU memory travel from their own memory: copying them costs more than messages.
 SMALL_MAX_NBYTES = 120 << 10
+
+
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 
 class Rule(enum.Enum):
@@ -43,8 +46,25 @@ class Bundle(NamedTuple):
     tensors: Sequence[torch.Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Kind(NamedTuple):
+    """What some tensors have in common.
+
+    Attributes:
+        text: all that must agree of a tensor besides its name.
+        rule: what becomes of it; those without fractions are shared.
+        lot: a name of those that may travel as one.
+        device_type: where it lies.
+        nbytes: of all its elements.
+    """
+
+    text: str
+    rule: Rule
+    lot: str
+    device_type: str
+    nbytes: int
+
+
+class Manifest(NamedTuple):
     """All that ranks must agree on before anything moves.
 
     Attributes:
@@ -65,15 +85,22 @@ class Manifest:
         return hashlib.blake2b(text + tail, digest_size=16).digest()
 
 
-def manifest_of(bundles: Sequence[Bundle], linked: str) -> Manifest:
-    """This rank's.
+def manifest_of(bundles: Sequence[Bundle], linked: str) -> tuple[Manifest, list[Kind]]:
+    """This rank's, and the kind of each tensor.
 
     Raises:
         UsageError: a tensor can't be changed in place; names it.
     """
-    lines = [line for bundle in bundles for line in _lines(bundle)]
-    present = bytes(tensor is not None for bundle in bundles for tensor in bundle.tensors)
-    return Manifest(lines, present, linked)
+    kinds: list[Kind] = []
+    lines: list[str] = []
+    for bundle in bundles:
+        found = _kinds(bundle)
+        texts = [kind.text for kind in found]
+        _mark_repeated(bundle, found, texts)
+        kinds += found
+        lines += [f"{name}\0{text}" for name, text in zip(bundle.names, texts, strict=True)]
+    present = bytes([tensor is not None for bundle in bundles for tensor in bundle.tensors])
+    return Manifest(lines, present, linked), kinds
 
 
 def merged(manifests: Sequence[Manifest]) -> Manifest:
@@ -119,50 +146,73 @@ def is_repeated(line: str) -> bool:
     return line.count("\0") > 1
 
 
-def _lines(bundle: Bundle) -> Iterator[str]:
-    kinds: dict[Any, str] = {}
+# All tensors are asked one thing after another, and looked at one by one only where something is
+# wrong: a loop over 1,000 of them that asks each for everything takes as long as their transfer.
+
+
+def _kinds(bundle: Bundle) -> list[Kind]:
+    rule, names, likes, tensors = bundle
+    _check_plain(names, likes, "")
+    keys = [(each.dtype, each.shape, each.device) for each in likes]
+    firsts = dict(zip(keys, range(len(keys)), strict=True))
+    found = {key: _kind(rule, names[at], at, likes[at]) for key, at in firsts.items()}
+    if tensors is not likes:
+        _check_gradients(names, likes, tensors)
+    for at, each in enumerate(tensors):
+        if each is None or each.is_contiguous():
+            continue
+        if torch._debug_has_internal_overlap(each) == 1:  # noqa: SLF001  # no public way
+            raise UsageError(
+                f"{_label(names[at], at)} is expanded: several of its elements are one. "
+                "Give its clone()"
+            )
+    return [found[key] for key in keys]
+
+
+def _check_plain(names: Sequence[str], tensors: Sequence[torch.Tensor], what: str) -> None:
+    kinds = set(map(type, tensors))
+    if kinds <= _PLAIN_TYPES and {each.layout for each in tensors} <= {torch.strided}:
+        return
+    at = next(at for at, each in enumerate(tensors) if not is_plain_tensor(each))
+    found = tensors[at]
+    layout = f" of {getattr(found, 'layout', 'no layout')}"
+    raise UsageError(
+        f"{what}{_label(names[at], at)} is a {type(found).__name__}{layout}; only dense tensors "
+        "of no subclass change in place"
+    )
+
+
+def _check_gradients(
+    names: Sequence[str], likes: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
+) -> None:
+    rows = zip(names, likes, tensors, strict=True)
+    owned = [(name, like, each) for name, like, each in rows if each is not None]
+    _check_plain([row[0] for row in owned], [row[2] for row in owned], "the gradient of ")
+    for name, like, gradient in owned:
+        if gradient.dtype is not like.dtype:  # torch sees to shape and device
+            raise UsageError(f"the gradient of {name!r} is {gradient.dtype}, it is {like.dtype}")
+
+
+def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> Kind:
+    if like.is_meta or like.is_quantized:
+        what = "a meta tensor" if like.is_meta else "quantized"
+        raise UsageError(f"{_label(name, at)} is {what}, and can't be changed in place")
+    dtype, device_type = dtype_name(like.dtype), like.device.type
+    where = "" if device_type == "cpu" else f" on {device_type}"
+    text = f"{dtype} of shape {tuple(like.shape)}{where}, {rule.value}"
+    is_fraction = like.is_floating_point() or like.is_complex()
+    kept = rule if is_fraction and like.dtype in elementwise.DTYPES else Rule.SHARE
+    return Kind(text, kept, f"{kept.name} {dtype} {device_type}", device_type, like.nbytes)
+
+
+def _mark_repeated(bundle: Bundle, kinds: Sequence[Kind], texts: list[str]) -> None:
+    """Say of each large tensor whether it is one that stands further ahead."""
     places: dict[int, int] = {}
-    rows = zip(bundle.names, bundle.likes, bundle.tensors, strict=True)
-    for at, (name, like, tensor) in enumerate(rows):
-        key = (type(like), like.layout, like.dtype, like.shape, like.device)
-        kind = kinds.get(key)
-        if kind is None:
-            kind = kinds[key] = _kind_of(bundle.rule, name, at, like)
-        if tensor is not None:
-            if tensor is not like:
-                _check_gradient(name, at, tensor, like)
-            if not tensor.is_contiguous():
-                _check_expansion(name, at, tensor)
-            if tensor.nbytes > SMALL_MAX_NBYTES:
-                first = places.setdefault(tensor.data_ptr(), at)
-                kind = kind if first == at else f"{kind}\0{first}"
-        yield f"{name}\0{kind}"
-
-
-def _kind_of(rule: Rule, name: str, at: int, like: torch.Tensor) -> str:
-    if not is_plain_tensor(like) or like.is_meta:
-        raise UsageError(_refusal(name, at, like))
-    where = "" if like.device.type == "cpu" else f" on {like.device.type}"
-    return f"{dtype_name(like.dtype)} of shape {tuple(like.shape)}{where}, {rule.value}"
-
-
-def _check_gradient(name: str, at: int, tensor: torch.Tensor, like: torch.Tensor) -> None:
-    if not is_plain_tensor(tensor):
-        raise UsageError(f"the gradient of {_refusal(name, at, tensor)}")
-    if (tensor.dtype, tensor.device) != (like.dtype, like.device):
-        raise UsageError(f"the gradient of {_label(name, at)} has its own dtype or device")
-
-
-def _check_expansion(name: str, at: int, tensor: torch.Tensor) -> None:
-    if torch._debug_has_internal_overlap(tensor) == 1:  # noqa: SLF001  # no public way to ask
-        raise UsageError(
-            f"{_label(name, at)} is expanded: several of its elements are one. Give its clone()"
-        )
-
-
-def _refusal(name: str, at: int, tensor: torch.Tensor) -> str:
-    kind = "meta tensor" if tensor.is_meta else f"{type(tensor).__name__} of {tensor.layout}"
-    return f"{_label(name, at)} is a {kind}; only dense tensors with memory change in place"
+    for at, (kind, tensor) in enumerate(zip(kinds, bundle.tensors, strict=True)):
+        if kind.nbytes > SMALL_MAX_NBYTES and tensor is not None:
+            first = places.setdefault(tensor.data_ptr(), at)
+            if first != at:
+                texts[at] += f"\0{first}"
 
 
 def _label(name: str, at: int) -> str:

@@ -376,9 +376,11 @@ def wrap(
 
 
 def _bundle(rule: Rule, tensors: Tensors) -> Bundle:
-    pairs = [each if isinstance(each, tuple) else ("", each) for each in tensors]
-    names = [str(name) for name, _ in pairs]
-    found = [tensor for _, tensor in pairs]
+    given: list[Any] = list(tensors)
+    if given and isinstance(given[0], tuple):
+        names, found = ([str(each[0]) for each in given], [each[1] for each in given])
+    else:
+        names, found = [""] * len(given), given
     return Bundle(rule, names, found, found)
 
 

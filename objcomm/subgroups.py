@@ -364,36 +364,52 @@ def _connected(
     Every rank of ``group`` calls this if any needs a new one; a rank with no plan gets None.
     """
     made: list[Any] = []
-    parent = resolve(group)
-    own_limit = timedelta(seconds=parent.deadline("", None).seconds)
 
-    def connect(_: None) -> None:
-        if plan is not None:
-            members, name = plan
-            ranks = [parent.ranks[member] for member in members]
-            purpose = operation.name.lower()
-            torchs = process_group_of(group)
-            limit = left / 2  # who fails before the others give up can still tell them
-            new = create(torchs, name, ranks, limit=limit, timeout=own_limit, purpose=purpose)
-            made.append(new)
+    def check(_: None) -> None:
+        for error in failed:
+            raise error
 
+    failed: list[BaseException] = []
     # A rank may have had every word, and not all have had its own: connecting waits in C++, so it
     # begins when all ranks are known to come.
-    call = Call(operation, group=group, timeout=deadline.left(), must_agree="meet")
+    call = Call(operation, group=group, timeout=deadline.seconds_left, must_agree="meet")
     call.run(_met(call))
-    left = deadline.left()
+    try:
+        if plan is not None:
+            made.append(_made(operation, plan, group, deadline))
+    except BaseException as error:  # noqa: BLE001  # raised in ``check``, which tells the others
+        failed.append(error)
     try:
         call = Call(
             operation,
             group=group,
-            timeout=left,
+            timeout=deadline.seconds_left,
             codec=_CODEC,
             accept=[_CODEC],
             must_agree="connect",
         )
-        call.run(all_gather_in(call, None, check=connect))
+        call.run(all_gather_in(call, None, check=check))
     except BaseException:
         for each in made:
             dist.destroy_process_group(each)
         raise
+    finally:
+        failed.clear()  # an error's traceback holds this frame
     return made[0] if made else None
+
+
+def _made(
+    operation: Operation, plan: tuple[Members, str], group: GroupLike, deadline: Deadline
+) -> Any:
+    """The new process group, once its members have connected."""
+    members, name = plan
+    parent = resolve(group)
+    return create(
+        process_group_of(group),
+        name,
+        [parent.ranks[member] for member in members],
+        # Who fails before the others give up can still tell them.
+        limit=timedelta(seconds=deadline.seconds_left / 2),
+        timeout=timedelta(seconds=parent.deadline("", None).seconds),
+        purpose=operation.name.lower(),
+    )

@@ -16,6 +16,29 @@ def all_reduce(peer: Peer, mine: Any) -> Callable[[], object]:
     return lambda: peer.all_reduce(mine, Tally.merge)
 
 
+@case(
+    "dict of 100 tensors, 64 MiB",
+    peers=("objcomm", "torch", "raw in place"),
+    samples=LARGE,
+    # 0.9 of the raw collective's speed.
+    targets=(Target(1 / 0.9, against="raw in place"),),
+)
+def all_reduce_tensors(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Add up every rank's tensors; torch packs, reduces and splits, raw has one tensor before."""
+    return lambda: peer.sum_tensors(mine)
+
+
+@case(
+    "1,000 gradients, 4 MiB",
+    peers=("objcomm", "objcomm joined", "torch", "raw in place"),
+    samples=30,
+    targets=(Target(1.3, against="raw in place"), Target(0.3, against="torch")),
+)
+def sync_gradients(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Average gradients in place; torch one by one, as flashy does, raw and joined as one."""
+    return lambda: peer.average_gradients(mine)
+
+
 _MERGE_SECONDS = 0.005
 
 

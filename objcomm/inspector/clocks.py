@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from objcomm.inspector.dumps import Dump
 from objcomm.inspector.rows import Row
 
-_FROM_ROOT = frozenset({"broadcast", "scatter"})
-_TO_ROOT = frozenset({"gather", "reduce", "gather_scalar"})
+_FROM_ROOT = frozenset({"broadcast", "broadcast_object_list", "scatter", "scatter_object_list"})
+_TO_ROOT = frozenset({"gather", "gather_object", "gather_scalar", "reduce"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def _bounds(row: Row, host_of: dict[int, str]) -> tuple[dict[str, float], dict[s
             continue
         if call.is_message:
             host = host_of[rank]
-            if call.operation == "send":
+            if call.is_send:
                 sent[host] = call.began
             else:
                 taken[host] = call.ended

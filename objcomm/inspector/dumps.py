@@ -14,7 +14,8 @@ _MOST_NBYTES = 256 * 1024 * 1024
 _MOST_RANKS = 1_000_000
 
 # What concerns two ranks only.
-_MESSAGES = frozenset({"send", "recv", "probe"})
+_SENDS = frozenset({"send", "send_object_list"})
+_MESSAGES = _SENDS | {"recv", "recv_object_list", "probe"}
 
 _NUMBER = (int, float)
 _DUMP = {
@@ -76,6 +77,11 @@ class Call:
     def is_message(self) -> bool:
         """Whether it is of one rank and another, and no collective; ``root`` is the other one."""
         return self.operation in _MESSAGES
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it is the sender's part in a message."""
+        return self.operation in _SENDS
 
     @property
     def ended(self) -> float | None:

@@ -155,7 +155,7 @@ def _key_of_message(key: Key, call: Call, rank: int) -> Key:
     peer = key.ranks[call.root] if has_peer else -1
     if call.is_meeting:
         return replace(key, pair=tuple(sorted((rank, peer))), alone=-1 if has_peer else rank)
-    pair = (rank, peer) if call.operation == "send" else (peer, rank)
+    pair = (rank, peer) if call.is_send else (peer, rank)
     return replace(key, pair=pair, alone=-1 if call.mesh else rank)
 
 

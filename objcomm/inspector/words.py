@@ -39,7 +39,7 @@ def operation_text(call: Call, key: Key) -> str:
     """An operation with its root, as a global rank."""
     has_root = 0 <= call.root < len(key.ranks)
     if call.is_message:
-        side = "to" if call.operation == "send" else "from"
+        side = "to" if call.is_send else "from"
         return f"{call.operation} {side} {key.ranks[call.root] if has_root else 'any'}"
     return f"{call.operation} (root {key.ranks[call.root]})" if has_root else call.operation
 

@@ -23,6 +23,7 @@ POKE_TAG = (1 << 31) - 1  # nothing is ever sent with it
 
 #: No limit. Gloo adds a limit to a clock; one of many years would overflow it.
 FOREVER_SECONDS = 1e7
+_LEAST_SECONDS = 0.01
 _GRACE_SECONDS = 2.0
 
 
@@ -132,6 +133,11 @@ class Deadline:
     def has_passed(self) -> bool:
         """Whether nothing is left."""
         return time.monotonic() >= self._end
+
+    @property
+    def seconds_left(self) -> float:
+        """How much is left, for a part of the operation that has a limit of its own; never 0."""
+        return max(_LEAST_SECONDS, self._end - time.monotonic())
 
     def left(self) -> timedelta:
         """How long a link may wait.

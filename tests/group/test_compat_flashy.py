@@ -27,7 +27,7 @@ def use_documented(rank: int, size: int) -> None:
 
     assert log("epoch 1", end=".") == ("epoch 1." if rank == 0 else None)
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model: Any = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     distrib.broadcast_model(model)
     weight = model[0].weight.detach()
     assert all(torch.equal(everyone, weight) for everyone in objcomm.all_gather(weight))

@@ -314,6 +314,28 @@ def test_threads_need_no_lane() -> None:
     assert_group_works()
 
 
+@ranks(3)
+def test_in_a_main_only_region_a_broadcast_is_local_and_the_rest_refused() -> None:
+    def on_main() -> list[Any]:
+        boxes = []
+        for src in range(3):
+            box: list[Any] = [{"src": src}]
+            dist_objects.broadcast_object_list(box, src)
+            boxes.append(box)
+        refused: list[Action] = [
+            lambda: dist_objects.all_gather_object([None] * 3, 1),
+            lambda: dist_objects.gather_object(1, [None] * 3),
+            lambda: dist_objects.send_object_list([1], 1),
+        ]
+        for faulty in refused:
+            with pytest.raises(UsageError, match="run_on_main"):
+                faulty()
+        return boxes
+
+    assert objcomm.run_on_main(on_main) == [[{"src": src}] for src in range(3)]
+    assert_group_works()
+
+
 @ranks(2)
 def test_calls_are_recorded_under_torchs_names() -> None:
     objcomm.reset_stats()

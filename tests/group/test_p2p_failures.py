@@ -279,10 +279,17 @@ WAITS: dict[str, Callable[[], Any]] = {
 }
 
 
+# Each costs three new processes: all waits of ranks that have met, of the others one of a kind.
+MEETINGS = [
+    *[(wait, True, False) for wait in WAITS],
+    *[(wait, True, True) for wait in ("recv", "send of something large", "sendrecv")],
+    *[(wait, False, False) for wait in ("recv", "recv from any", "send of something large")],
+    *[(wait, False, True) for wait in ("probe", "isend")],
+]
+
+
 @ranks(3, expect_dead=[1])
-@pytest.mark.parametrize("have_met", [False, True], ids=["strangers", "met"])
-@pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("is_dead_before", [False, True], ids=["during", "before"])
+@pytest.mark.parametrize(("wait", "have_met", "is_dead_before"), MEETINGS)
 def test_a_death_ends_what_waits_for_that_rank(
     wait: str, *, have_met: bool, is_dead_before: bool
 ) -> None:

@@ -1,5 +1,6 @@
 """split, dup, node_group and leaders: who is in which group, and what ranks agree on."""
 
+import datetime
 from typing import Any
 
 import pytest
@@ -297,6 +298,21 @@ def test_a_rank_that_fails_before_it_comes_ends_the_wait_of_the_others(part: str
     assert found == NOBODY or here().rank in members(found)
 
 
+@ranks(2)
+def test_connecting_ends_before_the_limit_does() -> None:
+    limits: list[float] = []
+
+    def create(*_: Any, limit: datetime.timedelta, **__: Any) -> Any:
+        limits.append(limit.total_seconds())
+        raise OSError("no more sockets")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("objcomm.subgroups.create", create)
+        with pytest.raises(CollectiveError):
+            objcomm.dup(timeout=4)
+    assert 0 < limits[0] <= 2
+
+
 @ranks(3, expect_dead=[1])
 def test_a_rank_that_dies_while_the_others_connect_is_not_waited_for_longer() -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -376,7 +392,7 @@ def test_a_rank_that_cannot_connect_fails_all_and_nobody_keeps_a_group() -> None
         if rank == 1:
             patch.setattr("objcomm.subgroups.create", refuse)
         with pytest.raises(CollectiveError) as caught:
-            objcomm.split(color, timeout=1)
+            objcomm.split(color, timeout=5)  # a FileStore waits for whole seconds
     assert "no more sockets" in caught.value.failures[1].message
     assert len(dist.distributed_c10d._world.pg_map) == torchs  # noqa: SLF001
     assert_group_works(objcomm.split(color))

@@ -218,16 +218,22 @@ def message(sequence: int, operation: str, peer: int, **fields: Any) -> Raw:
     return entry(sequence, operation, root=peer, **{"mesh": 90, **fields})
 
 
-def test_messages_are_matched_by_pair_and_direction() -> None:
+@pytest.mark.parametrize("what", ["", "_object_list"])
+def test_messages_are_matched_by_pair_and_direction(what: str) -> None:
+    send, recv = f"send{what}", f"recv{what}"
     dumps = [
-        dump(0, group(entry(0), message(0, "send", 1), message(0, "recv", 1), entry(1))),
-        dump(1, group(entry(0), message(0, "send", 0), message(0, "recv", 0), entry(1))),
-        dump(2, group(entry(0), message(0, "send", 2, mesh=0), entry(1))),
+        dump(0, group(entry(0), message(0, send, 1), message(0, recv, 1), entry(1))),
+        dump(1, group(entry(0), message(0, send, 0), message(0, recv, 0), entry(1))),
+        dump(2, group(entry(0), message(0, send, 2, mesh=0), entry(1))),
     ]
     assert "do not part: 4 calls match" in said(dumps)
     told = inspect(dumps, 20)
     assert ">" not in told
-    for words in ("message 0  rank 0     send to 1", "rank 0     recv from 1", "send to 2"):
+    for words in (
+        f"message 0  rank 0     {send} to 1",
+        f"rank 0     {recv} from 1",
+        f"{send} to 2",
+    ):
         assert words in told
     pairs = {row.key.pair: sorted(row.calls) for row in match(dumps) if row.key.pair}
     assert pairs == {(0, 1): [0, 1], (1, 0): [0, 1], (2, 2): [2]}
@@ -352,7 +358,8 @@ def test_clocks_of_two_hosts_are_brought_together(ahead: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "count_bounds"), [("broadcast", 1), ("gather", 1), ("barrier", 2)]
+    ("operation", "count_bounds"),
+    [("broadcast", 1), ("gather", 1), ("gather_object", 1), ("barrier", 2)],
 )
 def test_one_way_calls_bound_a_clock_from_one_side_only(operation: str, count_bounds: int) -> None:
     dumps = alike(entry(0, operation, root=-1 if operation == "barrier" else 0))
