@@ -25,8 +25,8 @@ def all_reduce(peer: Peer, mine: Any) -> Callable[[], object]:
         Target(
             1 / 0.9,
             against="raw in place",
-            why_missed="results take fresh memory, whose pages cost 14 ms of a core for 64 MiB, and "
-            "no operand is changed; `sync_gradients` works in place",
+            why_missed="results take fresh memory, whose pages cost 14 ms of a core for 64 MiB, "
+            "because no operand is changed; `sync_gradients` works in place",
         ),
     ),
 )

@@ -225,7 +225,8 @@ def models(model: torch.nn.Module) -> None:
     objcomm.broadcast_tensors(model.parameters(), 1)
     objcomm.average_tensors([torch.ones(1)])
     objcomm.sync_gradients(model.named_parameters())
-    assert_type(objcomm.eager_sync_model(model), AbstractContextManager[None, bool | None])
+    with objcomm.eager_sync_model(model) as nothing:
+        assert_type(nothing, None)
     assert_type(objcomm.wrap(model, find_unused_parameters=True), torch.nn.Module)
     assert_type(list(objcomm.Shard(3)), list[int])
 
