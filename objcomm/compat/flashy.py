@@ -29,6 +29,7 @@ __all__ = [
     "broadcast_tensors",
     "eager_sync_gradients",
     "eager_sync_model",
+    "init",
     "is_distributed",
     "is_rank_zero",
     "loader",
@@ -49,6 +50,11 @@ P = ParamSpec("P")
 _Tensors = Iterable[torch.Tensor]
 
 _NAMES = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "mean"}
+
+
+def init(backend: str | None = None) -> None:
+    """``objcomm.init``, which chooses a backend where none is named; flashy's default was nccl."""
+    objcomm.init(backend)
 
 
 def is_rank_zero() -> bool:

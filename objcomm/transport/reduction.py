@@ -19,9 +19,10 @@ import torch
 from objcomm.memory import empty
 from objcomm.transport.exchange import Arriving, Exchange
 
-# A piece small enough for the processor's cache, and large enough that messages cost little.
+# A piece small enough for the processor's cache, and large enough that messages cost little. 64 MiB
+# among 4 ranks on 2 cores: in pieces of 1 MiB 228 ms, of 4 MiB 268, of 512 KiB 250.
 _PIECE_MIN_NBYTES = 256 << 10
-_PIECE_MAX_NBYTES = 4 << 20
+_PIECE_MAX_NBYTES = 1 << 20
 # Parts of at most this size share a piece: copying them costs less than messages of their own.
 _SHARED_MAX_NBYTES = 120 << 10
 # So many pieces for each owner let it combine one while the next arrives.

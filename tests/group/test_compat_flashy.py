@@ -17,6 +17,7 @@ from tests.ranks import ranks, solo
 
 def use_documented(rank: int, size: int) -> None:
     """A program as flashy's documentation has it, which runs unchanged but for its import."""
+    distrib.init()
     assert (distrib.rank(), distrib.world_size()) == (rank, size)
     assert distrib.is_rank_zero() == (rank == 0)
     assert distrib.is_distributed() == (size > 1)

@@ -182,3 +182,27 @@ def test_a_link_that_only_some_ranks_have_is_used_by_none() -> None:
         got = objcomm.all_reduce(torch.full((LARGE,), objcomm.rank()), group=process_group)
     assert bool((got == 1).all())
     assert link is None or link.moved_nbytes == 0
+
+
+@ranks(2, 3)
+def test_models_on_the_device_travel_over_its_link() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    with group_with_device_link() as (group, link):
+        parameters = [torch.nn.Parameter(torch.ones(numel)) for numel in (3, LARGE, 0, LARGE)]
+        for at, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, float(rank + at))
+        objcomm.sync_gradients(parameters, group=group)
+        for at, parameter in enumerate(parameters):
+            assert parameter.grad is not None
+            assert bool((parameter.grad == (size - 1) / 2 + at).all())
+        assert link.moved_nbytes > 2 * 4 * LARGE
+        assert objcomm.stats(group)["sync_gradients"].sent_nbytes < 10_000
+        before = link.moved_nbytes
+        tensors = [torch.full((LARGE,), rank), torch.tensor(rank), torch.full((2, LARGE), rank).t()]
+        objcomm.broadcast_tensors(tensors, size - 1, group=group)
+        assert all(bool((tensor == size - 1).all()) for tensor in tensors)
+        assert link.moved_nbytes - before == 8 * (3 * LARGE + 1)
+        assert objcomm.stats(group)["broadcast_tensors"].sent_nbytes < 10_000
+        halves = torch.full((LARGE,), 60000.0, dtype=torch.float16)
+        objcomm.average_tensors([halves], group=group)
+        assert bool((halves == 60000.0).all())

@@ -234,6 +234,17 @@ class Registered:
 assert_type(Registered(), Registered)
 
 
+def models(model: torch.nn.Module) -> None:
+    """Tensors with and without names; blocks are contexts; a wrapped model is a module."""
+    objcomm.broadcast_tensors(model.parameters(), 1)
+    objcomm.average_tensors([torch.ones(1)])
+    objcomm.sync_gradients(model.named_parameters())
+    with objcomm.eager_sync_model(model) as nothing:
+        assert_type(nothing, None)
+    assert_type(objcomm.wrap(model, find_unused_parameters=True), torch.nn.Module)
+    assert_type(list(objcomm.Shard(3)), list[int])
+
+
 def failures(error: objcomm.CollectiveError) -> None:
     """Errors keep facts as attributes."""
     assert_type(error.failures, dict[int, objcomm.RankFailure])
