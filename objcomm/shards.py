@@ -111,7 +111,7 @@ def loader(
 
     Example:
         >>> import objcomm
-        >>> [len(batch) for batch in objcomm.loader(range(5), batch_size=2)]
+        >>> list(map(len, objcomm.loader(range(5), batch_size=2)))
         [2, 2, 1]
     """
     if not hasattr(dataset, "__len__"):
