@@ -30,6 +30,7 @@ class Target:
         metric: which figure is judged.
         world: where it is judged; elsewhere it is only shown.
         why_missed: the measured reason, which the report gives where the target is missed.
+        peer: which form of objcomm has to reach it.
     """
 
     at_most: float
@@ -38,6 +39,7 @@ class Target:
     metric: str = SECONDS
     world: int = JUDGED_WORLD
     why_missed: str = ""
+    peer: str = "objcomm"
 
     @property
     def unit_label(self) -> str:

@@ -13,6 +13,8 @@ from bench.case import CASES, SECONDS, Case, Target
 from bench.measure import Record
 
 OURS = "objcomm"
+#: What is contested: objcomm, and where a case does not have it, objcomm by torch's names.
+_FORMS = (OURS, "objcomm.compat")
 #: Metrics of which less is better, so that a peer with less beats us.
 _CONTESTED = (SECONDS, "root peak_nbytes")
 
@@ -97,14 +99,15 @@ class Results:
             Loss(ours, theirs)
             for theirs in (() if self.is_smoke else self)
             if theirs.metric in _CONTESTED and not theirs.peer.startswith(OURS)
-            if (ours := self.find(theirs, OURS)) and ours.median > theirs.median
+            for form in _FORMS
+            if (ours := self.find(theirs, form)) and ours.median > theirs.median
         ]
         return sorted(losses, key=lambda loss: -loss.ratio)
 
     def _judge(self, case: Case) -> Iterator[Judgement]:
         for target in case.targets:
             for payload in case.payloads:
-                key = (case.operation, payload, target.world, target.metric, OURS)
+                key = (case.operation, payload, target.world, target.metric, target.peer)
                 ours = self._records.get(key)
                 unit = self._unit(ours, target) if ours else None
                 if ours and unit:

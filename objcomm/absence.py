@@ -1,7 +1,7 @@
 """Regions: code that some ranks of a group run while the others make no call.
 
 Knows which ranks those are, as global ranks, and what that means for a call: it acts locally, it
-goes on, or it would wait for ever and is refused. Knows nothing of groups or messages.
+goes on, or it would wait for ever and is refused. Knows nothing of groups or of traffic.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from objcomm.errors import UsageError
+from objcomm.outcome import named
 
 NOBODY: frozenset[int] = frozenset()
 
@@ -125,7 +126,7 @@ def is_in_order(operation: str, ranks: Sequence[int], rank: int) -> bool:
 
 def _refused(operation: str, region: Region, missing: Collection[int], own: int) -> UsageError:
     what = "broadcast and barrier act locally there, nothing else does" if region.is_local else ""
-    others = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))}"
+    others = named(sorted(missing))
     because = what or f"{others} cannot answer before rank {own} has left it"
     return UsageError(
         f"{operation}: global rank {own} is inside of {region.operation}, without {others}: "

@@ -37,6 +37,7 @@ class Settings:
         check: whether ranks agree on each operation first; ``None`` leaves it to the environment.
         record_folder: where a rank writes its last calls when ranks lose each other; ``None``
             leaves it to the environment.
+        report_after: how many seconds a call waits before it is logged.
     """
 
     codec: str = "pickle"
@@ -49,6 +50,7 @@ class Settings:
     secret: bytes | None = field(default=None, repr=False)
     check: bool | None = None
     record_folder: str | None = None
+    report_after: float = 60.0
 
     @property
     def is_checked(self) -> bool:
@@ -126,6 +128,9 @@ class configure:  # noqa: N801  # used as a function and as a context
         check: see ``objcomm.check``.
         record_folder: where this rank writes its last calls when ranks lose each other, unless
             ``""``; the environment's OBJCOMM_RECORD_FOLDER if never set. See ``objcomm.recorder``.
+        report_after: a call that has waited for so many seconds is logged as a warning of the
+            logger ``objcomm``, with where the ranks are that it waits for; and again whenever it
+            has waited twice as long. At first 60; ``math.inf`` for never.
         everywhere: also for threads that have set no options, whenever they were started. The
             last one to say so counts.
 
@@ -153,6 +158,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         max_buffers: int | None = None,
         check: bool | None = None,
         record_folder: str | os.PathLike[str] | None = None,
+        report_after: float | None = None,
         everywhere: bool = False,
     ) -> None:
         given: dict[str, int | None] = {
@@ -168,6 +174,10 @@ class configure:  # noqa: N801  # used as a function and as a context
         changed: dict[str, Any] = {"codec": codec, **limits} if codec else {**limits}
         if check is not None:
             changed["check"] = check
+        if report_after is not None:
+            if not report_after > 0:
+                raise UsageError(f"report_after={report_after} is no number of seconds to wait")
+            changed["report_after"] = report_after
         if record_folder is not None:
             changed["record_folder"] = os.fspath(record_folder)
         if key is not None:

@@ -14,7 +14,7 @@ from objcomm.config import Allowed
 from objcomm.eager import keep_eager
 from objcomm.frames import Operation
 from objcomm.group import Timeout
-from objcomm.sharing import computed_in, post_everywhere, post_on_others, share_outcome
+from objcomm.sharing import bound, computed_in, post_everywhere, post_on_others, share_outcome
 from objcomm.world import GroupLike, is_initialized, resolve
 from objcomm.world import rank as rank_in
 
@@ -90,6 +90,7 @@ def compute_and_broadcast(
         >>> objcomm.compute_and_broadcast(lambda: 2**24 + 1)
         16777217
     """
+    produce = bound(Operation.COMPUTE_AND_BROADCAST, fn)
     call = Call(
         Operation.COMPUTE_AND_BROADCAST,
         group=group,
@@ -102,7 +103,7 @@ def compute_and_broadcast(
         accept=accept,
         allow=allow,
     )
-    return _result(call, fn)
+    return _result(call, produce)
 
 
 def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
@@ -145,6 +146,8 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
         CollectiveError: ``func`` raised, or its result could not be encoded, or ``post_func``
             raised on some rank. Every rank, with each failing rank's type, message and traceback;
             there from its own exception. Later calls work.
+        DecodeError: the result could not be rebuilt. That rank only; with a ``post_func`` it is a
+            CollectiveError on every rank.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
 
     Example:
@@ -152,16 +155,20 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
         >>> objcomm.run_on_main(sorted, args=[[3, 1, 2]], kwargs={"reverse": True})
         [3, 2, 1]
     """
-    call = Call(Operation.RUN_ON_MAIN, group=group, timeout=timeout, has_root=True)
+    operation = Operation.RUN_ON_MAIN
+    produce = bound(operation, func, args, kwargs)
+    post = None if post_func is None else bound(operation, post_func, post_args, post_kwargs)
+    # Whoever cannot decode the result does not come to what follows: all must know.
+    confirm = post is not None
+    call = Call(operation, group=group, timeout=timeout, has_root=True, confirm=confirm)
     is_alone, ranks = call.is_alone, call.ranks
-    result = _result(call, functools.partial(func, *(args or ()), **(kwargs or {})))
-    if post_func is None:
+    result = _result(call, produce)
+    if post is None:
         return result
-    post = functools.partial(post_func, *(post_args or ()), **(post_kwargs or {}))
     if run_post_on_main:
-        post_everywhere(Operation.RUN_ON_MAIN, post, group, timeout)
+        post_everywhere(operation, post, group, timeout)
     elif not is_alone:
-        post_on_others(Operation.RUN_ON_MAIN, post, {ranks[0]}, group, timeout)
+        post_on_others(operation, post, {ranks[0]}, group, timeout)
     return result
 
 
@@ -213,6 +220,8 @@ def main_process_only(
 
 
 def _decorated(group: GroupLike, timeout: Timeout, function: Callable[P, R]) -> Callable[P, R]:
+    bound(Operation.MAIN_PROCESS_ONLY, function)
+
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         call = Call(Operation.MAIN_PROCESS_ONLY, group=group, timeout=timeout, has_root=True)
         return _result(call, functools.partial(function, *args, **kwargs))

@@ -46,7 +46,7 @@ class _Names(NamedTuple):
 
 
 # mpirun inside of a SLURM job starts one daemon on each host, and its ranks inherit the daemon's
-# SLURM variables; torchrun's ranks inherit everybody's. So SLURM is asked last.
+# SLURM variables; torchrun's ranks inherit everybody's. So SLURM is asked after them.
 _LAUNCHERS = (
     _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Names(
@@ -58,6 +58,13 @@ _LAUNCHERS = (
     ),
     _Names("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Names("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    _Names(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
 )
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
@@ -87,7 +94,7 @@ def place_in(environ: Mapping[str, str]) -> Place | None:
 
 
 def rank_in(environ: Mapping[str, str]) -> int | None:
-    """This process's rank in its job, as the first launcher says that says one; jsrun included.
+    """This process's rank in its job, as the first launcher says that says one.
 
     Args:
         environ: as ``os.environ``; empty variables count as not set.
@@ -95,7 +102,7 @@ def rank_in(environ: Mapping[str, str]) -> int | None:
     Raises:
         UsageError: what it says is no whole number.
     """
-    return _first(environ, [*[names.rank for names in _LAUNCHERS], "JSM_NAMESPACE_RANK"])
+    return _first(environ, [names.rank for names in _LAUNCHERS])
 
 
 def local_rank_in(environ: Mapping[str, str]) -> int | None:

@@ -6,6 +6,7 @@ this one, and writes nothing anywhere.
 """
 
 import itertools
+import math
 import sys
 import time
 from collections import deque
@@ -49,6 +50,7 @@ class Entry:
         waits_since: when it began to wait for other ranks, in seconds of ``time.monotonic``.
         waits_until: when its time limit passes.
         limit_seconds: that limit.
+        report_at: when it will have waited long enough to be logged.
         awaits: the rank that it can't go on without just now; -1 if none.
         first_asked: the number of the first question where the others are that it made; 0 if none.
         suspicion: what may keep it from ever ending, found once and to be confirmed.
@@ -75,6 +77,7 @@ class Entry:
         "outcome",
         "received_nbytes",
         "regions",
+        "report_at",
         "seconds",
         "sent_nbytes",
         "suspicion",
@@ -97,6 +100,7 @@ class Entry:
         self.waits_since = 0.0
         self.waits_until = 0.0
         self.limit_seconds = 0.0
+        self.report_at = math.inf
         self.awaits = -1
         self.first_asked = 0
         self.suspicion: tuple[int, Any] | None = None

@@ -5,6 +5,7 @@ Knows processes and their files; what runs inside of one is ``launched``.
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import signal
@@ -30,6 +31,9 @@ Ts = TypeVarTuple("Ts")
 _GRACE_SECONDS = 4.0
 _POLL_SECONDS = 0.05
 _STACK_SECONDS = 0.5
+
+# Of what torch says there, errors alone are news: that ranks are ended, the caller's error tells.
+_CHATTER = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -90,7 +94,8 @@ def launch(
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     order = _pickled(name, (fn, args, joined, backend))
     stopped = 0
-    with tempfile.TemporaryDirectory(prefix="objcomm-launch-") as folder, _handlers_kept():
+    folders = tempfile.TemporaryDirectory(prefix="objcomm-launch-")
+    with folders as folder, _handlers_kept(), _quiet():
         job = _Job(name, Path(folder), nproc, environment or {})
         try:
             job.run(order, limit)
@@ -127,6 +132,18 @@ def _handlers_kept() -> Iterator[None]:
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    _CHATTER.addFilter(is_error)
+    try:
+        yield
+    finally:
+        _CHATTER.removeFilter(is_error)
 
 
 class _Job:
@@ -198,8 +215,10 @@ class _Job:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
                 reason = f"it had not ended {_GRACE_SECONDS:g} s after another rank failed"
             if time.monotonic() > deadline:
-                self._ask_for_stacks(running)
-                self.failed = dict.fromkeys(running, reason)
+                # Who has left a result has only been slow to end.
+                late = [rank for rank in running if not self._path("result", rank).exists()]
+                self._ask_for_stacks(late)
+                self.failed = dict.fromkeys(late, reason)
                 return
             time.sleep(_POLL_SECONDS)
 

@@ -10,7 +10,7 @@ from objcomm.eager import keep_eager
 from objcomm.errors import CollectiveError
 from objcomm.frames import Operation
 from objcomm.group import Timeout
-from objcomm.sharing import computed_in, post_everywhere, post_on_others, share_outcome
+from objcomm.sharing import bound, computed_in, post_everywhere, post_on_others, share_outcome
 from objcomm.subgroups import node_group
 from objcomm.world import GroupLike, resolve
 
@@ -68,11 +68,11 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
         'unpacked to /scratch'
     """
     operation = Operation.RUN_ONCE_PER_NODE
-    produce = functools.partial(func, *(args or ()), **(kwargs or {}))
+    produce = bound(operation, func, args, kwargs)
+    post = None if post_func is None else bound(operation, post_func, post_args, post_kwargs)
     result, firsts = _once(operation, produce, group, timeout)
-    if post_func is None:
+    if post is None:
         return result
-    post = functools.partial(post_func, *(post_args or ()), **(post_kwargs or {}))
     if run_post_on_all:
         post_everywhere(operation, post, group, timeout)
     elif firsts:
@@ -148,6 +148,8 @@ def once_per_node(
 
 
 def _decorated(group: GroupLike, timeout: Timeout, function: Callable[P, R]) -> Callable[P, R]:
+    bound(Operation.ONCE_PER_NODE, function)
+
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         produce = functools.partial(function, *args, **kwargs)
         return _once(Operation.ONCE_PER_NODE, produce, group, timeout)[0]

@@ -111,8 +111,8 @@ def loader(
 
     Example:
         >>> import objcomm
-        >>> [batch.tolist() for batch in objcomm.loader(range(5), batch_size=2)]
-        [[0, 1], [2, 3], [4]]
+        >>> [len(batch) for batch in objcomm.loader(range(5), batch_size=2)]
+        [2, 2, 1]
     """
     if not hasattr(dataset, "__len__"):
         raise UsageError(

@@ -3,12 +3,14 @@
 The patterns under the helpers of ``control`` and ``ordering``.
 """
 
-from collections.abc import Callable, Collection, Generator
-from typing import TypeVar
+import functools
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from typing import Any, TypeVar
 
 from objcomm.absence import Region, acts_alone, inside
 from objcomm.call import Call
 from objcomm.collectives import kept
+from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.outcome import failure_of, raise_together
@@ -17,6 +19,23 @@ from objcomm.transport import routes
 from objcomm.world import GroupLike, resolve
 
 R = TypeVar("R")
+
+
+def bound(
+    operation: Operation,
+    func: Callable[..., R],
+    args: Iterable[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Callable[[], R]:
+    """A function with its arguments, as the user gave them; called before a call is begun.
+
+    Raises:
+        UsageError: it is no function, or they are no arguments.
+    """
+    try:
+        return functools.partial(func, *(args or ()), **(kwargs or {}))
+    except TypeError as error:
+        raise UsageError(f"{operation.name.lower()}: {error}") from error
 
 
 def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> Generator[None, None, R]:
@@ -37,9 +56,13 @@ def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> Generat
     yield
     with call.traffic() as exchange:
         message = routes.broadcast(exchange, mine, call.root)
-    call.raise_failures([message])
-    result: R = own[0] if own else call.decode(message)
-    return result
+
+    def conclude() -> R:
+        call.raise_failures([message])
+        result: R = own[0] if own else call.decode(message)
+        return result
+
+    return call.settle(conclude)
 
 
 def share_outcome(

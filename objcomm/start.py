@@ -36,8 +36,8 @@ class Start:
     """What ``init`` found and chose.
 
     Attributes:
-        launcher: whose variables told it: ``"torchrun"``, ``"SLURM"``, ``"Open MPI"`` or
-            ``"PMI"``; ``"program"`` if torch.distributed had been initialised before; empty if
+        launcher: whose variables told it: ``"torchrun"``, ``"Open MPI"``, ``"PMI"``, ``"SLURM"`` or
+            ``"jsrun"``; ``"program"`` if torch.distributed had been initialised before; empty if
             nothing promises another rank, and so nothing was initialised.
         rank: this process's.
         world_size: number of ranks.
@@ -75,7 +75,7 @@ def init(
     """Join the ranks that a launcher has started, and say what was chosen.
 
     Every rank of the job must call this. It reads the variables of torchrun, Open MPI, PMI (MPICH,
-    Intel MPI) and SLURM, in this order, initialises torch.distributed, and changes no variable.
+    Intel MPI), SLURM and jsrun, in this order, initialises torch.distributed, and changes none.
     Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``; where they are not set, at the first host of
     SLURM's list or, if all ranks are on one host, at this one, and at a port that is derived from
     SLURM's job and step, or 29500.

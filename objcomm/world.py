@@ -80,7 +80,8 @@ def resolve(group: GroupLike) -> Group:
         if group is None and _environment_world_size() > 1:
             raise UsageError(
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']} promises other ranks, but "
-                "torch.distributed is not initialised; call objcomm.init first"
+                "torch.distributed is not initialised; call objcomm.init or "
+                "init_process_group first"
             )
         if is_nobody(group):
             raise NotInGroupError("this rank is no member of this group")

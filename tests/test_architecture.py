@@ -12,7 +12,6 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 FLOORS: list[list[str]] = [
     ["errors"],
     [
-        "absence",
         "arrays",
         "authentication",
         "counters",
@@ -63,14 +62,15 @@ FLOORS: list[list[str]] = [
     [
         "transport.device_reduction",
         "transport.farewell",
-        "transport.inquiry",
+        "transport.location",
         "transport.mailbox",
     ],
+    ["transport.inquiry"],
     ["transport.watch"],
     ["transport.channel"],
     ["transport.pair"],
     ["group"],
-    ["turn", "work", "world"],
+    ["absence", "turn", "work", "world"],
     ["recorder"],
     ["call"],
     ["buckets", "collectives", "errand", "folding", "start", "together", "trees"],

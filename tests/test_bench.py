@@ -105,6 +105,14 @@ def test_losses_are_named_with_the_worst_first() -> None:
     assert [(loss.theirs.peer, loss.ratio) for loss in losses] == [("mpi4py", 20.0), ("raw", 2.0)]
 
 
+def test_objcomm_by_torchs_names_is_judged_too() -> None:
+    rows = [_row(peer, at, operation="gather_object") for peer, at in (("torch", 1), ("raw", 0.1))]
+    results = Results.of([_ABOUT, _row("objcomm.compat", 0.4, operation="gather_object"), *rows])
+    (found,) = results.judgements()
+    assert (found.value, found.is_met) == (0.4, True)
+    assert [(loss.theirs.peer, loss.ratio) for loss in results.losses()] == [("raw", 4.0)]
+
+
 def test_of_two_runs_of_one_case_the_later_counts() -> None:
     results = Results.of([_ABOUT, _row("objcomm", 1.0), _ABOUT, _row("objcomm", 2.0)])
     assert [record.median for record in results] == [2.0]

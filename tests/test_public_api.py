@@ -218,6 +218,11 @@ def test_a_torch_without_distributed_serves_a_world_of_one() -> None:
         assert objcomm.gather_scalar(2) == objcomm.all_gather_scalar(2) == [2]
         assert objcomm.ddp_broadcast(mine) is mine
         objcomm.barrier()
+        from objcomm.compat import torch as dist_objects
+        box = [mine]
+        with dist_objects.patch():
+            dist_objects.all_gather_object(box, "mine")
+        assert box == ["mine"] and not hasattr(torch.distributed, "all_gather_object")
         assert objcomm.run_on_main(lambda: mine) is objcomm.run_once_per_node(lambda: mine) is mine
         with objcomm.main_first(), objcomm.node_first(), objcomm.zero_only(), objcomm.main_only():
             assert objcomm.broadcast(mine) is mine

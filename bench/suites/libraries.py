@@ -17,7 +17,7 @@ from bench.case import LARGE, Target, case
 from bench.peers import Peer
 
 _PEERS = ("torch", "objcomm.compat")
-_HALF = (Target(0.5, against="torch"),)
+_HALF = (Target(0.5, against="torch", peer="objcomm.compat"),)
 
 
 @case("small dict", peers=_PEERS, worlds=(2, 4), targets=_HALF)
@@ -45,7 +45,12 @@ def scatter_object_list(peer: Peer, mine: Any) -> Callable[[], object]:
     return lambda: peer.scatter(mine)
 
 
-@case("small dict", peers=_PEERS, worlds=(2,), targets=(Target(0.5, against="torch", world=2),))
+@case(
+    "small dict",
+    peers=_PEERS,
+    worlds=(2,),
+    targets=(Target(0.5, against="torch", world=2, peer="objcomm.compat"),),
+)
 def send_object_list(peer: Peer, mine: Any) -> Callable[[], object]:
     """``send_object_list`` from rank 0 to rank 1 and back."""
     return lambda: peer.there_and_back(mine)

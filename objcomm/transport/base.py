@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from objcomm.config import settings
 from objcomm.history import Entry
 
 # Tags have 31 bits. First messages of a lane share one tag, so that mismatched operations meet
@@ -116,6 +117,7 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self._report_seconds = settings().report_after
         self._end = 0.0
         self.restart()
 
@@ -128,6 +130,7 @@ class Deadline:
         now = entry.waits_since = time.monotonic()
         self._end = entry.waits_until = now + min(self.seconds, FOREVER_SECONDS)
         entry.limit_seconds = self.seconds
+        entry.report_at = now + self._report_seconds
 
     @property
     def has_passed(self) -> bool:

@@ -143,6 +143,7 @@ class Bulletin:
     def submit(self, job: Callable[[Board], None]) -> None:
         """Have ``job`` done soon, on the bulletin's thread."""
         self._jobs.put(job)
+        self._forget_if_over()
 
     def call(self, job: Callable[[Board], R], seconds: float = PATIENCE_SECONDS) -> R:
         """What ``job`` returns on the bulletin's thread.
@@ -164,7 +165,18 @@ class Bulletin:
         try:
             return answer.result(seconds)
         except (TimeoutError, RuntimeError) as error:
+            self._forget_if_over()
             raise StoreSilentError from error
+
+    def _forget_if_over(self) -> None:
+        """Let go of jobs that came when the thread had ended: they hold meshes, and so sockets."""
+        if not self._thread.is_alive():
+            self._take_all(lambda _: None)
+
+    def _take_all(self, take: Callable[[Callable[[Board], None]], None]) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                take(self._jobs.get_nowait())
 
     def close(self, seconds: float) -> None:
         """End the thread, and wait for it so long; a blocked one is left behind."""
@@ -186,6 +198,8 @@ class Bulletin:
                 except queue.Empty:
                     job = self.answer
                 self._do(job, board)
+            # What was to be told or taken back when the world ended: others may wait for it.
+            self._take_all(lambda job: self._do(job, board))
             board.leave()
 
     def _do(self, job: Callable[[Board], None], board: Board) -> None:

@@ -3,11 +3,11 @@
 All of it runs on a bulletin's thread, because it talks to the store.
 """
 
-import sys
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from objcomm.errors import Position
 from objcomm.frames import operation_name
@@ -15,6 +15,7 @@ from objcomm.history import Entry
 from objcomm.transport.bulletin import Board
 from objcomm.transport.conflict import find_conflict
 from objcomm.transport.lane import Lane
+from objcomm.transport.location import whereabouts
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
@@ -22,107 +23,12 @@ from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Wh
 #: A call of one lane that waits for other ranks.
 Waiting = tuple[Mesh, Lane, Entry]
 
-# Most training scripts have a thread of these, which must not keep a circle from being found.
-_SERVING = frozenset({"torch", "tqdm"})
-
-# An executor's thread waits in this function itself (its queue is written in C), and does its
-# work further down.
-_IDLE = ("concurrent.futures.thread", "_worker")
-
 # Ranks that are not waiting look three times a second whether they are asked.
 _ANSWERS_WITHIN_SECONDS = 0.4
 _PAUSE_SECONDS = 0.02
 
-
-def whereabouts(meshes: Iterable[Mesh], asked: int) -> Whereabouts:
-    """Where this process is.
-
-    Args:
-        meshes: all that it has; one that has ended counts where its group has no other.
-        asked: the number of the question.
-    """
-    in_order = sorted(meshes, key=lambda mesh: mesh.verdict is not None)
-    lanes = [
-        _state(mesh, lane, entry)
-        for mesh in in_order
-        for lane in tuple(mesh.lanes.values())
-        for entry in (lane.waits() or (None,))
-    ]
-    main = threading.main_thread().ident or 0
-    return Whereabouts(asked, main, tuple(lanes), is_single=_is_single())
-
-
-def _is_single() -> bool:
-    """Whether no thread but the main one can make calls."""
-    return all(
-        each is threading.main_thread()
-        or each.name.startswith("objcomm-")
-        or serves_a_library(each)
-        or is_idle_in_a_pool(each)
-        for each in threading.enumerate()
-    )
-
-
-def serves_a_library(thread: threading.Thread) -> bool:
-    """Whether a thread is one that makes no calls: a progress bar's, a data loader's."""
-    target = getattr(thread, "_target", None)
-    modules = (type(thread).__module__, getattr(target, "__module__", None) or "")
-    return any(module.partition(".")[0] in _SERVING for module in modules)
-
-
-def is_idle_in_a_pool(thread: threading.Thread) -> bool:
-    """Whether an executor's thread has nothing to do: only another thread can give it something.
-
-    torch.compile and many libraries keep such threads for as long as the program runs.
-    """
-    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # documented by CPython
-    if frame is None:
-        return False
-    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == _IDLE
-
-
-def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
-    entries = list(lane.past)
-    order = lane.order
-    if order is not None:
-        next_sequence = lane.sequence + order.waiting
-        waiter = 0 if entry is None else (entry.caller or entry).waiter
-    elif entry is not None:
-        next_sequence, waiter = entry.header.sequence + 1, lane.waiting_thread
-    else:
-        next_sequence, waiter = lane.sequence, 0
-    awaits = -1 if entry is None or entry.is_served else entry.awaits
-    if entry is not None:
-        seconds = time.monotonic() - entry.waits_since
-    else:
-        last = entries[-1] if entries else None
-        seconds = last.position().seconds if last is not None else 0.0
-    return LaneState(
-        group=mesh.name,
-        nonce=mesh.nonce,
-        number=lane.number,
-        thread=lane.owner.ident or 0,
-        waiter=waiter,
-        next_sequence=next_sequence,
-        taken=-1 if order is None else lane.taken,
-        now=None if entry is None else _step(entry),
-        awaits=mesh.ranks[awaits] if awaits >= 0 else -1,
-        since=0.0 if entry is None else entry.waits_since,
-        seconds=seconds,
-        past=tuple(_step(each) for each in entries),
-    )
-
-
-def _step(entry: Entry) -> Step:
-    header = entry.header
-    return Step(
-        header.sequence,
-        header.operation,
-        header.root,
-        header.fingerprint,
-        header.call_site,
-        entry.operation,
-    )
+_logger = logging.getLogger("objcomm")
+_MOST_NAMED = 8
 
 
 def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
@@ -220,26 +126,95 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
         return
     asked = board.ask()
     waiting = _taken(expiring)
+
+    def concerned() -> set[int]:
+        waiting.extend(_taken(expiring))
+        waiting[:] = [each for each in waiting if _still_waits(board, *each)]
+        return _ranks_of(waiting)
+
+    since = min(entry.first_asked or asked for _, _, entry in waiting)
+    answers = _answers(board, meshes, asked, since, concerned)
+    for mesh, lane, entry in waiting:
+        end(board, mesh, entry, timeout_verdict(mesh, lane, entry, _known(mesh, answers)))
+
+
+def report(
+    board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting], told: threading.Event
+) -> None:
+    """Log for what calls wait that have waited for long.
+
+    Args:
+        board: the store.
+        meshes: all of this process's.
+        waiting: the calls.
+        told: to be set when the store has answered.
+    """
+    asked = board.ask()
+    answers = _answers(board, meshes, asked, asked, lambda: _ranks_of(waiting))
+    told.set()
+    for mesh, lane, entry in waiting:
+        known = _known(mesh, answers)
+        # One line for a call, not one for each rank that waits in it.
+        is_told = lane.order is None and any(
+            rank < mesh.rank and _has_arrived(mesh, lane, entry, known[rank]) for rank in known
+        )
+        if mesh.verdict is None and entry in lane.waits() and not is_told:
+            _logger.warning("%s", _text(entry, timeout_verdict(mesh, lane, entry, known)))
+
+
+def report_silence(waiting: Sequence[Waiting], told: threading.Event) -> None:
+    """As ``report``, if the store has not answered."""
+    if not told.is_set():
+        for mesh, lane, entry in waiting:
+            _logger.warning("%s", _text(entry, timeout_verdict(mesh, lane, entry, None)))
+
+
+def _text(entry: Entry, verdict: Verdict) -> str:
+    told = [str(each) for each in verdict.positions if each.rank in verdict.ranks]
+    told += [f"rank {rank}: no answer" for rank in verdict.silent]
+    told += ["store: no answer"] * verdict.is_store_silent
+    more = [f"and {len(told) - _MOST_NAMED} more ranks"] * (len(told) > _MOST_NAMED)
+    others = "; ".join([*told[:_MOST_NAMED], *more])
+    return f"{entry.position()} and waits: {others or 'all ranks are in it'}"
+
+
+def _answers(
+    board: Board,
+    meshes: Sequence[Mesh],
+    asked: int,
+    since: int,
+    concerned: Callable[[], Collection[int]],
+) -> dict[int, Whereabouts]:
+    """Where ranks are, by global rank, as far as they answer in time.
+
+    Args:
+        board: the store.
+        meshes: all of this process's.
+        asked: the question's number.
+        since: of the first question that an answer may be to.
+        concerned: whose answers are wanted; asked again and again.
+    """
     answers = {board.rank: whereabouts(meshes, asked)}
     board.publish(answers[board.rank])
-    since = min(entry.first_asked or asked for _, _, entry in waiting)
     until = time.monotonic() + _ANSWERS_WITHIN_SECONDS
     while True:
-        waiting += _taken(expiring)
-        waiting = [each for each in waiting if _still_waits(board, *each)]
-        members = {mesh.ranks[each] for mesh, _, _ in waiting for each in mesh.members}
-        missing = members - answers.keys()
+        missing = set(concerned()) - answers.keys()
         found = {rank: board.read(rank, since) for rank in missing}
         answers |= {rank: answer for rank, answer in found.items() if answer is not None}
         if missing <= answers.keys() or time.monotonic() > until:
-            break
+            return answers
         time.sleep(_PAUSE_SECONDS)
-        if board.asked() > board.answered:  # another rank's limit has passed as well
+        if board.asked() > board.answered:  # another rank asks as well
             board.publish(whereabouts(meshes, board.asked()))
-    for mesh, lane, entry in waiting:
-        global_ranks = {rank: mesh.ranks[rank] for rank in mesh.members}
-        known = {rank: answers[each] for rank, each in global_ranks.items() if each in answers}
-        end(board, mesh, entry, timeout_verdict(mesh, lane, entry, known))
+
+
+def _ranks_of(waiting: Iterable[Waiting]) -> set[int]:
+    return {mesh.ranks[each] for mesh, _, _ in waiting for each in mesh.members}
+
+
+def _known(mesh: Mesh, answers: dict[int, Whereabouts]) -> dict[int, Whereabouts]:
+    """Answers by rank within the mesh's group."""
+    return {rank: answers[mesh.ranks[rank]] for rank in mesh.members if mesh.ranks[rank] in answers}
 
 
 def end(board: Board, mesh: Mesh, entry: Entry, verdict: Verdict) -> None:

@@ -1,9 +1,10 @@
 """Sees to it that no wait is a silent one: one thread for all groups of a process.
 
 Four times a second it looks at the calls that wait. What has waited for half a second is
-investigated: where are the others, and has anybody ended this? What has passed its limit ends. The
-thread itself never talks to the store, which may not answer: that is the bulletin's work, and what
-the bulletin has not done after half a second is done here without it.
+investigated: where are the others, and has anybody ended this? What has waited for a minute is
+logged, and what has passed its limit ends. The thread itself never talks to the store, which may
+not answer: that is the bulletin's work, and what the bulletin has not done after half a second is
+done here without it.
 
 It also lets Ctrl-C end a wait that sits in C++. Python runs signal handlers between bytecodes of
 the main thread only, and a wait for a peer is one long call. So while the main thread waits, the
@@ -36,10 +37,12 @@ from objcomm.transport.inquiry import (
     Waiting,
     expire,
     investigate,
+    report,
+    report_silence,
     settle,
     timeout_verdict,
-    whereabouts,
 )
+from objcomm.transport.location import whereabouts
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import Whereabouts
@@ -153,6 +156,7 @@ class Watcher(threading.Thread):
         self._ticks += 1
         overdue: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
         expired: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
+        late: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
         for mesh, lane, entry in self._waiting():
             waited = now - entry.waits_since
             is_long = waited > _LONG_SECONDS
@@ -160,10 +164,15 @@ class Watcher(threading.Thread):
                 expired[mesh.bulletin].append((mesh, lane, entry))
             elif waited >= OVERDUE_SECONDS and not (is_long and self._ticks % _TICKS_BETWEEN_LOOKS):
                 overdue[mesh.bulletin].append((mesh, lane, entry))
+            if entry.report_at <= now < entry.waits_until:
+                entry.report_at = now + waited
+                late[mesh.bulletin].append((mesh, lane, entry))
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
         for bulletin, waiting in expired.items():
             self._expire(bulletin, [each for each in waiting if not each[2].has_expired])
+        for bulletin, waiting in late.items():
+            self._report(bulletin, waiting)
         for due, end in self._fallbacks:
             if due <= now:
                 end()
@@ -190,6 +199,12 @@ class Watcher(threading.Thread):
         for mesh, lane, entry in waiting:
             entry.has_expired = True
             self._fall_back(_EXPIRY_SECONDS, mesh, timeout_verdict(mesh, lane, entry, None), entry)
+
+    def _report(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
+        meshes, told = self.meshes(bulletin), threading.Event()
+        bulletin.submit(lambda board: report(board, meshes, waiting, told))
+        silence = functools.partial(report_silence, waiting, told)
+        self._fallbacks.append((time.monotonic() + _EXPIRY_SECONDS, silence))
 
     def _investigate(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
         if bulletin in self._investigating:  # it still waits for the store

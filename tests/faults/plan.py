@@ -136,6 +136,12 @@ class Case(NamedTuple):
         return self.operation in {"send", "isend"}
 
     @property
+    def is_resumable(self) -> bool:
+        """Whether the victim's call, ended by an interrupt, can be made once more."""
+        # What sends synchronously has given up, and its partner is told.
+        return self.victim_receives or self.operation in {"irecv", "sendrecv"}
+
+    @property
     def concerned(self) -> list[int]:
         """The survivors that have to do with the victim."""
         is_pair = self.is_between_two and self.operation != "sendrecv"

@@ -122,7 +122,7 @@ def _launch_as(rank: int, size: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
 
 
-@ranks(2, joined=False)
+@ranks(2, joined=False, deadline=60)
 def test_questions_have_no_side_effect_and_calls_join_by_themselves() -> None:
     rank = here().rank
     with socket.socket() as probe:

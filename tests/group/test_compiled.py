@@ -58,6 +58,24 @@ def test_every_operation_breaks_the_graph_and_dynamo_sees_no_frame_of_it(name: s
 
 
 @ranks(2, deadline=COMPILE_DEADLINE_S)
+def test_a_decorated_function_breaks_the_graph() -> None:
+    @objcomm.main_process_only
+    def on_main(number: int) -> int:
+        return number + objcomm.world_size()
+
+    @objcomm.once_per_node
+    def on_node(number: int) -> int:
+        return number + objcomm.world_size()
+
+    run = compiled(lambda x: (x * 2 + 1, on_main(1) + on_node(2)), backend="eager")
+    for _ in range(2):
+        y, got = run(torch.ones(3))
+        assert y.tolist() == [3, 3, 3]
+        assert got == 7
+    assert frames_of_objcomm() == []
+
+
+@ranks(2, deadline=COMPILE_DEADLINE_S)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_compiled_step_computes_what_it_computes_uncompiled(backend: str) -> None:
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):

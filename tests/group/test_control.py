@@ -213,6 +213,12 @@ def test_a_result_that_cannot_be_decoded() -> None:
     with pytest.raises(objcomm.DecodeError) if here().rank else contextlib.nullcontext():
         objcomm.run_on_main(lambda: RefusesToArrive(1))
     assert_group_works()
+    for everywhere in (False, True):
+        with pytest.raises(CollectiveError, match="rebuilt on rank 1"):
+            objcomm.run_on_main(
+                lambda: RefusesToArrive(1), post_func=int, run_post_on_main=everywhere
+            )
+        assert_group_works()
 
 
 @ranks(2)
@@ -581,12 +587,28 @@ def test_without_torch_distributed_all_is_the_same() -> None:
 @solo(environment={"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
 def test_a_job_that_has_not_begun_is_no_world_of_one() -> None:
     for share in SHARES.values():
-        with pytest.raises(UsageError, match="init_process_group"):
+        with pytest.raises(UsageError, match="promises other ranks"):
             share(lambda: 1)
     for block in (objcomm.main_first, objcomm.node_first, objcomm.zero_only, objcomm.main_only):
-        with pytest.raises(UsageError, match="init_process_group"), block():
+        with pytest.raises(UsageError, match="promises other ranks"), block():
             pass
     assert not objcomm.is_main(scope="node")
+
+
+@ranks(2, environment={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+def test_variables_that_are_the_same_on_all_ranks_make_no_second_main() -> None:
+    """A shell that a launcher started, and from which ranks were started by hand."""
+    rank = here().rank
+    ran: list[int] = []
+
+    def runs() -> int:
+        ran.append(rank)
+        return rank
+
+    for share in SHARES.values():
+        assert share(runs) == 0
+    assert ran == [0] * (len(SHARES) if rank == 0 else 0)
+    assert objcomm.is_main() == objcomm.is_main(scope="node") == (rank == 0)
 
 
 @ranks(2, disposable=True)
@@ -615,4 +637,11 @@ def test_a_wrong_argument_is_refused_before_any_traffic(name: str) -> None:
 
     with pytest.raises(UsageError, match="timeout=0"):
         SHARES[name](lambda: 1, timeout=0) if name in SHARES else enter()
+    if name in SHARES and here().rank == 0:  # nobody else need hear of it
+        with pytest.raises(UsageError, match=f"{name}: .*callable"):
+            SHARES[name]("no function")
+    if name.startswith("run_") and here().rank == 1:
+        for arguments in ({"args": 5}, {"kwargs": 5}, {"post_func": "no function"}):
+            with pytest.raises(UsageError, match=name):
+                SHARES[name](int, **arguments)
     assert_group_works()

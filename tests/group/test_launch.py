@@ -108,10 +108,17 @@ def test_all_ranks_failures_are_one_error_that_pickles(tmp_path: Path) -> None:
     assert_ended([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
 
 
-def test_a_rank_may_exit_and_time_may_run_out() -> None:
+def test_a_rank_may_exit_and_time_may_run_out(tmp_path: Path) -> None:
     def leave() -> None:
         assert not objcomm.is_initialized()
-        sys.exit(3 * int(os.environ["RANK"]))
+        rank = int(os.environ["RANK"])
+        (tmp_path / str(rank)).touch()
+        while not (tmp_path / str(1 - rank)).exists():  # else one might be ended before it begins
+            time.sleep(0.05)
+        if rank == 0:
+            thread = threading.Thread(target=time.sleep, args=(1000,))
+            thread.start()  # keeps the process, and does not cost the result
+        sys.exit(3 * rank)
 
     with pytest.raises(LaunchError, match="SystemExit: 3") as caught:
         objcomm.launch(leave, 2, joined=False)

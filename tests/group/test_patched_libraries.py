@@ -42,7 +42,7 @@ def both_ways(run: Callable[[], R]) -> dict[str, int]:
     return made
 
 
-@ranks(2, disposable=True)
+@ranks(2, disposable=True, deadline=60)  # it imports for seconds
 def test_accelerate_gathers_and_broadcasts_objects() -> None:
     rank = here().rank
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
@@ -65,7 +65,7 @@ def test_accelerate_gathers_and_broadcasts_objects() -> None:
     assert both_ways(metrics) == {"all_gather_object": 1}
 
 
-@ranks(2)
+@ranks(2, deadline=60)
 def test_torchmetrics_metrics_agree() -> None:
     from torchmetrics import CatMetric  # noqa: PLC0415  # two seconds
     from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415

@@ -17,11 +17,11 @@ from tests.ranks import ranks, solo
 from tests.workers import here
 
 
-def free_port() -> int:
-    """A port that was free a moment ago, the same on all ranks."""
+def free_port(topic: str = "port") -> int:
+    """A port that was free a moment ago, the same on all ranks; another one for each topic."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(tell_all("port", str(probe.getsockname()[1]))[0])
+        return int(tell_all(topic, str(probe.getsockname()[1]))[0])
 
 
 def torchrun(rank: int, size: int) -> dict[str, str]:
@@ -53,7 +53,7 @@ LAUNCHERS: dict[str, Callable[[int, int], dict[str, str]]] = {
 }
 
 
-@ranks(2, joined=False)
+@ranks(2, joined=False, deadline=60)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_join_by_a_launchers_variables(
     launcher: str,
@@ -87,7 +87,7 @@ def test_ranks_join_by_a_launchers_variables(
     objcomm.shutdown()
     objcomm.shutdown()
     assert not objcomm.is_initialized()
-    os.environ["MASTER_PORT"] = str(int(before["MASTER_PORT"]) + 1)
+    os.environ["MASTER_PORT"] = str(free_port("second port"))
     assert objcomm.ddp_init_group({"distributed_backend": "gloo", "device": "cpu"}).rank == rank
     assert_group_works()
 

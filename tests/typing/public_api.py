@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import objcomm
+from objcomm.compat import torch as dist_objects
 
 
 @dataclass
@@ -167,6 +168,19 @@ def control(config: Config, group: dist.ProcessGroup) -> None:
         assert_type(is_zero, bool)
         assert_type(nothing, None)
     assert_type(objcomm.rank_prefixed_message("text", group=group), str)
+
+
+def torchs_names(config: Config, group: dist.ProcessGroup) -> None:
+    """Lists of any type are filled; a switch is a context manager."""
+    configs: list[Config | None] = [config, None]
+    dist_objects.broadcast_object_list(configs, 0, group, torch.device("cpu"))
+    dist_objects.all_gather_object(configs, config)
+    dist_objects.gather_object(config, configs if dist.get_rank() == 0 else None, group_dst=0)
+    dist_objects.scatter_object_list(configs, [config], src=0)
+    dist_objects.send_object_list((config,), dst=1)
+    assert_type(dist_objects.recv_object_list(configs, group_src=1, group=group), int)
+    with dist_objects.patch() as patched:
+        patched.undo()
 
 
 def groups(group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> None:

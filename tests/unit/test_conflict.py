@@ -11,7 +11,7 @@ from torch.utils.data._utils import pin_memory
 
 from objcomm.frames import Operation
 from objcomm.transport.conflict import find_conflict
-from objcomm.transport.inquiry import is_idle_in_a_pool, serves_a_library
+from objcomm.transport.location import is_idle_in_a_pool, serves_a_library
 from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
 
 MAIN, OTHER = 1, 2

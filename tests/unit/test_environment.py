@@ -61,6 +61,10 @@ PLACES: dict[str, tuple[dict[str, str], Place | None]] = {
         Place("Open MPI", 1, 2, 1, "n7", 29500),
     ),
     "PMI on two hosts": (PMI, Place("PMI", 0, 2, 0, "", 29500)),
+    "jsrun": (
+        {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_SIZE": "2"},
+        Place("jsrun", 1, 2, None, "127.0.0.1", 29500),
+    ),
     "PMI with an address": (PMI | {"MASTER_ADDR": "::1"}, Place("PMI", 0, 2, 0, "::1", 29500)),
 }
 
