@@ -185,12 +185,13 @@ def _check_plain(names: Sequence[str], tensors: Sequence[torch.Tensor], what: st
 def _check_gradients(
     names: Sequence[str], likes: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
 ) -> None:
-    rows = zip(names, likes, tensors, strict=True)
-    owned = [(name, like, each) for name, like, each in rows if each is not None]
-    _check_plain([row[0] for row in owned], [row[2] for row in owned], "the gradient of ")
-    for name, like, gradient in owned:
-        if gradient.dtype is not like.dtype:  # torch sees to shape and device
-            raise UsageError(f"the gradient of {name!r} is {gradient.dtype}, it is {like.dtype}")
+    places = [at for at, each in enumerate(tensors) if each is not None]
+    owned = [each for each in tensors if each is not None]
+    _check_plain([names[at] for at in places], owned, "the gradient of ")
+    dtypes = [likes[at].dtype for at in places]
+    if [each.dtype for each in owned] != dtypes:  # torch sees to shapes and devices
+        at = next(at for at, own in zip(places, owned, strict=True) if own.dtype != likes[at].dtype)
+        raise UsageError(f"the gradient of {_label(names[at], at)} has another dtype than it")
 
 
 def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> Kind:

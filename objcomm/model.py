@@ -198,8 +198,8 @@ def eager_sync_gradients(
         >>> model.bias.grad
         tensor([12.])
     """
-    kept: list[Any] = list(params)  # an iterator may not outlive the block
     with fail_together(group=group, timeout=timeout):
+        kept: list[Any] = list(params)  # an iterator may not outlive the block
         yield
     sync_gradients(kept, group=group, timeout=timeout)
 

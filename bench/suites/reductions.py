@@ -38,7 +38,7 @@ def all_reduce_tensors(peer: Peer, mine: Any) -> Callable[[], object]:
 @case(
     "1,000 gradients, 4 MiB",
     peers=("objcomm", "objcomm joined", "torch", "raw in place"),
-    samples=30,
+    samples=LARGE,
     targets=(
         Target(
             1.3,

@@ -367,6 +367,24 @@ def test_a_failure_in_an_eager_block_is_raised_on_all_ranks(where: str) -> None:
 
 
 @ranks(2)
+def test_parameters_that_can_not_be_listed_are_a_failure_like_any_other() -> None:
+    def broken() -> Iterator[torch.Tensor]:
+        yield torch.ones(1)
+        if objcomm.rank() == 1:
+            raise ValueError("half a model")
+
+    for call in (objcomm.sync_gradients, objcomm.average_tensors):
+        with pytest.raises(CollectiveError, match="half a model"):
+            call(broken())
+    with (
+        pytest.raises(CollectiveError, match="half a model"),
+        objcomm.eager_sync_gradients(broken()),
+    ):
+        pass
+    assert_group_works()
+
+
+@ranks(2)
 def test_models_are_carried_in_signed_messages_where_there_is_a_key() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     with objcomm.configure(key="a secret of this test's"):
