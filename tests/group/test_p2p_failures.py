@@ -320,13 +320,15 @@ def test_a_death_ends_what_waits_for_that_rank(
 @ranks(2, expect_dead=[1])
 @pytest.mark.parametrize("src", [1, None])
 def test_a_death_between_head_and_payload(src: int | None) -> None:
+    store = here().store("death")
     if here().rank == 1:
         work = objcomm.isend(LARGE, 0)
         assert not work.done()
-        time.sleep(0.3)
+        store.get("probed")
         _die_by_signal()
     found = objcomm.probe(src)
     assert found.nbytes > len(LARGE)
+    store.set("probed", "")
     time.sleep(0.8)
     assert error_in(TransportError, lambda: objcomm.recv(src)).peers == (1,)
 
@@ -347,19 +349,23 @@ def test_a_death_in_mid_payload() -> None:
 @ranks(3, expect_dead=[1])
 def test_what_a_rank_had_sent_before_its_death_is_received() -> None:
     assert_pair_works()
+    store = here().store("death")
     if here().rank == 1:
         for number in range(5):
             objcomm.send(number, 0)
+        store.set("all sent", "")
         os._exit(0)
     if here().rank == 0:
-        time.sleep(1.0)
+        store.get("all sent")
+        time.sleep(0.5)
         assert objcomm.iprobe(1) is not None
         assert [objcomm.recv(1) for _ in range(3)] == [0, 1, 2]
         assert [objcomm.recv() for _ in range(2)] == [3, 4]
         assert error_in(TransportError, objcomm.recv).peers == (1,)
+        store.set("all received", "")
         assert objcomm.recv() == "from rank 2"
     else:
-        time.sleep(1.5)
+        store.get("all received")
         objcomm.send("from rank 2", 0)
 
 
