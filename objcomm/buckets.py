@@ -191,10 +191,12 @@ def _buckets(
     tensors = [tensor for bundle in bundles for tensor in bundle.tensors]
     for at, (kind, own) in enumerate(zip(kinds, tensors, strict=True)):
         tensor, nbytes = own, kind.nbytes
+        is_large = nbytes > SMALL_MAX_NBYTES
+        if is_large and is_repeated(manifest.lines[at]):
+            continue
         if own is None and manifest.present[at]:
             tensor = made[at] = torch.zeros_like(likes[at])
-        is_large = nbytes > SMALL_MAX_NBYTES
-        if tensor is None or not nbytes or (is_large and is_repeated(manifest.lines[at])):
+        if tensor is None or not nbytes:
             continue
         bucket = open_ones.get(kind.lot)
         is_alone = is_large and kind.device_type == "cpu"

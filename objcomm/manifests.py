@@ -158,14 +158,17 @@ def _kinds(bundle: Bundle) -> list[Kind]:
     found = {key: _kind(rule, names[at], at, likes[at]) for key, at in firsts.items()}
     if tensors is not likes:
         _check_gradients(names, likes, tensors)
+    what = "" if tensors is likes else "the gradient of "
     for at, each in enumerate(tensors):
-        if each is None or each.is_contiguous():
+        if each is None or (each.is_contiguous() and each.data_ptr()):
             continue
         if torch._debug_has_internal_overlap(each) == 1:  # noqa: SLF001  # no public way
             raise UsageError(
-                f"{_label(names[at], at)} is expanded: several of its elements are one. "
+                f"{what}{_label(names[at], at)} is expanded: several of its elements are one. "
                 "Give its clone()"
             )
+        if each.numel() and not each.data_ptr():
+            raise UsageError(f"{what}{_label(names[at], at)} has no memory: somebody has freed it")
     return [found[key] for key in keys]
 
 
@@ -207,11 +210,16 @@ def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> Kind:
 
 
 def _mark_repeated(bundle: Bundle, kinds: Sequence[Kind], texts: list[str]) -> None:
-    """Say of each large tensor whether it is one that stands further ahead."""
-    places: dict[int, int] = {}
+    """Say of each large tensor whether it is one that stands further ahead.
+
+    A gradient that this rank lacks is its parameter's: another rank may have it.
+    """
+    places: dict[tuple[bool, int], int] = {}
     for at, (kind, tensor) in enumerate(zip(kinds, bundle.tensors, strict=True)):
-        if kind.nbytes > SMALL_MAX_NBYTES and tensor is not None:
-            first = places.setdefault(tensor.data_ptr(), at)
+        if kind.nbytes > SMALL_MAX_NBYTES:
+            lacking = tensor is None
+            key = id(bundle.likes[at]) if tensor is None else tensor.data_ptr()
+            first = places.setdefault((lacking, key), at)
             if first != at:
                 texts[at] += f"\0{first}"
 

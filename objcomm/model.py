@@ -8,6 +8,8 @@ import torch
 
 from objcomm.buckets import synchronise
 from objcomm.call import Call
+from objcomm.codecs.tensors import is_plain_tensor
+from objcomm.errors import UsageError
 from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.manifests import Bundle, Rule
@@ -199,7 +201,7 @@ def eager_sync_gradients(
         tensor([12.])
     """
     with fail_together(group=group, timeout=timeout):
-        kept: list[Any] = list(params)  # an iterator may not outlive the block
+        kept = _listed(params)  # an iterator may not outlive the block
         yield
     sync_gradients(kept, group=group, timeout=timeout)
 
@@ -334,19 +336,23 @@ def wrap(
     """Put a model into ``torch.nn.parallel.DistributedDataParallel`` where there are other ranks.
 
     Every rank of ``group`` must call this, with the same parameters and buffers by name, order,
-    dtype and shape: they are compared first, where torch may wait for ever.
+    dtype and shape, the same of them to be trained: they are compared first, where torch may wait
+    for ever, or mix them up.
 
     Args:
         model: on the CPU, or on one device.
         group: who takes part; None for the world.
         timeout: seconds or timedelta, for the comparison; the group's own if None.
-        options: more keywords for DistributedDataParallel, such as ``find_unused_parameters``.
+        options: more keywords for DistributedDataParallel, such as ``find_unused_parameters``; not
+            ``device_ids`` and ``process_group``.
 
     Returns:
         The wrapped model; the model itself in a world of one, and where no parameter requires a
         gradient.
 
     Raises:
+        UsageError: an option is one that this finds out itself. Every rank that gave it, before
+            any traffic.
         CollectiveError: two ranks have other models. Every rank.
         ObjcommError: whatever else ``broadcast_tensors`` raises, on the same ranks.
 
@@ -355,12 +361,20 @@ def wrap(
         >>> objcomm.wrap(torch.nn.Linear(2, 1))
         Linear(in_features=2, out_features=1, bias=True)
     """
+    taken = sorted(options.keys() & {"module", "device_ids", "process_group"})
+    if taken:
+        raise UsageError(f"wrap: {taken[0]}= is what this finds out; call torch's own instead")
     call = Call(Operation.WRAP, group=group, timeout=timeout, codec="msgpack")
     trained: list[tuple[str, torch.Tensor]] = []
 
     def bundles() -> Sequence[Bundle]:
-        trained.extend(each for each in model.named_parameters() if each[1].requires_grad)
-        return [_bundle(Rule.SHARE, trained), _bundle(Rule.SHARE, model.named_buffers())]
+        named = list(model.named_parameters())
+        trained.extend(each for each in named if each[1].requires_grad)
+        # Torch copies the others from the first rank, too; those of packed types as they are.
+        others = [each for each in named if is_plain_tensor(each[1])]
+        marked = [(f"{name} (to be trained)", tensor) for name, tensor in trained]
+        parts = (others, marked, model.named_buffers())
+        return [_bundle(Rule.SHARE, part) for part in parts]
 
     call.run(synchronise(call, bundles, moves=False))
     if call.is_alone or not trained:
@@ -377,13 +391,23 @@ def wrap(
 
 def _bundle(rule: Rule, tensors: Tensors) -> Bundle:
     given: list[Any] = list(tensors)
-    if given and isinstance(given[0], tuple):
-        names, found = ([str(each[0]) for each in given], [each[1] for each in given])
-    else:
-        names, found = [""] * len(given), given
+    count = sum(isinstance(each, tuple) for each in given)
+    if not count:
+        return Bundle(rule, [""] * len(given), given, given)
+    if count < len(given) or {len(each) for each in given} != {2}:
+        raise UsageError("give tensors, or pairs of a name and a tensor, and not some of both")
+    # A NUL ends the name in a manifest's line.
+    names = [str(name).replace("\0", "\\0") for name, _ in given]
+    found = [tensor for _, tensor in given]
     return Bundle(rule, names, found, found)
 
 
+def _listed(params: Tensors) -> list[Any]:
+    if isinstance(params, torch.Tensor):  # its rows are tensors, too, but have no gradients
+        raise UsageError("give a list of parameters, not a single one")
+    return list(params)
+
+
 def _gradients(params: Tensors) -> Bundle:
-    _, names, found, _ = _bundle(Rule.GRADIENTS, params)
+    _, names, found, _ = _bundle(Rule.GRADIENTS, _listed(params))
     return Bundle(Rule.GRADIENTS, names, found, [parameter.grad for parameter in found])

@@ -123,4 +123,4 @@ def loader(
         if kwargs.get(taken) is not None:
             raise UsageError(f"loader: {taken}= is what this makes; call {klass!r} instead")
     shard = Shard(len(dataset), shuffle=shuffle, seed=seed, even=shuffle, group=group)
-    return klass(dataset, *args, sampler=shard, **kwargs)
+    return klass(dataset, *args, **(kwargs | {"sampler": shard}))

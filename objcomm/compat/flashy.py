@@ -84,14 +84,15 @@ def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tenso
     """``objcomm.all_reduce`` of one tensor, into that tensor, which is also returned.
 
     Raises:
-        UsageError: ``op`` has no name in objcomm, or is the mean of integers.
+        UsageError: ``op`` has no name in objcomm, or is the mean of integers. Every rank that gave
+            it, before any traffic.
     """
     name = _NAMES.get(str(op).rpartition(".")[2])
     if name is None:
         raise UsageError(f"all_reduce: op={op!r} is none of {', '.join(_NAMES)}")
-    result = objcomm.all_reduce(tensor, name)
-    if result.dtype != tensor.dtype:
+    if name == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(f"all_reduce: the mean of {tensor.dtype} is none; call objcomm.all_reduce")
+    result = objcomm.all_reduce(tensor, name)
     with torch.no_grad():
         return tensor.copy_(result)
 

@@ -118,5 +118,8 @@ def test_operators_that_objcomm_has_not_are_refused_before_any_traffic() -> None
     numbers = torch.tensor([objcomm.rank()])
     with pytest.raises(UsageError, match=r"the mean of torch\.int64"):
         distrib.all_reduce(numbers, dist.ReduceOp.AVG)
+    if objcomm.rank() == 0:  # without any other rank
+        with pytest.raises(UsageError, match=r"the mean of torch\.int64"):
+            distrib.all_reduce(numbers, dist.ReduceOp.AVG)
     assert numbers.tolist() == [objcomm.rank()]
     assert_group_works()

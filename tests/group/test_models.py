@@ -94,6 +94,26 @@ def test_a_tensor_that_is_given_twice_is_changed_once() -> None:
         assert bool((twice == 0.5).all())
 
 
+@ranks(2, 3)
+def test_a_gradient_that_is_given_twice_may_be_lacking_on_some_ranks() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    for numel in (3, LARGE):
+        tied = nn.Parameter(torch.ones(numel))
+        if rank == 1:
+            tied.grad = torch.full_like(tied, 6.0)
+        objcomm.sync_gradients([tied, nn.Parameter(torch.ones(numel)), tied])
+        assert tied.grad is not None
+        assert bool((tied.grad == 6 / size).all())
+
+
+@ranks(2)
+def test_a_name_may_be_any_text() -> None:
+    for name in ("a\0b", "a\nb", "", "\ud800"):
+        tensor = torch.full((LARGE,), float(objcomm.rank()))
+        objcomm.average_tensors([(name, tensor)])
+        assert bool((tensor == 0.5).all())
+
+
 @ranks(4)
 def test_a_subgroup_has_a_root_and_means_of_its_own() -> None:
     rank = objcomm.rank()
@@ -325,17 +345,64 @@ def unusable() -> Iterator[tuple[str, Any, str]]:
     yield "expanded", torch.ones(1).expand(3), "expanded: several of its elements are one"
     yield "meta", torch.ones(3, device="meta"), "is a meta tensor"
     yield "no tensor", 3, "tensor 0 is a int of no layout"
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    yield "freed", freed, "tensor 0 has no memory"
+    wide = nn.Parameter(torch.ones(3))
+    (wide.grad,) = torch.autograd.grad(wide.sum(), wide)
+    yield "expanded gradient", wide, "the gradient of tensor 0 is expanded"
 
 
 @ranks(2)
-@pytest.mark.parametrize("case", ["sparse", "expanded", "meta", "no tensor"])
+@pytest.mark.parametrize(
+    "case", ["sparse", "expanded", "meta", "no tensor", "freed", "expanded gradient"]
+)
 def test_what_can_not_be_changed_in_place_is_that_ranks_failure(case: str) -> None:
     tensor, text = next(found[1:] for found in unusable() if found[0] == case)
     tensors: list[Any] = [tensor] if objcomm.rank() == 1 else [torch.ones(3)]
     with pytest.raises(CollectiveError, match=text) as caught:
-        (objcomm.sync_gradients if case == "sparse" else objcomm.average_tensors)(tensors)
+        (
+            objcomm.sync_gradients
+            if "sparse" in case or "gradient" in case
+            else objcomm.average_tensors
+        )(tensors)
     assert list(caught.value.failures) == [1]
     assert (caught.value.__cause__ is not None) == (objcomm.rank() == 1)
+    assert_group_works()
+
+
+@ranks(2)
+def test_what_is_no_list_of_tensors_or_of_pairs_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    mixed: list[Any] = [("weight", parameter), parameter]
+    for call in (objcomm.average_tensors, objcomm.sync_gradients):
+        with pytest.raises(CollectiveError, match="not some of both"):
+            call(mixed)
+    with pytest.raises(CollectiveError, match="a list of parameters"):
+        objcomm.sync_gradients(parameter)
+    with (
+        pytest.raises(CollectiveError, match="a list of parameters"),
+        objcomm.eager_sync_gradients(parameter),
+    ):
+        pass
+    assert_group_works()
+
+
+@ranks(2)
+def test_wrap_compares_what_is_not_trained_and_what_is() -> None:
+    rank = objcomm.rank()
+    frozen = nn.Sequential(nn.Linear(2, 3 + rank), nn.Linear(2, 2))
+    frozen[0].requires_grad_(requires_grad=False)
+    with pytest.raises(CollectiveError, match=r"'0\.weight' differs between rank 0 and rank 1"):
+        objcomm.wrap(frozen)
+    model = nn.Linear(2, 2)
+    model.weight.requires_grad = rank == 1
+    with pytest.raises(CollectiveError, match=r"'weight \(to be trained\)'"):
+        objcomm.wrap(model)
+    with pytest.raises(UsageError, match="device_ids="):
+        objcomm.wrap(model, device_ids=None)
+    model.weight.requires_grad = False
+    assert isinstance(objcomm.wrap(model), nn.parallel.DistributedDataParallel)
     assert_group_works()
 
 
@@ -461,6 +528,7 @@ def test_loaders_deal_each_member_once_or_every_rank_equally_many() -> None:
     assert len(set(lengths)) == 1
     assert list(objcomm.Shard(0, even=True)) == list(objcomm.Shard(0)) == []
     assert len(objcomm.Shard(1, even=True)) == 1
+    assert len(objcomm.loader([1], sampler=None, batch_sampler=None).sampler) == (rank == 0)
     for wrong in (
         lambda: objcomm.loader(iter([1])),
         lambda: objcomm.loader([1], sampler=[0]),
