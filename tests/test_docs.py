@@ -5,7 +5,8 @@ import importlib
 import os
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,12 +40,33 @@ def blocks() -> Iterator[Block]:
             yield Block(where, int(ranks[1]) if ranks else 0, found["source"])
 
 
+# Much of a block's time goes into waiting for its ranks to start and to meet.
+_AT_A_TIME = 2
+
+
+@pytest.fixture(scope="module")
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Block], None]]:
+    """Waits for a block; those of the tests that were chosen run together."""
+    names = {item.name.partition("[")[2].rstrip("]") for item in request.session.items}
+
+    def begin(block: Block) -> None:
+        folder = str(tmp_path_factory.mktemp("block"))
+        run_on_fresh_ranks(
+            block.ranks, run_block, where=block.where, source=block.source, folder=folder
+        )
+
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        chosen = [block for block in blocks() if block.where in names]
+        begun = {block.where: pool.submit(begin, block) for block in chosen}
+        yield lambda block: begun[block.where].result()
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.where) for block in blocks()])
-def test_a_block_of_the_documentation_runs(block: Block, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    run_on_fresh_ranks(
-        block.ranks, run_block, where=block.where, source=block.source, folder=folder
-    )
+def test_a_block_of_the_documentation_runs(block: Block, run: Callable[[Block], None]) -> None:
+    run(block)
 
 
 def run_block(where: str, source: str, folder: str) -> None:

@@ -1,5 +1,8 @@
 """Whatever happens to one rank, all others raise, name it, and leave nothing behind."""
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.faults.plan import (
@@ -17,10 +20,26 @@ from tests.faults.run import Outcome, carry_out
 SOON_SECONDS = 8.0
 AT_ONCE_SECONDS = 1.0
 
+# Most of a case is waiting: for processes to start, for limits, for the watcher.
+_AT_A_TIME = 2
+
+
+@pytest.fixture(scope="module")
+def carried_out(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Outcome]]:
+    """Gives the outcome of a case; those of the tests that were chosen are carried out together."""
+    names = {item.name.partition("[")[2].rstrip("]") for item in request.session.items}
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        cases = [case for case in suite_cases() if str(case) in names]
+        begun = {str(case): pool.submit(carry_out, case) for case in cases}
+        yield lambda case: begun[str(case)].result()
+        pool.shutdown(cancel_futures=True)
+
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in suite_cases()])
-def test_the_others_raise_and_name_it_and_a_new_group_works(case: Case) -> None:
-    outcome = carry_out(case)
+def test_the_others_raise_and_name_it_and_a_new_group_works(
+    case: Case, carried_out: Callable[[Case], Outcome]
+) -> None:
+    outcome = carried_out(case)
     assert set(outcome.seen) >= set(case.survivors), f"some hang: {outcome.printed}"
     if case.fault is Fault.RESUMED:
         _check_that_it_went_on(outcome)
