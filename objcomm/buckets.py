@@ -31,7 +31,8 @@ from objcomm.transport import reduction, routes
 from objcomm.transport.device_reduction import reduce_on_device
 from objcomm.transport.exchange import Exchange
 
-# Memory for what is packed is taken for so much at a time.
+# What is packed takes memory of its own: over a device link for one bucket at a time, in CPU memory
+# for all.
 _BUCKET_MAX_NBYTES = 32 << 20
 
 

@@ -184,4 +184,6 @@ def call_site() -> str:
 
 
 def _is_inner(module: str) -> bool:
+    if module == "contextlib":  # between a ``with`` and a block that is a generator
+        return True
     return module.startswith("objcomm.") and not module.startswith("objcomm.demo")

@@ -208,7 +208,14 @@ class Mesh:
                 return told
         return None
 
+    def _heed(self, blocks: set[str]) -> None:
+        told = next(filter(None, map(self.failed, sorted(blocks))), None)
+        if told is not None:
+            self.settle(told)
+
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
+        # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
+        self._progress.heed = None if self._whole is not None else self._heed
         try:
             link = GlooLink(store, self.rank, self.members, deadline, self._progress)
         except GivenUpError:
@@ -216,6 +223,8 @@ class Mesh:
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
             self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=str(error)))
             return
+        finally:
+            self._progress.heed = None  # it holds this mesh: a cycle would keep connections open
         with self._lock:
             self.number = fingerprint(self.nonce)
             self.link = link

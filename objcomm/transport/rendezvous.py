@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from objcomm.history import Entry
 
 #: What errors call the meeting.
@@ -47,6 +49,7 @@ class Progress:
         is_over: set from outside to end the meeting.
         has_begun: whether a thread is at it.
         is_pair: whether two meet for messages from rank to rank.
+        heed: given the blocks around the calls that wait, sets ``is_over`` if one has failed.
     """
 
     def __init__(self, rank: int, members: tuple[int, ...], *, is_pair: bool = False) -> None:
@@ -62,6 +65,7 @@ class Progress:
         self.nonce = ""
         self.is_over = False
         self.has_begun = False
+        self.heed: Callable[[set[str]], None] | None = None
         self._entries: list[Entry] = []
         self._awaits = members[1 if rank == members[0] else 0]
 
@@ -69,6 +73,21 @@ class Progress:
         """Let ``entry`` tell whom this rank awaits."""
         self._entries.append(entry)
         entry.awaits = self._awaits
+
+    def look_around(self) -> None:
+        """Let go, before this rank joins another, of what a failure around its calls has ended.
+
+        The rank that failed has told so before it left the block, and may be here from outside: it
+        must not join a call that it would end.
+
+        Raises:
+            GivenUpError: it was ended.
+        """
+        blocks = {block for entry in self._entries for block in entry.regions}
+        if blocks and self.heed is not None:
+            self.heed(blocks)
+        if self.is_over:
+            raise GivenUpError
 
     def await_rank(self, peer: int) -> None:
         """Say whom this rank awaits, as a position among the members.
@@ -166,6 +185,7 @@ def _answer(
             if store.check([f"hello/{peer}"]):
                 number, _, place = store.get(f"hello/{peer}").decode().partition(" ")
                 if answered.get(peer) != number:  # a stale hello is answered too, to nobody
+                    progress.look_around()
                     store.set(f"welcome/{number}", nonce)
                     answered[peer] = number
                     machines[peer] = place
@@ -181,6 +201,7 @@ def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> bool:
         number = uuid.uuid4().hex
         store.set(f"hello/{rank}", f"{number} {machine()}")
         nonce = _wait_for(store, f"welcome/{number}", progress)
+        progress.look_around()
         progress.nonce = nonce
         store.set(f"joined/{nonce}/{rank}", "")
         told = _wait_for(store, f"go/{nonce}", progress)

@@ -172,6 +172,23 @@ def test_a_block_of_a_subgroup_leaves_the_others_alone() -> None:
         assert_group_works()
 
 
+@ranks(2, 3)
+@pytest.mark.parametrize("failing", [0, -1])
+def test_a_group_that_was_first_used_in_a_failed_block_works_afterwards(failing: int) -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    with subgroup(*range(size)) as group:
+
+        def body() -> None:
+            if rank == failing % size:
+                raise ValueError("before it came to the group")
+            objcomm.barrier(group=group)
+
+        with pytest.raises(CollectiveError, match="before it came"), objcomm.fail_together():
+            body()
+        # The others may still be on their way to meet in the group when this rank comes there.
+        assert objcomm.all_gather(rank, group=group) == list(range(size))
+
+
 @ranks(2)
 def test_an_interrupt_is_raised_itself_where_it_happened() -> None:
     def block() -> None:

@@ -434,6 +434,22 @@ def test_a_failure_in_an_eager_block_is_raised_on_all_ranks(where: str) -> None:
 
 
 @ranks(2)
+def test_an_eager_block_is_where_the_users_line_is() -> None:
+    model = nn.Linear(3, 2)
+    where = r"fail_together \(call \d+\) at \S*test_models\.py"
+
+    def call() -> None:
+        if objcomm.rank() == 1:
+            return objcomm.sync_gradients(model.parameters())
+        with objcomm.eager_sync_gradients(model.parameters()):
+            return None
+
+    with pytest.raises(objcomm.DesyncError, match=where):
+        call()
+    assert_group_works()
+
+
+@ranks(2)
 def test_parameters_that_can_not_be_listed_are_a_failure_like_any_other() -> None:
     def broken() -> Iterator[torch.Tensor]:
         yield torch.ones(1)
