@@ -51,7 +51,7 @@ def average_metrics(
             rank; ``failures`` says for each rank what is wrong.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.average_metrics({"loss": 0.5, "epoch": 16777217}, count=64)
         {'loss': 0.5, 'epoch': 16777217.0}

@@ -92,7 +92,7 @@ def broadcast(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.broadcast({"lr": 0.1, "layers": (64, 10)})
         {'lr': 0.1, 'layers': (64, 10)}
@@ -201,7 +201,7 @@ def gather(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.gather({"rank": 0, "correct": 41})
         [{'rank': 0, 'correct': 41}]
@@ -341,7 +341,7 @@ def all_gather(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.all_gather("shard-0.parquet")
         ['shard-0.parquet']
@@ -420,7 +420,7 @@ def barrier(
         TransportTimeout: the limit passed; the group's first rank names all that are missing.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.barrier("data is ready")
     """

@@ -138,7 +138,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         UsageError: a limit that no message can keep, a key that is too short, or a name in
             ``allow`` that stands for nothing.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> with objcomm.configure(codec="msgpack", accept={"msgpack"}):
         ...     objcomm.from_tensor(objcomm.to_tensor([1, 2, 3]))
@@ -221,7 +221,7 @@ def check(*, everywhere: bool = False) -> configure:
         What ``configure(check=True)`` gives: it holds for all that follows in this thread or task,
         or for a ``with`` block.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> with objcomm.check():
         ...     objcomm.broadcast("checked")

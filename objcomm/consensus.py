@@ -52,7 +52,7 @@ def agree(
             the place where it differs and who has what there.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.agree({"lr": 0.1, "layers": (64, 10)})
         {'lr': 0.1, 'layers': (64, 10)}
@@ -108,7 +108,7 @@ def any_rank(flag: object, *, group: GroupLike = None, timeout: Timeout = None) 
         CollectiveError: a flag has no truth value, such as a tensor of two elements. Every rank.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.any_rank(float("nan") > 0)
         False
@@ -135,7 +135,7 @@ def all_ranks(flag: object, *, group: GroupLike = None, timeout: Timeout = None)
         CollectiveError: a flag has no truth value, such as a tensor of two elements. Every rank.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.all_ranks([1, 2, 3])
         True
@@ -163,7 +163,7 @@ def shared_seed(*, group: GroupLike = None, timeout: Timeout = None) -> int:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         ObjcommError: whatever ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> 0 <= objcomm.shared_seed() < 2**32
         True

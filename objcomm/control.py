@@ -39,7 +39,7 @@ def ddp_broadcast(communication_object: T, src: int = 0) -> T:
         CollectiveError: the source could not encode its object. Every rank.
         ObjcommError: whatever ``objcomm.broadcast`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.ddp_broadcast({"seed": 7})
         {'seed': 7}
@@ -85,7 +85,7 @@ def compute_and_broadcast(
             type, message and traceback; on the source from its own exception.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.compute_and_broadcast(lambda: 2**24 + 1)
         16777217
@@ -150,7 +150,7 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
             CollectiveError on every rank.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.run_on_main(sorted, args=[[3, 1, 2]], kwargs={"reverse": True})
         [3, 2, 1]
@@ -206,7 +206,7 @@ def main_process_only(
     Returns:
         A function of the same type, which returns and raises as ``run_on_main`` does.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> @objcomm.main_process_only
         ... def fibonacci(n: int) -> int:
@@ -245,7 +245,7 @@ class main_only:  # noqa: N801  # used as a function, like contextlib's
     Raises:
         NotInGroupError: this rank is no member of ``group``. When it is entered.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> with objcomm.main_only():
         ...     objcomm.broadcast("local")
@@ -290,7 +290,7 @@ class zero_only:  # noqa: N801  # used as a function, like contextlib's
             rank's type, message and traceback; there from its own exception. Later calls work.
         ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> with objcomm.zero_only() as is_zero:
         ...     if is_zero:
@@ -335,7 +335,7 @@ def rank_prefixed_message(message: str, *, group: GroupLike = None) -> str:
         message: any text.
         group: whose rank to tell; None for the world.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.rank_prefixed_message("epoch 3 done")
         'epoch 3 done'

@@ -296,7 +296,7 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
         name: the same on every rank. Use few names, again and again: each keeps 32 KiB for every
             peer, and of some hundred names two may collide, which raises UsageError.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> with objcomm.lane("eval"):
         ...     scores = objcomm.all_gather(0.5)

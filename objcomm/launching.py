@@ -81,7 +81,7 @@ def launch(
         LaunchError: a rank raised, exited or was ended. It has every such rank's failure with its
             traceback; a rank that waited in vain shows where it stood.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.launch(lambda base: base + objcomm.rank(), 2, 40)
         [40, 41]

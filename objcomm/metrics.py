@@ -82,7 +82,7 @@ def gather_scalar(
         CollectiveError: some rank's value is no scalar. The destination and that rank.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.gather_scalar(2**70 + 1)
         [1180591620717411303425]
@@ -132,7 +132,7 @@ def all_gather_scalar(
         CollectiveError: some rank's value is no scalar. Every rank.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.all_gather_scalar(True)
         [True]
@@ -201,7 +201,7 @@ def gather_from_all_ranks(
             Every rank, with each failing rank's type, message and traceback.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.gather_from_all_ranks(lambda: {"batches": 41})
         [{'batches': 41}]
@@ -251,7 +251,7 @@ def gather_scalar_from_all_ranks(
         CollectiveError: ``fn`` raised on some rank, or returned no scalar. Every rank.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.gather_scalar_from_all_ranks(lambda: 2**31)
         [2147483648]
@@ -342,7 +342,7 @@ def reduce_and_broadcast(
             encoded. Every rank, with each failing rank's type, message and traceback.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.reduce_and_broadcast(lambda: 41, lambda counts: sum(counts) / len(counts))
         41.0

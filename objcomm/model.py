@@ -54,7 +54,7 @@ def broadcast_tensors(
             is undefined.
         TransportError: a rank died. Every rank that waited for it, and likewise.
 
-    Example:
+    Examples:
         >>> import objcomm, torch
         >>> counts = torch.tensor([3, 4])
         >>> objcomm.broadcast_tensors([counts])
@@ -89,7 +89,7 @@ def average_tensors(tensors: Tensors, *, group: GroupLike = None, timeout: Timeo
     Raises:
         ObjcommError: whatever ``broadcast_tensors`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm, torch
         >>> weights = torch.tensor([1.5, 2.0])
         >>> objcomm.average_tensors([weights])
@@ -118,7 +118,7 @@ def sync_buffers(
     Raises:
         ObjcommError: whatever ``broadcast_tensors`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm, torch
         >>> objcomm.sync_buffers(torch.nn.BatchNorm1d(4).named_buffers())
     """
@@ -154,7 +154,7 @@ def sync_gradients(params: Tensors, *, group: GroupLike = None, timeout: Timeout
             gradient has changed.
         ObjcommError: whatever else ``broadcast_tensors`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm, torch
         >>> model = torch.nn.Linear(2, 1)
         >>> model(torch.ones(3, 2)).sum().backward()
@@ -191,7 +191,7 @@ def eager_sync_gradients(
             has one, and later calls work. Or whatever ``sync_gradients`` says.
         ObjcommError: whatever else ``fail_together`` and ``sync_gradients`` raise.
 
-    Example:
+    Examples:
         >>> import objcomm, torch
         >>> model = torch.nn.Linear(2, 1)
         >>> with objcomm.eager_sync_gradients(model.parameters()):
@@ -229,7 +229,7 @@ def sync_model(
     Raises:
         ObjcommError: whatever ``sync_gradients`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm, torch
         >>> model = torch.nn.Linear(2, 1)
         >>> model(torch.ones(3, 2)).sum().backward()
@@ -269,7 +269,7 @@ def eager_sync_model(
     Raises:
         ObjcommError: whatever ``eager_sync_gradients`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm, torch
         >>> model = torch.nn.BatchNorm1d(2)
         >>> with objcomm.eager_sync_model(model):
@@ -309,7 +309,7 @@ def broadcast_model(
     Raises:
         ObjcommError: whatever ``broadcast_tensors`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm, torch
         >>> objcomm.broadcast_model(torch.nn.Linear(2, 1))
     """
@@ -356,7 +356,7 @@ def wrap(
         CollectiveError: two ranks have other models. Every rank.
         ObjcommError: whatever else ``broadcast_tensors`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm, torch
         >>> objcomm.wrap(torch.nn.Linear(2, 1))
         Linear(in_features=2, out_features=1, bias=True)

@@ -62,7 +62,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
             traceback; there from its own exception. Later calls work.
         ObjcommError: whatever else ``objcomm.node_group`` or ``objcomm.broadcast`` raises.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.run_once_per_node("unpacked to {}".format, ["/scratch"])
         'unpacked to /scratch'
@@ -134,7 +134,7 @@ def once_per_node(
     Returns:
         A function of the same type, which returns and raises as ``run_once_per_node`` does.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> @objcomm.once_per_node
         ... def unpacked(name: str) -> str:

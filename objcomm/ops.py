@@ -39,7 +39,7 @@ class Op(Generic[T]):
         slow: whether ``fn`` costs more than a message. Ranks then combine in pairs along a tree,
             in log2(world size) steps, even where one rank could take all small operands at once.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> longest = objcomm.Op(lambda a, b: max(a, b, key=len), slow=True)
         >>> objcomm.all_reduce("epoch", longest)

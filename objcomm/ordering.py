@@ -35,7 +35,7 @@ class main_first:  # noqa: N801  # used as a function, like contextlib's
             type, message and traceback; there from its own exception. Later calls work.
         ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> with objcomm.main_first():
         ...     print("prepared, or found")
@@ -85,7 +85,7 @@ class node_first:  # noqa: N801  # used as a function, like contextlib's
         CollectiveError: the body raised on some rank. Every rank of all hosts; see ``main_first``.
         ObjcommError: whatever else ``objcomm.node_group`` or ``objcomm.barrier`` raises.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> with objcomm.node_first():
         ...     print("unpacked to the local disk")

@@ -82,7 +82,7 @@ def send(
         TransportTimeout: the limit passed; the connection of these two ranks ends.
         TransportError: the receiver died. Later calls between the two raise BrokenGroupError.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.send({"step": 3}, 0)
         >>> objcomm.recv(0)
@@ -195,7 +195,7 @@ def recv(
         TransportError: the sender died; or some rank did, where any may send. A rank whose program
             has ended is not waited for, unless it was the last one.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.send("ready", 0, tag=7)
         >>> objcomm.recv(tag=7)
@@ -270,7 +270,7 @@ def isend(
         ObjcommError: whatever ``objcomm.send`` raises: what is wrong with the arguments at once,
             all else where the work is waited for.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> work = objcomm.isend([1, 2], 0)
         >>> objcomm.recv(0), work.wait()
@@ -318,7 +318,7 @@ def irecv(
         ObjcommError: whatever ``objcomm.recv`` raises: what is wrong with the arguments at once,
             all else where the work is waited for.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> work = objcomm.irecv(0)
         >>> objcomm.send("late", 0)
@@ -377,7 +377,7 @@ def sendrecv(
     Raises:
         ObjcommError: whatever ``objcomm.send`` and ``objcomm.recv`` raise.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.sendrecv("around", 0, 0)
         'around'

@@ -50,7 +50,7 @@ def probe(
     Raises:
         ObjcommError: whatever ``objcomm.recv`` raises before a message has come.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.send("which?", 0, tag=5)
         >>> found = objcomm.probe(tag=None)
@@ -95,7 +95,7 @@ def iprobe(
     Raises:
         ObjcommError: whatever ``objcomm.recv`` raises before it waits.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> print(objcomm.iprobe(tag=9))
         None

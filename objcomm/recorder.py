@@ -93,7 +93,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
         NotInGroupError: this rank is no member of ``group``.
         OSError: the file can't be written.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> scores = objcomm.all_gather(0.5)
         >>> group, *others = objcomm.recorder.dump()["groups"]

@@ -117,7 +117,7 @@ def reduce(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.reduce({"seen": {3}}, lambda a, b: {"seen": a["seen"] | b["seen"]})
         {'seen': {3}}
@@ -226,7 +226,7 @@ def all_reduce(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.all_reduce(2**70, "max") == 2**70
         True

@@ -93,7 +93,7 @@ def scan(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.scan({"rank 0": 1}, lambda a, b: a | b)
         {'rank 0': 1}
@@ -176,7 +176,7 @@ def exscan(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.exscan(1000) is None
         True

@@ -83,7 +83,7 @@ def scatter(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.scatter([{"files": ["a", "b"]}])
         {'files': ['a', 'b']}
@@ -178,7 +178,7 @@ def all_to_all(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.all_to_all([{"for rank": 0}])
         [{'for rank': 0}]
@@ -279,7 +279,7 @@ def reduce_scatter(
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.reduce_scatter([{"rank 0": 1}], lambda a, b: a | b)
         {'rank 0': 1}

@@ -37,7 +37,7 @@ def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
         EncodeError: the codec refuses the object; the error names its path.
         UsageError: there is no such codec.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> flat = objcomm.to_tensor({"step": 3})
         >>> flat.dtype, flat.dim()
@@ -84,7 +84,7 @@ def from_tensor(
         DecodeError: the codec is not accepted, or can't rebuild the object here.
         ForbiddenTypeError: it holds what ``allow``, or the registered classes, do not admit.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.from_tensor(objcomm.to_tensor((1, 2.5, None), codec="msgpack"))
         (1, 2.5, None)

@@ -24,7 +24,7 @@ class Shard(Sampler[int]):
         even: whether all ranks get equally many, for which the first members are dealt again.
         group: who takes part; None for the world.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> list(objcomm.Shard(5))
         [0, 1, 2, 3, 4]
@@ -109,7 +109,7 @@ def loader(
         UsageError: the data set has no length, or ``sampler=`` or ``batch_sampler=`` is given.
         NotInGroupError: this rank is no member of ``group``.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> list(map(len, objcomm.loader(range(5), batch_size=2)))
         [2, 2, 1]

@@ -101,7 +101,7 @@ def init(
             The rank that sees it, before it meets the others.
         StartError: the ranks could not meet. Every rank that has tried.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.init().world_size
         1
@@ -123,7 +123,7 @@ def shutdown() -> None:
     while others still compute. Called twice, or where nothing was initialised, it does nothing.
     After it, ``init`` may be called again if all ranks do.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.shutdown()
     """
@@ -148,7 +148,7 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:
         UsageError: as ``init``, on the same ranks.
         StartError: as ``init``, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.ddp_init_group({"distributed_backend": "gloo"}).world_size
         1

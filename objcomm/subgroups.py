@@ -107,7 +107,7 @@ def split(
             rank has the new group then.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> half = objcomm.split(objcomm.rank() % 2)
         >>> objcomm.all_gather("shard-0.parquet", group=half)
@@ -138,7 +138,7 @@ def dup(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
         CollectiveError: some rank could not connect. Every rank; no rank has the new group then.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> mine = objcomm.dup()
         >>> objcomm.world_size(mine) == objcomm.world_size()
@@ -171,7 +171,7 @@ def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
         CollectiveError: some rank could not connect. Every rank; no rank has the new group then.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.all_gather("gpu 0", group=objcomm.node_group())
         ['gpu 0']
@@ -201,7 +201,7 @@ def leaders(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
         CollectiveError: some rank could not connect. Every rank; no rank has the new group then.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> heads = objcomm.leaders()
         >>> if objcomm.rank(heads) >= 0:

@@ -36,7 +36,7 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
         TransportTimeout: some ranks did not come to the end in time. Every rank that waited.
         ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> with objcomm.fail_together():
         ...     shards = objcomm.all_gather("shard-0.parquet")

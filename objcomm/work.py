@@ -59,7 +59,7 @@ class Work(Generic[T_co]):
         operation: its name.
         call_site: the user's ``file:line`` that began it.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> work = objcomm.all_gather(0.5, async_op=True)
         >>> work.wait()
@@ -233,7 +233,7 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
     Raises:
         TimeoutError: some are still in flight; they go on.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> works = [objcomm.all_gather(each, async_op=True) for each in "ab"]
         >>> sorted(work.result() for work in objcomm.as_completed(works))
@@ -297,7 +297,7 @@ def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
         ObjcommError: some have failed: the first one's error, after all have ended. The others'
             are still there to be asked for.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.wait_all([objcomm.broadcast(each, async_op=True) for each in "ab"])
         ['a', 'b']

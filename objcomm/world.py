@@ -57,7 +57,7 @@ def solo_group() -> Group:
 def is_initialized() -> bool:
     """Whether torch.distributed is there and ``init_process_group`` was called.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.is_initialized()
         False
@@ -168,7 +168,7 @@ def rank(group: GroupLike = None) -> int:
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.rank()
         0
@@ -187,7 +187,7 @@ def world_size(group: GroupLike = None) -> int:
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.world_size()
         1
@@ -216,7 +216,7 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
             question for the world never raises.
         NotInGroupError: it is ``"node"``, and this rank is no member of ``group``.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.is_main()
         True
@@ -255,7 +255,7 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
     Raises:
         NotInGroupError: this rank is no member of ``group``.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.reset_stats()
         >>> objcomm.barrier()
@@ -274,7 +274,7 @@ def reset_stats(group: GroupLike = None) -> None:
     Raises:
         NotInGroupError: this rank is no member of ``group``.
 
-    Example:
+    Examples:
         >>> import objcomm
         >>> objcomm.reset_stats()
         >>> objcomm.stats()

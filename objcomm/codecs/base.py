@@ -102,7 +102,7 @@ def register_codec(codec: Codec) -> None:
     Raises:
         UsageError: its name does not fit into a message's header.
 
-    Example:
+    Examples:
         >>> import json, objcomm
         >>> from objcomm.codecs.base import Encoded
         >>> class Json:

@@ -102,7 +102,7 @@ def register(
         UsageError: only one function was given, the class's state can't be found without them, or
             another class has the name.
 
-    Example:
+    Examples:
         >>> import dataclasses, objcomm
         >>> @objcomm.register
         ... @dataclasses.dataclass

@@ -60,7 +60,7 @@ def rank_prefixed_message(message: str) -> str:
     Args:
         message: any text.
 
-    Example:
+    Examples:
         >>> rank_prefixed_message("epoch 3 done")
         'epoch 3 done'
     """
@@ -77,7 +77,7 @@ def get_rank() -> int | None:
     Raises:
         UsageError: what the launcher says is no number.
 
-    Example:
+    Examples:
         >>> get_rank() is None
         True
     """
@@ -96,7 +96,7 @@ def get_local_rank() -> int | None:
     Raises:
         UsageError: what is there is no number.
 
-    Example:
+    Examples:
         >>> get_local_rank() is None
         True
     """
@@ -106,7 +106,7 @@ def get_local_rank() -> int | None:
 def infer_device() -> str:
     """The device for this process: ``"cuda"`` with its place on the host, or ``"cpu"``.
 
-    Example:
+    Examples:
         >>> infer_device() in ("cpu", "cuda")
         True
     """
@@ -143,7 +143,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
         CollectiveError: ``func`` or ``post_func`` raised on some rank. Every rank.
         ObjcommError: whatever else ``objcomm.run_once_per_node`` raises.
 
-    Example:
+    Examples:
         >>> run_once_per_node(sorted, [[3, 1, 2]])
         [1, 2, 3]
     """
@@ -173,7 +173,7 @@ def once_per_node(function: Callable[P, R]) -> Callable[P, R | None]:
     Args:
         function: what to decorate.
 
-    Example:
+    Examples:
         >>> @once_per_node
         ... def unpacked(name: str) -> str:
         ...     return f"/scratch/{name}"
@@ -192,7 +192,7 @@ def once_per_node(function: Callable[P, R]) -> Callable[P, R | None]:
 def is_distributed_initialized() -> bool:
     """Whether torch.distributed is there and was initialised; needs no other rank.
 
-    Example:
+    Examples:
         >>> is_distributed_initialized()
         False
     """
@@ -202,7 +202,7 @@ def is_distributed_initialized() -> bool:
 def if_main_process() -> bool:
     """Whether this is the job's first rank; needs no other rank.
 
-    Example:
+    Examples:
         >>> if_main_process()
         True
     """
@@ -215,7 +215,7 @@ def is_local_rank_zero() -> bool:
     Raises:
         UsageError: neither the launcher nor ``objcomm.node_group`` has told it.
 
-    Example:
+    Examples:
         >>> is_local_rank_zero()
         True
     """
@@ -225,7 +225,7 @@ def is_local_rank_zero() -> bool:
 def ddp_prevent_block() -> bool:
     """Whether barriers and broadcasts act locally here; needs no other rank.
 
-    Example:
+    Examples:
         >>> ddp_prevent_block()
         True
     """
@@ -238,7 +238,7 @@ def ddp_barrier() -> None:
     Raises:
         ObjcommError: whatever ``objcomm.barrier`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> ddp_barrier()
     """
     barrier()
@@ -259,7 +259,7 @@ def ddp_all_reduce(communication_object: T, reduce_op: Any) -> T:
     Raises:
         ObjcommError: whatever ``objcomm.all_reduce`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> ddp_all_reduce(torch.ones(2), torch.distributed.ReduceOp.SUM)
         tensor([1., 1.])
     """

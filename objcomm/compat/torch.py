@@ -78,7 +78,7 @@ def broadcast_object_list(
         CollectiveError: the source's is no list, or could not be encoded. Every rank.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> from objcomm.compat import torch as dist_objects
         >>> objects = [{"lr": 0.1}, "adam"]
         >>> dist_objects.broadcast_object_list(objects, src=0)
@@ -120,7 +120,7 @@ def all_gather_object(
             rank, before any object has moved; no list was changed.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> from objcomm.compat import torch as dist_objects
         >>> gathered = [None]
         >>> dist_objects.all_gather_object(gathered, "shard-0.parquet")
@@ -170,7 +170,7 @@ def gather_object(
             moved to the list.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> from objcomm.compat import torch as dist_objects
         >>> gathered = [None]
         >>> dist_objects.gather_object({"correct": 41}, gathered, dst=0)
@@ -222,7 +222,7 @@ def scatter_object_list(
             could not encode an object. Every rank, before any object has moved.
         ObjcommError: whatever else ``objcomm.scatter`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> from objcomm.compat import torch as dist_objects
         >>> mine = [None]
         >>> dist_objects.scatter_object_list(mine, [{"files": ["a", "b"]}], src=0)
@@ -277,7 +277,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
         CollectiveError: an object could not be encoded. Both ranks.
         ObjcommError: whatever else ``objcomm.send`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> from objcomm.compat import torch as dist_objects
         >>> dist_objects.send_object_list(["to myself"], dst=0)
         Traceback (most recent call last):
@@ -323,7 +323,7 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
         CollectiveError: the sender could not encode an object. Both ranks.
         ObjcommError: whatever else ``objcomm.recv`` raises, on the same ranks.
 
-    Example:
+    Examples:
         >>> from objcomm.compat import torch as dist_objects
         >>> dist_objects.recv_object_list([None], src=0)
         Traceback (most recent call last):
@@ -449,7 +449,7 @@ def patch() -> Patch:
         a switch, whose ``undo()`` does that. There may be several at once, of any threads: torch's
         functions come back with the last. Then names that were imported meanwhile act as torch's.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> from objcomm.compat import torch as dist_objects
         >>> gathered = [None]
