@@ -214,7 +214,9 @@ def await_all(store: dist.Store, size: int) -> None:
     try:
         while not store.check([key]):
             if time.monotonic() > expires:
-                raise TimeoutError(f"{size - came % size} ranks have not come within {seconds:g} s")
+                raise TimeoutError(
+                    f"{size - came % size} of {size} ranks have not come within {seconds:g} s"
+                )
             pause = _sleep(pause)
     except dist.DistNetworkError:
         return  # the store's host does not leave before all have come; if it died, calls say so

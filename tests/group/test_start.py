@@ -128,7 +128,7 @@ def test_ranks_wait_for_each_other_each_time() -> None:
         assert store.check([f"late {turn}"])
     if rank == 0:
         store.set_timeout(timedelta(seconds=1))
-        with pytest.raises(TimeoutError, match="1 ranks have not come"):
+        with pytest.raises(TimeoutError, match="1 of 2 ranks have not come"):
             await_all(store, 2)
 
 
