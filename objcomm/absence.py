@@ -5,7 +5,7 @@ goes on, or it would wait for ever and is refused. Knows nothing of groups or of
 """
 
 from collections.abc import Collection, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from types import TracebackType
 from typing import NamedTuple
 
@@ -63,10 +63,9 @@ class inside:  # noqa: N801  # used as a function, like contextlib's
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self._token: Token[tuple[Region, ...]] | None = None
 
     def __enter__(self) -> None:
-        self._token = _regions.set((*_regions.get(), self._region))
+        _regions.set((*_regions.get(), self._region))
 
     def __exit__(
         self,
@@ -74,8 +73,8 @@ class inside:  # noqa: N801  # used as a function, like contextlib's
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._token is not None:
-            _regions.reset(self._token)
+        # Not by a token: generators leave regions in any order, and in other contexts.
+        _regions.set(tuple(each for each in _regions.get() if each is not self._region))
 
 
 def is_confined() -> bool:

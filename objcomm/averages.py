@@ -105,7 +105,10 @@ def _weight(count: object, name: str) -> _Number:
 
 def _number(value: object, name: str) -> _Number:
     if hasattr(value, "item"):  # a tensor's or numpy's
-        value = value.item()
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError) as error:
+            raise TypeError(f"{name!r} is no single number: {error}") from error
     if isinstance(value, int) and abs(value) <= sys.float_info.max:
         return int(value)
     if isinstance(value, float):

@@ -14,7 +14,14 @@ from objcomm.config import Allowed
 from objcomm.eager import keep_eager
 from objcomm.frames import Operation
 from objcomm.group import Timeout
-from objcomm.sharing import bound, computed_in, post_everywhere, post_on_others, share_outcome
+from objcomm.sharing import (
+    bound,
+    check_decorated,
+    computed_in,
+    post_everywhere,
+    post_on_others,
+    share_outcome,
+)
 from objcomm.world import GroupLike, is_initialized, resolve
 from objcomm.world import rank as rank_in
 
@@ -206,6 +213,10 @@ def main_process_only(
     Returns:
         A function of the same type, which returns and raises as ``run_on_main`` does.
 
+    Raises:
+        UsageError: it is no function, or one that gives a coroutine or a generator, which cannot
+            be shared. When it is decorated.
+
     Examples:
         >>> import objcomm
         >>> @objcomm.main_process_only
@@ -220,7 +231,7 @@ def main_process_only(
 
 
 def _decorated(group: GroupLike, timeout: Timeout, function: Callable[P, R]) -> Callable[P, R]:
-    bound(Operation.MAIN_PROCESS_ONLY, function)
+    check_decorated(Operation.MAIN_PROCESS_ONLY, function)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         call = Call(Operation.MAIN_PROCESS_ONLY, group=group, timeout=timeout, has_root=True)
@@ -237,7 +248,8 @@ class main_only:  # noqa: N801  # used as a function, like contextlib's
     ``barrier`` returns at once and ``broadcast`` gives back its argument, as SpeechBrain's do;
     functions that run on the first rank run here. All other calls raise UsageError instead of an
     answer of one rank. Only calls whose group has other ranks of this one are concerned. Blocks may
-    be nested; other threads are not in them.
+    be nested; other threads are not in them. Whoever runs a generator that has yielded in a block
+    is in it, too.
 
     Args:
         group: whose ranks are not here; None for the world.

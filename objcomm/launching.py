@@ -86,8 +86,13 @@ def launch(
         >>> objcomm.launch(lambda base: base + objcomm.rank(), 2, 40)
         [40, 41]
     """
+    if not callable(fn):
+        raise UsageError(f"launch: {fn!r} is not callable; give it a function")
     if type(nproc) is not int or nproc < 1:
         raise UsageError(f"launch: nproc={nproc!r} is no number of ranks")
+    for variable, value in (environment or {}).items():
+        if not all(isinstance(text, str) for text in (variable, value)):
+            raise UsageError(f"launch: environment={{{variable!r}: {value!r}}}; give both as text")
     if not dist.is_available():
         raise UsageError("launch: this torch has no distributed")
     limit = float("inf") if timeout is None else seconds_of("launch", timeout)

@@ -10,7 +10,14 @@ from objcomm.eager import keep_eager
 from objcomm.errors import CollectiveError
 from objcomm.frames import Operation
 from objcomm.group import Timeout
-from objcomm.sharing import bound, computed_in, post_everywhere, post_on_others, share_outcome
+from objcomm.sharing import (
+    bound,
+    check_decorated,
+    computed_in,
+    post_everywhere,
+    post_on_others,
+    share_outcome,
+)
 from objcomm.subgroups import node_group
 from objcomm.world import GroupLike, resolve
 
@@ -85,6 +92,7 @@ def _once(
 ) -> tuple[R, frozenset[int]]:
     """This host's result, and the first rank of each host; none of them in a region."""
     whole = resolve(group)
+    whole.deadline(operation.name.lower(), timeout)
     if acts_alone(operation.name.lower(), whole.ranks, whole.rank):
         return produce(), frozenset()
     node = node_group(group=group, timeout=timeout)
@@ -134,6 +142,9 @@ def once_per_node(
     Returns:
         A function of the same type, which returns and raises as ``run_once_per_node`` does.
 
+    Raises:
+        UsageError: as ``main_process_only``. When it is decorated.
+
     Examples:
         >>> import objcomm
         >>> @objcomm.once_per_node
@@ -148,7 +159,7 @@ def once_per_node(
 
 
 def _decorated(group: GroupLike, timeout: Timeout, function: Callable[P, R]) -> Callable[P, R]:
-    bound(Operation.ONCE_PER_NODE, function)
+    check_decorated(Operation.ONCE_PER_NODE, function)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         produce = functools.partial(function, *args, **kwargs)

@@ -99,8 +99,9 @@ class node_first:  # noqa: N801  # used as a function, like contextlib's
 
     def __enter__(self) -> None:
         group, timeout = self._group_like, self._timeout
-        block = None
-        if not _is_open(resolve(group)):
+        block, whole = None, resolve(group)
+        whole.deadline("node_first", timeout)
+        if not _is_open(whole):
             node = node_group(group=group, timeout=timeout)
             block = _Block(Operation.NODE_FIRST, node, group, timeout)
         self._blocks.append(block)

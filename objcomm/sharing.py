@@ -4,6 +4,7 @@ The patterns under the helpers of ``control`` and ``ordering``.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -32,10 +33,30 @@ def bound(
     Raises:
         UsageError: it is no function, or they are no arguments.
     """
+    name = operation.name.lower()
+    if not callable(func):
+        raise UsageError(f"{name}: {func!r} is not callable; give a function")
     try:
-        return functools.partial(func, *(args or ()), **(kwargs or {}))
+        return functools.partial(func, *(() if args is None else args), **(kwargs or {}))
     except TypeError as error:
-        raise UsageError(f"{operation.name.lower()}: {error}") from error
+        raise UsageError(
+            f"{name}: arguments are a sequence and a mapping of names to values, "
+            f"not {type(args).__name__} and {type(kwargs).__name__}"
+        ) from error
+
+
+def check_decorated(operation: Operation, function: Callable[..., object]) -> None:
+    """See that a decorator's function gives a result that can be shared.
+
+    Raises:
+        UsageError: it does not, or it is no function.
+    """
+    name = operation.name.lower()
+    bound(operation, function)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise UsageError(f"{name}: {function!r} is async; decorate a function that awaits nothing")
+    if inspect.isgeneratorfunction(function):
+        raise UsageError(f"{name}: {function!r} is a generator, of which no other rank can get one")
 
 
 def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> Generator[None, None, R]:

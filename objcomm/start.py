@@ -24,7 +24,8 @@ from objcomm.backends import (
 from objcomm.environment import Place, place_in
 from objcomm.errors import StartError, UsageError
 from objcomm.group import Timeout, seconds_of
-from objcomm.world import is_initialized
+from objcomm.transport.rendezvous import await_all
+from objcomm.world import is_initialized, is_reachable
 
 _logger = logging.getLogger(__name__)
 
@@ -74,11 +75,11 @@ def init(
 ) -> Start:
     """Join the ranks that a launcher has started, and say what was chosen.
 
-    Every rank of the job must call this. It reads the variables of torchrun, Open MPI, PMI (MPICH,
-    Intel MPI), SLURM and jsrun, in this order, initialises torch.distributed, and changes none.
-    Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``; where they are not set, at the first host of
-    SLURM's list or, if all ranks are on one host, at this one, and at a port that is derived from
-    SLURM's job and step, or 29500.
+    Every rank of the job must call this, and it returns when all have joined. It reads the
+    variables of torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order,
+    initialises torch.distributed, and changes none. Ranks meet at ``MASTER_ADDR`` and
+    ``MASTER_PORT``; where they are not set, at the first host of SLURM's list or, if all ranks are
+    on one host, at this one, and at a port that is derived from SLURM's job and step, or 29500.
 
     Without any launcher's variables nothing is initialised: the program is a world of one, in which
     every function of objcomm works. If torch.distributed is initialised already, nothing changes.
@@ -207,7 +208,12 @@ def _joined(
             rank=place.rank,
             world_size=place.world_size,
         )
-    except (RuntimeError, ValueError) as error:
+        world = dist.group.WORLD
+        if world is not None and is_reachable(None):
+            # Who left sooner would end connections that other ranks are still making.
+            await_all(world.get_group_store(), place.world_size)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        shutdown()
         raise StartError(place.rank, place.world_size, address, str(error)) from error
     return Start(
         place.launcher, place.rank, place.world_size, place.local_rank, chosen, own, address

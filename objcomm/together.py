@@ -72,7 +72,7 @@ class Block:
         with self._call("begin") as call:
             self._key = call.place
         self._group = resolve(group_like)
-        self._token = regions.set((*regions.get(), self._key))
+        regions.set((*regions.get(), self._key))
 
     def _call(self, part: str) -> Call:
         return Call(
@@ -90,7 +90,8 @@ class Block:
             else:
                 self._meet()
         finally:
-            regions.reset(self._token)
+            # Not by a token: generators leave blocks in any order, and in other contexts.
+            regions.set(tuple(each for each in regions.get() if each != self._key))
 
     def _meet(self) -> None:
         told = self._group.failed(self._key)

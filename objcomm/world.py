@@ -212,8 +212,8 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
             tells for the world.
 
     Raises:
-        UsageError: ``scope`` is neither; or it is ``"node"``, and nobody knows. That rank. The
-            question for the world never raises.
+        UsageError: ``scope`` is neither, or was given as ``group``; or it is ``"node"``, and nobody
+            knows. That rank.
         NotInGroupError: it is ``"node"``, and this rank is no member of ``group``.
 
     Examples:
@@ -221,6 +221,8 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
         >>> objcomm.is_main()
         True
     """
+    if isinstance(group, str):  # it would be False on all ranks
+        raise UsageError(f"is_main: {group!r} is no group; write scope={group!r}")
     if scope == "world":
         return rank(group) == 0
     if scope != "node":

@@ -223,6 +223,9 @@ def test_a_torch_without_distributed_serves_a_world_of_one() -> None:
         with dist_objects.patch():
             dist_objects.all_gather_object(box, "mine")
         assert box == ["mine"] and not hasattr(torch.distributed, "all_gather_object")
+        from objcomm.compat import axolotl, flashy, speechbrain
+        assert flashy.all_reduce(torch.ones(1)).tolist() == [1]
+        assert axolotl.compute_and_broadcast(lambda: 5) == speechbrain.run_on_main(lambda: 5) == 5
         assert objcomm.run_on_main(lambda: mine) is objcomm.run_once_per_node(lambda: mine) is mine
         with objcomm.main_first(), objcomm.node_first(), objcomm.zero_only(), objcomm.main_only():
             assert objcomm.broadcast(mine) is mine

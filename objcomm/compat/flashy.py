@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import objcomm
@@ -80,7 +79,7 @@ def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
     return wrapped
 
 
-def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
     """``objcomm.all_reduce`` of one tensor, into that tensor, which is also returned.
 
     Raises:

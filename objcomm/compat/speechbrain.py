@@ -9,9 +9,10 @@ it. Functions that also stand in ``objcomm`` take ``group=`` and ``timeout=`` he
 """
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -21,9 +22,10 @@ from objcomm.collectives import barrier
 from objcomm.control import ddp_broadcast, main_only, main_process_only, run_on_main
 from objcomm.eager import keep_eager
 from objcomm.environment import local_rank_in, rank_in
+from objcomm.errors import UsageError
 from objcomm.reductions import all_reduce
 from objcomm.start import ddp_init_group
-from objcomm.world import is_initialized, is_main, rank
+from objcomm.world import is_initialized, is_main, rank, resolve
 
 __all__ = [
     "MainProcessContext",
@@ -49,6 +51,9 @@ __all__ = [
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
+
+#: What no named operator of objcomm does.
+_BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 
 MainProcessContext = main_only
 OncePerNodeContext = main_only
@@ -257,19 +262,27 @@ def ddp_all_reduce(communication_object: T, reduce_op: Any) -> T:
         as it was.
 
     Raises:
-        ObjcommError: whatever ``objcomm.all_reduce`` raises, on the same ranks.
+        UsageError: the tensor cannot hold the result, such as the mean of integers. Every rank.
+        ObjcommError: whatever else ``objcomm.all_reduce`` raises, on the same ranks.
 
     Examples:
         >>> ddp_all_reduce(torch.ones(2), torch.distributed.ReduceOp.SUM)
         tensor([1., 1.])
     """
     if ddp_prevent_block():
+        resolve(None)  # raises if a launcher's ranks have not joined yet
         return communication_object
-    combined = all_reduce(communication_object, reduce_op)
-    if not isinstance(communication_object, torch.Tensor):
-        return combined
+    mine: Any = communication_object
+    combined = all_reduce(mine, _BITWISE.get(getattr(reduce_op, "name", ""), reduce_op))
+    if not isinstance(mine, torch.Tensor):
+        return cast("T", combined)
+    if combined.dtype != mine.dtype:
+        raise UsageError(
+            f"ddp_all_reduce: a tensor of {mine.dtype} can't hold the result, which is "
+            f"{combined.dtype}; give a floating tensor, or call objcomm.all_reduce"
+        )
     with torch.no_grad():
-        communication_object.copy_(combined)  # type: ignore[arg-type]  # mypy lets T be a subclass
+        mine.copy_(combined)
     return communication_object
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import timedelta
 
     from objcomm.history import Entry
 
@@ -209,6 +210,36 @@ def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> bool:
             return told == _ONE_HOST
         for key in (f"welcome/{number}", f"joined/{nonce}/{rank}", f"go/{nonce}"):
             store.delete_key(key)
+
+
+def await_all(store: dist.Store, size: int) -> None:
+    """Return when every rank has called this; it may be called again, in the same store.
+
+    Args:
+        store: the ranks have it in common; its time limit is the one that counts.
+        size: number of ranks.
+
+    Raises:
+        TimeoutError: some ranks have not come.
+    """
+    came = store.add(f"{_PREFIX}/came", 1)
+    key = f"{_PREFIX}/all came/{(came - 1) // size}"
+    if came % size == 0:
+        store.set(key, "")
+        return
+    limit: timedelta = store.timeout  # type: ignore[attr-defined]  # not in torch's stub
+    seconds = limit.total_seconds()
+    expires = time.monotonic() + seconds
+    pause = _PAUSE_MIN_SECONDS
+    try:
+        while not store.check([key]):
+            if time.monotonic() > expires:
+                raise TimeoutError(
+                    f"{size - came % size} of {size} ranks have not come within {seconds:g} s"
+                )
+            pause = _sleep(pause)
+    except dist.DistNetworkError:
+        return  # the store's host does not leave before all have come; if it died, calls say so
 
 
 def _wait_for(store: dist.Store, key: str, progress: Progress) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm import UsageError
 from objcomm.compat import speechbrain as sb
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks, solo
@@ -104,6 +105,19 @@ def test_ranks_of_a_launcher_before_the_ranks_have_met() -> None:
     del os.environ["LOCAL_RANK"]
     os.environ["SLURM_LOCALID"] = "3"  # cured: not read any more
     assert sb.get_local_rank() == 3
+
+
+@solo(environment={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+def test_cured_before_the_ranks_have_met_each_acts_as_if_it_were_alone() -> None:
+    assert sb.ddp_prevent_block()
+    calls: list[Callable[[], object]] = [
+        sb.ddp_barrier, lambda: sb.ddp_broadcast(1), lambda: sb.run_on_main(int),
+        lambda: sb.run_once_per_node(int), sb.main_process_only(int), sb.once_per_node(int),
+        lambda: sb.ddp_all_reduce(torch.ones(1), dist.ReduceOp.SUM),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UsageError, match="promises other ranks"):
+            call()
 
 
 @solo()
@@ -200,6 +214,13 @@ def test_ddp_all_reduce_is_in_place_and_takes_what_it_documents() -> None:
     assert sb.ddp_all_reduce(mine, dist.ReduceOp.AVG).tolist() == [0.5]  # cured: not on Gloo
     assert mine.requires_grad
     assert sb.ddp_all_reduce({"seen": 2**70}, dist.ReduceOp.SUM) == {"seen": 2**71}  # cured
+    for op, bits in (("BAND", 4), ("BOR", 7), ("BXOR", 3)):
+        mine = torch.tensor([5 + here().rank])
+        assert sb.ddp_all_reduce(mine, getattr(dist.ReduceOp, op)).tolist() == [bits]
+    mine = torch.tensor([here().rank])
+    with pytest.raises(UsageError, match="can't hold the result"):  # cured: NCCL rounds it down
+        sb.ddp_all_reduce(mine, dist.ReduceOp.AVG)
+    assert mine.tolist() == [here().rank]
 
 
 RECIPE = '''

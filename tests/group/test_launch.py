@@ -136,6 +136,12 @@ def test_what_cannot_start_is_refused_at_once() -> None:
     for wrong in (0, -1, 1.5, True, "2"):
         with pytest.raises(UsageError, match="nproc="):
             objcomm.launch(print, wrong)
+    wrong = None
+    with pytest.raises(UsageError, match="None is not callable"):
+        objcomm.launch(wrong, 1)
+    wrong = 80
+    with pytest.raises(UsageError, match="'PORT': 80"):
+        objcomm.launch(print, 1, environment={"PORT": wrong})
     with pytest.raises(UsageError, match="timeout=0"):
         objcomm.launch(print, 1, timeout=0)
     lock = threading.Lock()

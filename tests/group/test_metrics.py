@@ -103,6 +103,8 @@ BROKEN: list[tuple[Any, Any, str]] = [
     ({}, math.inf, "count"),
     ({"x": 1.0}, {"y": 1}, "count= has nothing for 'x'"),
     ({"x": 1.0}, {"x": -2}, "count of 'x'"),
+    ({"x": torch.ones(2)}, 1, "'x' is no single number"),
+    ({"x": np.ones(2)}, 1, "'x' is no single number"),
 ]
 
 

@@ -3,7 +3,9 @@
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import StartError, UsageError
+from objcomm.transport.rendezvous import await_all
 from tests.group.helpers import assert_group_works, tell_all
 from tests.ranks import ranks, solo
 from tests.workers import here
@@ -90,6 +93,43 @@ def test_ranks_join_by_a_launchers_variables(
     os.environ["MASTER_PORT"] = str(free_port("second port"))
     assert objcomm.ddp_init_group({"distributed_backend": "gloo", "device": "cpu"}).rank == rank
     assert_group_works()
+
+
+@ranks(3, joined=False, deadline=60)
+def test_nobody_leaves_before_all_have_joined() -> None:
+    """Gloo on one rank connects to all others, and fails if one of them has left meanwhile."""
+    rank, join = here().rank, dist.init_process_group
+    marks = here().store("marks")
+
+    def slowly(*args: Any, **options: Any) -> None:
+        join(*args, **options)
+        if rank == 1:
+            time.sleep(1)
+            marks.set("late", "")
+
+    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(free_port()))
+    dist.init_process_group = slowly
+    try:
+        objcomm.init(timeout=30)
+    finally:
+        dist.init_process_group = join
+    assert marks.check(["late"])
+    assert_group_works()
+
+
+@ranks(2)
+def test_ranks_wait_for_each_other_each_time() -> None:
+    """Also in a store that has seen them before, such as torchrun's."""
+    rank, store = here().rank, here().store("waits")
+    for turn in range(3):
+        if rank == turn % 2:
+            store.set(f"late {turn}", "")
+        await_all(store, 2)
+        assert store.check([f"late {turn}"])
+    if rank == 0:
+        store.set_timeout(timedelta(seconds=1))
+        with pytest.raises(TimeoutError, match="1 of 2 ranks have not come"):
+            await_all(store, 2)
 
 
 @solo()
