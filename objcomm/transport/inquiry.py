@@ -96,7 +96,7 @@ def _look_for_conflict(
 
 def _desync(mesh: Mesh, conflict: Conflict) -> Verdict:
     positions = [
-        _position(mesh, mesh.ranks.index(rank), state, step, is_over=state.now is None)
+        _position(mesh, mesh.ranks.index(rank), state, step)
         for rank, state, step in conflict.found
         if rank in mesh.ranks
     ]
@@ -267,7 +267,8 @@ def _has_arrived(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> b
     state = answer.lane(mesh.name, lane.number)
     if state is None or state.nonce != mesh.nonce or lane.order is not None:
         return False
-    return state.next_sequence > entry.header.sequence
+    is_at_work = state.is_inside and state.past[-1].sequence == entry.header.sequence
+    return state.next_sequence > entry.header.sequence and not is_at_work
 
 
 def _where(mesh: Mesh, lane: Lane, rank: int, answer: Whereabouts) -> Position:
@@ -277,13 +278,13 @@ def _where(mesh: Mesh, lane: Lane, rank: int, answer: Whereabouts) -> Position:
     if waiting is None and state is not None and state.now is not None:
         waiting = state  # an asynchronous call, whose thread goes on meanwhile
     if waiting is not None and waiting.now is not None:
-        return _position(mesh, rank, waiting, waiting.now, is_over=False)
+        return _position(mesh, rank, waiting, waiting.now)
     if state is not None and state.past:
-        return _position(mesh, rank, state, state.past[-1], is_over=True)
+        return _position(mesh, rank, state, state.past[-1])
     return Position(rank, "", 0, -1, "", is_over=True)
 
 
-def _position(mesh: Mesh, rank: int, state: LaneState, step: Step, *, is_over: bool) -> Position:
+def _position(mesh: Mesh, rank: int, state: LaneState, step: Step) -> Position:
     is_meeting = step.sequence == MEETING
     return Position(
         rank=rank,
@@ -292,6 +293,6 @@ def _position(mesh: Mesh, rank: int, state: LaneState, step: Step, *, is_over: b
         root=step.root,
         call_site=step.call_site,
         seconds=state.seconds,
-        is_over=is_over,
+        is_over=state.is_over(step),
         group="" if state.group == mesh.name else state.group,
     )

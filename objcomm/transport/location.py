@@ -76,11 +76,12 @@ def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
     else:
         next_sequence, waiter = lane.sequence, 0
     awaits = -1 if entry is None or entry.is_served else entry.awaits
+    last = entries[-1] if entries else None
     if entry is not None:
         seconds = time.monotonic() - entry.waits_since
     else:
-        last = entries[-1] if entries else None
         seconds = last.position().seconds if last is not None else 0.0
+    is_idle = last is None or last.is_over
     return LaneState(
         group=mesh.name,
         nonce=mesh.nonce,
@@ -94,6 +95,7 @@ def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
         since=0.0 if entry is None else entry.waits_since,
         seconds=seconds,
         past=tuple(_step(each) for each in entries),
+        is_inside=entry is None and order is None and not is_idle,
     )
 
 

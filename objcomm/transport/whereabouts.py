@@ -43,6 +43,8 @@ class LaneState(NamedTuple):
         since: when the wait began, by that process's clock: no two waits of a lane's have the same.
         seconds: since the wait began, or since the last call ended.
         past: the latest calls, the one under way included, oldest first.
+        is_inside: whether the last of them has not returned though the lane does not wait: it
+            encodes, or is in a callback.
     """
 
     group: str
@@ -57,6 +59,12 @@ class LaneState(NamedTuple):
     since: float
     seconds: float
     past: tuple[Step, ...]
+    is_inside: bool = False
+
+    def is_over(self, step: Step) -> bool:
+        """Whether a call of the lane's has returned."""
+        is_last = self.is_inside and step == self.past[-1]
+        return self.now is None and not is_last
 
 
 class Conflict(NamedTuple):

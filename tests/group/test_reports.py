@@ -66,6 +66,21 @@ def test_the_lowest_rank_that_waits_says_for_whom_and_the_call_completes() -> No
 
 
 @ranks(2)
+def test_a_rank_in_a_callback_is_in_that_call() -> None:
+    def work_slowly() -> str:
+        time.sleep(2.0)
+        return "done"
+
+    with logged() as texts, objcomm.configure(report_after=0.5):
+        objcomm.barrier()
+        assert objcomm.run_on_main(work_slowly) == "done"
+    if here().rank == 1:
+        where = rf"rank 0 is in run_on_main \(call \d+\) .*{HERE}:\d+ for [\d.]+ s"
+        assert any(re.search(f"and waits: {where}", text) for text in texts), texts
+    assert_group_works()
+
+
+@ranks(2)
 def test_messages_and_works_are_reported_as_well() -> None:
     with logged() as texts, objcomm.configure(report_after=0.3):
         objcomm.barrier()
