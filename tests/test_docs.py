@@ -5,6 +5,7 @@ import importlib
 import os
 import pkgutil
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,9 +51,10 @@ def run(
 ) -> Iterator[Callable[[Block], None]]:
     """Waits for a block; those of the tests that were chosen run together."""
     names = {item.name.partition("[")[2].rstrip("]") for item in request.session.items}
+    base = tmp_path_factory.mktemp("blocks")
 
     def begin(block: Block) -> None:
-        folder = str(tmp_path_factory.mktemp("block"))
+        folder = tempfile.mkdtemp(dir=base)
         run_on_fresh_ranks(
             block.ranks, run_block, where=block.where, source=block.source, folder=folder
         )

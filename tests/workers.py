@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# objcomm is left out: each worker imports it itself, under its own environment.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"])
+# What a worker need not import again; objcomm only defines when it is imported.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "objcomm"])
 
 # What a launcher would have set; a worker has only what its test asks for.
 _LAUNCHER_VARIABLES = (

@@ -64,7 +64,7 @@ _OF_THE_ARRAY = "× the array"
             why_missed=(
                 "Python of four ranks shares two cores. A bare send and receive took 299 µs in a "
                 "run of its own, 463 µs with 80 µs of Python added on each rank, objcomm 611 µs, "
-                "torch 2,443 µs (its median varies most: 1.3 ms in the run shown here)."
+                "torch 2,443 µs (its median varies most: 1.6 ms in the run shown here)."
             ),
         ),
     ),

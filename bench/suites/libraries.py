@@ -17,7 +17,14 @@ from bench.case import LARGE, Target, case
 from bench.peers import Peer
 
 _PEERS = ("torch", "objcomm.compat")
-_HALF = (Target(0.5, against="torch", peer="objcomm.compat"),)
+_HALF = (
+    Target(
+        0.5,
+        against="torch",
+        peer="objcomm.compat",
+        why_missed="The Python of four ranks; see broadcast.",
+    ),
+)
 
 
 @case("small dict", peers=_PEERS, worlds=(2, 4), targets=_HALF)
@@ -49,7 +56,15 @@ def scatter_object_list(peer: Peer, mine: Any) -> Callable[[], object]:
     "small dict",
     peers=_PEERS,
     worlds=(2,),
-    targets=(Target(0.5, against="torch", world=2, peer="objcomm.compat"),),
+    targets=(
+        Target(
+            0.5,
+            against="torch",
+            world=2,
+            peer="objcomm.compat",
+            why_missed="One hand-over between threads for each message; see there_and_back.",
+        ),
+    ),
 )
 def send_object_list(peer: Peer, mine: Any) -> Callable[[], object]:
     """``send_object_list`` from rank 0 to rank 1 and back."""

@@ -20,7 +20,7 @@ from tests.faults.plan import STOP_SECONDS, Case, Fault
 from tests.faults.rank import Left, Seen, take_part
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "objcomm"])
 
 #: Who has not said anything by then hangs.
 HANG_SECONDS = 20.0
