@@ -218,3 +218,48 @@ def test_every_accelerator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (distributed.get_device_count(), distributed.get_current_device()) == (4, 2)
     distributed.cleanup_distributed()
     assert _Accelerator.waits == 1
+
+
+PROGRAM = '''
+"""What a trainer does with axolotl's functions."""
+
+import math
+from pathlib import Path
+
+from axolotl.utils.distributed import (
+    barrier, compute_and_broadcast, gather_scalar_from_all_ranks, get_world_size, is_distributed,
+    is_main_process, reduce_and_broadcast, zero_first,
+)
+
+
+def prepared(path):
+    """Whoever comes first writes what the others read."""
+    if not path.exists():
+        path.write_text("7 batches")
+    return path.read_text()
+
+
+def fullest(shares):
+    return math.floor(0.99 * max(shares) * 1000) / 1000
+
+
+with zero_first(is_main_process()):
+    text = prepared(Path(folder) / "prepared.txt")
+batches = 7 if is_main_process() else 9
+counts = gather_scalar_from_all_ranks(lambda: batches, get_world_size())
+fewest = reduce_and_broadcast(lambda: batches, min)
+packed = reduce_and_broadcast(lambda: 0.9, fullest)
+steps = compute_and_broadcast(lambda: fewest * 2**24 + 1)
+barrier()
+results = [text, counts, fewest, packed, steps, is_distributed()]
+'''
+
+
+@ranks(1, 2, 4)
+def test_a_program_for_axolotl_runs_with_nothing_changed_but_its_import() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    place: dict[str, Any] = {"folder": str(here().folder)}
+    renamed = PROGRAM.replace("axolotl.utils.distributed", "objcomm.compat.axolotl")
+    exec(renamed, place)  # noqa: S102  # our own text
+    counts = [7, *[9] * (size - 1)] if rank == 0 else None
+    assert_same(place["results"], ["7 batches", counts, 7, 0.891, 7 * 2**24 + 1, size > 1])
