@@ -11,13 +11,12 @@ from objcomm.absence import Region, acts_alone, inside
 from objcomm.call import Call
 from objcomm.collectives import broadcast
 from objcomm.config import Allowed
-from objcomm.eager import keep_eager
 from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.sharing import (
     bound,
-    check_decorated,
     computed_in,
+    decorated,
     post_everywhere,
     post_on_others,
     share_outcome,
@@ -231,14 +230,12 @@ def main_process_only(
 
 
 def _decorated(group: GroupLike, timeout: Timeout, function: Callable[P, R]) -> Callable[P, R]:
-    check_decorated(Operation.MAIN_PROCESS_ONLY, function)
+    operation = Operation.MAIN_PROCESS_ONLY
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        call = Call(Operation.MAIN_PROCESS_ONLY, group=group, timeout=timeout, has_root=True)
-        return _result(call, functools.partial(function, *args, **kwargs))
+    def share(produce: Callable[[], R]) -> R:
+        return _result(Call(operation, group=group, timeout=timeout, has_root=True), produce)
 
-    keep_eager([run])  # before it is dressed: dynamo looks at the code of what it wraps
-    return functools.update_wrapper(run, function)
+    return decorated(operation, function, share)
 
 
 class main_only:  # noqa: N801  # used as a function, like contextlib's

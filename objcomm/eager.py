@@ -24,7 +24,8 @@ def keep_eager(members: Iterable[object]) -> None:
     objcomm's frames for six calls.
 
     Args:
-        members: functions, and classes, whose methods are kept out; anything else is let be.
+        members: functions, and classes, whose methods are kept out, with those that they inherit
+            from classes of objcomm; anything else is let be.
     """
     for member in members:
         for function in _functions(member):
@@ -38,7 +39,8 @@ def _functions(member: object) -> Iterator[FunctionType]:
     if isinstance(member, FunctionType):
         yield member
     elif isinstance(member, type) and not issubclass(member, BaseException):
-        for each in vars(member).values():
+        own = [base for base in member.__mro__ if base.__module__.partition(".")[0] == "objcomm"]
+        for each in [each for base in own for each in vars(base).values()]:
             inner = each.fget if isinstance(each, property) else getattr(each, "__func__", each)
             if isinstance(inner, FunctionType):
                 yield inner

@@ -6,14 +6,13 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from objcomm.absence import Region, acts_alone
 from objcomm.call import Call
-from objcomm.eager import keep_eager
 from objcomm.errors import CollectiveError
 from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.sharing import (
     bound,
-    check_decorated,
     computed_in,
+    decorated,
     post_everywhere,
     post_on_others,
     share_outcome,
@@ -159,11 +158,9 @@ def once_per_node(
 
 
 def _decorated(group: GroupLike, timeout: Timeout, function: Callable[P, R]) -> Callable[P, R]:
-    check_decorated(Operation.ONCE_PER_NODE, function)
+    operation = Operation.ONCE_PER_NODE
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        produce = functools.partial(function, *args, **kwargs)
-        return _once(Operation.ONCE_PER_NODE, produce, group, timeout)[0]
+    def share(produce: Callable[[], R]) -> R:
+        return _once(operation, produce, group, timeout)[0]
 
-    keep_eager([run])  # before it is dressed: dynamo looks at the code of what it wraps
-    return functools.update_wrapper(run, function)
+    return decorated(operation, function, share)

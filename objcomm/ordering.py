@@ -1,5 +1,6 @@
 """``main_first`` and ``node_first``: one rank goes through a block before the others."""
 
+from abc import ABC, abstractmethod
 from types import TracebackType
 
 from objcomm.absence import Region, acts_alone, inside, is_in_order
@@ -12,7 +13,33 @@ from objcomm.transport import routes
 from objcomm.world import GroupLike, resolve
 
 
-class main_first:  # noqa: N801  # used as a function, like contextlib's
+class _Ordered(ABC):
+    """What the blocks have in common: they may be entered again within themselves."""
+
+    def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
+        self._group_like = group
+        self._timeout = timeout
+        self._blocks: list[_Block | None] = []
+
+    def __enter__(self) -> None:
+        self._blocks.append(self._begun(self._group_like, self._timeout))
+
+    @abstractmethod
+    def _begun(self, group: GroupLike, timeout: Timeout) -> "_Block | None":
+        """This rank's turn, once it has come; None if the order holds already."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        block = self._blocks.pop()
+        if block is not None:
+            block.end(error)
+
+
+class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib's
     """A block that the first rank goes through before the others, which then enter together.
 
     Every rank of ``group`` must enter it. Such as: the first rank prepares a dataset and leaves it
@@ -42,33 +69,17 @@ class main_first:  # noqa: N801  # used as a function, like contextlib's
         prepared, or found
     """
 
-    def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
-        self._group_like = group
-        self._timeout = timeout
-        self._blocks: list[_Block | None] = []
-
-    def __enter__(self) -> None:
-        group, timeout = self._group_like, self._timeout
+    def _begun(self, group: GroupLike, timeout: Timeout) -> "_Block | None":
         whole = resolve(group)
-        is_open = is_in_order("main_first", whole.ranks, whole.rank)
-        block = None if is_open else _Block(Operation.MAIN_FIRST, group, group, timeout)
-        self._blocks.append(block)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        block = self._blocks.pop()
-        if block is not None:
-            block.end(error)
+        if is_in_order("main_first", whole.ranks, whole.rank):
+            return None
+        return _Block(Operation.MAIN_FIRST, group, group, timeout)
 
 
 zero_first = main_first
 
 
-class node_first:  # noqa: N801  # used as a function, like contextlib's
+class node_first(_Ordered):  # noqa: N801  # used as a function, like contextlib's
     """A block that the first rank of each host goes through before the other ranks there.
 
     Every rank of ``group`` must enter it. What a host is, ``node_group`` tells. At the end the
@@ -92,29 +103,13 @@ class node_first:  # noqa: N801  # used as a function, like contextlib's
         unpacked to the local disk
     """
 
-    def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
-        self._group_like = group
-        self._timeout = timeout
-        self._blocks: list[_Block | None] = []
-
-    def __enter__(self) -> None:
-        group, timeout = self._group_like, self._timeout
-        block, whole = None, resolve(group)
+    def _begun(self, group: GroupLike, timeout: Timeout) -> "_Block | None":
+        whole = resolve(group)
         whole.deadline("node_first", timeout)
-        if not _is_open(whole):
-            node = node_group(group=group, timeout=timeout)
-            block = _Block(Operation.NODE_FIRST, node, group, timeout)
-        self._blocks.append(block)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        block = self._blocks.pop()
-        if block is not None:
-            block.end(error)
+        if _is_open(whole):
+            return None
+        node = node_group(group=group, timeout=timeout)
+        return _Block(Operation.NODE_FIRST, node, group, timeout)
 
 
 def _is_open(whole: Group) -> bool:

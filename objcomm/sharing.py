@@ -6,11 +6,12 @@ The patterns under the helpers of ``control`` and ``ordering``.
 import functools
 import inspect
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from objcomm.absence import Region, acts_alone, inside
 from objcomm.call import Call
 from objcomm.collectives import kept
+from objcomm.eager import keep_eager
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
@@ -20,6 +21,7 @@ from objcomm.transport import routes
 from objcomm.world import GroupLike, resolve
 
 R = TypeVar("R")
+P = ParamSpec("P")
 
 
 def bound(
@@ -45,11 +47,19 @@ def bound(
         ) from error
 
 
-def check_decorated(operation: Operation, function: Callable[..., object]) -> None:
-    """See that a decorator's function gives a result that can be shared.
+def decorated(
+    operation: Operation, function: Callable[P, R], share: Callable[[Callable[[], R]], R]
+) -> Callable[P, R]:
+    """A function of the same type whose result is shared.
+
+    Args:
+        operation: the decorator's.
+        function: what it decorates.
+        share: given the function with a call's arguments, has it run where it shall, and returns
+            what the call returns.
 
     Raises:
-        UsageError: it does not, or it is no function.
+        UsageError: it is no function, or its result can't be shared.
     """
     name = operation.name.lower()
     bound(operation, function)
@@ -57,6 +67,12 @@ def check_decorated(operation: Operation, function: Callable[..., object]) -> No
         raise UsageError(f"{name}: {function!r} is async; decorate a function that awaits nothing")
     if inspect.isgeneratorfunction(function):
         raise UsageError(f"{name}: {function!r} is a generator, of which no other rank can get one")
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return share(functools.partial(function, *args, **kwargs))
+
+    keep_eager([run])  # before it is dressed: dynamo looks at the code of what it wraps
+    return functools.update_wrapper(run, function)
 
 
 def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> Generator[None, None, R]:
