@@ -7,7 +7,7 @@ import pkgutil
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
+from tests.ahead import begun_ahead
 from tests.ranks import run_on_fresh_ranks, solo
 from tests.workers import here, join
 
@@ -41,16 +42,11 @@ def blocks() -> Iterator[Block]:
             yield Block(where, int(ranks[1]) if ranks else 0, found["source"])
 
 
-# Much of a block's time goes into waiting for its ranks to start and to meet.
-_AT_A_TIME = 2
-
-
 @pytest.fixture(scope="module")
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Block], None]]:
-    """Waits for a block; those of the tests that were chosen run together."""
-    names = {item.name.partition("[")[2].rstrip("]") for item in request.session.items}
+    """Waits for a block to end."""
     base = tmp_path_factory.mktemp("blocks")
 
     def begin(block: Block) -> None:
@@ -59,11 +55,8 @@ def run(
             block.ranks, run_block, where=block.where, source=block.source, folder=folder
         )
 
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        chosen = [block for block in blocks() if block.where in names]
-        begun = {block.where: pool.submit(begin, block) for block in chosen}
-        yield lambda block: begun[block.where].result()
-        pool.shutdown(cancel_futures=True)
+    with begun_ahead(request, {block.where: partial(begin, block) for block in blocks()}) as wait:
+        yield lambda block: wait(block.where)
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.where) for block in blocks()])

@@ -1,10 +1,11 @@
 """Whatever happens to one rank, all others raise, name it, and leave nothing behind."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
+from tests.ahead import begun_ahead
 from tests.faults.plan import (
     DEADLY,
     LIMIT_SECONDS,
@@ -20,19 +21,13 @@ from tests.faults.run import Outcome, carry_out
 SOON_SECONDS = 8.0
 AT_ONCE_SECONDS = 1.0
 
-# Most of a case is waiting: for processes to start, for limits, for the watcher.
-_AT_A_TIME = 2
-
 
 @pytest.fixture(scope="module")
 def carried_out(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Outcome]]:
-    """Gives the outcome of a case; those of the tests that were chosen are carried out together."""
-    names = {item.name.partition("[")[2].rstrip("]") for item in request.session.items}
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        cases = [case for case in suite_cases() if str(case) in names]
-        begun = {str(case): pool.submit(carry_out, case) for case in cases}
-        yield lambda case: begun[str(case)].result()
-        pool.shutdown(cancel_futures=True)
+    """Gives the outcome of a case."""
+    jobs = {str(case): partial(carry_out, case) for case in suite_cases()}
+    with begun_ahead(request, jobs) as outcome_of:
+        yield lambda case: outcome_of(str(case))
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in suite_cases()])
