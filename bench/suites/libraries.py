@@ -76,7 +76,7 @@ def accelerate_gather_object(peer: Peer, mine: Any) -> Callable[[], object]:
     """Accelerate's own ``gather_object``; the time includes ``patch()`` and its end."""
     os.environ.update(LOCAL_RANK=str(peer.rank), OMP_NUM_THREADS="1")
     from accelerate import PartialState  # noqa: PLC0415  # reads the environment
-    from accelerate.utils import gather_object as gather  # noqa: PLC0415
+    from accelerate.utils import gather_object as gather  # noqa: PLC0415  # for this case alone
 
     PartialState(cpu=True)
     return lambda: peer.in_library(lambda: gather([mine]))

@@ -36,8 +36,8 @@ def test_values_arrive_as_they_are() -> None:
     for value in SCALARS:
         want = [value] * size if rank == 0 else None
         assert_same(distributed.gather_scalar_from_all_ranks(lambda: value), want, sharing=False)  # noqa: B023  # at once
-        assert_same(distributed.compute_and_broadcast(lambda: value), value)  # noqa: B023
-        shared = distributed.reduce_and_broadcast(lambda: value, lambda values: values)  # noqa: B023
+        assert_same(distributed.compute_and_broadcast(lambda: value), value)  # noqa: B023  # called at once
+        shared = distributed.reduce_and_broadcast(lambda: value, lambda values: values)  # noqa: B023  # called at once
         assert_same(shared, [value] * size, sharing=False)
     # Axolotl needed the right number here, and documents a rank that it does not take.
     for world_size in (1, size, 99):

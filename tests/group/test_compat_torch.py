@@ -152,9 +152,9 @@ def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
         (lambda: dist_objects.all_gather_object(box, 1, group="world"), "neither"),
         (lambda: dist_objects.send_object_list(box), "give dst= or group_dst="),
         (lambda: dist_objects.send_object_list(box, here().rank), "this rank itself"),
-        (lambda: dist_objects.send_object_list(5, peer), "give a list"),  # type: ignore[arg-type]
+        (lambda: dist_objects.send_object_list(5, peer), "give a list"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: dist_objects.recv_object_list(box, here().rank), "this rank itself"),
-        (lambda: dist_objects.recv_object_list(None, peer), "give a list"),  # type: ignore[arg-type]
+        (lambda: dist_objects.recv_object_list(None, peer), "give a list"),  # type: ignore[arg-type]  # wrong on purpose
     ]
     for faulty, says in refused:
         with pytest.raises(ValueError, match=says):  # torch raises ValueErrors for most of these
@@ -175,7 +175,7 @@ def test_a_list_that_does_not_serve_is_told_to_all_who_wait_for_it() -> None:
         assert set(caught.value.failures) == {last}
         assert given is None or given == [None] * len(given)
     with pytest.raises(CollectiveError, match="broadcast_object_list failed on rank") as caught:
-        dist_objects.broadcast_object_list(None if rank == last else [0], src=last)  # type: ignore[arg-type]
+        dist_objects.broadcast_object_list(None if rank == last else [0], src=last)  # type: ignore[arg-type]  # wrong on purpose
     assert set(caught.value.failures) == {last}
     for inputs, out in (([1] * (size + 1), [0]), (None, [0]), ([1] * size, [])):
         with pytest.raises(CollectiveError, match="scatter_object_list failed on rank"):

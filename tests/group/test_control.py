@@ -93,7 +93,7 @@ def test_a_result_is_computed_once_and_shared() -> None:
         assert share(lambda: None) is None
     assert objcomm.run_on_main(max, [3, 5], {"key": lambda number: -number}) == 3
     assert objcomm.run_on_main(dict, kwargs={"lr": 0.1}) == {"lr": 0.1}
-    assert objcomm.run_on_main(max, np.array([3, 5])) == 5  # type: ignore[arg-type]
+    assert objcomm.run_on_main(max, np.array([3, 5])) == 5  # type: ignore[arg-type]  # an array is a sequence but for its type
     assert_group_works()
 
 

@@ -118,7 +118,7 @@ def test_what_is_no_number_on_one_rank_fails_on_all() -> None:
         assert list(caught.value.failures) == [last]
         assert said in caught.value.failures[last].message
     with pytest.raises(UsageError, match="missing="):
-        objcomm.average_metrics({}, missing="ignore")  # type: ignore[arg-type]
+        objcomm.average_metrics({}, missing="ignore")  # type: ignore[arg-type]  # wrong on purpose
     assert_group_works()
 
 

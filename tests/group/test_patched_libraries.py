@@ -47,7 +47,7 @@ def test_accelerate_gathers_and_broadcasts_objects() -> None:
     rank = here().rank
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     from accelerate import Accelerator, PartialState  # noqa: PLC0415  # reads the environment
-    from accelerate.utils import broadcast_object_list, gather_object  # noqa: PLC0415
+    from accelerate.utils import broadcast_object_list, gather_object  # noqa: PLC0415  # for these tests alone
 
     assert PartialState(cpu=True).num_processes == 2
 
@@ -68,8 +68,8 @@ def test_accelerate_gathers_and_broadcasts_objects() -> None:
 @ranks(2, deadline=60)
 def test_torchmetrics_metrics_agree() -> None:
     from torchmetrics import CatMetric  # noqa: PLC0415  # two seconds
-    from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415
-    from torchmetrics.detection.mean_ap import MeanAveragePrecision  # noqa: PLC0415
+    from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415  # for these tests alone
+    from torchmetrics.detection.mean_ap import MeanAveragePrecision  # noqa: PLC0415  # for these tests alone
 
     rank = here().rank
     masks = [((4, 4), b"run-length" * (rank + 1)), ((2, 3), b"")]

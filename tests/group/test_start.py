@@ -66,7 +66,7 @@ def test_ranks_join_by_a_launchers_variables(
     before = dict(os.environ)
     told: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]  # for this test alone
     logger = logging.getLogger("objcomm.start")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

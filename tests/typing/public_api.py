@@ -73,8 +73,8 @@ def start() -> None:
     assert_type(objcomm.init(timeout=timedelta(seconds=3)), objcomm.Start)
     assert_type(objcomm.launch(_rows_of, 2, "train", 10, timeout=60), list[list[Config]])
     assert_type(objcomm.launch(lambda: 1, 2), list[int])
-    objcomm.launch(_rows_of, 2, "train", "10")  # type: ignore[arg-type]
-    objcomm.launch(_rows_of, 2, "train")  # type: ignore[arg-type]
+    objcomm.launch(_rows_of, 2, "train", "10")  # type: ignore[arg-type]  # wrong on purpose
+    objcomm.launch(_rows_of, 2, "train")  # type: ignore[arg-type]  # wrong on purpose
 
 
 def in_flight(config: Config, configs: list[Config]) -> None:
