@@ -453,7 +453,7 @@ def test_what_cannot_be_encoded_raises_at_the_wait(name: str) -> None:
             assert work.exception() is caught.value
             assert caught.value.failures[0].rank == 0
         else:
-            assert work.wait() is None
+            assert work.wait() in (None, 1)
     assert_group_works()
 
 

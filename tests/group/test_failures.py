@@ -26,7 +26,7 @@ def test_an_object_that_cannot_be_sent_fails_those_who_wait_for_it(name: str, co
     for failing in range(1 if name in FROM_ONE else size):
         mine: Any = {"cb": [threading.Lock()]} if rank == failing else "fine"
         if not is_told(name, failing, rank):
-            assert OPERATIONS[name](mine, codec=codec) is None
+            assert OPERATIONS[name](mine, codec=codec) in (None, "fine")
         else:
             with pytest.raises(CollectiveError) as caught:
                 OPERATIONS[name](mine, codec=codec)
