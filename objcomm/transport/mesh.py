@@ -41,6 +41,7 @@ class Mesh:
 
     Attributes:
         name: the group's.
+        is_world: whether it joins all ranks, for as long as they are in a world.
         ranks: global ranks of the group.
         rank: this process's rank within the group.
         members: those of the group's ranks that it joins, as ranks within the group.
@@ -60,6 +61,7 @@ class Mesh:
         self,
         *,
         name: str,
+        is_world: bool,
         ranks: tuple[int, ...],
         rank: int,
         history: History,
@@ -68,6 +70,7 @@ class Mesh:
         whole: Callable[[], Mesh | None] | None,
     ) -> None:
         self.name = name
+        self.is_world = is_world
         self.ranks = ranks
         self.rank = rank
         self.members = members
@@ -120,16 +123,27 @@ class Mesh:
             board: to ask whether the group's connections were closed for another reason.
         """
         whole = None if self._whole is None else self._whole()
-        if self.link is not None or whole is None or whole.link is None:
+        if self.link is not None or whole is None:
             return ()
-        verdict = whole.verdict
+        gone = whole.lost(board)
+        return tuple(peer for peer in self.others if self.ranks[peer] in gone)
+
+    def lost(self, board: Board) -> set[int]:
+        """The global ranks whose connections of this mesh ended because they died or left.
+
+        Args:
+            board: to ask whether they were closed for another reason.
+        """
+        if self.link is None:
+            return set()
+        verdict = self.verdict
         if verdict is None:
-            gone = tuple(peer for peer in self.others if whole.link.is_closed(peer))
-            verdict = board.look(whole.nonce) if gone else None
+            gone = {self.ranks[peer] for peer in self.others if self.link.is_closed(peer)}
+            verdict = board.look(self.nonce) if gone else None
             if verdict is None:
                 return gone
         is_loss = verdict.cause is Cause.LOST or verdict.reason in FAREWELLS
-        return tuple(peer for peer in self.others if is_loss and peer in verdict.ranks)
+        return {self.ranks[peer] for peer in verdict.ranks} if is_loss else set()
 
     def connect(
         self,
