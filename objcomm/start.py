@@ -25,6 +25,7 @@ from objcomm.environment import Place, has_agent_store, place_in
 from objcomm.errors import StartError, UsageError
 from objcomm.group import Timeout, seconds_of
 from objcomm.history import call_site
+from objcomm.transport.creation import store_of
 from objcomm.transport.rendezvous import await_all
 from objcomm.world import is_initialized, is_reachable, resolve
 
@@ -221,7 +222,7 @@ def _joined(
         if world is not None and is_reachable(None):
             _connect(limit)
             # Who left sooner would end connections that other ranks are still making.
-            await_all(world.get_group_store(), place.world_size)
+            await_all(store_of(world), place.world_size)
     except (RuntimeError, ValueError, TimeoutError) as error:
         shutdown()
         raise StartError(place.rank, place.world_size, address, str(error)) from error

@@ -92,14 +92,14 @@ class GlooLink:
             self._poke(peer)
 
     def closed(self) -> Sequence[int]:
-        """The peers to whom the connection is closed, on whichever side it began; closes none."""
+        """See ``base.Connections``."""
         return [peer for peer in self._others() if self.is_closed(peer)]
 
     def _others(self) -> list[int]:
         return [peer for peer in self._places if peer != self.rank]
 
     def is_closed(self, peer: int) -> bool:
-        """Whether the connection to one peer is; see ``closed``."""
+        """See ``base.Connections``."""
         try:
             self.recv(empty(1), peer, POKE_TAG)
         except RuntimeError:
@@ -107,7 +107,7 @@ class GlooLink:
         return False
 
     def closed_by(self) -> Sequence[int]:
-        """The peers that had closed their connections before this rank did."""
+        """See ``base.Connections``."""
         return [peer for peer in self._others() if _OWN_DOING not in self._poke(peer)]
 
     def _poke(self, peer: int) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from objcomm.history import History
-    from objcomm.transport.base import Deadline
+    from objcomm.transport.base import Connections, Deadline
     from objcomm.transport.lane import Lane
 
 
@@ -77,7 +77,7 @@ class Mesh:
         self.history = history
         self.bulletin = bulletin
         self.lanes: dict[str, Lane] = {}
-        self.link: GlooLink | None = None
+        self.link: Connections | None = None
         self.verdict: Verdict | None = None
         self.number = 0
         self.is_deserted = False
@@ -86,7 +86,7 @@ class Mesh:
         self._whole = whole
         self._progress = Progress(rank, members, is_pair=whole is not None)
         self._meeting: threading.Thread | None = None
-        self._connected: Future[GlooLink] = Future()
+        self._connected: Future[Connections] = Future()
         self._lock = threading.Lock()
 
     @property
@@ -100,7 +100,7 @@ class Mesh:
         return tuple(member for member in self.members if member != self.rank)
 
     @property
-    def connections(self) -> GlooLink:
+    def connections(self) -> Connections:
         """The link of a mesh whose ranks have met."""
         return self._connected.result() if self.link is None else self.link
 
@@ -154,7 +154,7 @@ class Mesh:
         call_site: str,
         *,
         caller: Entry | None = None,
-    ) -> GlooLink:
+    ) -> Connections:
         """Meet the other ranks and connect to each; every rank must call this.
 
         Blocks in Python, so Ctrl-C ends it; what may block in C++ is done by a thread.
