@@ -260,15 +260,19 @@ class Hosts:
         addresses = [f"{_NETWORK}.{number + 1}" for number in range(self._count)]
         lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody: says so at once
         is_root = os.geteuid() == 0
         self._switch = _Room(["net"] if is_root else ["user", "net"], ["true"], [])
         made.callback(self._switch.close)
         self._switch.ip("link add switch type bridge", "link set switch up")
         inside = [] if is_root else self._switch.command([])
         kinds = ("net", "uts", "ipc", "mount", "pid")
-        furnish = 'hostname "$0" && mount --bind "$1" /etc/hosts && mount -t tmpfs none /dev/shm'
+        furnish = (
+            'hostname "$0" && mount --bind "$1/hosts" /etc/hosts'
+            ' && mount --bind "$1/resolv.conf" /etc/resolv.conf && mount -t tmpfs none /dev/shm'
+        )
         for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
-            command = ["sh", "-c", furnish, name, str(folder / "hosts")]
+            command = ["sh", "-c", furnish, name, str(folder)]
             room = _Room(kinds, command, inside)
             host = Host(name, address, room)
             made.callback(host.reap)
