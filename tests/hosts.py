@@ -15,7 +15,7 @@ import os
 import secrets
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -57,20 +57,15 @@ class _Room:
         if "user" in kinds:
             make += ["--map-root-user"]
             options += ["--preserve-credentials"]
-        told, tell = os.pipe()
-        hold = ["sh", "-c", f'"$@" && echo >&{tell} && exec cat', "sh", *furnish]
+        hold = ["sh", "-c", '"$@" >&2 && echo ready && exec cat >/dev/null', "sh", *furnish]
         self._holder = subprocess.Popen(
             [*inside, "unshare", "--kill-child", *make, *hold],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=[tell],
         )
-        os.close(tell)
-        with os.fdopen(told, "rb") as ready:
-            is_ready = bool(ready.readline())
-        if not is_ready:
+        if self._holder.stdout is None or not self._holder.stdout.readline():
             _, errors = self._holder.communicate(timeout=_LIMIT_S)
             raise OSError(errors.decode(errors="replace").strip())
         self.pid = _first_child(self._holder.pid)
@@ -221,6 +216,9 @@ class Hosts:
 
     def __getitem__(self, number: int) -> Host:
         return self._hosts[number]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
 
     def cut(self, number: int) -> None:
         """Pull the cable of a host: what it sends and what is sent to it is lost.
