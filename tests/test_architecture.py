@@ -42,6 +42,7 @@ FLOORS: list[list[str]] = [
         "transport.base",
         "transport.line",
         "transport.order",
+        "transport.outage",
         "transport.regions",
         "transport.topology",
         "transport.verdict",

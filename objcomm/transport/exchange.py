@@ -30,6 +30,7 @@ from objcomm.transport.base import (
 )
 from objcomm.transport.device import DevicePath
 from objcomm.transport.lane import Lane, Standing
+from objcomm.transport.outage import cause_of
 
 # A transfer that is done says so even after the link has broken, so any limit serves to ask it;
 # Gloo takes zero for its own default.
@@ -207,9 +208,7 @@ class Exchange:
 
     def _place(self, nbytes: int, root: int) -> tuple[int | None, list[int], int]:
         """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
-        route, chunk_nbytes = topology.for_payload(
-            nbytes, self.size, is_one_host=self._link.is_one_host
-        )
+        route, chunk_nbytes = topology.for_payload(nbytes, self._link.hosts)
         return *route(self.rank, root, self.size), chunk_nbytes
 
     def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
@@ -347,7 +346,8 @@ class Exchange:
         """What a link raised, as an error that names the ranks concerned."""
         if self._has_timed_out(error):
             return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
-        reason = f"it died, exited or lost its network ({reason_of(error)})"
+        told = reason_of(error)
+        reason = f"{cause_of(told)} ({told})"
         return TransportError(self.entry.operation, peers, reason)
 
     def _has_timed_out(self, error: RuntimeError) -> bool:

@@ -16,6 +16,7 @@ from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
+from objcomm.transport.outage import HOST_LOST
 from objcomm.transport.regions import regions
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
@@ -328,11 +329,14 @@ class Mesh:
     def blamed(self, proposal: Verdict) -> Verdict:
         """``proposal`` of a lost peer, or of this rank if all its connections have ended by itself.
 
-        If others have ended them, their verdict stands already, and this one will not be used.
+        If others have ended them, their verdict stands already, and this one will not be used. With
+        a host its other ranks are lost, though their connections may end a moment later.
         """
         others = len(self.others)
         if self.verdict is not None or self.link is None or others == 1:
             return proposal
+        if HOST_LOST in proposal.reason:
+            return proposal._replace(ranks=tuple(self.link.beside(proposal.ranks)))
         time.sleep(_OTHERS_FIRST_SECONDS)
         if len(self.link.closed()) < others:
             return proposal
