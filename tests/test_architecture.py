@@ -31,6 +31,7 @@ FLOORS: list[list[str]] = [
         "codecs.tensors",
         "history",
         "message",
+        "progress",
     ],
     ["admission", "codecs.restricted", "codecs.rules", "leaves"],
     ["codecs.pickle5", "codecs.plain", "structures"],
@@ -73,7 +74,7 @@ FLOORS: list[list[str]] = [
     ["transport.pair"],
     ["group"],
     ["absence", "turn", "work", "world"],
-    ["recorder"],
+    ["options", "recorder"],
     ["call"],
     ["buckets", "collectives", "errand", "folding", "start", "together", "trees"],
     [

@@ -18,7 +18,7 @@ from objcomm.transport import topology
 from objcomm.transport.base import Deadline, Link, head_tag
 from objcomm.transport.device import DevicePath
 from objcomm.transport.lane import Lane, Standing, absent
-from objcomm.transport.pieces import NOBODY, Meter, Unit, ended, is_paced, nbytes_of, units
+from objcomm.transport.pieces import Meter, Unit, ended, is_paced, nbytes_of, units
 from objcomm.transport.transfers import Transfers
 
 # So much is taken by the system's socket buffers, whether or not the peer reads.
@@ -49,7 +49,7 @@ class Exchange(Transfers):
         deadline: Deadline,
         gate: Gate,
         device: DevicePath,
-        meter: Meter = NOBODY,
+        meter: Meter | None = None,
     ) -> None:
         """Begin.
 
@@ -60,7 +60,8 @@ class Exchange(Transfers):
             deadline: for all waits together.
             gate: signs this rank's messages and judges the others'.
             device: see ``device.DevicePath``.
-            meter: is told of the bytes that follow heads, as far as they go over ``link``.
+            meter: is told of the bytes that follow heads, as far as they go over ``link``; None if
+                nobody wants to know.
         """
         super().__init__(link, lane.number, entry, deadline, meter)
         self.header = entry.header

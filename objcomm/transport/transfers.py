@@ -22,7 +22,7 @@ from objcomm.transport.base import (
     receipt_tag,
     result_tag,
 )
-from objcomm.transport.pieces import Meter, Unit, ended, nbytes_of
+from objcomm.transport.pieces import NOBODY, Meter, Unit, ended, nbytes_of
 
 
 class Arriving(NamedTuple):
@@ -64,7 +64,7 @@ class Transfers:
     """
 
     def __init__(
-        self, link: Link, lane: int, entry: Entry, deadline: Deadline, meter: Meter
+        self, link: Link, lane: int, entry: Entry, deadline: Deadline, meter: Meter | None
     ) -> None:
         """Begin.
 
@@ -73,14 +73,14 @@ class Transfers:
             lane: whose turn it is, as a number.
             entry: the call, whose number tags are made of.
             deadline: for all waits together.
-            meter: is told of the bytes that follow heads.
+            meter: is told of the bytes that follow heads, if anybody is.
         """
         self.entry = entry
         self.sent_nbytes = 0
         self.received_nbytes = 0
         self._link = link
         self._deadline = deadline
-        self._meter = meter
+        self._meter = NOBODY if meter is None else meter
         sequence = entry.header.sequence
         self._payload_tag = payload_tag(lane, sequence)
         self._receipt_tag = receipt_tag(lane, sequence)
