@@ -19,6 +19,7 @@ FLOORS: list[list[str]] = [
         "elementwise",
         "environment",
         "frames",
+        "journal",
         "memory",
         "sameness",
     ],
