@@ -4,7 +4,6 @@ Knows the calls by which torch.distributed starts and ends; how a launcher names
 ``environment``.
 """
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,11 +24,10 @@ from objcomm.environment import Place, has_agent_store, place_in
 from objcomm.errors import StartError, UsageError
 from objcomm.group import Timeout, seconds_of
 from objcomm.history import call_site
+from objcomm.journal import log
 from objcomm.transport.creation import store_of
 from objcomm.transport.rendezvous import await_all
 from objcomm.world import is_initialized, is_reachable, resolve
-
-_logger = logging.getLogger(__name__)
 
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
 
@@ -97,7 +95,7 @@ def init(
             shows each rank its own.
 
     Returns:
-        What was found and chosen. It is also logged by ``objcomm.start``, as INFO.
+        What was found and chosen. It is also logged, as INFO.
 
     Raises:
         UsageError: a variable is missing or wrong, and the error names it; a backend is not
@@ -116,7 +114,7 @@ def init(
     else:
         place = place_in(os.environ)
         start = _alone() if place is None else _joined(place, backend, limit, device)
-    _logger.info("%s", start)
+    log.info("%s", start)
     return start
 
 

@@ -6,14 +6,16 @@ one; nothing of the old one can reach it, because each has a name that no other 
 
 from __future__ import annotations  # torch may be built without distributed
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from objcomm.errors import ObjcommError, TransportError, TransportTimeout
+from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
 from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
+from objcomm.journal import log
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
 from objcomm.transport.outage import HOST_LOST
@@ -94,6 +96,11 @@ class Mesh:
     def nonce(self) -> str:
         """Its name among all meshes, once this rank knows it; the key of its verdict."""
         return self._progress.nonce
+
+    @property
+    def labels(self) -> dict[str, object]:
+        """Whom a record in the log concerns."""
+        return {"rank": self.ranks[self.rank], "group": self.name}
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -231,8 +238,17 @@ class Mesh:
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
         self._progress.heed = None if self._whole is not None else self._heed
+        began = time.monotonic()
         try:
             link = GlooLink(store, self.rank, self.members, deadline, self._progress)
+            log.debug(
+                "group %r: %d ranks connected over Gloo, on %s, after %.3f s",
+                self.name,
+                len(self.members),
+                "one host" if link.is_one_host else "several hosts",
+                time.monotonic() - began,
+                extra=self.labels,
+            )
         except GivenUpError:
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
@@ -324,6 +340,14 @@ class Mesh:
         if self.nonce and not verdict.is_store_silent and self.rank not in lost:
             key, awaited = self.nonce, len(self.members) - len(lost)
             self.bulletin.submit(lambda board: board.acknowledge(key, awaited))
+        log.log(
+            logging.DEBUG if verdict.reason in FAREWELLS else logging.INFO,
+            "group %r: its connections were closed, %s: %s",
+            self.name,
+            "and its next call makes new ones" if self.can_be_replaced else "for good",
+            text_of(verdict.error("a call")),
+            extra=self.labels,
+        )
         return verdict
 
     def blamed(self, proposal: Verdict) -> Verdict:

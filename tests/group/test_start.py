@@ -70,7 +70,7 @@ def test_ranks_join_by_a_launchers_variables(
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]  # for this test alone
-    logger = logging.getLogger("objcomm.start")
+    logger = logging.getLogger("objcomm")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     chosen = objcomm.init(timeout=60)
