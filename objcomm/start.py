@@ -21,7 +21,7 @@ from objcomm.backends import (
     default_backend,
     uses_nccl,
 )
-from objcomm.environment import Place, place_in
+from objcomm.environment import Place, has_agent_store, place_in
 from objcomm.errors import StartError, UsageError
 from objcomm.group import Timeout, seconds_of
 from objcomm.transport.rendezvous import await_all
@@ -203,7 +203,7 @@ def _joined(
         dist.init_process_group(
             chosen,
             # torchrun's store is there already, under names of its own.
-            init_method="env://" if _is_store_there() else f"tcp://{address}",
+            init_method="env://" if has_agent_store(os.environ) else f"tcp://{address}",
             timeout=limit,
             rank=place.rank,
             world_size=place.world_size,
@@ -218,7 +218,3 @@ def _joined(
     return Start(
         place.launcher, place.rank, place.world_size, place.local_rank, chosen, own, address
     )
-
-
-def _is_store_there() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
