@@ -15,9 +15,9 @@ def attendance(evidence: Evidence) -> Iterator[Finding]:
     """Say which ranks are missing, exist twice, disagree, or could not meet the others."""
     yield from _variables(evidence)
     yield from _unmet(evidence)
-    yield from _missing(evidence)
     yield from _doubles(evidence)
     yield from _sizes(evidence)
+    yield from _missing(evidence)  # after what may be its cause
     yield from _silent(evidence)
     yield from _local_ranks(evidence)
 

@@ -73,7 +73,7 @@ def examine(environ: Mapping[str, str]) -> tuple[Report, Place | None]:
         open_files=_files(soft),
         open_files_most=_files(hard),
         interfaces=there,
-        gloo=gloo_choice(environ, there, own_address(host), host),
+        gloo=gloo_choice(environ, there, own_address(host)),
         nccl=nccl_choice(environ, there),
         rendezvous=Rendezvous() if place is None else Rendezvous(place.host, place.port),
         token=uuid.uuid4().hex,

@@ -84,16 +84,13 @@ def interface_of(address: str, there: Sequence[Interface]) -> str:
     return ""
 
 
-def gloo_choice(
-    environ: Mapping[str, str], there: Sequence[Interface], own: str, host: str
-) -> Choice:
+def gloo_choice(environ: Mapping[str, str], there: Sequence[Interface], own: str) -> Choice:
     """The interface that Gloo, and so objcomm, would use.
 
     Args:
         environ: as ``os.environ``.
         there: all interfaces.
         own: the first address of the host's name that this host has; empty if there is none.
-        host: the host's name.
     """
     wanted = environ.get(_GLOO, "")
     if len(wanted) > 1:  # torch looks no closer at shorter ones
@@ -106,9 +103,8 @@ def gloo_choice(
         first = known[wanted.split(",")[0]]
         return Choice(wanted, first.addresses[0], why)
     if own:
-        why = f"the host's name, {host}, stands for {own}"
-        return Choice(interface_of(own, there), own, why)
-    why = f"the host's name, {host}, stands for no address of this host"
+        return Choice(interface_of(own, there), own, "the host's name stands for this address")
+    why = "the host's name stands for no address of this host, so torch takes loopback"
     return Choice("lo", "127.0.0.1", why)
 
 

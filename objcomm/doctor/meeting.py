@@ -170,9 +170,9 @@ def _seen_by_its_host(seen: Rendezvous, there: Sequence[Interface]) -> Rendezvou
 def _remedy(reason: str, seen: Rendezvous) -> str:
     if all(map(is_loopback, seen.addresses)):
         return (
-            f"{seen.host} is every host's own name for itself: set MASTER_ADDR to an address of "
-            "rank 0's host, unless all ranks are on one host; then see that rank 0 runs and that "
-            "MASTER_PORT is the same on every rank"
+            "see that rank 0 runs on this host, and that MASTER_PORT is the same on every rank; if "
+            f"rank 0 is on another host, set MASTER_ADDR to its address: {seen.host} is every "
+            "host's name for itself"
         )
     if "refused" in reason:
         return (

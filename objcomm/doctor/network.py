@@ -111,16 +111,14 @@ def _unreached(evidence: Evidence) -> Iterator[Finding]:
         both = [evidence.reports[rank] for pair in found + back for rank in pair]
         one, other = ({rank for rank, _ in found}, {peer for _, peer in found})
         address = evidence.reports[min(other)].gloo.address
-        way = "can't reach each other" if back and here != there else "can't be reached"
+        is_mutual = bool(back) and here != there
+        pair = f"{ranks_text(one)} and {ranks_text(other)} can't reach each other"
+        way = f"{ranks_text(one)} can't reach {ranks_text(other)}"
         yield finding(
             Severity.ERROR,
             "unreachable",
             both,
-            f"{ranks_text(one)} ({_host(evidence, one)}) and {ranks_text(other)} "
-            f"({_host(evidence, other)}) {way}: {problem} from {address}"
-            if back and here != there
-            else f"{ranks_text(one)} ({_host(evidence, one)}) can't reach {ranks_text(other)} "
-            f"({_host(evidence, other)}) at {address}: {problem}",
+            f"{pair if is_mutual else way} at {address}: {problem}",
             f"open all ports between these hosts (firewall, security group, routes), or set "
             f"{_GLOO} to interfaces of one network",
         )
@@ -131,10 +129,6 @@ def _is_explained(evidence: Evidence, rank: int, peer: int) -> bool:
     one, other = evidence.reports[rank], evidence.reports[peer]
     is_local = is_loopback(other.gloo.address) or is_loopback(one.gloo.address)
     return bool(other.gloo.problem) or (is_local and one.machine != other.machine)
-
-
-def _host(evidence: Evidence, ranks: set[int]) -> str:
-    return evidence.reports[min(ranks)].host
 
 
 def _used(report: Report) -> Interface | None:

@@ -1,5 +1,6 @@
 """The report for a terminal: the facts, and last, where they stay on the screen, the findings."""
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -13,6 +14,7 @@ from objcomm.inspector.words import duration_text, ranks_text
 
 # More columns do not fit on a screen; the picture and the JSON have them.
 _MATRIX_MAX = 12
+_WIDTH = 100
 _GIB = 1 << 30
 _MANY_FILES = 1 << 30
 _NAMES = {"python": "Python", "cuda": "CUDA", "nccl": "NCCL"}
@@ -35,11 +37,21 @@ def conclusions(found: Sequence[Finding]) -> list[str]:
     lines = []
     for each in found:
         concerned = who(each)
-        lines.append(
-            f"{each.severity.name}  {each.name}: {concerned}{': ' * bool(concerned)}{each.what}"
-        )
-        lines.append(f"  -> {each.remedy}")
+        said = f"{concerned}{': ' * bool(concerned)}{each.what}"
+        lines += _wrapped(f"{each.severity.name} {each.name}", f": {said}")
+        lines += _wrapped("  ->", f" {each.remedy}")
     return [*lines, _summary(found)]
+
+
+def _wrapped(first: str, text: str) -> list[str]:
+    """Lines of a screen's width, all but the first indented."""
+    return textwrap.wrap(
+        first + text,
+        _WIDTH,
+        subsequent_indent="     ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _summary(found: Sequence[Finding]) -> str:
@@ -55,7 +67,7 @@ def _heading(evidence: Evidence) -> list[str]:
     reports = list(evidence.reports.values())
     first = reports[0]
     launchers = sorted({each.launcher for each in reports if each.launcher})
-    by_whom = f" by {', '.join(launchers)}" if launchers else " without a launcher"
+    by_whom = f", by the variables of {', '.join(launchers)}" if launchers else ", no launcher"
     place = first.rendezvous
     came = f"{ranks_text(evidence.reports)} of {evidence.world_size}"
     hosts = f"{len(evidence.machines)} host{'s' * (len(evidence.machines) > 1)}"
