@@ -1,10 +1,13 @@
 """The command line of ``python -m objcomm doctor``."""
 
 import argparse
+import contextlib
 import faulthandler
+import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,22 +106,27 @@ def _launched(options: Options, nproc: int) -> int:
 
 def check(options: Options) -> int:
     """Do this rank's part, report if that is its task, and return the exit status."""
+    began = time.time()
     limits = Limits.of(options.seconds)
     watchdog = threading.Timer(limits.all, _give_up, [limits.all])
     watchdog.daemon = True
     watchdog.start()
     try:
         outcome = carry_out(os.environ, limits, _tell, is_quick=options.is_quick)
-        if outcome.evidence is None:
-            return 1 if outcome.status is None else outcome.status
-        return _concluded(outcome, outcome.evidence, options)
+        if outcome.evidence is not None:
+            return _concluded(outcome, outcome.evidence, options, began)
+        if outcome.status:
+            _leave_for_torchrun("see what rank 0 has printed", time.time())
+        return outcome.status
     finally:
         watchdog.cancel()
 
 
-def _concluded(outcome: Outcome, evidence: Evidence, options: Options) -> int:
+def _concluded(outcome: Outcome, evidence: Evidence, options: Options, began: float) -> int:
     found = findings(evidence)
     ends = status(found)
+    if ends:
+        _leave_for_torchrun("\n".join(conclusions(found)), began)
     if outcome.report.rank == 0:
         _show(report(evidence, found))
         _files(evidence, found, ends, options)
@@ -156,6 +164,18 @@ def _files(evidence: Evidence, found: list[Finding], ends: int, options: Options
         _tell(f"no picture: {error}")
     except (OSError, ValueError) as error:
         _tell(text_of(error))
+
+
+def _leave_for_torchrun(text: str, at: float) -> None:
+    """Let torchrun's own report of ranks that failed end with the findings.
+
+    It comes last, and shows what stands in this file of the failure with the earliest time.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        told = {"py_callstack": text, "timestamp": str(int(at))}
+        with contextlib.suppress(OSError):  # then it shows an exit status only
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": told}}))
 
 
 def _tell(text: str) -> None:

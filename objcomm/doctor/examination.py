@@ -71,13 +71,13 @@ class Outcome:
         evidence: to draw conclusions from; None on a rank for which rank 0 does that.
         report: this rank's own.
         end: to be called with the exit status, once rank 0 has reported.
-        status: the exit status that rank 0 has told; None where this rank draws conclusions.
+        status: the exit status that rank 0 has told, where it draws the conclusions.
     """
 
     evidence: Evidence | None
     report: Report
     end: Callable[[int], None]
-    status: int | None = None
+    status: int = 0
 
 
 def carry_out(environ: Mapping[str, str], limits: Limits, tell: Tell, *, is_quick: bool) -> Outcome:
