@@ -98,6 +98,21 @@ def test_ranks_join_by_a_launchers_variables(
     assert_group_works()
 
 
+def joined_again(times: int) -> list[list[tuple[int, int]]]:
+    gathered = []
+    for turn in range(times):
+        time.sleep(0.2 * int(os.environ["RANK"]))  # who comes first finds what is left of last time
+        objcomm.init("gloo", timeout=60)
+        gathered.append(objcomm.all_gather((turn, objcomm.rank())))
+        objcomm.shutdown()
+    return gathered
+
+
+def test_ranks_of_torchruns_store_may_join_again_and_again() -> None:
+    expected = [[(turn, 0), (turn, 1)] for turn in range(3)]
+    assert objcomm.launch(joined_again, 2, 3, joined=False, timeout=60) == [expected] * 2
+
+
 @ranks(3, joined=False, deadline=60)
 def test_nobody_leaves_before_all_have_joined() -> None:
     """Gloo on one rank connects to all others, and fails if one of them has left meanwhile."""
