@@ -89,7 +89,7 @@ def test_the_page_has_every_text_that_is_raised(where: str, text: str) -> None:
     assert any(is_in(text, message) for message in _MESSAGES), f"{where}: {text}"
 
 
-@pytest.mark.parametrize("cls", list(EXAMPLES))
+@pytest.mark.parametrize("cls", sorted(EXAMPLES, key=str))
 def test_the_page_has_a_heading_for_every_error(cls: type[BaseException]) -> None:
     page = _PAGE.read_text(encoding="utf-8")
     is_base = cls.__name__ in {"ObjcommError", "CodecError"}  # never raised themselves
