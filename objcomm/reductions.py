@@ -52,6 +52,16 @@ def reduce(
     async_op: Literal[True],
     **options: Unpack[ReductionOptions],
 ) -> Work[T | None]: ...
+@overload
+def reduce(
+    obj: T,
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: bool,
+    **options: Unpack[ReductionOptions],
+) -> T | Work[T | None] | None: ...
 def reduce(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | str = "sum",
@@ -179,6 +189,14 @@ def all_reduce(
     async_op: Literal[True],
     **options: Unpack[ReductionOptions],
 ) -> Work[T]: ...
+@overload
+def all_reduce(
+    obj: T,
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    *,
+    async_op: bool,
+    **options: Unpack[ReductionOptions],
+) -> T | Work[T]: ...
 def all_reduce(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | str = "sum",

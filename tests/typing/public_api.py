@@ -98,6 +98,48 @@ def in_flight(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.reduce_and_broadcast(lambda: 1, str, async_op=True), objcomm.Work[str])
 
 
+def in_flight_perhaps(config: Config, configs: list[Config], *, async_op: bool) -> None:
+    """With a flag of the program's own either; it may be the same one for all operations."""
+    work = objcomm.Work[Config]
+    assert_type(objcomm.broadcast(config, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.gather(config, async_op=async_op),
+        list[Config] | objcomm.Work[list[Config] | None] | None,
+    )
+    assert_type(
+        objcomm.all_gather(config, async_op=async_op), list[Config] | objcomm.Work[list[Config]]
+    )
+    assert_type(objcomm.scatter(configs, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.all_to_all(configs, async_op=async_op), list[Config] | objcomm.Work[list[Config]]
+    )
+    assert_type(objcomm.reduce_scatter(configs, Config.merge, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.reduce(config, Config.merge, async_op=async_op),
+        Config | objcomm.Work[Config | None] | None,
+    )
+    assert_type(objcomm.all_reduce(config, Config.merge, async_op=async_op), Config | work)
+    assert_type(objcomm.scan(config, Config.merge, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.exscan(config, Config.merge, async_op=async_op),
+        Config | objcomm.Work[Config | None] | None,
+    )
+    assert_type(objcomm.barrier(async_op=async_op), objcomm.Work[None] | None)
+    assert_type(
+        objcomm.gather_scalar(1, async_op=async_op),
+        list[int] | objcomm.Work[list[int] | None] | None,
+    )
+    assert_type(
+        objcomm.all_gather_scalar(1, async_op=async_op), list[int] | objcomm.Work[list[int]]
+    )
+    assert_type(
+        objcomm.reduce_and_broadcast(lambda: 1, str, async_op=async_op), str | objcomm.Work[str]
+    )
+    assert_type(objcomm.send(config, 1, async_op=async_op), objcomm.Work[None] | None)
+    assert_type(objcomm.recv(1, tag=None, async_op=async_op), Any | objcomm.Work[Any])
+    objcomm.recv(1, tag="a", async_op=async_op)  # type: ignore[call-overload]  # wrong on purpose
+
+
 def messages(config: Config, group: dist.ProcessGroup) -> None:
     """What arrives is not known; a work knows what its wait gives."""
     assert_type(
