@@ -46,9 +46,8 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev
-	mkdir -p bench-out
-	$(BIN)/python -m bench all --json bench-out/all.jsonl
-	$(BIN)/python -m bench report bench-out/all.jsonl -o docs/benchmarks.md
+	$(BIN)/python -m bench all --json docs/benchmarks.jsonl
+	$(BIN)/python -m bench report docs/benchmarks.jsonl -o docs/benchmarks.md
 
 bench-smoke: $(VENV)/.dev
 	$(BIN)/python -m bench broadcast --world 2 --smoke
