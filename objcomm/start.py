@@ -4,7 +4,6 @@ Knows the calls by which torch.distributed starts and ends; how a launcher names
 ``environment``.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -25,10 +24,11 @@ from objcomm.backends import (
 from objcomm.environment import Place, has_agent_store, place_in
 from objcomm.errors import StartError, UsageError
 from objcomm.group import Timeout, seconds_of
+from objcomm.history import call_site
+from objcomm.journal import log
+from objcomm.transport.creation import store_of
 from objcomm.transport.rendezvous import GivenUpError, Progress, await_all, meet
-from objcomm.world import is_initialized, is_reachable
-
-_logger = logging.getLogger(__name__)
+from objcomm.world import is_initialized, is_reachable, resolve
 
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
 
@@ -79,11 +79,12 @@ def init(
 ) -> Start:
     """Join the ranks that a launcher has started, and say what was chosen.
 
-    Every rank of the job must call this, and it returns when all have joined. It reads the
-    variables of torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order,
-    initialises torch.distributed, and changes none. Ranks meet at ``MASTER_ADDR`` and
-    ``MASTER_PORT``; where they are not set, at the first host of SLURM's list or, if all ranks are
-    on one host, at this one, and at a port that is derived from SLURM's job and step, or 29500.
+    Every rank of the job must call this, and it returns when all have joined and objcomm's own
+    connections stand, which tell from then on of a rank that dies. It reads the variables of
+    torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order, initialises
+    torch.distributed, and changes none. Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``; where
+    they are not set, at the first host of SLURM's list or, if all ranks are on one host, at this
+    one, and at a port that is derived from SLURM's job and step, or 29500.
 
     Without any launcher's variables nothing is initialised: the program is a world of one, in which
     every function of objcomm works. If torch.distributed is initialised already, nothing changes.
@@ -98,7 +99,7 @@ def init(
             shows each rank its own.
 
     Returns:
-        What was found and chosen. It is also logged by ``objcomm.start``, as INFO.
+        What was found and chosen. It is also logged, as INFO.
 
     Raises:
         UsageError: a variable is missing or wrong, and the error names it; a backend is not
@@ -117,8 +118,15 @@ def init(
     else:
         place = place_in(os.environ)
         start = _alone() if place is None else _joined(place, backend, limit, device)
-    _logger.info("%s", start)
+    log.info("%s", start)
     return start
+
+
+def _connect(limit: timedelta | None) -> None:
+    """Let objcomm's own connections be there from the start: they tell of ranks that die."""
+    whole = resolve(None)
+    if whole.size > 1:
+        whole.join("init", whole.deadline("init", limit), call_site())
 
 
 def shutdown() -> None:
@@ -215,8 +223,9 @@ def _joined(
         )
         world = dist.group.WORLD
         if world is not None and is_reachable(None):
+            _connect(limit)
             # Who left sooner would end connections that other ranks are still making.
-            await_all(world.get_group_store(), place.world_size)
+            await_all(store_of(world), place.world_size)
         if agents is not None:
             agents.set(_HAVE_JOINED, "")
     except (RuntimeError, ValueError, TimeoutError) as error:

@@ -13,7 +13,9 @@ import objcomm
 from tests.group.operations import OPERATIONS
 
 _ROOT = Path(__file__).parents[1]
-REFERENCE = (_ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+REFERENCE = "\n".join(
+    page.read_text(encoding="utf-8") for page in sorted((_ROOT / "docs" / "reference").glob("*.md"))
+)
 
 WANTED = {
     "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
