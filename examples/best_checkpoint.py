@@ -44,7 +44,8 @@ def main() -> None:
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels / 16), torch.tensor(digits)
 
-    mine, my_rate, my_score = nn.Linear(64, 10, dtype=torch.float64), 0.0, float("-inf")
+    mine: nn.Module = nn.Linear(64, 10)
+    my_rate, my_score = 0.0, float("-inf")
     for rate in RATES[objcomm.rank() :: objcomm.world_size()]:
         model = trained(rate, images[:TRAINED], labels[:TRAINED])
         reached = score(model, images[TRAINED:], labels[TRAINED:])

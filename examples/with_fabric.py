@@ -51,7 +51,7 @@ def main() -> None:
 
     # The mean over ranks weighs all ranks alike; how many images each had, only objcomm asks.
     by_fabric = fabric.all_reduce(loss, reduce_op="mean")
-    assert objcomm.all_reduce(loss, "mean").isclose(by_fabric)
+    torch.testing.assert_close(objcomm.all_reduce(loss, "mean"), by_fabric)
     exact = objcomm.average_metrics({"loss": loss}, count=len(scores))["loss"]
 
     # What is no tensor: which digit was taken for which, and how often.
