@@ -22,6 +22,7 @@ from objcomm.config import settings
 from objcomm.errors import BrokenGroupError, DesyncError, ObjcommError, TransportError, text_of
 from objcomm.group import Group
 from objcomm.history import DUMP_VERSION, LENGTH, Entry
+from objcomm.journal import log
 from objcomm.transport.exchange import Exchange
 from objcomm.world import GroupLike, known_groups, rank, resolve, solo_group, world_size
 
@@ -142,6 +143,7 @@ def attach(error: ObjcommError, group: Group) -> None:
         error.add_note(f"objcomm could not write this rank's last calls: {text_of(second)}")
         return
     error.recorded = str(path)
+    log.info("this rank's last calls were written: %s", path, extra={"group": group.name})
     error.add_note(
         f"this rank's last calls: {path} (python -m objcomm inspect lays all ranks' side by side)"
     )

@@ -9,12 +9,13 @@ from typing import Literal, TypeVar, Unpack, overload
 
 import torch
 
-from objcomm.call import Call, Options
+from objcomm.call import Call
 from objcomm.config import Allowed
 from objcomm.folding import Folding
 from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.ops import Op, Operator, operator_for
+from objcomm.options import Options
 from objcomm.trees import Leafwise, TreeReduction, alone, options_for
 from objcomm.work import Work
 from objcomm.world import GroupLike

@@ -15,7 +15,7 @@ import os
 import secrets
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -57,20 +57,15 @@ class _Room:
         if "user" in kinds:
             make += ["--map-root-user"]
             options += ["--preserve-credentials"]
-        told, tell = os.pipe()
-        hold = ["sh", "-c", f'"$@" && echo >&{tell} && exec cat', "sh", *furnish]
+        hold = ["sh", "-c", '"$@" >&2 && echo ready && exec cat >/dev/null', "sh", *furnish]
         self._holder = subprocess.Popen(
             [*inside, "unshare", "--kill-child", *make, *hold],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=[tell],
         )
-        os.close(tell)
-        with os.fdopen(told, "rb") as ready:
-            is_ready = bool(ready.readline())
-        if not is_ready:
+        if self._holder.stdout is None or not self._holder.stdout.readline():
             _, errors = self._holder.communicate(timeout=_LIMIT_S)
             raise OSError(errors.decode(errors="replace").strip())
         self.pid = _first_child(self._holder.pid)
@@ -222,6 +217,9 @@ class Hosts:
     def __getitem__(self, number: int) -> Host:
         return self._hosts[number]
 
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
+
     def cut(self, number: int) -> None:
         """Pull the cable of a host: what it sends and what is sent to it is lost.
 
@@ -260,15 +258,19 @@ class Hosts:
         addresses = [f"{_NETWORK}.{number + 1}" for number in range(self._count)]
         lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody: says so at once
         is_root = os.geteuid() == 0
         self._switch = _Room(["net"] if is_root else ["user", "net"], ["true"], [])
         made.callback(self._switch.close)
         self._switch.ip("link add switch type bridge", "link set switch up")
         inside = [] if is_root else self._switch.command([])
         kinds = ("net", "uts", "ipc", "mount", "pid")
-        furnish = 'hostname "$0" && mount --bind "$1" /etc/hosts && mount -t tmpfs none /dev/shm'
+        furnish = (
+            'hostname "$0" && mount --bind "$1/hosts" /etc/hosts'
+            ' && mount --bind "$1/resolv.conf" /etc/resolv.conf && mount -t tmpfs none /dev/shm'
+        )
         for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
-            command = ["sh", "-c", furnish, name, str(folder / "hosts")]
+            command = ["sh", "-c", furnish, name, str(folder)]
             room = _Room(kinds, command, inside)
             host = Host(name, address, room)
             made.callback(host.reap)

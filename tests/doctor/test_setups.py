@@ -1,6 +1,8 @@
 """`python -m objcomm doctor` on set-ups that work and on broken ones, with real processes."""
 
+import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -44,8 +46,11 @@ def told(tmp_path: Path) -> Path:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        return int(trial.getsockname()[1])
+    """A port that is free, and below those that the kernel gives to whoever asks for any."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def is_there(port: int) -> bool:
@@ -127,7 +132,7 @@ def test_a_wrong_interface_is_named_for_gloo_and_for_nccl(agent: Agent, told: Pa
 def test_a_wrong_port_and_a_name_that_is_none_are_told_by_the_ranks_that_have_them(
     told: Path,
 ) -> None:
-    port, other = free_port(), free_port()
+    port, other = free_port(), 1  # at which nobody listens
     places = [place(0, 3, port), place(1, 3, other), place(2, 3, port, "nobody.invalid")]
     zero, one, two = said([start(each, SHORT, f"--json={told}") for each in places])
     assert findings(told)["missing-ranks"]["ranks"] == [1, 2]
