@@ -28,7 +28,8 @@ from objcomm.outcome import (
     raise_together,
 )
 from objcomm.progress import bar_for
-from objcomm.recorder import attach, begin_span, conclude
+from objcomm.recorder import attach, conclude
+from objcomm.spans import Span, span
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -113,7 +114,7 @@ class Call:
         self._own_error: BaseException | None = None
         self._turn: Turn | None = None
         self._lane: Lane | None = None
-        self._span: torch.autograd.profiler.record_function | None = None
+        self._span: Span | None = None
         root = self.root if has_root else -1
         if self.size > 1:
             must_agree += "\0confirm" * confirm + "\0check" * self._coding.settings.is_checked
@@ -322,7 +323,8 @@ class Call:
 
     def _concluded(self, body: Generator[None, None, R]) -> R:
         """The rest of an asynchronous call, when its turn has come."""
-        self._span = begin_span(self.name)
+        self._span = span(self.name)
+        self._span.__enter__()
         try:
             result = _last_half(body)
         except BaseException as error:
@@ -344,7 +346,8 @@ class Call:
             except BaseException as error:  # Ctrl-C: the others wait for a call of this number
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
-        self._span = begin_span(self.name)
+        self._span = span(self.name)
+        self._span.__enter__()
         return self
 
     def __exit__(

@@ -46,6 +46,15 @@ def broadcast(
     async_op: Literal[True],
     **options: Unpack[ShownOptions],
 ) -> Work[T]: ...
+@overload
+def broadcast(
+    obj: T,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> T | Work[T]: ...
 def broadcast(
     obj: T,
     src: int | None = None,
@@ -162,6 +171,15 @@ def gather(
     async_op: Literal[True],
     **options: Unpack[ShownOptions],
 ) -> Work[list[T] | None]: ...
+@overload
+def gather(
+    obj: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> list[T] | Work[list[T] | None] | None: ...
 def gather(
     obj: T,
     dst: int | None = None,
@@ -314,6 +332,13 @@ def all_gather(
     async_op: Literal[True],
     **options: Unpack[ShownOptions],
 ) -> Work[list[T]]: ...
+@overload
+def all_gather(
+    obj: T,
+    *,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> list[T] | Work[list[T]]: ...
 def all_gather(
     obj: T,
     *,
@@ -418,6 +443,14 @@ def barrier(
     timeout: Timeout = None,
     async_op: Literal[True],
 ) -> Work[None]: ...
+@overload
+def barrier(
+    name: str = "",
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: bool,
+) -> Work[None] | None: ...
 def barrier(
     name: str = "", *, group: GroupLike = None, timeout: Timeout = None, async_op: bool = False
 ) -> Work[None] | None:

@@ -84,6 +84,9 @@ class Operation(IntEnum):
     SYNC_MODEL = 41
     BROADCAST_MODEL = 42
     WRAP = 43
+    EAGER_SYNC_GRADIENTS = 44
+    EAGER_SYNC_MODEL = 45
+    ZERO_FIRST = 46
 
 
 class Status(IntEnum):

@@ -15,9 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.autograd.profiler
-
 from objcomm.config import settings
 from objcomm.errors import BrokenGroupError, DesyncError, ObjcommError, TransportError, text_of
 from objcomm.group import Group
@@ -32,18 +29,6 @@ __all__ = ["dump"]
 _MOST_FILES = 16
 
 _numbers = itertools.count()
-
-_profiler = torch.autograd.profiler
-
-
-def begin_span(name: str) -> torch.autograd.profiler.record_function | None:
-    """Let ``torch.profiler`` show an operation by its name, if it looks; to be exited."""
-    # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
-    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
-        return None
-    span = _profiler.record_function(f"objcomm::{name}")
-    span.__enter__()
-    return span
 
 
 def conclude(

@@ -48,6 +48,14 @@ def scan(
     async_op: Literal[True],
     **options: Unpack[Options],
 ) -> Work[T]: ...
+@overload
+def scan(
+    obj: T,
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    *,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> T | Work[T]: ...
 def scan(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | str = "sum",
@@ -130,6 +138,14 @@ def exscan(
     async_op: Literal[True],
     **options: Unpack[Options],
 ) -> Work[T | None]: ...
+@overload
+def exscan(
+    obj: T,
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    *,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> T | Work[T | None] | None: ...
 def exscan(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | str = "sum",

@@ -38,6 +38,15 @@ def scatter(
     async_op: Literal[True],
     **options: Unpack[ShownOptions],
 ) -> Work[T]: ...
+@overload
+def scatter(
+    objs: Sequence[T] | None,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> T | Work[T]: ...
 def scatter(
     objs: Sequence[T] | None,
     src: int | None = None,
@@ -142,6 +151,10 @@ def all_to_all(
 def all_to_all(
     objs: Sequence[T], *, async_op: Literal[True], **options: Unpack[Options]
 ) -> Work[list[T]]: ...
+@overload
+def all_to_all(
+    objs: Sequence[T], *, async_op: bool, **options: Unpack[Options]
+) -> list[T] | Work[list[T]]: ...
 def all_to_all(
     objs: Sequence[T],
     *,
@@ -238,6 +251,14 @@ def reduce_scatter(
     async_op: Literal[True],
     **options: Unpack[Options],
 ) -> Work[T]: ...
+@overload
+def reduce_scatter(
+    objs: Sequence[T],
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    *,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> T | Work[T]: ...
 def reduce_scatter(
     objs: Sequence[T],
     op: Callable[[T, T], T] | Op[T] | str = "sum",

@@ -4,12 +4,13 @@ Knows the calls by which torch.distributed starts and ends; how a launcher names
 ``environment``.
 """
 
+from __future__ import annotations  # torch may be built without distributed
+
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from objcomm.journal import log
 from objcomm.transport.creation import store_of
 from objcomm.transport.rendezvous import GivenUpError, Progress, await_all, meet
 from objcomm.world import is_initialized, is_reachable, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
 

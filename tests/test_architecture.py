@@ -22,6 +22,7 @@ FLOORS: list[list[str]] = [
         "journal",
         "memory",
         "sameness",
+        "spans",
     ],
     ["backends", "config", "ops"],
     [
@@ -76,7 +77,7 @@ FLOORS: list[list[str]] = [
     ["transport.pair"],
     ["group"],
     ["absence", "turn", "work", "world"],
-    ["options", "recorder"],
+    ["exporting", "options", "recorder"],
     ["call"],
     ["buckets", "collectives", "errand", "folding", "start", "together", "trees"],
     [

@@ -37,8 +37,9 @@ class Block(NamedTuple):
 
 
 def blocks() -> Iterator[Block]:
-    """Each block of README.md and docs/ that is tagged as Python."""
-    for path in [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]:
+    """Each block of README.md, CONTRIBUTING.md and docs/ that is tagged as Python."""
+    tops = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md"]
+    for path in [*tops, *sorted((_ROOT / "docs").rglob("*.md"))]:
         text = path.read_text() if path.exists() else ""
         for found in _FENCE.finditer(text):
             line = text[: found.start()].count("\n") + 1

@@ -15,6 +15,7 @@ from typing import Any
 
 from objcomm.doctor.evidence import Evidence
 from objcomm.doctor.examination import Limits, Outcome, carry_out
+from objcomm.doctor.facts import UNKNOWN
 from objcomm.doctor.finding import Finding
 from objcomm.doctor.findings import findings, status
 from objcomm.doctor.picture import draw, plain
@@ -147,7 +148,8 @@ def _show(text: str) -> None:
 def _complain(outcome: Outcome, found: list[Finding]) -> None:
     """Say what a rank has found that could not meet rank 0."""
     own = outcome.report
-    head = f"objcomm doctor: rank {own.rank} (pid {own.pid} on {own.host}) has not met rank 0"
+    name = "a process without a rank" if own.rank == UNKNOWN else f"rank {own.rank}"
+    head = f"objcomm doctor: {name} (pid {own.pid} on {own.host}) has not met rank 0"
     sys.stderr.write("\n".join([head, *conclusions(found), ""]))  # in one piece: others write, too
     sys.stderr.flush()
 

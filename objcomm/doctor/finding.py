@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from objcomm.doctor.evidence import Evidence
-from objcomm.doctor.facts import Report
+from objcomm.doctor.facts import UNKNOWN, Report
 from objcomm.inspector.words import ranks_text
 
 
@@ -57,6 +57,8 @@ def who(found: Finding) -> str:
     """Whom a finding concerns: ``ranks 0-3 (host a)``."""
     if not found.ranks:
         return ""
+    if found.ranks == (UNKNOWN,):
+        return f"a process on {', '.join(found.hosts)}"
     if not found.hosts:
         return ranks_text(found.ranks)
     named = ", ".join(found.hosts[:_HOSTS_SHOWN])

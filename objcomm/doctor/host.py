@@ -55,7 +55,7 @@ def examine(environ: Mapping[str, str]) -> tuple[Report, Place | None]:
     backend = default_backend() if dist.is_available() else ""
     local_rank = None if place is None else place.local_rank
     report = Report(
-        rank=0 if place is None else place.rank,
+        rank=_rank(place, place_problem),
         world_size=1 if place is None else place.world_size,
         local_rank=UNKNOWN if local_rank is None else local_rank,
         launcher="" if place is None else place.launcher,
@@ -93,6 +93,12 @@ def _place(environ: Mapping[str, str]) -> tuple[Place | None, str]:
             "set it to the host of rank 0, the same on every rank"
         )
     return place, ""
+
+
+def _rank(place: Place | None, problem: str) -> int:
+    if place is not None:
+        return place.rank
+    return UNKNOWN if problem else 0
 
 
 def _versions() -> dict[str, str]:

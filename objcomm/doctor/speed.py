@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from statistics import median_high, median_low
 
 from objcomm.doctor.evidence import Evidence
 from objcomm.doctor.facts import Link
@@ -42,14 +42,15 @@ def speed(evidence: Evidence) -> Iterator[Finding]:
 def usual(links: Links, figure: Callable[[Link], float], best: Callable[..., float]) -> float:
     """What a link should be like: the median over the ranks of each rank's best link.
 
-    A host with a slow card makes every link to it slow, and in a small world most links: a median
-    of the links would call that usual.
+    Of two in the middle it is the better one. A host with a slow card makes every link to it slow,
+    and in a small world most links: a median of the links would call that usual.
     """
     of_rank: dict[int, list[float]] = defaultdict(list)
     for link in links:
         for rank in (link.src, link.dst):
             of_rank[rank].append(figure(link))
-    return median(best(figures) for figures in of_rank.values())
+    middle = median_high if best is max else median_low
+    return middle(best(figures) for figures in of_rank.values())
 
 
 def _is_between(evidence: Evidence, link: Link) -> bool:

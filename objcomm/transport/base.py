@@ -106,6 +106,9 @@ class Connections(Link, Protocol):
     def closed_by(self) -> Sequence[int]:
         """The peers that had closed their connections before this rank did."""
 
+    def beside(self, peers: Sequence[int]) -> Sequence[int]:
+        """The other ranks on the hosts of some peers, those included, in order."""
+
 
 class DeviceLink(Protocol):
     """Transfers between accelerator memories, on the caller's current stream.

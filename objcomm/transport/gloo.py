@@ -111,7 +111,7 @@ class GlooLink:
         return False
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
-        """The other ranks on the hosts of some peers, those included, in order."""
+        """See ``base.Connections``."""
         theirs = {self.hosts[self._places[peer]] for peer in peers}
         return [peer for peer in self._others() if self.hosts[self._places[peer]] in theirs]
 

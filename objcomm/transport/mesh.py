@@ -238,15 +238,11 @@ class Mesh:
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
         self._progress.heed = None if self._whole is not None else self._heed
-        began = time.monotonic()
         try:
             link = GlooLink(store, self.rank, self.members, deadline, self._progress)
             log.debug(
-                "group %r: %d ranks connected over Gloo, on %s, after %.3f s",
-                self.name,
-                len(self.members),
-                "one host" if link.is_one_host else "several hosts",
-                time.monotonic() - began,
+                "group %r: %d ranks connected over Gloo, on %d host(s)",
+                *(self.name, len(self.members), len(set(link.hosts))),
                 extra=self.labels,
             )
         except GivenUpError:

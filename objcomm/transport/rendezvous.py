@@ -116,7 +116,7 @@ def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> tuple[i
         progress: tells others how far it has come.
 
     Returns:
-        The host of each member, as a number; 0 is the first member's.
+        The host of each member, as a number; they count from 0 in the order of their first members.
 
     Raises:
         GivenUpError: it was ended from outside.
@@ -168,8 +168,9 @@ def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> tuple[int
     for peer, number in answered.items():
         for key in (f"hello/{peer}", f"welcome/{number}", f"joined/{nonce}/{peer}"):
             store.delete_key(key)
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(machines.values()))}
-    hosts = tuple(numbers[machines[member]] for member in range(size))
+    names = [machines[member] for member in range(size)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    hosts = tuple(numbers[name] for name in names)
     store.set(f"go/{nonce}", " ".join(map(str, hosts)))
     return hosts
 

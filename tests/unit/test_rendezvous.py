@@ -1,6 +1,7 @@
 """The meeting, on threads and a store of this process."""
 
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +20,12 @@ _here = threading.local()
 def met(store: dist.Store, hosts: list[str], attempts: list[Progress]) -> list[tuple[int, ...]]:
     def attend(rank: int) -> tuple[int, ...]:
         _here.name = hosts[rank]
+        while rank and not all(store.check([f"objcomm/hello/{each}"]) for each in later(rank)):
+            time.sleep(0.01)  # the last one says hello first
         return meet(store, rank, len(hosts), attempts[rank])
+
+    def later(rank: int) -> range:
+        return range(rank + 1, len(hosts))
 
     with ThreadPoolExecutor(len(hosts)) as ranks:
         return list(ranks.map(attend, range(len(hosts))))
