@@ -53,7 +53,7 @@ def broadcast(
     *,
     group_src: int | None = None,
     async_op: bool,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> T | Work[T]: ...
 def broadcast(
     obj: T,
@@ -178,7 +178,7 @@ def gather(
     *,
     group_dst: int | None = None,
     async_op: bool,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> list[T] | Work[list[T] | None] | None: ...
 def gather(
     obj: T,
@@ -337,7 +337,7 @@ def all_gather(
     obj: T,
     *,
     async_op: bool,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> list[T] | Work[list[T]]: ...
 def all_gather(
     obj: T,
