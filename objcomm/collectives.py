@@ -6,12 +6,13 @@ from typing import Literal, TypeVar, Unpack, overload
 
 import torch
 
-from objcomm.call import Call, Options
+from objcomm.call import Call
 from objcomm.config import Allowed
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
+from objcomm.options import ShownOptions
 from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike
@@ -34,7 +35,7 @@ def broadcast(
     *,
     group_src: int | None = None,
     async_op: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> T: ...
 @overload
 def broadcast(
@@ -43,7 +44,7 @@ def broadcast(
     *,
     group_src: int | None = None,
     async_op: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> Work[T]: ...
 @overload
 def broadcast(
@@ -66,6 +67,7 @@ def broadcast(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
+    progress: bool = False,
     async_op: bool = False,
 ) -> T | Work[T]:
     """Share one rank's object with every rank of the group.
@@ -85,6 +87,8 @@ def broadcast(
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        progress: let the group's first rank show a bar of the object's bytes, with rate and time
+            left, if that takes more than half a second; give it on every rank. Needs tqdm.
         async_op: return at once; the result is the work's. Buffers of tensors and arrays in
             ``obj`` must not change before its ``wait`` returns.
 
@@ -94,6 +98,8 @@ def broadcast(
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
+        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
+            traffic.
         CollectiveError: the source could not encode its object. Every rank. With ``confirm``
             also: some rank could not decode it.
         DecodeError: the object could not be rebuilt. That rank only; later calls work.
@@ -118,6 +124,7 @@ def broadcast(
         confirm=confirm,
         accept=accept,
         allow=allow,
+        progress=progress,
     )
     return call.run(broadcast_in(call, obj), async_op=async_op)
 
@@ -153,7 +160,7 @@ def gather(
     *,
     group_dst: int | None = None,
     async_op: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> list[T] | None: ...
 @overload
 def gather(
@@ -162,7 +169,7 @@ def gather(
     *,
     group_dst: int | None = None,
     async_op: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> Work[list[T] | None]: ...
 @overload
 def gather(
@@ -185,6 +192,7 @@ def gather(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
+    progress: bool = False,
     async_op: bool = False,
 ) -> list[T] | Work[list[T] | None] | None:
     """Collect one object from every rank onto one.
@@ -203,6 +211,8 @@ def gather(
         confirm: make every rank wait, and raise, if any contribution was missing or unreadable.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        progress: let the group's first rank show a bar of the bytes that it receives, or sends
+            where another rank is the destination; as in ``objcomm.broadcast``.
         async_op: return at once; the result is the work's. Buffers of tensors and arrays in
             ``obj`` must not change before its ``wait`` returns.
 
@@ -213,6 +223,8 @@ def gather(
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
+        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
+            traffic.
         CollectiveError: some rank could not encode its object. The destination and that rank.
         DecodeError: an object could not be rebuilt. The destination, after the traffic.
         DesyncError: another rank is in another operation. The rank that sees it.
@@ -236,6 +248,7 @@ def gather(
         confirm=confirm,
         accept=accept,
         allow=allow,
+        progress=progress,
     )
     return call.run(gather_in(call, lambda: obj), async_op=async_op)
 
@@ -310,14 +323,14 @@ def all_gather(
     obj: T,
     *,
     async_op: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> list[T]: ...
 @overload
 def all_gather(
     obj: T,
     *,
     async_op: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> Work[list[T]]: ...
 @overload
 def all_gather(
@@ -336,6 +349,7 @@ def all_gather(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
+    progress: bool = False,
     async_op: bool = False,
 ) -> list[T] | Work[list[T]]:
     """Collect one object from every rank onto every rank.
@@ -351,6 +365,8 @@ def all_gather(
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        progress: let the group's first rank show a bar of the bytes that it receives, and of its
+            own as they reach all others; as in ``objcomm.broadcast``.
         async_op: return at once; the result is the work's. Buffers of tensors and arrays in
             ``obj`` must not change before its ``wait`` returns.
 
@@ -360,6 +376,8 @@ def all_gather(
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
+        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
+            traffic.
         CollectiveError: some rank could not encode its object. Every rank.
         DecodeError: an object could not be rebuilt. That rank only; later calls work.
         DesyncError: another rank is in another operation. The rank that sees it.
@@ -380,6 +398,7 @@ def all_gather(
         confirm=confirm,
         accept=accept,
         allow=allow,
+        progress=progress,
     )
     return call.run(all_gather_in(call, obj), async_op=async_op)
 

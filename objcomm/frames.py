@@ -103,6 +103,7 @@ class Flag(IntFlag):
 
     STAGED = 1  # large members in CPU memory travel over the device link as well
     ACKNOWLEDGEMENT = 2  # of the round that ``confirm=True`` adds
+    PACED = 4  # each piece that follows the head has a receipt
 
 
 class Header(NamedTuple):

@@ -18,6 +18,7 @@ from objcomm.collectives import all_gather_in
 from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
 from objcomm.frames import Operation, Status, fingerprint
 from objcomm.group import Timeout, whole_number
+from objcomm.journal import log
 from objcomm.transport import routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.creation import create, is_alive
@@ -413,10 +414,12 @@ def _made(
     """The new process group, once its members have connected."""
     members, name = plan
     parent = resolve(group)
+    ranks = [parent.ranks[member] for member in members]
+    log.debug("%s makes group %r of ranks %s", operation.name.lower(), name, ranks)
     return create(
         process_group_of(group),
         name,
-        [parent.ranks[member] for member in members],
+        ranks,
         # Who fails before the others give up can still tell them.
         limit=timedelta(seconds=deadline.seconds_left / 2),
         timeout=timedelta(seconds=parent.deadline("", None).seconds),

@@ -11,6 +11,7 @@ from objcomm.counters import OperationStats
 from objcomm.environment import Standing, local_rank_in, standing_in
 from objcomm.errors import NotInGroupError, UsageError
 from objcomm.group import Group
+from objcomm.transport.creation import store_of
 
 #: What ``group=`` takes: a process group, a one-dimensional device mesh, or None for the world.
 GroupLike: TypeAlias = Any
@@ -140,7 +141,7 @@ def is_reachable(group: GroupLike) -> bool:
             return True
         if dist.get_backend(process_group) in _UNREACHABLE:
             return False
-        store = process_group.get_group_store()
+        store = store_of(process_group)
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
     except (UsageError, RuntimeError, ValueError):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
 from objcomm.frames import fingerprint
 from objcomm.transport.base import LANE_BITS, Deadline
+from objcomm.transport.creation import store_of
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
@@ -186,7 +187,7 @@ class Channel:
 
     def store(self) -> dist.Store:
         """Where the members meet, theirs alone."""
-        store = self._process_group().get_group_store()
+        store: dist.Store = store_of(self._process_group())
         return store if self._whole is None else dist.PrefixStore(f"pair/{self._pair}", store)
 
     @property

@@ -3,7 +3,6 @@
 All of it runs on a bulletin's thread, because it talks to the store.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from objcomm.errors import Position
 from objcomm.frames import operation_name
 from objcomm.history import Entry
+from objcomm.journal import log
 from objcomm.transport.bulletin import Board
 from objcomm.transport.conflict import find_conflict
 from objcomm.transport.lane import Lane
@@ -29,7 +29,6 @@ _ANSWERS_WITHIN_SECONDS = 0.4
 _SURELY_ANSWERED_SECONDS = 1.2
 _PAUSE_SECONDS = 0.02
 
-_logger = logging.getLogger("objcomm")
 _MOST_NAMED = 8
 
 
@@ -177,14 +176,20 @@ def report(
             rank < mesh.rank and _has_arrived(mesh, lane, entry, known[rank]) for rank in known
         )
         if mesh.verdict is None and entry in lane.waits() and not is_told:
-            _logger.warning("%s", _text(entry, timeout_verdict(mesh, lane, entry, known)))
+            _warn(mesh, entry, timeout_verdict(mesh, lane, entry, known))
 
 
 def report_silence(waiting: Sequence[Waiting], told: threading.Event) -> None:
     """As ``report``, if the store has not answered."""
-    if not told.is_set():
-        for mesh, lane, entry in waiting:
-            _logger.warning("%s", _text(entry, timeout_verdict(mesh, lane, entry, None)))
+    if told.is_set():
+        return
+    for mesh, lane, entry in waiting:
+        if mesh.verdict is None and entry in lane.waits():
+            _warn(mesh, entry, timeout_verdict(mesh, lane, entry, None))
+
+
+def _warn(mesh: Mesh, entry: Entry, verdict: Verdict) -> None:
+    log.warning("%s", _text(entry, verdict), extra=mesh.labels)
 
 
 def _text(entry: Entry, verdict: Verdict) -> str:

@@ -6,16 +6,19 @@ one; nothing of the old one can reach it, because each has a name that no other 
 
 from __future__ import annotations  # torch may be built without distributed
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from objcomm.errors import ObjcommError, TransportError, TransportTimeout
+from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
 from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
+from objcomm.journal import log
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
+from objcomm.transport.outage import HOST_LOST
 from objcomm.transport.regions import regions
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from objcomm.history import History
-    from objcomm.transport.base import Deadline
+    from objcomm.transport.base import Connections, Deadline
     from objcomm.transport.lane import Lane
 
 
@@ -77,7 +80,7 @@ class Mesh:
         self.history = history
         self.bulletin = bulletin
         self.lanes: dict[str, Lane] = {}
-        self.link: GlooLink | None = None
+        self.link: Connections | None = None
         self.verdict: Verdict | None = None
         self.number = 0
         self.is_deserted = False
@@ -86,7 +89,7 @@ class Mesh:
         self._whole = whole
         self._progress = Progress(rank, members, is_pair=whole is not None)
         self._meeting: threading.Thread | None = None
-        self._connected: Future[GlooLink] = Future()
+        self._connected: Future[Connections] = Future()
         self._lock = threading.Lock()
 
     @property
@@ -95,12 +98,17 @@ class Mesh:
         return self._progress.nonce
 
     @property
+    def labels(self) -> dict[str, object]:
+        """Whom a record in the log concerns."""
+        return {"rank": self.ranks[self.rank], "group": self.name}
+
+    @property
     def others(self) -> tuple[int, ...]:
         """The members but this one."""
         return tuple(member for member in self.members if member != self.rank)
 
     @property
-    def connections(self) -> GlooLink:
+    def connections(self) -> Connections:
         """The link of a mesh whose ranks have met."""
         return self._connected.result() if self.link is None else self.link
 
@@ -154,7 +162,7 @@ class Mesh:
         call_site: str,
         *,
         caller: Entry | None = None,
-    ) -> GlooLink:
+    ) -> Connections:
         """Meet the other ranks and connect to each; every rank must call this.
 
         Blocks in Python, so Ctrl-C ends it; what may block in C++ is done by a thread.
@@ -232,6 +240,11 @@ class Mesh:
         self._progress.heed = None if self._whole is not None else self._heed
         try:
             link = GlooLink(store, self.rank, self.members, deadline, self._progress)
+            log.debug(
+                "group %r: %d ranks connected over Gloo, on %d host(s)",
+                *(self.name, len(self.members), len(set(link.hosts))),
+                extra=self.labels,
+            )
         except GivenUpError:
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
@@ -323,16 +336,27 @@ class Mesh:
         if self.nonce and not verdict.is_store_silent and self.rank not in lost:
             key, awaited = self.nonce, len(self.members) - len(lost)
             self.bulletin.submit(lambda board: board.acknowledge(key, awaited))
+        log.log(
+            logging.DEBUG if verdict.reason in FAREWELLS else logging.INFO,
+            "group %r: its connections were closed, %s: %s",
+            self.name,
+            "and its next call makes new ones" if self.can_be_replaced else "for good",
+            text_of(verdict.error("a call")),
+            extra=self.labels,
+        )
         return verdict
 
     def blamed(self, proposal: Verdict) -> Verdict:
         """``proposal`` of a lost peer, or of this rank if all its connections have ended by itself.
 
-        If others have ended them, their verdict stands already, and this one will not be used.
+        If others have ended them, their verdict stands already, and this one will not be used. With
+        a host its other ranks are lost, though their connections may end a moment later.
         """
         others = len(self.others)
         if self.verdict is not None or self.link is None or others == 1:
             return proposal
+        if HOST_LOST in proposal.reason:
+            return proposal._replace(ranks=tuple(self.link.beside(proposal.ranks)))
         time.sleep(_OTHERS_FIRST_SECONDS)
         if len(self.link.closed()) < others:
             return proposal

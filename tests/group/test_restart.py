@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportTimeout
-from tests.group.helpers import assert_group_works, outcome_of, tell_all
+from tests.group.helpers import assert_group_works, keys_in, outcome_of, tell_all
 from tests.ranks import ranks
 from tests.workers import here, join
 
@@ -17,7 +17,7 @@ def forget_torchs_own_keys(topic: str, store: dist.Store) -> None:
     """Leave only objcomm's keys of an earlier group: torch's own would mislead Gloo, not us."""
     tell_all(f"{topic} is over", "")
     if here().rank == 0:
-        for key in store.list_keys():
+        for key in keys_in(store):
             if "objcomm" not in key:
                 store.delete_key(key)
     tell_all(f"{topic} is forgotten", "")

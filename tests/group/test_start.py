@@ -70,7 +70,7 @@ def test_ranks_join_by_a_launchers_variables(
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]  # for this test alone
-    logger = logging.getLogger("objcomm.start")
+    logger = logging.getLogger("objcomm")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     chosen = objcomm.init(timeout=60)
@@ -96,6 +96,21 @@ def test_ranks_join_by_a_launchers_variables(
     os.environ["MASTER_PORT"] = str(free_port("second port"))
     assert objcomm.ddp_init_group({"distributed_backend": "gloo", "device": "cpu"}).rank == rank
     assert_group_works()
+
+
+def joined_again(times: int) -> list[list[tuple[int, int]]]:
+    gathered = []
+    for turn in range(times):
+        time.sleep(0.2 * int(os.environ["RANK"]))  # who comes first finds what is left of last time
+        objcomm.init("gloo", timeout=60)
+        gathered.append(objcomm.all_gather((turn, objcomm.rank())))
+        objcomm.shutdown()
+    return gathered
+
+
+def test_ranks_of_torchruns_store_may_join_again_and_again() -> None:
+    expected = [[(turn, 0), (turn, 1)] for turn in range(3)]
+    assert objcomm.launch(joined_again, 2, 3, joined=False, timeout=60) == [expected] * 2
 
 
 @ranks(3, joined=False, deadline=60)

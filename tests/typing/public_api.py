@@ -1,5 +1,6 @@
 """What mypy infers at the public edge; checked by `mypy`, never run."""
 
+import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import objcomm
 from objcomm.compat import torch as dist_objects
+from objcomm.ops import Extreme
 
 
 @dataclass
@@ -39,6 +41,9 @@ def collectives(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.all_reduce(torch.ones(3), "max"), torch.Tensor)
     assert_type(objcomm.all_reduce({"loss": 0.5}, "mean", missing="skip"), dict[str, float])
     assert_type(objcomm.all_reduce([torch.ones(3)], dtype=torch.float64), list[torch.Tensor])
+    assert_type(objcomm.all_reduce(0.5, "argmax"), Extreme)
+    assert_type(objcomm.reduce(0.5, "argmin", 1), Extreme | None)
+    assert_type(objcomm.all_reduce(["cat"], "counter"), collections.Counter[Any])
     merge = objcomm.Op(Config.merge, commutative=True, identity=config, slow=True)
     assert_type(merge, objcomm.Op[Config])
     assert_type(objcomm.all_reduce(config, merge), Config)
@@ -91,6 +96,7 @@ def in_flight(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.reduce(config, Config.merge, async_op=False), Config | None)
     assert_type(objcomm.all_reduce(config, Config.merge, async_op=True), objcomm.Work[Config])
     assert_type(objcomm.all_reduce(config, Config.merge, async_op=False), Config)
+    assert_type(objcomm.all_reduce(0.5, "argmax", async_op=True), objcomm.Work[Extreme])
     assert_type(objcomm.barrier("name", async_op=True), objcomm.Work[None])
     assert_type(objcomm.gather_scalar(1, async_op=True), objcomm.Work[list[int] | None])
     assert_type(objcomm.all_gather_scalar(1, async_op=True), objcomm.Work[list[int]])

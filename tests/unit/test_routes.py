@@ -1,6 +1,6 @@
 """Every pattern of traffic at world sizes that no test machine has, over a link between threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from objcomm.message import Message, compose
 from objcomm.transport import routes
 from objcomm.transport.base import head_tag
 from objcomm.transport.exchange import Exchange
+from tests.contracts import check_transfers
 from tests.unit.memory_link import (
     MemoryDeviceLink,
     MemoryLink,
@@ -42,9 +43,15 @@ def content_of(message: Message) -> tuple[bytes, list[bytes]]:
     return bytes(message.meta), [to_bytes(buffer.flat) for buffer in message.buffers]
 
 
-def run(size: int, body: Callable[[Exchange], Any], *, is_one_host: bool = True) -> list[Any]:
+def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
+    wires = Wires(3)
+    on_every_rank(3, lambda rank: check_transfers(MemoryLink(wires, rank)))
+    assert wires.left_over() == 0
+
+
+def run(size: int, body: Callable[[Exchange], Any], hosts: Sequence[int] = ()) -> list[Any]:
     """Run one operation on every rank; nothing may be left on the wires."""
-    wires = Wires(size, is_one_host=is_one_host)
+    wires = Wires(size, hosts)
 
     def on_rank(rank: int) -> Any:
         exchange = exchange_on(MemoryLink(wires, rank), new_lane())
@@ -57,17 +64,17 @@ def run(size: int, body: Callable[[Exchange], Any], *, is_one_host: bool = True)
     return results
 
 
-@pytest.mark.parametrize("is_one_host", [True, False])
+@pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, *, is_one_host: bool) -> None:
+def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, hosts: int) -> None:
     for root in {0, 1, size - 1}:
 
         def body(exchange: Exchange, root: int = root) -> Message:
             mine = message_of(root, shape) if exchange.rank == root else None
             return routes.broadcast(exchange, mine, root)
 
-        for message in run(size, body, is_one_host=is_one_host):
+        for message in run(size, body, [rank % hosts for rank in range(size)]):
             assert content_of(message) == content_of(message_of(root, shape))
 
 
