@@ -45,7 +45,7 @@ def scatter(
     *,
     group_src: int | None = None,
     async_op: bool,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> T | Work[T]: ...
 def scatter(
     objs: Sequence[T] | None,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import torch.distributed as dist
 
+from objcomm.bodies import all_gather_in
 from objcomm.call import Call
-from objcomm.collectives import all_gather_in
 from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
 from objcomm.frames import Operation, Status, fingerprint
 from objcomm.group import Timeout, whole_number
