@@ -177,7 +177,16 @@ def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
         >>> objcomm.all_gather("gpu 0", group=objcomm.node_group())
         ['gpu 0']
     """
-    return _divided(Operation.NODE_GROUP, machine(), 0, _by_color, group=group, timeout=timeout)
+    made = _divided(Operation.NODE_GROUP, machine(), 0, _by_color, group=group, timeout=timeout)
+    if made is not None:
+        resolve(group).near = made
+    return made
+
+
+def near_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
+    """As ``node_group``, asked only once on each lane; every rank of ``group`` must call this."""
+    found = resolve(group).near
+    return found if _is_there(found) else node_group(group=group, timeout=timeout)
 
 
 def leaders(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
