@@ -67,6 +67,7 @@ class Exchange:
         gate: signs this rank's messages and judges the others'.
         rank: this rank, within the group.
         size: number of ranks.
+        hosts: of each rank, as a number.
         rounds: how often this rank had to wait for what depended on an earlier message.
         sent_nbytes: bytes sent over the link so far, to all ranks together.
         received_nbytes: bytes received over the link so far.
@@ -96,9 +97,8 @@ class Exchange:
         self.device = device
         self.rank = link.rank
         self.size = link.size
-        self.rounds = 0
-        self.sent_nbytes = 0
-        self.received_nbytes = 0
+        self.hosts = link.hosts
+        self.rounds = self.sent_nbytes = self.received_nbytes = 0
         self._link = link
         self._lane = lane
         self.entry = entry
@@ -173,7 +173,7 @@ class Exchange:
         if message.is_all_head:
             return
         for peer in peers:
-            for piece in _ended(self._body(message)) + _ended(self._pieces(message)):
+            for piece in _ended(self.body(message)) + _ended(self.pieces(message)):
                 self._send(piece, peer, self._payload_tag, message)
             self._expect_receipt(peer, message)
 
@@ -182,11 +182,11 @@ class Exchange:
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
         if not arriving:
             return
-        self._wait_for([(peer, _ended(self._body(message))) for peer, message in arriving])
+        self._wait_for([(peer, _ended(self.body(message))) for peer, message in arriving])
         for _, message in arriving:
             if not message.header.is_inline:
                 open_body(message, self.device.device)
-        self._wait_for([(peer, _ended(self._pieces(message))) for peer, message in arriving])
+        self._wait_for([(peer, _ended(self.pieces(message))) for peer, message in arriving])
         for peer, message in arriving:
             self._send_receipt(peer, message)
 
@@ -200,7 +200,7 @@ class Exchange:
             self._relay(view(message.body).split(chunk_nbytes), parent, children, message)
             if parent is not None:
                 open_body(message, self.device.device)
-        self._relay(self._pieces(message, chunk_nbytes), parent, children, message)
+        self._relay(self.pieces(message, chunk_nbytes), parent, children, message)
         for child in children:
             self._expect_receipt(child, message)
         if parent is not None:
@@ -208,7 +208,7 @@ class Exchange:
 
     def _place(self, nbytes: int, root: int) -> tuple[int | None, list[int], int]:
         """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
-        route, chunk_nbytes = topology.for_payload(nbytes, self._link.hosts)
+        route, chunk_nbytes = topology.for_payload(nbytes, self.hosts)
         return *route(self.rank, root, self.size), chunk_nbytes
 
     def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
@@ -275,12 +275,14 @@ class Exchange:
         flats = self.device.not_carried(message)
         return body_nbytes + sum(flat.numel() for flat in flats) > _UNNOTICED_NBYTES
 
-    def _body(self, message: Message) -> list[torch.Tensor]:
+    def body(self, message: Message) -> list[torch.Tensor]:
+        """What of ``message``'s body follows its head, as bytes."""
         return [] if message.header.is_inline else [view(message.body)]
 
-    def _pieces(
+    def pieces(
         self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
     ) -> list[torch.Tensor]:
+        """What follows its body over this link, in pieces; known once the body is open."""
         flats = self.device.not_carried(message)
         return [piece for flat in flats for piece in flat.split(chunk_nbytes)]
 

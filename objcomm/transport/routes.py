@@ -5,11 +5,13 @@ reads as the protocol. What a message means is the callers' business.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from objcomm.errors import WireError
 from objcomm.frames import Status
-from objcomm.message import Message, compose
+from objcomm.message import Message, compose, open_body
 from objcomm.transport import topology
 from objcomm.transport.exchange import Exchange
 
@@ -87,17 +89,63 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
     """Every rank's message to every rank, in rank order.
 
     First all heads go to all ranks. What is large then goes from each rank to each, at its own
-    size. Where a rank failed nothing large moves: all ranks see the failure in the heads.
+    size, or around a ring where there are several hosts. Where a rank failed nothing large moves:
+    all ranks see the failure in the heads.
     """
     messages = all_gather_heads(exchange, message)
     if any(each.header.status == Status.FAILURE for each in messages):
         return messages
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
-    exchange.send_rest(message, others)
-    exchange.recv_rest([(peer, messages[peer]) for peer in others])
+    if len(set(exchange.hosts)) > 1:
+        _pass_around(exchange, messages)
+    else:
+        exchange.send_rest(message, others)
+        exchange.recv_rest([(peer, messages[peer]) for peer in others])
     for peer, each in enumerate(messages):
         exchange.device.broadcast(each, peer, is_root=peer == exchange.rank)
     return messages
+
+
+def _pass_around(exchange: Exchange, messages: Sequence[Message]) -> None:
+    """What follows every rank's head, around a ring of all ranks that goes host by host.
+
+    Each network card carries each message once in either direction. Directly it would carry it once
+    for each pair of ranks, and streams that reach a card together lose packets.
+    """
+    if all(each.is_all_head for each in messages):
+        return
+    ring = sorted(range(exchange.size), key=exchange.hosts.__getitem__)
+    at = ring.index(exchange.rank)
+    left, right = ring[at - 1], ring[(at + 1) % exchange.size]
+    origins = [ring[at - steps] for steps in range(1, exchange.size)]  # as they come from the left
+    _pass_on(exchange, messages, (left, right), origins, exchange.body)
+    for origin in origins:
+        if not messages[origin].header.is_inline:
+            open_body(messages[origin], exchange.device.device)
+    _pass_on(exchange, messages, (left, right), origins, exchange.pieces)
+    exchange.confirm([left], [right])
+
+
+def _pass_on(
+    exchange: Exchange,
+    messages: Sequence[Message],
+    neighbours: tuple[int, int],
+    origins: Sequence[int],
+    parts_of: Callable[[Message], list[torch.Tensor]],
+) -> None:
+    left, right = neighbours
+    arriving = [
+        (origin, exchange.arriving(part, left, is_ended=True))
+        for origin in origins
+        for part in parts_of(messages[origin])
+    ]
+    for part in parts_of(messages[exchange.rank]):
+        exchange.send_flat(part, right, is_ended=True)
+    for origin, each in arriving:
+        part = each.wait(left)
+        if origin != right:
+            exchange.send_flat(part, right, is_ended=True)
+    exchange.rounds += bool(arriving)
 
 
 def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:
