@@ -11,6 +11,7 @@ from objcomm.errors import WireError
 from objcomm.frames import Header, Status
 from objcomm.memory import parse_device
 from objcomm.message import Message, compose
+from objcomm.spans import span
 
 
 class Coding:
@@ -51,8 +52,10 @@ class Coding:
             produce: gives the object.
             device_type: the type of memory that travels over a device link, if there is one.
         """
-        encoded = encode(self._codec, produce(), device_type=device_type)
-        return compose(header, encoded.meta, encoded.buffers, codec=self.codec_name)
+        obj = produce()
+        with span("encode"):
+            encoded = encode(self._codec, obj, device_type=device_type)
+            return compose(header, encoded.meta, encoded.buffers, codec=self.codec_name)
 
     def copy(self, obj: object) -> Any:
         """An independent copy of an object."""
@@ -69,5 +72,5 @@ class Coding:
         if message.header.status != Status.VALUE:
             raise WireError(f"{message.header.position} sent status {message.header.status}")
         owners = [buffer.owner for buffer in message.buffers]
-        with using(self.settings):
+        with span("decode"), using(self.settings):
             return decode(message.header.codec, message.meta, owners, device=self.device)

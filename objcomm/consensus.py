@@ -4,8 +4,8 @@ import secrets
 from collections.abc import Iterable
 from typing import TypeVar
 
+from objcomm.bodies import decide_in
 from objcomm.call import Call
-from objcomm.collectives import decide_in
 from objcomm.config import Allowed
 from objcomm.frames import Operation
 from objcomm.group import Timeout

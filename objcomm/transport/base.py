@@ -5,6 +5,7 @@ an accelerator. Ranks here are ranks within the group.
 """
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -91,6 +92,22 @@ class Link(Protocol):
 
     def abort(self) -> None:
         """Close every connection, from any thread, so that whoever waits raises."""
+
+
+class Connections(Link, Protocol):
+    """A link that knows which of its connections have ended: what a mesh is made of."""
+
+    def closed(self) -> Sequence[int]:
+        """The peers to whom the connection is closed, on whichever side it began; closes none."""
+
+    def is_closed(self, peer: int) -> bool:
+        """Whether the connection to one peer is."""
+
+    def closed_by(self) -> Sequence[int]:
+        """The peers that had closed their connections before this rank did."""
+
+    def beside(self, peers: Sequence[int]) -> Sequence[int]:
+        """The other ranks on the hosts of some peers, those included, in order."""
 
 
 class DeviceLink(Protocol):

@@ -96,14 +96,14 @@ class GlooLink:
             self._poke(peer)
 
     def closed(self) -> Sequence[int]:
-        """The peers to whom the connection is closed, on whichever side it began; closes none."""
+        """See ``base.Connections``."""
         return [peer for peer in self._others() if self.is_closed(peer)]
 
     def _others(self) -> list[int]:
         return [peer for peer in self._places if peer != self.rank]
 
     def is_closed(self, peer: int) -> bool:
-        """Whether the connection to one peer is; see ``closed``."""
+        """See ``base.Connections``."""
         try:
             self.recv(empty(1), peer, POKE_TAG)
         except RuntimeError:
@@ -111,12 +111,12 @@ class GlooLink:
         return False
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
-        """The other ranks on the hosts of some peers, those included, in order."""
+        """See ``base.Connections``."""
         theirs = {self.hosts[self._places[peer]] for peer in peers}
         return [peer for peer in self._others() if self.hosts[self._places[peer]] in theirs]
 
     def closed_by(self) -> Sequence[int]:
-        """The peers that had closed their connections before this rank did."""
+        """See ``base.Connections``."""
         return [peer for peer in self._others() if _OWN_DOING not in self._poke(peer)]
 
     def _poke(self, peer: int) -> str:

@@ -6,14 +6,16 @@ one; nothing of the old one can reach it, because each has a name that no other 
 
 from __future__ import annotations  # torch may be built without distributed
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from objcomm.errors import ObjcommError, TransportError, TransportTimeout
+from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
 from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
+from objcomm.journal import log
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
 from objcomm.transport.outage import HOST_LOST
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from objcomm.history import History
-    from objcomm.transport.base import Deadline
+    from objcomm.transport.base import Connections, Deadline
     from objcomm.transport.lane import Lane
 
 
@@ -42,6 +44,7 @@ class Mesh:
 
     Attributes:
         name: the group's.
+        is_world: whether it joins all ranks, for as long as they are in a world.
         ranks: global ranks of the group.
         rank: this process's rank within the group.
         members: those of the group's ranks that it joins, as ranks within the group.
@@ -61,6 +64,7 @@ class Mesh:
         self,
         *,
         name: str,
+        is_world: bool,
         ranks: tuple[int, ...],
         rank: int,
         history: History,
@@ -69,13 +73,14 @@ class Mesh:
         whole: Callable[[], Mesh | None] | None,
     ) -> None:
         self.name = name
+        self.is_world = is_world
         self.ranks = ranks
         self.rank = rank
         self.members = members
         self.history = history
         self.bulletin = bulletin
         self.lanes: dict[str, Lane] = {}
-        self.link: GlooLink | None = None
+        self.link: Connections | None = None
         self.verdict: Verdict | None = None
         self.number = 0
         self.is_deserted = False
@@ -84,7 +89,7 @@ class Mesh:
         self._whole = whole
         self._progress = Progress(rank, members, is_pair=whole is not None)
         self._meeting: threading.Thread | None = None
-        self._connected: Future[GlooLink] = Future()
+        self._connected: Future[Connections] = Future()
         self._lock = threading.Lock()
 
     @property
@@ -93,12 +98,17 @@ class Mesh:
         return self._progress.nonce
 
     @property
+    def labels(self) -> dict[str, object]:
+        """Whom a record in the log concerns."""
+        return {"rank": self.ranks[self.rank], "group": self.name}
+
+    @property
     def others(self) -> tuple[int, ...]:
         """The members but this one."""
         return tuple(member for member in self.members if member != self.rank)
 
     @property
-    def connections(self) -> GlooLink:
+    def connections(self) -> Connections:
         """The link of a mesh whose ranks have met."""
         return self._connected.result() if self.link is None else self.link
 
@@ -121,16 +131,27 @@ class Mesh:
             board: to ask whether the group's connections were closed for another reason.
         """
         whole = None if self._whole is None else self._whole()
-        if self.link is not None or whole is None or whole.link is None:
+        if self.link is not None or whole is None:
             return ()
-        verdict = whole.verdict
+        gone = whole.lost(board)
+        return tuple(peer for peer in self.others if self.ranks[peer] in gone)
+
+    def lost(self, board: Board) -> set[int]:
+        """The global ranks whose connections of this mesh ended because they died or left.
+
+        Args:
+            board: to ask whether they were closed for another reason.
+        """
+        if self.link is None:
+            return set()
+        verdict = self.verdict
         if verdict is None:
-            gone = tuple(peer for peer in self.others if whole.link.is_closed(peer))
-            verdict = board.look(whole.nonce) if gone else None
+            gone = {self.ranks[peer] for peer in self.others if self.link.is_closed(peer)}
+            verdict = board.look(self.nonce) if gone else None
             if verdict is None:
                 return gone
         is_loss = verdict.cause is Cause.LOST or verdict.reason in FAREWELLS
-        return tuple(peer for peer in self.others if is_loss and peer in verdict.ranks)
+        return {self.ranks[peer] for peer in verdict.ranks} if is_loss else set()
 
     def connect(
         self,
@@ -141,7 +162,7 @@ class Mesh:
         call_site: str,
         *,
         caller: Entry | None = None,
-    ) -> GlooLink:
+    ) -> Connections:
         """Meet the other ranks and connect to each; every rank must call this.
 
         Blocks in Python, so Ctrl-C ends it; what may block in C++ is done by a thread.
@@ -219,6 +240,11 @@ class Mesh:
         self._progress.heed = None if self._whole is not None else self._heed
         try:
             link = GlooLink(store, self.rank, self.members, deadline, self._progress)
+            log.debug(
+                "group %r: %d ranks connected over Gloo, on %d host(s)",
+                *(self.name, len(self.members), len(set(link.hosts))),
+                extra=self.labels,
+            )
         except GivenUpError:
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
@@ -310,6 +336,14 @@ class Mesh:
         if self.nonce and not verdict.is_store_silent and self.rank not in lost:
             key, awaited = self.nonce, len(self.members) - len(lost)
             self.bulletin.submit(lambda board: board.acknowledge(key, awaited))
+        log.log(
+            logging.DEBUG if verdict.reason in FAREWELLS else logging.INFO,
+            "group %r: its connections were closed, %s: %s",
+            self.name,
+            "and its next call makes new ones" if self.can_be_replaced else "for good",
+            text_of(verdict.error("a call")),
+            extra=self.labels,
+        )
         return verdict
 
     def blamed(self, proposal: Verdict) -> Verdict:

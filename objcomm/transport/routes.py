@@ -5,13 +5,11 @@ reads as the protocol. What a message means is the callers' business.
 """
 
 import math
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from objcomm.errors import WireError
 from objcomm.frames import Status
-from objcomm.message import Message, compose, open_body
+from objcomm.message import Message, compose
 from objcomm.transport import topology
 from objcomm.transport.exchange import Exchange
 
@@ -112,40 +110,8 @@ def _pass_around(exchange: Exchange, messages: Sequence[Message]) -> None:
     Each network card carries each message once in either direction. Directly it would carry it once
     for each pair of ranks, and streams that reach a card together lose packets.
     """
-    if all(each.is_all_head for each in messages):
-        return
-    ring = sorted(range(exchange.size), key=exchange.hosts.__getitem__)
-    at = ring.index(exchange.rank)
-    left, right = ring[at - 1], ring[(at + 1) % exchange.size]
-    origins = [ring[at - steps] for steps in range(1, exchange.size)]  # as they come from the left
-    _pass_on(exchange, messages, (left, right), origins, exchange.body)
-    for origin in origins:
-        if not messages[origin].header.is_inline:
-            open_body(messages[origin], exchange.device.device)
-    _pass_on(exchange, messages, (left, right), origins, exchange.pieces)
-    exchange.confirm([left], [right])
-
-
-def _pass_on(
-    exchange: Exchange,
-    messages: Sequence[Message],
-    neighbours: tuple[int, int],
-    origins: Sequence[int],
-    parts_of: Callable[[Message], list[torch.Tensor]],
-) -> None:
-    left, right = neighbours
-    arriving = [
-        (origin, exchange.arriving(part, left, is_ended=True))
-        for origin in origins
-        for part in parts_of(messages[origin])
-    ]
-    for part in parts_of(messages[exchange.rank]):
-        exchange.send_flat(part, right, is_ended=True)
-    for origin, each in arriving:
-        part = each.wait(left)
-        if origin != right:
-            exchange.send_flat(part, right, is_ended=True)
-    exchange.rounds += bool(arriving)
+    if any(not each.is_all_head for each in messages):
+        exchange.pass_around(messages, sorted(range(exchange.size), key=exchange.hosts.__getitem__))
 
 
 def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:

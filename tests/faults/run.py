@@ -189,7 +189,8 @@ class _Run:
             self._pipes[rank].close()
             self.outcome.printed[rank] = self._logs[rank].read_text(errors="replace")
         if self._store is not None:
-            keys: list[str] = self._store.list_keys()
+            # A torch as old as 2.8 can't tell what stayed.
+            keys: list[str] = getattr(self._store, "list_keys", list)()
             # Torch's own keys of a group that objcomm has named stay, like those of any group.
             left = [key for key in keys if "objcomm" in key and not _MADE_GROUP.search(key)]
             self.outcome.keys = [key for key in left if not self._is_farewell(key)]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import DesyncError
 from objcomm.transport import watch
+from objcomm.transport.creation import store_of
 from tests.group.helpers import assert_group_works, keys_of_verdicts, subgroup, tell_all
 from tests.ranks import ranks
 from tests.workers import here
@@ -270,7 +271,7 @@ def test_another_lanes_thread_raises_too_and_then_works_on() -> None:
 
 @ranks(2)
 def test_many_desyncs_leave_nothing_behind() -> None:
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
+    store = store_of(dist.group.WORLD)
     before = keys_of_verdicts(store)
     objcomm.barrier()
     for turn in range(12):

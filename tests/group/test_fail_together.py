@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
+from objcomm.transport.creation import store_of
 from tests.group.helpers import assert_group_works, keys_of_verdicts, subgroup, tell_all
 from tests.ranks import ranks, solo
 from tests.workers import here
@@ -206,7 +207,7 @@ def test_an_interrupt_is_raised_itself_where_it_happened() -> None:
 
 @ranks(2)
 def test_blocks_leave_no_keys_behind() -> None:
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
+    store = store_of(dist.group.WORLD)
     before = keys_of_verdicts(store)
     for _ in range(5):
         raises_together(lambda: fail() if here().rank == 1 else objcomm.barrier())

@@ -23,10 +23,12 @@ from objcomm import (
     TransportError,
     TransportTimeout,
 )
+from objcomm.transport.creation import store_of
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,
     assert_group_works,
+    keys_in,
     subgroup,
     tell_all,
     when_main_thread_waits,
@@ -451,25 +453,25 @@ def _use_and_destroy(turns: int) -> None:
 def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
     objcomm.barrier()
     _use_and_destroy(3)
-    store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is a world
+    store: Any = store_of(dist.group.WORLD)
 
     def is_settled(descriptors: int, tasks: int) -> bool:
         """Gloo closes in a thread of its own, so the last group's may still be there."""
         own = _left_over()
-        keys = [key for key in store.list_keys() if "verdict" in key or "known" in key]
+        keys = [key for key in keys_in(store) if "verdict" in key or "known" in key]
         return own[0] <= descriptors + 4 and own[1] <= tasks + 2 and not keys
 
     time.sleep(1.0)
     before = _left_over()
-    keys = len([key for key in store.list_keys() if "objcomm" in key])
+    keys = len([key for key in keys_in(store) if "objcomm" in key])
     tell_all("counted", "")
     _use_and_destroy(12)
     until = time.monotonic() + SOON_S
     while not is_settled(*before):
-        assert time.monotonic() < until, (before, _left_over(), store.list_keys())
+        assert time.monotonic() < until, (before, _left_over(), keys_in(store))
         time.sleep(0.1)
     tell_all("settled", "")
-    assert len([key for key in store.list_keys() if "objcomm" in key]) <= keys + 2
+    assert len([key for key in keys_in(store) if "objcomm" in key]) <= keys + 2
 
 
 @ranks(2)
