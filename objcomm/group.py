@@ -92,6 +92,7 @@ class Group:
         self.mailbox = Mailbox(self.rank, self.size)
         self.crew = Crew()
         self.hosts: tuple[str, ...] = ()
+        self._near: dict[str, weakref.ref[Any]] = {}  # by the lane's name
         self._turns = threading.Lock()
         self._pairs: dict[int, Pair] = {}  # by the other rank
         if process_group is not None:
@@ -171,6 +172,19 @@ class Group:
                 yield
             finally:
                 _lane_name.reset(token)
+
+    @property
+    def near(self) -> Any:
+        """The group of this host's ranks, if the calling thread's lane has asked for it before.
+
+        A lane's calls are the same on all ranks, so all of them remember it, or none does. Another
+        thread's would not do: on another rank that thread may not have come so far.
+        """
+        return self._near.get(_lane_name.get(), _nothing)()
+
+    @near.setter
+    def near(self, process_group: Any) -> None:
+        self._near[_lane_name.get()] = weakref.ref(process_group)
 
     def _check_process(self, operation: str) -> None:
         if self._pid != os.getpid():

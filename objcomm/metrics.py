@@ -6,8 +6,8 @@ from typing import Literal, NoReturn, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
+from objcomm.bodies import all_gather_in, decide_in, gather_in
 from objcomm.call import Call
-from objcomm.collectives import all_gather_in, decide_in, gather_in
 from objcomm.config import Allowed
 from objcomm.frames import Operation
 from objcomm.group import Timeout

@@ -9,7 +9,7 @@ from objcomm.call import Call
 from objcomm.frames import Operation, Status
 from objcomm.group import Group, Timeout
 from objcomm.sharing import share_outcome
-from objcomm.subgroups import node_group
+from objcomm.subgroups import near_group
 from objcomm.transport import routes
 from objcomm.world import GroupLike, resolve
 
@@ -119,7 +119,7 @@ class node_first(_Ordered):  # noqa: N801  # used as a function, like contextlib
         whole.deadline(name, timeout)
         if _is_open(name, whole):
             return None
-        node = node_group(group=group, timeout=timeout)
+        node = near_group(group=group, timeout=timeout)
         return _Block(self._operation, node, group, timeout)
 
 

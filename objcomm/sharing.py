@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from objcomm.absence import Region, acts_alone, inside
+from objcomm.bodies import kept
 from objcomm.call import Call
-from objcomm.collectives import kept
 from objcomm.eager import keep_eager
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status

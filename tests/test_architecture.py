@@ -79,9 +79,10 @@ FLOORS: list[list[str]] = [
     ["absence", "turn", "work", "world"],
     ["exporting", "options", "recorder"],
     ["call"],
-    ["buckets", "collectives", "errand", "folding", "start", "together", "trees"],
+    ["bodies", "buckets", "errand", "folding", "start", "together", "trees"],
     [
         "averages",
+        "collectives",
         "consensus",
         "launched",
         "launching",

@@ -536,6 +536,27 @@ def test_ranks_that_are_in_a_block_together_may_talk() -> None:
     assert_group_works()
 
 
+@ranks(2, 3)
+def test_hosts_are_asked_for_once_on_each_lane() -> None:
+    part = objcomm.dup()
+
+    def asked() -> int:
+        objcomm.reset_stats(part)
+        with objcomm.node_first(group=part):
+            pass
+        assert objcomm.run_once_per_node(lambda: "one", group=part) == "one"
+        return objcomm.stats(part)["node_group"].calls if "node_group" in objcomm.stats(part) else 0
+
+    assert asked() > 0
+    assert asked() == 0
+    with objcomm.lane("another"):
+        assert asked() > 0
+        assert asked() == 0
+    dist.destroy_process_group(objcomm.node_group(group=part))
+    assert asked() > 0
+    dist.destroy_process_group(part)
+
+
 @ranks(4)
 def test_blocks_of_hosts() -> None:
     """Two hosts of two ranks: told, because there is one here."""
