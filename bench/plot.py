@@ -97,7 +97,8 @@ def _picture(bars: Mapping[str, float], colours: _Colours) -> Iterator[str]:
     for tick in _TICKS:
         x = _MARGIN + scale * (math.log10(tick) - left)
         if x >= _MARGIN:
-            yield _line(x, _HEAD, height - _FOOT, colours.faint, is_strong=tick == 1)
+            top = _HEAD if tick == 1 else height - _FOOT - 5
+            yield _line(x, top, height - _FOOT, colours.faint)
             yield (
                 f'<text x="{x:.0f}" y="{height - 8}" font-size="12" text-anchor="middle" '
                 f'fill="{colours.faint}">{tick:g}</text>'
@@ -134,6 +135,5 @@ def _bar(
     )
 
 
-def _line(x: float, top: int, bottom: int, colour: str, *, is_strong: bool) -> str:
-    dashes = "" if is_strong else ' stroke-dasharray="2 4"'
-    return f'<path d="M{x:.1f} {top}V{bottom}" stroke="{colour}" stroke-width="1"{dashes}/>'
+def _line(x: float, top: int, bottom: int, colour: str) -> str:
+    return f'<path d="M{x:.1f} {top}V{bottom}" stroke="{colour}" stroke-width="1"/>'

@@ -3,15 +3,13 @@
 from collections.abc import Generator, Iterable
 from typing import Literal, TypeVar, Unpack, overload
 
-import torch
-
 from objcomm.bodies import all_gather_in, broadcast_in, gather_in
 from objcomm.call import Call
 from objcomm.config import Allowed
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
-from objcomm.options import ShownOptions
+from objcomm.options import DeviceLike, ShownOptions
 from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike
@@ -19,8 +17,6 @@ from objcomm.world import GroupLike
 T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")
-
-DeviceLike = torch.device | str | int | None
 
 
 @overload

@@ -9,6 +9,8 @@ from objcomm.config import Allowed
 from objcomm.group import Timeout
 from objcomm.world import GroupLike
 
+DeviceLike = torch.device | str | int | None
+
 
 class Options(TypedDict, total=False):
     """The keywords that every operation on objects takes; see ``objcomm.broadcast``."""
@@ -16,7 +18,7 @@ class Options(TypedDict, total=False):
     group: GroupLike
     timeout: Timeout
     codec: str | None
-    device: torch.device | str | int | None
+    device: DeviceLike
     confirm: bool
     accept: Iterable[str] | None
     allow: Iterable[Allowed] | None

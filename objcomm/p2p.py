@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from objcomm.coding import Coding
-from objcomm.collectives import DeviceLike
 from objcomm.config import Allowed
 from objcomm.errand import Errand
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError
 from objcomm.frames import Operation
 from objcomm.group import Timeout
+from objcomm.options import DeviceLike
 from objcomm.transport.mailbox import Request
 from objcomm.work import Work
 from objcomm.world import GroupLike

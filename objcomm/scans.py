@@ -13,13 +13,12 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 from objcomm.call import Call
-from objcomm.collectives import DeviceLike
 from objcomm.config import Allowed
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
 from objcomm.ops import Op, Operator, operator_for
-from objcomm.options import Options
+from objcomm.options import DeviceLike, Options
 from objcomm.transport import routes, topology
 from objcomm.transport.exchange import Exchange
 from objcomm.work import Work

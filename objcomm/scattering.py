@@ -5,14 +5,13 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 from objcomm.call import Call
-from objcomm.collectives import DeviceLike
 from objcomm.config import Allowed
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
 from objcomm.ops import Op, Operator, operator_for
-from objcomm.options import Options, ShownOptions
+from objcomm.options import DeviceLike, Options, ShownOptions
 from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike

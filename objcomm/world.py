@@ -124,6 +124,9 @@ def process_group_of(group: GroupLike) -> Any:
 
 #: Backends whose ranks may be no processes, or none that have a store in common.
 _UNREACHABLE = {"fake", "mpi", "threaded"}
+#: Stores by the names of their classes; a bare one stands where there is none, and torch 2.15 has a
+#: ``FakeStore``.
+_STORES_OF_ONE_PROCESS = {"FakeStore", "HashStore", "Store"}
 
 
 def is_reachable(group: GroupLike) -> bool:
@@ -146,8 +149,7 @@ def is_reachable(group: GroupLike) -> bool:
             store = store.underlying_store
     except (UsageError, RuntimeError, ValueError):
         return False
-    # A HashStore is of one process; a bare Store is what stands where there is none.
-    return store is not None and type(store) not in {dist.Store, dist.HashStore}
+    return store is not None and type(store).__name__ not in _STORES_OF_ONE_PROCESS
 
 
 def _not_joined(group: GroupLike) -> Standing:

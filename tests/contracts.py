@@ -157,7 +157,11 @@ def check_ends(link: Connections) -> None:
     awaited = others if link.rank == 0 else [0]
     pending = [link.recv(_filled(0, 1), peer, payload_tag(0, 8)) for peer in awaited]
     if link.rank == 0:
+        for peer in others:
+            link.recv(_filled(0, 1), peer, head_tag(0)).wait(_LIMIT)  # it has come so far, too
         threading.Timer(0.1, link.abort).start()  # from another thread than the one that waits
+    else:
+        link.send(_filled(0, 1), 0, head_tag(0)).wait(_LIMIT)
     for each in pending:
         with pytest.raises(RuntimeError):
             each.wait(_LIMIT)

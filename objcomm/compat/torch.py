@@ -7,7 +7,9 @@ global rank 0, as in torch. A rank outside of ``group`` gets torch's warning, an
 there. Without ``init_process_group`` they serve a world of one. What arrives is an independent
 copy; tensors of a CUDA device arrive on the receiver's current one. ``device`` and ``use_batch``
 say where and how torch stages bytes; they are accepted and have no effect. Objects travel by the
-pickle codec, whatever ``objcomm.configure`` says of others.
+pickle codec, whatever ``objcomm.configure`` says of others. With ``weights_only=True``, which torch
+has since 2.15, a rank admits builtin types, tensors, arrays, and what was given to its
+``torch.serialization.add_safe_globals``; what names anything else raises ``ForbiddenTypeError``.
 
 Any thread may call, as in torch. The main thread's calls are one sequence, those of all other
 threads a second one, in which they take turns; so a call must come from the main thread on all
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.serialization import get_safe_globals
 
 from objcomm.bodies import all_gather_in, broadcast_in, gather_in
 from objcomm.call import Call
@@ -52,12 +55,13 @@ _CODEC = "pickle"
 _TAG = (1 << 32) - 1
 
 
-def broadcast_object_list(
+def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     object_list: MutableSequence[Any],
     src: int | None = None,
     group: GroupLike = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> None:
     """Put the objects of one rank's list into the lists of all ranks.
 
@@ -70,6 +74,7 @@ def broadcast_object_list(
         group: who takes part: a process group, a one-dimensional device mesh, None for the world.
         device: has no effect.
         group_src: the source as a rank within the group.
+        weights_only: what is received may name nothing but what torch calls safe; see the module.
 
     Raises:
         UsageError: the source is given twice or is not in the group: every rank, before any
@@ -97,12 +102,21 @@ def broadcast_object_list(
             lists.replace_all(name, call.root, object_list, objects)
 
     _carry_out(
-        Operation.BROADCAST, name, group, body, root=_default(src, group_src), group_root=group_src
+        Operation.BROADCAST,
+        name,
+        group,
+        body,
+        root=_default(src, group_src),
+        group_root=group_src,
+        weights_only=weights_only,
     )
 
 
 def all_gather_object(
-    object_list: MutableSequence[Any], obj: object, group: GroupLike = None
+    object_list: MutableSequence[Any],
+    obj: object,
+    group: GroupLike = None,
+    weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> None:
     """Collect one object from every rank into the lists of all ranks.
 
@@ -113,6 +127,7 @@ def all_gather_object(
             objects, in the order of group ranks; this rank's own is a copy, too.
         obj: this rank's contribution.
         group: who takes part: a process group, a one-dimensional device mesh, None for the world.
+        weights_only: what is received may name nothing but what torch calls safe; see the module.
 
     Raises:
         UsageError: ``group`` is none. Every rank that gave it, before any traffic.
@@ -138,15 +153,16 @@ def all_gather_object(
         objects[call.rank] = _copied(call, obj)
         lists.replace(object_list, objects)
 
-    _carry_out(Operation.ALL_GATHER, name, group, body, has_root=False)
+    _carry_out(Operation.ALL_GATHER, name, group, body, has_root=False, weights_only=weights_only)
 
 
-def gather_object(
+def gather_object(  # noqa: PLR0917  # torch's signature
     obj: object,
     object_gather_list: MutableSequence[Any] | None = None,
     dst: int | None = None,
     group: GroupLike = None,
     group_dst: int | None = None,
+    weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> None:
     """Collect one object from every rank into one rank's list.
 
@@ -161,6 +177,7 @@ def gather_object(
         dst: global rank of the destination; 0 if ``group_dst`` is not given either.
         group: who takes part: a process group, a one-dimensional device mesh, None for the world.
         group_dst: the destination as a rank within the group.
+        weights_only: what is received may name nothing but what torch calls safe; see the module.
 
     Raises:
         UsageError: the destination is given twice or is not in the group. Every rank, before any
@@ -190,16 +207,23 @@ def gather_object(
             lists.replace(object_gather_list, objects)
 
     _carry_out(
-        Operation.GATHER, name, group, body, root=_default(dst, group_dst), group_root=group_dst
+        Operation.GATHER,
+        name,
+        group,
+        body,
+        root=_default(dst, group_dst),
+        group_root=group_dst,
+        weights_only=weights_only,
     )
 
 
-def scatter_object_list(
+def scatter_object_list(  # noqa: PLR0917  # torch's signature
     scatter_object_output_list: MutableSequence[Any],
     scatter_object_input_list: Sequence[Any] | None = None,
     src: int | None = None,
     group: GroupLike = None,
     group_src: int | None = None,
+    weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> None:
     """Give each rank one object of the source's.
 
@@ -213,6 +237,7 @@ def scatter_object_list(
         src: global rank of the source; 0 if ``group_src`` is not given either.
         group: who takes part: a process group, a one-dimensional device mesh, None for the world.
         group_src: the source as a rank within the group.
+        weights_only: what is received may name nothing but what torch calls safe; see the module.
 
     Raises:
         UsageError: the source is given twice or is not in the group: every rank, before any
@@ -247,7 +272,13 @@ def scatter_object_list(
         scatter_object_output_list[0] = obj
 
     _carry_out(
-        Operation.SCATTER, name, group, body, root=_default(src, group_src), group_root=group_src
+        Operation.SCATTER,
+        name,
+        group,
+        body,
+        root=_default(src, group_src),
+        group_root=group_src,
+        weights_only=weights_only,
     )
 
 
@@ -258,6 +289,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> None:
     """Send the objects of a list to one rank, which calls ``recv_object_list``.
 
@@ -270,6 +302,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
         device: has no effect.
         group_dst: the receiver as a rank within the group; give one.
         use_batch: has no effect.
+        weights_only: has no effect here; give it to ``recv_object_list``.
 
     Raises:
         UsageError: the receiver is not given, given twice, not in the group, or this rank itself;
@@ -283,7 +316,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
         Traceback (most recent call last):
         objcomm.errors.UsageError: send_object_list: rank 0 is this rank itself; name another one
     """
-    del device, use_batch
+    del device, use_batch, weights_only
     name = "send_object_list"
     errand = _errand(Operation.SEND, name, group, dst, group_dst)
     if errand is None:
@@ -300,6 +333,7 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> int:
     """Receive the objects of a list that one rank sends by ``send_object_list``.
 
@@ -312,6 +346,7 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
         device: has no effect.
         group_src: the sender as a rank within the group.
         use_batch: has no effect.
+        weights_only: what is received may name nothing but what torch calls safe; see the module.
 
     Returns:
         The sender's global rank; -1 on a rank outside of ``group``.
@@ -331,7 +366,7 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     """
     del device, use_batch
     name = "recv_object_list"
-    errand = _errand(Operation.RECV, name, group, src, group_src)
+    errand = _errand(Operation.RECV, name, group, src, group_src, weights_only=weights_only)
     if errand is None:
         return -1
     lists.entries(name, object_list)
@@ -351,6 +386,7 @@ def _carry_out(
     root: int | None = None,
     group_root: int | None = None,
     has_root: bool = True,
+    weights_only: bool,
 ) -> None:
     """Make a call under the user's name; a warning where this rank is not in the group."""
     joined = _joined(name, group)
@@ -365,13 +401,20 @@ def _carry_out(
             group_root=group_root,
             has_root=has_root,
             must_agree=name,
+            allow=_safe(weights_only),
             name=name,
         )
         call.run(body(call))
 
 
 def _errand(
-    operation: Operation, name: str, group: GroupLike, peer: int | None, group_peer: int | None
+    operation: Operation,
+    name: str,
+    group: GroupLike,
+    peer: int | None,
+    group_peer: int | None,
+    *,
+    weights_only: bool = False,
 ) -> Errand | None:
     """A message to or from another rank; None where this rank is not in the group.
 
@@ -384,7 +427,7 @@ def _errand(
         operation,
         group=group,
         timeout=None,
-        coding=Coding(_CODEC, None, None, None),
+        coding=Coding(_CODEC, None, None, _safe(weights_only)),
         tag=_TAG,
         global_peer=peer,
         group_peer=group_peer,
@@ -393,6 +436,13 @@ def _errand(
     if errand.peer == errand.group.rank:
         raise UsageError(f"{name}: rank {errand.peer} is this rank itself; name another one")
     return errand
+
+
+def _safe(weights_only: bool) -> list[Any] | None:  # noqa: FBT001  # handed on
+    """What a received pickle may name; None for everything."""
+    if not weights_only:
+        return None
+    return [each[0] if isinstance(each, tuple) else each for each in get_safe_globals()]
 
 
 def _joined(name: str, group: GroupLike) -> Group | None:

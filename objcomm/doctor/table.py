@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from objcomm.doctor.evidence import Evidence
-from objcomm.doctor.facts import UNKNOWN, Link, Report
+from objcomm.doctor.facts import UNKNOWN, Choice, Link, Report
 from objcomm.doctor.finding import Finding, Severity, who
 from objcomm.doctor.installation import clocks
 from objcomm.inspector.clocks import Clock
@@ -17,6 +17,7 @@ _MATRIX_MAX = 12
 _WIDTH = 100
 _GIB = 1 << 30
 _MANY_FILES = 1 << 30
+_WOULD = "NCCL, which this torch does not have, would use"
 _NAMES = {"python": "Python", "cuda": "CUDA", "nccl": "NCCL"}
 
 
@@ -114,16 +115,22 @@ def _short(ranks: Sequence[int]) -> str:
 
 
 def _cells(each: Report, clock: str) -> tuple[str, ...]:
-    gloo, nccl = each.gloo, each.nccl
+    gloo = each.gloo
     return (
         each.host,
         f"{gloo.interface} {gloo.address}" if not gloo.problem else "none",
-        nccl.interface if not nccl.problem else "none",
+        _nccl(each),
         _devices(each.devices),
         "no limit" if each.open_files >= _MANY_FILES else str(each.open_files),
         _memory(each),
         clock,
     )
+
+
+def _nccl(each: Report) -> str:
+    if "nccl" not in each.backends:
+        return "-"
+    return each.nccl.interface if not each.nccl.problem else "none"
 
 
 def _devices(devices: Sequence[str]) -> str:
@@ -153,18 +160,22 @@ def _whys(evidence: Evidence) -> list[str]:
     """Why each backend uses its interface."""
     lines: dict[str, list[int]] = defaultdict(list)
     for rank, each in evidence.reports.items():
-        for name, choice in (("Gloo", each.gloo), ("NCCL", each.nccl)):
-            if choice.why:
-                uses = choice.interface if not choice.problem else f"nothing ({choice.problem})"
-                lines[f"{name} uses {uses}: {choice.why}"].append(rank)
+        has_nccl = "nccl" in each.backends
+        lines[_why("Gloo uses", each.gloo)].append(rank)
+        lines[_why("NCCL uses" if has_nccl else _WOULD, each.nccl)].append(rank)
         if each.environment:
             told = " ".join(f"{name}={text}" for name, text in each.environment.items())
-            lines[f"set: {told}"].append(rank)
+            lines[f"variables: {told}"].append(rank)
     every = len(evidence.reports)
     return [
         text if len(ranks) == every else f"{ranks_text(ranks)}: {text}"
         for text, ranks in sorted(lines.items())
     ]
+
+
+def _why(backend: str, choice: Choice) -> str:
+    uses = choice.interface if not choice.problem else f"nothing ({choice.problem})"
+    return f"{backend} {uses}: {choice.why}" if choice.why else f"{backend} {uses}"
 
 
 def _unreached(evidence: Evidence) -> list[str]:

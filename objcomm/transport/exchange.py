@@ -35,6 +35,7 @@ class Exchange(Transfers):
         gate: signs this rank's messages and judges the others'.
         rank: this rank, within the group.
         size: number of ranks.
+        hosts: of each rank, as a number.
         rounds: how often this rank had to wait for what depended on an earlier message.
         sent_nbytes: bytes sent over the link so far, to all ranks together.
         received_nbytes: bytes received over the link so far.
@@ -68,6 +69,7 @@ class Exchange(Transfers):
         self.device = device
         self.rank = link.rank
         self.size = link.size
+        self.hosts = link.hosts
         self.rounds = 0
         self._lane = lane
         self.gate = gate
@@ -165,12 +167,39 @@ class Exchange(Transfers):
         nbytes = message.header.body_nbytes + message.header.payload_nbytes
         parent, children, chunk_nbytes = place = self._place(nbytes, root)
         if not message.header.is_inline:
-            self._relay(view(message.body).split(chunk_nbytes), place, message)
+            self._relay(self._body_pieces(message, chunk_nbytes), place, message)
             if parent is not None:
                 open_body(message, self.device.device)
         self._relay(self._pieces(message, chunk_nbytes), place, message)
         if not is_paced(message) and self._is_noticed(message):
             self.confirm([] if parent is None else [parent], children)
+
+    def pass_around(self, messages: Sequence[Message], ring: Sequence[int]) -> None:
+        """What follows every rank's head, each rank's from neighbour to neighbour to all others.
+
+        Args:
+            messages: of all ranks, in rank order; at least one has more than its head.
+            ring: all ranks, the same on each; a rank receives from the one before it.
+        """
+        at = ring.index(self.rank)
+        left, right = ring[at - 1], ring[(at + 1) % self.size]
+        coming = [messages[ring[at - steps]] for steps in range(1, self.size)]  # in this order
+        for cut in (self._body_pieces, self._pieces):
+            rest = [(message, ended([piece])) for message in coming for piece in cut(message)]
+            arriving = [self._posted(left, unit) for _, unit in rest]
+            self._meter.expect(nbytes_of([unit for _, unit in rest]))
+            mine = messages[self.rank]
+            for piece in itertools.chain.from_iterable(ended([each]) for each in cut(mine)):
+                self._send(piece, right, self._payload_tag, mine)
+            for (message, unit), pendings in zip(rest, arriving, strict=True):
+                self._take(unit, pendings, left, has_receipt=False)
+                for piece in unit if message is not messages[right] else ():
+                    self._send(piece, right, self._payload_tag, message)
+            self.rounds += bool(rest)
+            for message in coming if cut == self._body_pieces else ():
+                if not message.header.is_inline:
+                    open_body(message, self.device.device)
+        self.confirm([left], [right])
 
     def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
         """Bytes that all ranks have agreed on, none empty, from ``root``'s memory into others'."""
@@ -180,7 +209,7 @@ class Exchange(Transfers):
 
     def _place(self, nbytes: int, root: int) -> "_Place":
         """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
-        route, chunk_nbytes = topology.for_payload(nbytes, self._link.hosts)
+        route, chunk_nbytes = topology.for_payload(nbytes, self.hosts)
         return *route(self.rank, root, self.size), chunk_nbytes
 
     def _is_noticed(self, message: Message) -> bool:
@@ -195,6 +224,11 @@ class Exchange(Transfers):
 
     def _payload_units(self, message: Message) -> list[Unit]:
         return units(message, self._pieces(message), topology.CHUNK_MAX_NBYTES)
+
+    def _body_pieces(
+        self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
+    ) -> Sequence[torch.Tensor]:
+        return () if message.header.is_inline else view(message.body).split(chunk_nbytes)
 
     def _pieces(
         self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES

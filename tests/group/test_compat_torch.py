@@ -1,5 +1,8 @@
 """``objcomm.compat.torch``: torch's calls, one for one, and what is cured in them."""
 
+import collections
+import contextlib
+import fractions
 import inspect
 import threading
 import warnings
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, UsageError
+from objcomm import CollectiveError, DesyncError, ForbiddenTypeError, UsageError
 from objcomm.compat import torch as dist_objects
 from tests.group.helpers import assert_group_works, subgroup
 from tests.ranks import ranks, solo
@@ -34,11 +37,40 @@ def sample(rank: int) -> list[Any]:
 @pytest.mark.parametrize("name", [name for name in dist_objects.__all__ if name != "patch"])
 def test_signatures_are_torchs(name: str) -> None:
     theirs, ours = (
-        # `use_batch` is not given as False in torch 2.8, and as None in 2.13.
-        [(p.name, p.kind, p.default or None) for p in inspect.signature(each).parameters.values()]
+        [(p.name, p.kind, p.default) for p in inspect.signature(each).parameters.values()]
         for each in (getattr(dist, name), getattr(dist_objects, name))
     )
-    assert ours == theirs
+    assert ours[: len(theirs)] == theirs
+    # What torch 2.15 has is there before it, so that a program needs no second form.
+    assert {name for name, *_ in ours[len(theirs) :]} <= {"use_batch", "weights_only"}
+
+
+@ranks(1, 2)
+def test_weights_only_admits_what_torch_calls_safe() -> None:
+    mine: list[Any] = [collections.OrderedDict(w=torch.ones(3)), {"lr": 0.1, "betas": (0.9, 0.999)}]
+    got: list[Any] = [None] * objcomm.world_size()
+    dist_objects.all_gather_object(got, mine, weights_only=True)
+    for each in got:
+        assert_same(each, mine)
+    with contextlib.suppress(ForbiddenTypeError):  # in a world of one nothing is unpickled
+        dist_objects.all_gather_object(got, fractions.Fraction(1, 3), weights_only=True)
+        assert objcomm.world_size() == 1
+    with torch.serialization.safe_globals([fractions.Fraction]):
+        dist_objects.all_gather_object(got, fractions.Fraction(1, 3), weights_only=True)
+    assert got == [fractions.Fraction(1, 3)] * objcomm.world_size()
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_receiver_alone_decides_what_it_admits_of_a_list() -> None:
+    if here().rank == 0:
+        dist_objects.send_object_list([fractions.Fraction(1, 3)], dst=1)
+    else:
+        box = [None]
+        with pytest.raises(ForbiddenTypeError, match="Fraction"):
+            dist_objects.recv_object_list(box, src=0, weights_only=True)
+        assert box == [None]
+    assert_group_works()
 
 
 @ranks(1, 2, 4)

@@ -91,11 +91,16 @@ def test_a_gather_brings_every_message_to_its_root(size: int, shape: str) -> Non
     ]
 
 
+@pytest.mark.parametrize("hosts", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_an_all_gather_brings_every_message_to_every_rank(size: int, shape: str) -> None:
+def test_an_all_gather_brings_every_message_to_every_rank(
+    size: int, shape: str, hosts: int
+) -> None:
     results = run(
-        size, lambda exchange: routes.all_gather(exchange, message_of(exchange.rank, shape))
+        size,
+        lambda exchange: routes.all_gather(exchange, message_of(exchange.rank, shape)),
+        [rank % hosts for rank in range(size)],
     )
     for messages in results:
         assert [content_of(each) for each in messages] == [
