@@ -146,6 +146,15 @@ class Group:
         self._check_process(operation)
         return self._whole.enter(operation, deadline, call_site, _lane_name.get())
 
+    def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
+        """Make all ranks meet now; every one must call this, and any thread may use the group next.
+
+        Raises:
+            ObjcommError: as ``enter``.
+        """
+        self._check_process(operation)
+        self._whole.join(operation, deadline, call_site)
+
     @contextlib.contextmanager
     def in_turns(self) -> Iterator[None]:
         """Let any thread make a call in this block; all but the main one do it one after another.

@@ -19,12 +19,11 @@ FLOORS: list[list[str]] = [
         "elementwise",
         "environment",
         "frames",
-        "journal",
         "memory",
         "sameness",
         "spans",
     ],
-    ["backends", "config", "ops"],
+    ["backends", "config", "journal", "ops"],
     [
         "codecs.base",
         "codecs.nesting",
@@ -45,6 +44,7 @@ FLOORS: list[list[str]] = [
         "transport.base",
         "transport.line",
         "transport.order",
+        "transport.outage",
         "transport.pieces",
         "transport.regions",
         "transport.topology",
@@ -103,10 +103,22 @@ FLOORS: list[list[str]] = [
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
     ["inspector.table", "inspector.trace", "inspector.verdict"],
+    ["doctor.bounded", "doctor.facts", "doctor.schedule"],
+    ["doctor.address", "doctor.evidence", "doctor.interfaces", "doctor.measure"],
+    ["doctor.finding", "doctor.host", "doctor.meeting", "doctor.reach"],
+    [
+        "doctor.attendance",
+        "doctor.examination",
+        "doctor.installation",
+        "doctor.network",
+        "doctor.speed",
+    ],
+    ["doctor.findings", "doctor.picture", "doctor.table"],
+    ["doctor.command"],
     ["__main__"],
     ["demo"],
 ]
-PACKAGES = {"compat", "inspector", "transport"}  # hold nothing themselves
+PACKAGES = {"compat", "doctor", "inspector", "transport"}  # hold nothing themselves
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 # Only these may start a transfer; only this may translate ranks.

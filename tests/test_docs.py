@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -24,11 +25,15 @@ _FENCE = re.compile(r"^```python(?P<tags>[^\n]*)\n(?P<source>.*?)^```$", re.DOTA
 
 
 class Block(NamedTuple):
-    """One fenced block: where it stands, and on how many ranks it runs; 0 means alone."""
+    """One fenced block: where it stands, and on how many ranks it runs; 0 means alone.
+
+    ``launcher=torchrun`` sets torchrun's variables, which some libraries ask for.
+    """
 
     where: str
     ranks: int
     source: str
+    is_launched: bool
 
 
 def blocks() -> Iterator[Block]:
@@ -39,7 +44,8 @@ def blocks() -> Iterator[Block]:
             line = text[: found.start()].count("\n") + 1
             ranks = re.search(r"ranks=(\d+)", found["tags"])
             where = f"{path.relative_to(_ROOT)}:{line}"
-            yield Block(where, int(ranks[1]) if ranks else 0, found["source"])
+            is_launched = "launcher=torchrun" in found["tags"]
+            yield Block(where, int(ranks[1]) if ranks else 0, found["source"], is_launched)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +58,12 @@ def run(
     def begin(block: Block) -> None:
         folder = tempfile.mkdtemp(dir=base)
         run_on_fresh_ranks(
-            block.ranks, run_block, where=block.where, source=block.source, folder=folder
+            block.ranks,
+            run_block,
+            where=block.where,
+            source=block.source,
+            folder=folder,
+            is_launched=block.is_launched,
         )
 
     with begun_ahead(request, {block.where: partial(begin, block) for block in blocks()}) as wait:
@@ -64,9 +75,11 @@ def test_a_block_of_the_documentation_runs(block: Block, run: Callable[[Block], 
     run(block)
 
 
-def run_block(where: str, source: str, folder: str) -> None:
+def run_block(where: str, source: str, folder: str, *, is_launched: bool = False) -> None:
     """Run a block as a script of its own, in a folder that it may write to."""
     os.chdir(folder)
+    if is_launched:
+        os.environ.update(LOCAL_RANK=str(here().rank), OMP_NUM_THREADS="1")
     if here().world_size > 1:
         join(here(), "docs")
         # A block may show how a script starts; it finds that done.
@@ -118,57 +131,9 @@ def test_examples_in_docstrings_are_right(name: str) -> None:
     assert failed == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "broadcast",
-        "gather",
-        "all_gather",
-        "scatter",
-        "reduce",
-        "all_reduce",
-        "all_to_all",
-        "reduce_scatter",
-        "scan",
-        "exscan",
-        "barrier",
-        "ddp_broadcast",
-        "gather_scalar",
-        "all_gather_scalar",
-        "reduce_and_broadcast",
-        "average_metrics",
-        "gather_from_all_ranks",
-        "gather_scalar_from_all_ranks",
-        "agree",
-        "any_rank",
-        "all_ranks",
-        "shared_seed",
-        "to_tensor",
-        "from_tensor",
-        "register",
-        "register_codec",
-        "configure",
-        "lane",
-        "Work",
-        "as_completed",
-        "wait_all",
-        "stats",
-        "run_on_main",
-        "main_process_only",
-        "compute_and_broadcast",
-        "run_once_per_node",
-        "once_per_node",
-        "main_first",
-        "node_first",
-        "zero_only",
-        "main_only",
-        "rank_prefixed_message",
-        "is_main",
-        "split",
-        "dup",
-        "node_group",
-        "leaders",
-    ],
-)
+FUNCTIONS = [name for name in objcomm.__all__ if inspect.isfunction(getattr(objcomm, name))]
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "Op", "Shard", "Work"])
 def test_every_public_function_shows_an_example(name: str) -> None:
     assert doctest.DocTestParser().get_examples(getattr(objcomm, name).__doc__ or "")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
 from objcomm.frames import fingerprint
 from objcomm.transport.base import LANE_BITS, Deadline
+from objcomm.transport.creation import store_of
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
@@ -93,6 +94,16 @@ class Channel:
         if mesh.link is None:
             self.connect(mesh, lane, operation, deadline, call_site)
         return mesh, lane
+
+    def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
+        """Connect now what the first call would connect; every member must call this.
+
+        As ``enter``, with its errors, but no thread has taken a lane afterwards.
+        """
+        mesh, lane = self.enter(operation, deadline, call_site, "")
+        with self._lock:
+            if mesh.lanes.get(lane.name) is lane:
+                del mesh.lanes[lane.name]
 
     def admit(
         self, operation: str, lane_name: str, order: Order | None = None
@@ -176,7 +187,7 @@ class Channel:
 
     def store(self) -> dist.Store:
         """Where the members meet, theirs alone."""
-        store = self._process_group().get_group_store()
+        store: dist.Store = store_of(self._process_group())
         return store if self._whole is None else dist.PrefixStore(f"pair/{self._pair}", store)
 
     @property
@@ -211,6 +222,7 @@ class Channel:
         name = self._process_group().group_name
         mesh = Mesh(
             name=name if self._whole is None else f"{name}, ranks {self._pair}",
+            is_world=self._whole is None and self._process_group() is self._world(),
             ranks=self._ranks,
             rank=self._rank,
             history=self._history,

@@ -54,7 +54,7 @@ def create(
     world: Any = dist.GroupMember.WORLD
     # A TCPStore lets one thread at a time in: over a shared one, two threads of this rank that
     # connect at once would wait for each other.
-    store = parent.get_group_store().clone()
+    store = store_of(parent).clone()
     with _binding.hidden(world) as device:
         group, _ = c10d._new_process_group_helper(  # noqa: SLF001  # there is no public way, see above
             len(ranks),
@@ -81,6 +81,17 @@ def is_alive(group: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def store_of(group: Any) -> Any:
+    """The store over which the members of a process group met; None if torch knows of none."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415  # absent in some builds
+
+    # Before torch 2.10 only its own record of each group has it.
+    _, store = c10d._world.pg_map.get(group, (None, None))  # noqa: SLF001  # see above
+    return store
 
 
 class _Binding:

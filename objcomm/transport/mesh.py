@@ -18,6 +18,7 @@ from objcomm.history import Entry
 from objcomm.journal import log
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
+from objcomm.transport.outage import HOST_LOST
 from objcomm.transport.regions import regions
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from objcomm.history import History
-    from objcomm.transport.base import Deadline
+    from objcomm.transport.base import Connections, Deadline
     from objcomm.transport.lane import Lane
 
 
@@ -43,6 +44,7 @@ class Mesh:
 
     Attributes:
         name: the group's.
+        is_world: whether it joins all ranks, for as long as they are in a world.
         ranks: global ranks of the group.
         rank: this process's rank within the group.
         members: those of the group's ranks that it joins, as ranks within the group.
@@ -62,6 +64,7 @@ class Mesh:
         self,
         *,
         name: str,
+        is_world: bool,
         ranks: tuple[int, ...],
         rank: int,
         history: History,
@@ -70,13 +73,14 @@ class Mesh:
         whole: Callable[[], Mesh | None] | None,
     ) -> None:
         self.name = name
+        self.is_world = is_world
         self.ranks = ranks
         self.rank = rank
         self.members = members
         self.history = history
         self.bulletin = bulletin
         self.lanes: dict[str, Lane] = {}
-        self.link: GlooLink | None = None
+        self.link: Connections | None = None
         self.verdict: Verdict | None = None
         self.number = 0
         self.is_deserted = False
@@ -85,7 +89,7 @@ class Mesh:
         self._whole = whole
         self._progress = Progress(rank, members, is_pair=whole is not None)
         self._meeting: threading.Thread | None = None
-        self._connected: Future[GlooLink] = Future()
+        self._connected: Future[Connections] = Future()
         self._lock = threading.Lock()
 
     @property
@@ -104,7 +108,7 @@ class Mesh:
         return tuple(member for member in self.members if member != self.rank)
 
     @property
-    def connections(self) -> GlooLink:
+    def connections(self) -> Connections:
         """The link of a mesh whose ranks have met."""
         return self._connected.result() if self.link is None else self.link
 
@@ -127,16 +131,27 @@ class Mesh:
             board: to ask whether the group's connections were closed for another reason.
         """
         whole = None if self._whole is None else self._whole()
-        if self.link is not None or whole is None or whole.link is None:
+        if self.link is not None or whole is None:
             return ()
-        verdict = whole.verdict
+        gone = whole.lost(board)
+        return tuple(peer for peer in self.others if self.ranks[peer] in gone)
+
+    def lost(self, board: Board) -> set[int]:
+        """The global ranks whose connections of this mesh ended because they died or left.
+
+        Args:
+            board: to ask whether they were closed for another reason.
+        """
+        if self.link is None:
+            return set()
+        verdict = self.verdict
         if verdict is None:
-            gone = tuple(peer for peer in self.others if whole.link.is_closed(peer))
-            verdict = board.look(whole.nonce) if gone else None
+            gone = {self.ranks[peer] for peer in self.others if self.link.is_closed(peer)}
+            verdict = board.look(self.nonce) if gone else None
             if verdict is None:
                 return gone
         is_loss = verdict.cause is Cause.LOST or verdict.reason in FAREWELLS
-        return tuple(peer for peer in self.others if is_loss and peer in verdict.ranks)
+        return {self.ranks[peer] for peer in verdict.ranks} if is_loss else set()
 
     def connect(
         self,
@@ -147,7 +162,7 @@ class Mesh:
         call_site: str,
         *,
         caller: Entry | None = None,
-    ) -> GlooLink:
+    ) -> Connections:
         """Meet the other ranks and connect to each; every rank must call this.
 
         Blocks in Python, so Ctrl-C ends it; what may block in C++ is done by a thread.
@@ -223,15 +238,11 @@ class Mesh:
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
         self._progress.heed = None if self._whole is not None else self._heed
-        began = time.monotonic()
         try:
             link = GlooLink(store, self.rank, self.members, deadline, self._progress)
             log.debug(
-                "group %r: %d ranks connected over Gloo, on %s, after %.3f s",
-                self.name,
-                len(self.members),
-                "one host" if link.is_one_host else "several hosts",
-                time.monotonic() - began,
+                "group %r: %d ranks connected over Gloo, on %d host(s)",
+                *(self.name, len(self.members), len(set(link.hosts))),
                 extra=self.labels,
             )
         except GivenUpError:
@@ -338,11 +349,14 @@ class Mesh:
     def blamed(self, proposal: Verdict) -> Verdict:
         """``proposal`` of a lost peer, or of this rank if all its connections have ended by itself.
 
-        If others have ended them, their verdict stands already, and this one will not be used.
+        If others have ended them, their verdict stands already, and this one will not be used. With
+        a host its other ranks are lost, though their connections may end a moment later.
         """
         others = len(self.others)
         if self.verdict is not None or self.link is None or others == 1:
             return proposal
+        if HOST_LOST in proposal.reason:
+            return proposal._replace(ranks=tuple(self.link.beside(proposal.ranks)))
         time.sleep(_OTHERS_FIRST_SECONDS)
         if len(self.link.closed()) < others:
             return proposal

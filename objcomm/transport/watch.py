@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from objcomm.history import Entry
 from objcomm.transport.bulletin import Board, Bulletin
+from objcomm.transport.creation import store_of
 from objcomm.transport.farewell import FAREWELL_SECONDS, end_waits
 from objcomm.transport.inquiry import (
     Waiting,
@@ -264,7 +265,7 @@ class _Watchers:
             if world not in self._bulletins:
                 is_there = weakref.ref(world)
                 found = self._bulletins[world] = Bulletin(
-                    world.get_group_store(),
+                    store_of(world),
                     world.rank(),
                     world.size(),
                     describe=watcher.whereabouts,

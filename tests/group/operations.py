@@ -92,6 +92,23 @@ OBJECT_OPERATIONS = [
     name for name in OPERATIONS if name not in {"barrier", "gather_scalar", "all_gather_scalar"}
 ]
 
+#: Those in which only one rank gives objects; in all others every rank gives one.
+FROM_ONE = {"broadcast", "scatter"}
+#: Those in which only one rank gets a result.
+TO_ONE = {"gather", "gather_scalar", "reduce"}
+
+
+def is_told(name: str, failing: int, rank: int) -> bool:
+    """Whether a rank raises where `failing` could not give its object, with default roots.
+
+    Whoever waits for that object does. A new operation in which only some ranks wait for another
+    says so here.
+    """
+    if rank == failing:
+        return True
+    return rank == 0 if name in TO_ONE else name not in FROM_ONE or failing == 0
+
+
 #: Those with one rank that sends to or receives from all others, and the name of that argument.
 ROOTED = {
     "broadcast": "src",

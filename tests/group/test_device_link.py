@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm.transport.nccl import NcclLink
+from tests.group.helpers import assert_group_works
+from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
 from tests.same import assert_same
 
@@ -113,6 +115,17 @@ def test_reductions_take_it_too() -> None:
         operands = [torch.full((LARGE,), peer) for peer in range(size)]
         own = objcomm.reduce_scatter(operands, group=group, device="cpu")
         assert (own == rank * size).all()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", OBJECT_OPERATIONS)
+def test_every_operation_moves_large_members_over_it(name: str) -> None:
+    with group_with_device_link() as (group, link):
+        got = OPERATIONS[name](torch.full((LARGE,), 7), group=group, device="cpu")
+        for each in got if isinstance(got, list) else [got]:
+            assert each is None or (each == 7).all()
+        assert any(objcomm.all_gather(link.moved_nbytes > 0))
+        assert_group_works(group)
 
 
 @ranks(2)

@@ -67,7 +67,7 @@ def test_records_say_rank_world_size_and_group() -> None:
     for record in handler.records:
         assert (record.name, record.levelno) == ("objcomm", logging.DEBUG)
         assert (vars(record)["rank"], vars(record)["world_size"]) == (here().rank, 3)
-    assert "3 ranks connected over Gloo, on one host" in world.getMessage()
+    assert "3 ranks connected over Gloo, on 1 host(s)" in world.getMessage()
     assert world.module == "mesh"
     assert len(others) == (here().rank > 0)
     for record in others:

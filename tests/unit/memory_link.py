@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from objcomm.transport.base import Deadline, DeviceLink
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane
+from objcomm.transport.pieces import Meter
 
 JOIN_SECONDS = 20.0
 
@@ -48,9 +49,9 @@ class Wire:
 class Wires:
     """What all ranks' links share."""
 
-    def __init__(self, size: int, *, is_one_host: bool = True) -> None:
+    def __init__(self, size: int, hosts: Sequence[int] = ()) -> None:
         self.size = size
-        self.is_one_host = is_one_host
+        self.hosts = tuple(hosts or [0] * size)
         self._lock = threading.Lock()
         self._wires: dict[tuple[int, int, int], Wire] = defaultdict(Wire)
 
@@ -100,7 +101,7 @@ class MemoryLink:
     def __init__(self, wires: Wires, rank: int) -> None:
         self.rank = rank
         self.size = wires.size
-        self.is_one_host = wires.is_one_host
+        self.hosts = wires.hosts
         self.sent: list[tuple[int, int]] = []  # bytes and tag of each transfer
         self._wires = wires
 
@@ -175,6 +176,7 @@ def exchange_on(
     device_link: DeviceLink | None = None,
     seconds: float = JOIN_SECONDS,
     chosen: Settings | None = None,
+    meter: Meter | None = None,
     **fields: Any,
 ) -> Exchange:
     return Exchange(
@@ -184,6 +186,7 @@ def exchange_on(
         deadline=Deadline(seconds),
         gate=Gate(chosen or Settings(max_nbytes=1 << 30), "a mesh", link.rank),
         device=DevicePath(device_link),
+        meter=meter,
     )
 
 

@@ -1,6 +1,6 @@
 """Every pattern of traffic at world sizes that no test machine has, over a link between threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from objcomm.message import Message, compose
 from objcomm.transport import routes
 from objcomm.transport.base import head_tag
 from objcomm.transport.exchange import Exchange
+from tests.contracts import check_transfers
 from tests.unit.memory_link import (
     MemoryDeviceLink,
     MemoryLink,
@@ -42,9 +43,15 @@ def content_of(message: Message) -> tuple[bytes, list[bytes]]:
     return bytes(message.meta), [to_bytes(buffer.flat) for buffer in message.buffers]
 
 
-def run(size: int, body: Callable[[Exchange], Any], *, is_one_host: bool = True) -> list[Any]:
+def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
+    wires = Wires(3)
+    on_every_rank(3, lambda rank: check_transfers(MemoryLink(wires, rank)))
+    assert wires.left_over() == 0
+
+
+def run(size: int, body: Callable[[Exchange], Any], hosts: Sequence[int] = ()) -> list[Any]:
     """Run one operation on every rank; nothing may be left on the wires."""
-    wires = Wires(size, is_one_host=is_one_host)
+    wires = Wires(size, hosts)
 
     def on_rank(rank: int) -> Any:
         exchange = exchange_on(MemoryLink(wires, rank), new_lane())
@@ -57,17 +64,17 @@ def run(size: int, body: Callable[[Exchange], Any], *, is_one_host: bool = True)
     return results
 
 
-@pytest.mark.parametrize("is_one_host", [True, False])
+@pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, *, is_one_host: bool) -> None:
+def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, hosts: int) -> None:
     for root in {0, 1, size - 1}:
 
         def body(exchange: Exchange, root: int = root) -> Message:
             mine = message_of(root, shape) if exchange.rank == root else None
             return routes.broadcast(exchange, mine, root)
 
-        for message in run(size, body, is_one_host=is_one_host):
+        for message in run(size, body, [rank % hosts for rank in range(size)]):
             assert content_of(message) == content_of(message_of(root, shape))
 
 
@@ -94,6 +101,65 @@ def test_an_all_gather_brings_every_message_to_every_rank(size: int, shape: str)
         assert [content_of(each) for each in messages] == [
             content_of(message_of(rank, shape)) for rank in range(size)
         ]
+
+
+class Counting:
+    """A meter that remembers."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self.pieces: list[int] = []
+
+    def expect(self, nbytes: int) -> None:
+        self.expected += nbytes
+
+    def moved(self, nbytes: int) -> None:
+        self.pieces.append(nbytes)
+
+
+PACED: dict[str, Callable[[Exchange, Message], object]] = {
+    "broadcast": lambda exchange, mine: routes.broadcast(
+        exchange, mine if exchange.rank == 1 else None, 1
+    ),
+    "gather": lambda exchange, mine: routes.gather(exchange, mine, 1),
+    "all_gather": routes.all_gather,
+}
+
+
+@pytest.mark.parametrize("shape", ["body", "both"])
+@pytest.mark.parametrize("operation", PACED)
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_what_is_paced_arrives_whole_and_is_counted_once(
+    size: int, operation: str, shape: str
+) -> None:
+    meters = [Counting() for _ in range(size)]
+    wires = Wires(size)
+
+    def on_rank(rank: int) -> object:
+        exchange = exchange_on(MemoryLink(wires, rank), new_lane(), meter=meters[rank])
+        result = PACED[operation](exchange, message_of(rank, shape, flags=Flag.PACED))
+        exchange.finish()
+        return result
+
+    results = on_every_rank(size, on_rank)
+    assert wires.left_over() == 0
+    rest = [each.header.body_nbytes + each.header.payload_nbytes for each in sizes_of(size, shape)]
+    for rank, meter in enumerate(meters):
+        assert sum(meter.pieces) == meter.expected
+        if operation == "broadcast":
+            assert content_of(results[rank]) == content_of(message_of(1, shape))
+            assert meter.expected == rest[1]
+        elif operation == "gather":
+            assert meter.expected == (sum(rest) - rest[1] if rank == 1 else rest[rank])
+        else:
+            assert meter.expected >= sum(rest)  # with nine ranks the bundle of heads is counted
+            assert [content_of(each) for each in results[rank]] == [
+                content_of(message_of(peer, shape)) for peer in range(size)
+            ]
+
+
+def sizes_of(size: int, shape: str) -> list[Message]:
+    return [message_of(rank, shape) for rank in range(size)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

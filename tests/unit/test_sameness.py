@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,12 @@ SAME: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("pair", SAME, ids=lambda pair: text(pair[0])[:40])
+def _named(case: tuple[Any, ...]) -> str:
+    """A test's name: without addresses, so that it is the same in each process of pytest-xdist."""
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{text(case[0])}-{text(case[1])}")[:60]
+
+
+@pytest.mark.parametrize("pair", SAME, ids=_named)
 def test_these_are_the_same(pair: tuple[Any, Any]) -> None:
     assert difference(*pair) is None
 
@@ -114,7 +120,7 @@ OTHER: list[tuple[Any, Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", OTHER, ids=lambda case: f"{text(case[0])}-{text(case[1])}"[:60])
+@pytest.mark.parametrize("case", OTHER, ids=_named)
 def test_these_differ_here(case: tuple[Any, Any, str, str]) -> None:
     left, right, path, mine = case
     found = difference(left, right)

@@ -1,0 +1,50 @@
+"""Run by the new environment's interpreter, outside of the checkout: does the package work?"""
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import objcomm
+
+
+def greet(config: dict[str, float] | None) -> tuple[int, dict[str, float] | None]:
+    """What each rank does."""
+    return objcomm.rank(), objcomm.broadcast(config if objcomm.is_main() else None)
+
+
+def main() -> None:
+    """Try what a new user tries first; raises at the first thing that is wrong."""
+    origin = Path(objcomm.__file__)
+    if not origin.is_relative_to(sys.prefix):
+        raise AssertionError(f"{origin} was imported, which is not what was installed")
+    if metadata.version("objcomm") != objcomm.__version__:
+        raise AssertionError("the metadata has another version than the module")
+    told = objcomm.launch(greet, 2, {"lr": 0.1})
+    if told != [(0, {"lr": 0.1}), (1, {"lr": 0.1})]:
+        raise AssertionError(f"two ranks got {told}")
+    commands = printed("-m", "objcomm", "--help")
+    if "inspect" not in commands:
+        raise AssertionError(f"python -m objcomm --help printed {commands}")
+    # The demo's extra is not installed here, and nothing that it needs came with torch.
+    refused = printed("-m", "objcomm.demo", "--nproc", "1", fails=True)
+    if "objcomm[demo]" not in refused:
+        raise AssertionError(f"the demo does not say which extra it needs:\n{refused}")
+
+
+def printed(*arguments: str, fails: bool = False) -> str:
+    """What this interpreter prints, run once more."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if (done.returncode != 0) is not fails:
+        raise AssertionError(f"{arguments} ended with {done.returncode}:\n{done.stdout}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
