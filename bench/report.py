@@ -21,10 +21,19 @@ objcomm beside the object collectives of `torch.distributed` (`torch`), its tens
 moving as many bytes (`raw`), and mpi4py where it is installed. All on one machine, over Gloo;
 take the ratios elsewhere, not the microseconds.
 
+```text
+python -m bench all --json docs/benchmarks.jsonl
+python -m bench report docs/benchmarks.jsonl -o docs/benchmarks.md
 ```
-python -m bench all --json figures.jsonl
-python -m bench report figures.jsonl -o docs/benchmarks.md
-```
+
+The figures of this page stand in `docs/benchmarks.jsonl`.
+"""
+
+_PICTURE = """\
+## At a glance
+
+![Time as a share of torch's object collective](assets/benchmarks-light.svg#only-light)
+![Time as a share of torch's object collective](assets/benchmarks-dark.svg#only-dark)
 """
 
 _METHOD = """\
@@ -79,22 +88,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args(arguments)
     results = Results.load(options.files)
-    picture = options.output.with_suffix(".png")
-    drawn = plot.draw(results, picture)
-    options.output.write_text(page(results, picture.name if drawn else None))
+    is_drawn = plot.draw(results, options.output.parent / "assets")
+    options.output.write_text(page(results, is_drawn=is_drawn))
     return 0
 
 
-def page(results: Results, picture: str | None = None) -> str:
+def page(results: Results, *, is_drawn: bool = False) -> str:
     """The whole page, as Markdown."""
     parts = [_INTRODUCTION]
     if results.is_smoke:
         parts.append("**A smoke run: small payloads, few samples. These figures mean nothing.**\n")
+    if is_drawn:
+        parts.append(_PICTURE)
     facts = [[name, fact] for name, fact in results.about.items()]
     parts += ["## Machine and versions\n", _table(["what", "which"], facts)]
     parts += ["## Targets\n", _targets(results.judgements())]
-    if picture:
-        parts.append(f"![Time as a share of torch's object collective]({picture})\n")
     parts += ["## Where objcomm loses\n", _losses(results.losses())]
     parts += ["## Times\n", *_time_tables(results)]
     parts += ["## Memory, exactness, import\n", _other_figures(results), _METHOD]

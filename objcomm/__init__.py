@@ -38,6 +38,7 @@ from objcomm.errors import (
     UsageError,
     WireError,
 )
+from objcomm.exporting import stats_to_prometheus, stats_to_tensorboard
 from objcomm.group import lane
 from objcomm.launching import launch
 from objcomm.metrics import (
@@ -170,6 +171,8 @@ __all__ = [
     "shutdown",
     "split",
     "stats",
+    "stats_to_prometheus",
+    "stats_to_tensorboard",
     "sync_buffer",
     "sync_buffers",
     "sync_grad",

@@ -1,4 +1,4 @@
-"""``python -m objcomm inspect``: lay the ranks' dumps side by side."""
+"""``python -m objcomm``: look at ranks before a job, and at their records after it."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from objcomm.doctor.command import add_to
 from objcomm.errors import UsageError
 from objcomm.inspector.clocks import corrected, estimate
 from objcomm.inspector.dumps import Dump, read
@@ -19,8 +20,12 @@ from objcomm.inspector.words import Places
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and carry it out; return the exit status."""
-    parser, inspecting = _parsers()
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status
+
+
+def _inspect(arguments: argparse.Namespace, inspecting: argparse.ArgumentParser) -> int:
     if arguments.last < 1:
         inspecting.error(f"--last must be at least 1, it is {arguments.last}")
     try:
@@ -60,9 +65,10 @@ def inspect(dumps: Sequence[Dump], last: int, trace_path: Path | None = None) ->
     return "\n".join(lines) + "\n"
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m objcomm", description="Commands of objcomm that need no job."
+        prog="python -m objcomm",
+        description="Looks at ranks before a job, and at what they have written after it.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspecting = commands.add_parser(
@@ -93,7 +99,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         metavar="N",
         help="show the last N calls of each lane (default: %(default)s); marked ones always",
     )
-    return parser, inspecting
+    inspecting.set_defaults(run=lambda arguments: _inspect(arguments, inspecting))
+    add_to(commands)
+    return parser
 
 
 if __name__ == "__main__":

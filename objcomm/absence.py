@@ -28,6 +28,7 @@ _LOCAL = frozenset(
         "once_per_node",
         "run_on_main",
         "run_once_per_node",
+        "zero_first",
         "zero_only",
     }
 )

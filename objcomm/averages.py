@@ -5,8 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from objcomm.bodies import decide_in
 from objcomm.call import Call
-from objcomm.collectives import decide_in
 from objcomm.errors import UsageError
 from objcomm.frames import Operation
 from objcomm.group import Timeout

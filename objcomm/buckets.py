@@ -147,20 +147,26 @@ class _Bucket:
         self._packed: torch.Tensor | None = None
 
     def open(self) -> torch.Tensor:
-        """All elements one after another: a tensor's own memory where it is the only one."""
+        """All elements one after another: a tensor's own memory where it is the only one.
+
+        They are packed on the first tensor's device. Ranks may have spread a model over devices of
+        one type in different ways, so a bucket is not of one device.
+        """
         tensors = self.tensors
+        device = tensors[0].device
         is_complex = tensors[0].is_complex()
         # A tensor that torch conjugates or negates when it is read has no such memory, either.
         self._copied = [
             at
             for at, each in enumerate(tensors)
-            if not each.is_contiguous() or each.is_neg() or (is_complex and each.is_conj())
+            if not each.is_contiguous()
+            or each.is_neg()
+            or (is_complex and each.is_conj())
+            or each.device != device
         ]
         views = [each if each.dim() == 1 else each.reshape(-1) for each in tensors]
         for at in self._copied:
-            copied = torch.empty(
-                tensors[at].shape, dtype=tensors[at].dtype, device=views[at].device
-            )
+            copied = torch.empty(tensors[at].shape, dtype=tensors[at].dtype, device=device)
             views[at] = copied.copy_(tensors[at]).view(-1)
         self._views = views
         self._packed = views[0] if len(views) == 1 else torch.cat(views)
@@ -226,7 +232,7 @@ class _Moving:
             return
         self._on_host([bucket for bucket in buckets if bucket.device_type != linked])
         on_device = [bucket for bucket in buckets if bucket.device_type == linked]
-        self._one_by_one(on_device, self._on_device)
+        self._one_by_one(on_device, self._on_device, self._exchange.device.device)
 
     def _on_host(self, buckets: Sequence[_Bucket]) -> None:
         flats = [(bucket, bucket.open().cpu()) for bucket in buckets]
@@ -239,11 +245,19 @@ class _Moving:
             bucket.close(flat)
 
     def _one_by_one(
-        self, buckets: Sequence[_Bucket], carry: Callable[[Rule, torch.Tensor], None]
+        self,
+        buckets: Sequence[_Bucket],
+        carry: Callable[[Rule, torch.Tensor], None],
+        device: torch.device | None = None,
     ) -> None:
-        """One bucket after another, so that packed memory is needed for one only."""
+        """One bucket after another, so that packed memory is needed for one only.
+
+        They travel from ``device``, if it is given.
+        """
         for bucket in buckets:
             flat = bucket.open()
+            if device is not None:
+                flat = flat.to(device)
             carry(bucket.rule, flat)
             bucket.close(flat)
 

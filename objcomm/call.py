@@ -7,7 +7,7 @@ before any traffic, send a failure instead of a value, raise alike, decode last.
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -27,7 +27,9 @@ from objcomm.outcome import (
     failures_in,
     raise_together,
 )
-from objcomm.recorder import attach, begin_span, conclude
+from objcomm.progress import bar_for
+from objcomm.recorder import attach, conclude
+from objcomm.spans import Span, span
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -40,18 +42,6 @@ if TYPE_CHECKING:
     from objcomm.transport.lane import Lane
 
 R = TypeVar("R")
-
-
-class Options(TypedDict, total=False):
-    """The keywords that every operation on objects takes; see ``objcomm.broadcast``."""
-
-    group: GroupLike
-    timeout: Timeout
-    codec: str | None
-    device: torch.device | str | int | None
-    confirm: bool
-    accept: Iterable[str] | None
-    allow: Iterable[Allowed] | None
 
 
 class Call:
@@ -80,6 +70,7 @@ class Call:
         confirm: bool = False,
         accept: Iterable[str] | None = None,
         allow: Iterable[Allowed] | None = None,
+        progress: bool = False,
         name: str = "",
     ) -> None:
         """Begin.
@@ -97,6 +88,7 @@ class Call:
             confirm: whether a rank's decode error becomes everybody's.
             accept: codecs whose messages this rank decodes.
             allow: what a received pickle may name.
+            progress: whether to show how far it has come.
             name: of the user's function, where it is another than the operation's.
 
         Raises:
@@ -105,6 +97,7 @@ class Call:
             NotInGroupError: this rank is no member.
             BrokenGroupError: an earlier error ended the group.
             TransportTimeout: the group's first call, and not every rank came.
+            MissingDependencyError: there is nothing to show progress with.
         """
         self._began = time.perf_counter()
         self.name = name or operation.name.lower()
@@ -117,20 +110,21 @@ class Call:
         self._group = solo_group() if self._is_confined else whole
         self.rank, self.size = self._group.rank, self._group.size
         self._confirm = confirm
+        self._bar = bar_for(self.name, self.rank) if progress else None
         self._own_error: BaseException | None = None
         self._turn: Turn | None = None
         self._lane: Lane | None = None
-        self._span: torch.autograd.profiler.record_function | None = None
+        self._span: Span | None = None
         root = self.root if has_root else -1
         if self.size > 1:
             must_agree += "\0confirm" * confirm + "\0check" * self._coding.settings.is_checked
-            self._turn = self._begin(operation, root, must_agree)
+            self._turn = self._begin(operation, root, must_agree, is_paced=progress)
         else:
             number = self._group.history.next_number()
             header = Header(operation=operation, root=root, sequence=number, call_site=call_site())
             self._record(Entry(header, self.name, self._coding.codec_name))
 
-    def _begin(self, operation: Operation, root: int, must_agree: str) -> Turn:
+    def _begin(self, operation: Operation, root: int, must_agree: str, *, is_paced: bool) -> Turn:
         """Take the next number on this thread's lane, last of all that can go wrong."""
         place = call_site()
         try:
@@ -146,7 +140,7 @@ class Call:
         is_staged = device is not None and device.type == self._device_type
         header = Header(
             status=Status.VALUE,
-            flags=Flag.STAGED if is_staged else 0,
+            flags=Flag.STAGED * is_staged | Flag.PACED * is_paced,
             operation=operation,
             sender=self.rank,
             root=root,
@@ -164,6 +158,7 @@ class Call:
             deadline=self._deadline,
             gate=gate,
             device=DevicePath(device_link),
+            meter=self._bar,
         )
         lane.sequence += 1
         lane.past.append(entry)
@@ -230,6 +225,10 @@ class Call:
             if not self._is_confined:
                 raise_together(self.name, {0: failure_of(error, 0)}, error)
             raise
+
+    def digest(self, obj: object) -> bytes:
+        """Equal on two ranks only if their objects are sent as the same bytes."""
+        return self._coding.digest(obj)
 
     def copy(self, obj: object) -> Any:
         """An independent copy of this rank's own operand, which an operator may change."""
@@ -328,7 +327,8 @@ class Call:
 
     def _concluded(self, body: Generator[None, None, R]) -> R:
         """The rest of an asynchronous call, when its turn has come."""
-        self._span = begin_span(self.name)
+        self._span = span(self.name)
+        self._span.__enter__()
         try:
             result = _last_half(body)
         except BaseException as error:
@@ -350,7 +350,8 @@ class Call:
             except BaseException as error:  # Ctrl-C: the others wait for a call of this number
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
-        self._span = begin_span(self.name)
+        self._span = span(self.name)
+        self._span.__enter__()
         return self
 
     def __exit__(
@@ -363,6 +364,8 @@ class Call:
         self._own_error = None  # its traceback holds this call, and so the caller's object
         if self._span is not None:
             self._span.__exit__(kind, error, traceback)
+        if self._bar is not None:
+            self._bar.close()
         if turn is not None and error is not None:
             turn.give_up(error)
         exchange = None if turn is None else turn.exchange

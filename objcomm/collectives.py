@@ -1,17 +1,15 @@
 """The same for all ranks: broadcast, gather, all_gather and barrier."""
 
-import functools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from typing import Literal, TypeVar, Unpack, overload
 
-import torch
-
-from objcomm.call import Call, Options
+from objcomm.bodies import all_gather_in, broadcast_in, gather_in
+from objcomm.call import Call
 from objcomm.config import Allowed
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
-from objcomm.message import Message
+from objcomm.options import DeviceLike, ShownOptions
 from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike
@@ -19,12 +17,6 @@ from objcomm.world import GroupLike
 T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")
-
-DeviceLike = torch.device | str | int | None
-
-
-def _unchecked(obj: T) -> T:
-    return obj
 
 
 @overload
@@ -34,7 +26,7 @@ def broadcast(
     *,
     group_src: int | None = None,
     async_op: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> T: ...
 @overload
 def broadcast(
@@ -43,8 +35,17 @@ def broadcast(
     *,
     group_src: int | None = None,
     async_op: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> Work[T]: ...
+@overload
+def broadcast(
+    obj: T,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    async_op: bool,
+    **options: Unpack[ShownOptions],
+) -> T | Work[T]: ...
 def broadcast(
     obj: T,
     src: int | None = None,
@@ -57,6 +58,7 @@ def broadcast(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
+    progress: bool = False,
     async_op: bool = False,
 ) -> T | Work[T]:
     """Share one rank's object with every rank of the group.
@@ -76,6 +78,8 @@ def broadcast(
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        progress: let the group's first rank show a bar of the object's bytes, with rate and time
+            left, if that takes more than half a second; give it on every rank. Needs tqdm.
         async_op: return at once; the result is the work's. Buffers of tensors and arrays in
             ``obj`` must not change before its ``wait`` returns.
 
@@ -85,6 +89,8 @@ def broadcast(
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
+        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
+            traffic.
         CollectiveError: the source could not encode its object. Every rank. With ``confirm``
             also: some rank could not decode it.
         DecodeError: the object could not be rebuilt. That rank only; later calls work.
@@ -109,32 +115,9 @@ def broadcast(
         confirm=confirm,
         accept=accept,
         allow=allow,
+        progress=progress,
     )
     return call.run(broadcast_in(call, obj), async_op=async_op)
-
-
-def broadcast_in(
-    call: Call, obj: T, check: Callable[[T], T] = _unchecked
-) -> Generator[None, None, T]:
-    """``broadcast`` for a call that was already begun; to be given to ``call.run``.
-
-    Args:
-        call: the call.
-        obj: what the source shares.
-        check: returns it, or raises, on the source; an error travels as that rank's failure.
-    """
-    if call.is_alone:
-        return call.alone(lambda: check(obj))
-    mine = call.message(lambda: check(obj)) if call.is_root else None
-    yield
-    with call.traffic() as exchange:
-        message = routes.broadcast(exchange, mine, call.root)
-    return call.settle(lambda: _shared(call, message, obj))
-
-
-def _shared(call: Call, message: Message, obj: T) -> T:
-    call.raise_failures([message])
-    return obj if call.is_root else call.decode(message)
 
 
 @overload
@@ -144,7 +127,7 @@ def gather(
     *,
     group_dst: int | None = None,
     async_op: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> list[T] | None: ...
 @overload
 def gather(
@@ -153,8 +136,17 @@ def gather(
     *,
     group_dst: int | None = None,
     async_op: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> Work[list[T] | None]: ...
+@overload
+def gather(
+    obj: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: bool,
+    **options: Unpack[ShownOptions],
+) -> list[T] | Work[list[T] | None] | None: ...
 def gather(
     obj: T,
     dst: int | None = None,
@@ -167,6 +159,7 @@ def gather(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
+    progress: bool = False,
     async_op: bool = False,
 ) -> list[T] | Work[list[T] | None] | None:
     """Collect one object from every rank onto one.
@@ -185,6 +178,8 @@ def gather(
         confirm: make every rank wait, and raise, if any contribution was missing or unreadable.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        progress: let the group's first rank show a bar of the bytes that it receives, or sends
+            where another rank is the destination; as in ``objcomm.broadcast``.
         async_op: return at once; the result is the work's. Buffers of tensors and arrays in
             ``obj`` must not change before its ``wait`` returns.
 
@@ -195,6 +190,8 @@ def gather(
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
+        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
+            traffic.
         CollectiveError: some rank could not encode its object. The destination and that rank.
         DecodeError: an object could not be rebuilt. The destination, after the traffic.
         DesyncError: another rank is in another operation. The rank that sees it.
@@ -218,73 +215,9 @@ def gather(
         confirm=confirm,
         accept=accept,
         allow=allow,
+        progress=progress,
     )
     return call.run(gather_in(call, lambda: obj), async_op=async_op)
-
-
-def gather_in(call: Call, produce: Callable[[], T]) -> Generator[None, None, list[T] | None]:
-    """``gather`` for a call that was already begun; to be given to ``call.run``.
-
-    Args:
-        call: the call.
-        produce: gives this rank's contribution; an error travels as this rank's failure.
-    """
-    if call.is_alone:
-        return [call.alone(produce)]
-    own: list[T] = []
-    mine = call.message(lambda: kept(own, produce()))
-    yield
-    with call.traffic() as exchange:
-        messages = routes.gather(exchange, mine, call.root)
-    return call.settle(lambda: _collected(call, messages, own))
-
-
-def _collected(call: Call, messages: list[Message] | None, own: list[T]) -> list[T] | None:
-    call.raise_failures(messages or ())
-    return None if messages is None else decode_others(call, messages, *own)
-
-
-def kept(place: list[T], value: T) -> T:
-    """Keep what a callback returned: its own rank gets the object itself, no copy."""
-    place.append(value)
-    return value
-
-
-def decide_in(
-    call: Call, produce: Callable[[], A], decide: Callable[[list[A]], B]
-) -> Generator[None, None, B]:
-    """Let one rank compute something of all ranks' contributions, for all; for ``call.run``.
-
-    Args:
-        call: the call.
-        produce: gives this rank's contribution; an error travels as this rank's failure.
-        decide: called on the group's first rank with all contributions in rank order, once and
-            only if every rank has one. What it raises is raised on all ranks; a
-            ``DisagreementError`` in the name of the ranks that it blames.
-    """
-    if call.is_alone:
-        return call.alone(lambda: decide([produce()]))
-    own: list[A] = []
-    shared: list[B] = []
-    mine = call.message(lambda: kept(own, produce()))
-    yield
-    with call.traffic() as exchange:
-        messages = routes.gather(exchange, mine, routes.HUB)
-        answer = None
-        if messages is not None:
-            values = functools.partial(decode_others, call, messages, *own)
-            answer = call.failures(messages) or call.message(lambda: kept(shared, decide(values())))
-        message = routes.broadcast(exchange, answer, routes.HUB)
-    call.raise_failures([message])
-    result: B = shared[0] if shared else call.decode(message)
-    return result
-
-
-def decode_others(call: Call, messages: Sequence[Message], own: T) -> list[T]:
-    """The objects of all ranks, this rank's own being the identical one."""
-    return [
-        own if rank == call.rank else call.decode(message) for rank, message in enumerate(messages)
-    ]
 
 
 @overload
@@ -292,15 +225,22 @@ def all_gather(
     obj: T,
     *,
     async_op: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> list[T]: ...
 @overload
 def all_gather(
     obj: T,
     *,
     async_op: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> Work[list[T]]: ...
+@overload
+def all_gather(
+    obj: T,
+    *,
+    async_op: bool,
+    **options: Unpack[ShownOptions],
+) -> list[T] | Work[list[T]]: ...
 def all_gather(
     obj: T,
     *,
@@ -311,6 +251,7 @@ def all_gather(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
+    progress: bool = False,
     async_op: bool = False,
 ) -> list[T] | Work[list[T]]:
     """Collect one object from every rank onto every rank.
@@ -326,6 +267,8 @@ def all_gather(
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        progress: let the group's first rank show a bar of the bytes that it receives, and of its
+            own as they reach all others; as in ``objcomm.broadcast``.
         async_op: return at once; the result is the work's. Buffers of tensors and arrays in
             ``obj`` must not change before its ``wait`` returns.
 
@@ -335,6 +278,8 @@ def all_gather(
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
+        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
+            traffic.
         CollectiveError: some rank could not encode its object. Every rank.
         DecodeError: an object could not be rebuilt. That rank only; later calls work.
         DesyncError: another rank is in another operation. The rank that sees it.
@@ -355,32 +300,9 @@ def all_gather(
         confirm=confirm,
         accept=accept,
         allow=allow,
+        progress=progress,
     )
     return call.run(all_gather_in(call, obj), async_op=async_op)
-
-
-def all_gather_in(
-    call: Call, obj: T, check: Callable[[T], T] = _unchecked
-) -> Generator[None, None, list[T]]:
-    """``all_gather`` for a call that was already begun; to be given to ``call.run``.
-
-    Args:
-        call: the call.
-        obj: this rank's contribution.
-        check: returns it, or raises; an error travels as this rank's failure.
-    """
-    if call.is_alone:
-        return [call.alone(lambda: check(obj))]
-    mine = call.message(lambda: check(obj))
-    yield
-    with call.traffic() as exchange:
-        messages = routes.all_gather(exchange, mine)
-
-    def conclude() -> list[T]:
-        call.raise_failures(messages)
-        return decode_others(call, messages, obj)
-
-    return call.settle(conclude)
 
 
 @overload
@@ -399,6 +321,14 @@ def barrier(
     timeout: Timeout = None,
     async_op: Literal[True],
 ) -> Work[None]: ...
+@overload
+def barrier(
+    name: str = "",
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: bool,
+) -> Work[None] | None: ...
 def barrier(
     name: str = "", *, group: GroupLike = None, timeout: Timeout = None, async_op: bool = False
 ) -> Work[None] | None:

@@ -38,6 +38,7 @@ class Settings:
         record_folder: where a rank writes its last calls when ranks lose each other; ``None``
             leaves it to the environment.
         report_after: how many seconds a call waits before it is logged.
+        lost_after: for how many seconds a host may be out of reach.
     """
 
     codec: str = "pickle"
@@ -51,6 +52,7 @@ class Settings:
     check: bool | None = None
     record_folder: str | None = None
     report_after: float = 60.0
+    lost_after: float = 60.0
 
     @property
     def is_checked(self) -> bool:
@@ -131,6 +133,10 @@ class configure:  # noqa: N801  # used as a function and as a context
         report_after: a call that has waited for so many seconds is logged as a warning of the
             logger ``objcomm``, with where the ranks are that it waits for; and again whenever it
             has waited twice as long. At first 60; ``math.inf`` for never.
+        lost_after: a rank counts as dead when its host has not answered for so many seconds,
+            because it or its network has failed: see the guide on failures. Held by the
+            connections that are made afterwards. At first 60; ``math.inf`` for the system's own
+            limits. On Linux only.
         everywhere: also for threads that have set no options, whenever they were started. The
             last one to say so counts.
 
@@ -159,6 +165,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         check: bool | None = None,
         record_folder: str | os.PathLike[str] | None = None,
         report_after: float | None = None,
+        lost_after: float | None = None,
         everywhere: bool = False,
     ) -> None:
         given: dict[str, int | None] = {
@@ -174,10 +181,11 @@ class configure:  # noqa: N801  # used as a function and as a context
         changed: dict[str, Any] = {"codec": codec, **limits} if codec else {**limits}
         if check is not None:
             changed["check"] = check
-        if report_after is not None:
-            if not report_after > 0:
-                raise UsageError(f"report_after={report_after} is no number of seconds to wait")
-            changed["report_after"] = report_after
+        for name, seconds in {"report_after": report_after, "lost_after": lost_after}.items():
+            if seconds is not None:
+                if not seconds > 0:
+                    raise UsageError(f"{name}={seconds} is no number of seconds to wait")
+                changed[name] = seconds
         if record_folder is not None:
             changed["record_folder"] = os.fspath(record_folder)
         if key is not None:

@@ -35,12 +35,26 @@ class Place(NamedTuple):
     port: int
 
 
+class Standing(NamedTuple):
+    """What a launcher says of a process that has not joined the others.
+
+    Attributes:
+        rank: of this process; 0 where nothing promises another rank, -1 where nothing tells.
+        world_size: number of processes.
+        promise: the variable that promises others, as ``WORLD_SIZE=4``; empty where none does.
+    """
+
+    rank: int
+    world_size: int
+    promise: str
+
+
 class _Names(NamedTuple):
-    """The variables of one launcher."""
+    """The variables of one launcher; of the world's sizes the first one that is set counts."""
 
     launcher: str
     rank: str
-    world_size: str
+    world_sizes: tuple[str, ...]
     local_rank: str
     local_size: str
 
@@ -48,25 +62,38 @@ class _Names(NamedTuple):
 # mpirun inside of a SLURM job starts one daemon on each host, and its ranks inherit the daemon's
 # SLURM variables; torchrun's ranks inherit everybody's. So SLURM is asked after them.
 _LAUNCHERS = (
-    _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Names("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Names(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_SIZE",),
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Names("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Names("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    _Names("PMI", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Names(
+        "SLURM",
+        "SLURM_PROCID",
+        # A shell that salloc opens has the allocation's SLURM_NTASKS, but is a step of one task.
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "SLURM_LOCALID",
+        "SLURM_NTASKS_PER_NODE",
+    ),
     _Names(
         "jsrun",
         "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
+        ("JSM_NAMESPACE_SIZE",),
         "JSM_NAMESPACE_LOCAL_RANK",
         "JSM_NAMESPACE_LOCAL_SIZE",
     ),
 )
+_STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+
+
+def has_agent_store(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun keeps the store in which ranks meet, so that no rank shall make one."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def place_in(environ: Mapping[str, str]) -> Place | None:
@@ -82,15 +109,31 @@ def place_in(environ: Mapping[str, str]) -> Place | None:
         UsageError: a variable is missing, is no whole number, or does not fit to another one.
     """
     found = {name: value.strip() for name, value in environ.items() if value.strip()}
-    for names in _LAUNCHERS:
-        if names.rank in found:
-            return _place(names, found)
+    names = _launcher_in(found)
+    if names is not None:
+        return _place(names, found)
     if _number(found, "WORLD_SIZE", 1) > 1:
         raise UsageError(
             f"init: WORLD_SIZE={found['WORLD_SIZE']} is set, but no launcher has set RANK; start "
             "the program by torchrun, srun or mpirun, or set RANK for each process"
         )
     return None
+
+
+def standing_in(environ: Mapping[str, str]) -> Standing:
+    """Read only what every process may ask at any time; what can't be read promises nothing.
+
+    Args:
+        environ: as ``os.environ``; empty variables count as not set.
+    """
+    names = _launcher_in(environ)
+    sizes = () if names is None else names.world_sizes
+    name = next((each for each in sizes if _text(environ, each)), "WORLD_SIZE")
+    world_size = _readable(environ, name, 1)
+    if world_size <= 1:
+        return Standing(0, 1, "")
+    rank = -1 if names is None else _readable(environ, names.rank, -1)
+    return Standing(rank if rank < world_size else -1, world_size, f"{name}={world_size}")
 
 
 def rank_in(environ: Mapping[str, str]) -> int | None:
@@ -115,13 +158,41 @@ def _first(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
     return _number(found, next(iter(found))) if found else None
 
 
+def _launcher_in(environ: Mapping[str, str]) -> _Names | None:
+    """The first launcher that has given this process a rank."""
+    for names in _LAUNCHERS:
+        if _text(environ, names.rank) and not (
+            names.launcher == "SLURM" and _is_batch_script(environ)
+        ):
+            return names
+    return None
+
+
+def _is_batch_script(environ: Mapping[str, str]) -> bool:
+    """Whether sbatch has started this process: one for the whole job, though it has a rank."""
+    return bool(_text(environ, "SLURM_SUBMIT_DIR")) and not any(
+        _text(environ, name) for name in _STEP_VARIABLES
+    )
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    return environ[name].strip() if name in environ else ""
+
+
+def _readable(environ: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(_text(environ, name))
+    except ValueError:
+        return default
+
+
 def _place(names: _Names, found: Mapping[str, str]) -> Place:
     rank = _number(found, names.rank)
     # A batch script may export the world's size for all, and leave ranks to the launcher.
-    size_name = names.world_size if names.world_size in found else "WORLD_SIZE"
+    size_name = next((each for each in names.world_sizes if each in found), "WORLD_SIZE")
     if size_name not in found:
         raise UsageError(
-            f"init: {names.rank}={rank} is set, but {names.world_size} is not; set it to the "
+            f"init: {names.rank}={rank} is set, but {names.world_sizes[-1]} is not; set it to the "
             "number of ranks"
         )
     world_size = _number(found, size_name)

@@ -15,7 +15,8 @@ from objcomm.group import Timeout, whole_number
 from objcomm.history import Entry, call_site
 from objcomm.message import Message
 from objcomm.outcome import failure_message, failure_of, failures_in, raise_together
-from objcomm.recorder import begin_span, conclude
+from objcomm.recorder import conclude
+from objcomm.spans import Span, span
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane
@@ -32,8 +33,6 @@ from objcomm.world import GroupLike, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch.autograd.profiler
 
 _TAG_MAX = (1 << 32) - 1
 
@@ -98,7 +97,7 @@ class Errand:
         self.entry.awaits = header.root
         self._exchange: Exchange | None = None
         self._own_error: BaseException | None = None
-        self._span: torch.autograd.profiler.record_function | None = None
+        self._span: Span | None = None
 
     def begin(self) -> None:
         """Note that the call is under way: nothing is wrong with its arguments."""
@@ -289,7 +288,8 @@ class Errand:
             raise error
 
     def __enter__(self) -> Self:
-        self._span = begin_span(self._name)
+        self._span = span(self._name)
+        self._span.__enter__()
         return self
 
     def __exit__(

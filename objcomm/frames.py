@@ -84,6 +84,9 @@ class Operation(IntEnum):
     SYNC_MODEL = 41
     BROADCAST_MODEL = 42
     WRAP = 43
+    EAGER_SYNC_GRADIENTS = 44
+    EAGER_SYNC_MODEL = 45
+    ZERO_FIRST = 46
 
 
 class Status(IntEnum):
@@ -100,6 +103,7 @@ class Flag(IntFlag):
 
     STAGED = 1  # large members in CPU memory travel over the device link as well
     ACKNOWLEDGEMENT = 2  # of the round that ``confirm=True`` adds
+    PACED = 4  # each piece that follows the head has a receipt
 
 
 class Header(NamedTuple):

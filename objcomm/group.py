@@ -92,6 +92,7 @@ class Group:
         self.mailbox = Mailbox(self.rank, self.size)
         self.crew = Crew()
         self.hosts: tuple[str, ...] = ()
+        self._near: dict[str, weakref.ref[Any]] = {}  # by the lane's name
         self._turns = threading.Lock()
         self._pairs: dict[int, Pair] = {}  # by the other rank
         if process_group is not None:
@@ -146,6 +147,15 @@ class Group:
         self._check_process(operation)
         return self._whole.enter(operation, deadline, call_site, _lane_name.get())
 
+    def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
+        """Make all ranks meet now; every one must call this, and any thread may use the group next.
+
+        Raises:
+            ObjcommError: as ``enter``.
+        """
+        self._check_process(operation)
+        self._whole.join(operation, deadline, call_site)
+
     @contextlib.contextmanager
     def in_turns(self) -> Iterator[None]:
         """Let any thread make a call in this block; all but the main one do it one after another.
@@ -162,6 +172,19 @@ class Group:
                 yield
             finally:
                 _lane_name.reset(token)
+
+    @property
+    def near(self) -> Any:
+        """The group of this host's ranks, if the calling thread's lane has asked for it before.
+
+        A lane's calls are the same on all ranks, so all of them remember it, or none does. Another
+        thread's would not do: on another rank that thread may not have come so far.
+        """
+        return self._near.get(_lane_name.get(), _nothing)()
+
+    @near.setter
+    def near(self, process_group: Any) -> None:
+        self._near[_lane_name.get()] = weakref.ref(process_group)
 
     def _check_process(self, operation: str) -> None:
         if self._pid != os.getpid():

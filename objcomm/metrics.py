@@ -6,8 +6,8 @@ from typing import Literal, NoReturn, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
+from objcomm.bodies import all_gather_in, decide_in, gather_in
 from objcomm.call import Call
-from objcomm.collectives import all_gather_in, decide_in, gather_in
 from objcomm.config import Allowed
 from objcomm.frames import Operation
 from objcomm.group import Timeout
@@ -51,6 +51,16 @@ def gather_scalar(
     timeout: Timeout = None,
     async_op: Literal[True],
 ) -> Work[list[T] | None]: ...
+@overload
+def gather_scalar(
+    value: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: bool,
+) -> list[T] | Work[list[T] | None] | None: ...
 def gather_scalar(
     value: T,
     dst: int | None = None,
@@ -111,6 +121,10 @@ def all_gather_scalar(
 def all_gather_scalar(
     value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: Literal[True]
 ) -> Work[list[T]]: ...
+@overload
+def all_gather_scalar(
+    value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: bool
+) -> list[T] | Work[list[T]]: ...
 def all_gather_scalar(
     value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: bool = False
 ) -> list[T] | Work[list[T]]:
@@ -303,6 +317,14 @@ def reduce_and_broadcast(
     async_op: Literal[True],
     **options: Unpack[_Options],
 ) -> Work[B]: ...
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], A],
+    fn2: Callable[[list[A]], B],
+    *,
+    async_op: bool,
+    **options: Unpack[_Options],
+) -> B | Work[B]: ...
 def reduce_and_broadcast(
     fn1: Callable[[], A],
     fn2: Callable[[list[A]], B],

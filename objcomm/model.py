@@ -13,7 +13,7 @@ from objcomm.errors import UsageError
 from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.manifests import Bundle, Rule
-from objcomm.together import fail_together
+from objcomm.together import failing_together
 from objcomm.world import GroupLike, process_group_of
 
 #: Tensors, or names and tensors as ``named_parameters()`` gives them.
@@ -200,7 +200,7 @@ def eager_sync_gradients(
         >>> model.bias.grad
         tensor([12.])
     """
-    with fail_together(group=group, timeout=timeout):
+    with failing_together(Operation.EAGER_SYNC_GRADIENTS, group, timeout):
         kept = _listed(params)  # an iterator may not outlive the block
         yield
     sync_gradients(kept, group=group, timeout=timeout)
@@ -275,7 +275,7 @@ def eager_sync_model(
         >>> with objcomm.eager_sync_model(model):
         ...     model(torch.ones(3, 2)).sum().backward()
     """
-    with fail_together(group=group, timeout=timeout):
+    with failing_together(Operation.EAGER_SYNC_MODEL, group, timeout):
         yield
     sync_model(
         model,

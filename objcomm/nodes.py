@@ -17,7 +17,7 @@ from objcomm.sharing import (
     post_on_others,
     share_outcome,
 )
-from objcomm.subgroups import node_group
+from objcomm.subgroups import near_group
 from objcomm.world import GroupLike, resolve
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def _once(
     whole.deadline(operation.name.lower(), timeout)
     if acts_alone(operation.name.lower(), whole.ranks, whole.rank):
         return produce(), frozenset()
-    node = node_group(group=group, timeout=timeout)
+    node = near_group(group=group, timeout=timeout)
     firsts = frozenset(whole.ranks[whole.hosts.index(host)] for host in set(whole.hosts))
     region = Region(operation.name.lower(), later=frozenset(whole.ranks) - firsts, is_local=True)
     try:

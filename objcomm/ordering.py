@@ -2,19 +2,22 @@
 
 from abc import ABC, abstractmethod
 from types import TracebackType
+from typing import ClassVar
 
 from objcomm.absence import Region, acts_alone, inside, is_in_order
 from objcomm.call import Call
 from objcomm.frames import Operation, Status
 from objcomm.group import Group, Timeout
 from objcomm.sharing import share_outcome
-from objcomm.subgroups import node_group
+from objcomm.subgroups import near_group
 from objcomm.transport import routes
 from objcomm.world import GroupLike, resolve
 
 
 class _Ordered(ABC):
     """What the blocks have in common: they may be entered again within themselves."""
+
+    _operation: ClassVar[Operation]  # what the user has called, which errors show
 
     def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
         self._group_like = group
@@ -48,7 +51,7 @@ class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib
     the order holds already.
 
     No call inside can have an answer from ranks that wait: whichever needs one raises UsageError.
-    ``zero_first`` is another name of this.
+    ``zero_first`` is the same under another name, which its errors show.
 
     Args:
         group: who takes part; None for the world.
@@ -69,14 +72,19 @@ class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib
         prepared, or found
     """
 
+    _operation = Operation.MAIN_FIRST
+
     def _begun(self, group: GroupLike, timeout: Timeout) -> "_Block | None":
         whole = resolve(group)
-        if is_in_order("main_first", whole.ranks, whole.rank):
+        if is_in_order(self._operation.name.lower(), whole.ranks, whole.rank):
             return None
-        return _Block(Operation.MAIN_FIRST, group, group, timeout)
+        return _Block(self._operation, group, group, timeout)
 
 
-zero_first = main_first
+class zero_first(main_first):  # noqa: N801  # used as a function, like contextlib's
+    """Another name of ``main_first``, which its errors show."""
+
+    _operation = Operation.ZERO_FIRST
 
 
 class node_first(_Ordered):  # noqa: N801  # used as a function, like contextlib's
@@ -103,16 +111,19 @@ class node_first(_Ordered):  # noqa: N801  # used as a function, like contextlib
         unpacked to the local disk
     """
 
+    _operation = Operation.NODE_FIRST
+
     def _begun(self, group: GroupLike, timeout: Timeout) -> "_Block | None":
         whole = resolve(group)
-        whole.deadline("node_first", timeout)
-        if _is_open(whole):
+        name = self._operation.name.lower()
+        whole.deadline(name, timeout)
+        if _is_open(name, whole):
             return None
-        node = node_group(group=group, timeout=timeout)
-        return _Block(Operation.NODE_FIRST, node, group, timeout)
+        node = near_group(group=group, timeout=timeout)
+        return _Block(self._operation, node, group, timeout)
 
 
-def _is_open(whole: Group) -> bool:
+def _is_open(name: str, whole: Group) -> bool:
     """Whether the first rank of this host runs before the others already.
 
     Raises:
@@ -121,9 +132,9 @@ def _is_open(whole: Group) -> bool:
     if whole.hosts:
         near = [rank for rank, host in enumerate(whole.hosts) if host == whole.hosts[whole.rank]]
         ranks = [whole.ranks[rank] for rank in near]
-        if is_in_order("node_first", ranks, near.index(whole.rank)):
+        if is_in_order(name, ranks, near.index(whole.rank)):
             return True
-    return acts_alone("node_first", whole.ranks, whole.rank)
+    return acts_alone(name, whole.ranks, whole.rank)
 
 
 class _Block:
@@ -147,25 +158,26 @@ class _Block:
         self._is_local_first = near is not group
         self._call: Call | None = None
         members = resolve(near)
-        members.deadline(operation.name.lower(), timeout)
+        name = operation.name.lower()
+        members.deadline(name, timeout)
         first, *others = members.ranks
-        region = Region(operation.name.lower(), later=frozenset(others))
+        region = Region(name, later=frozenset(others))
         if members.rank > 0:
             self._wait(near)
-            region = Region(operation.name.lower(), earlier=frozenset({first}))
+            region = Region(name, earlier=frozenset({first}))
         elif others:
             # Begun here, for what is wrong already; the others wait for its message.
-            self._call = Call(operation, group=near, timeout=timeout, has_root=True)
+            self._call = self._begun(near)
         self._inside = inside(region)
         self._inside.__enter__()
+
+    def _begun(self, near: GroupLike) -> Call:
+        return Call(self._operation, group=near, timeout=self._timeout, has_root=True)
 
     def _wait(self, near: GroupLike) -> None:
         """Wait for the first rank; if it has failed, raise what all raise."""
         try:
-            with (
-                Call(self._operation, group=near, timeout=self._timeout, has_root=True) as call,
-                call.traffic() as exchange,
-            ):
+            with self._begun(near) as call, call.traffic() as exchange:
                 message = routes.broadcast(exchange, None, call.root)
         except BaseException as error:
             self._tell_other_hosts(error)

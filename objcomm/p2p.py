@@ -4,18 +4,40 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterable
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from objcomm.coding import Coding
-from objcomm.collectives import DeviceLike
 from objcomm.config import Allowed
 from objcomm.errand import Errand
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError
 from objcomm.frames import Operation
 from objcomm.group import Timeout
+from objcomm.options import DeviceLike
 from objcomm.transport.mailbox import Request
 from objcomm.work import Work
 from objcomm.world import GroupLike
+
+
+class _Sending(TypedDict, total=False):
+    """The keywords of ``send`` that change nothing about what it returns."""
+
+    group_dst: int | None
+    tag: int
+    group: GroupLike
+    timeout: Timeout
+    codec: str | None
+
+
+class _Receiving(TypedDict, total=False):
+    """Those of ``recv``."""
+
+    group_src: int | None
+    tag: int | None
+    group: GroupLike
+    timeout: Timeout
+    device: DeviceLike
+    accept: Iterable[str] | None
+    allow: Iterable[Allowed] | None
 
 
 @overload
@@ -23,25 +45,25 @@ def send(
     obj: object,
     dst: int | None = None,
     *,
-    group_dst: int | None = None,
-    tag: int = 0,
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    codec: str | None = None,
     async_op: Literal[False] = False,
+    **options: Unpack[_Sending],
 ) -> None: ...
 @overload
 def send(
     obj: object,
     dst: int | None = None,
     *,
-    group_dst: int | None = None,
-    tag: int = 0,
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    codec: str | None = None,
     async_op: Literal[True],
+    **options: Unpack[_Sending],
 ) -> Work[None]: ...
+@overload
+def send(
+    obj: object,
+    dst: int | None = None,
+    *,
+    async_op: bool,
+    **options: Unpack[_Sending],
+) -> Work[None] | None: ...
 def send(
     obj: object,
     dst: int | None = None,
@@ -129,30 +151,16 @@ def send_by(errand: Errand, obj: object, *, async_op: bool = False) -> Work[None
 
 @overload
 def recv(
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    tag: int | None = 0,
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    device: DeviceLike = None,
-    accept: Iterable[str] | None = None,
-    allow: Iterable[Allowed] | None = None,
-    async_op: Literal[False] = False,
+    src: int | None = None, *, async_op: Literal[False] = False, **options: Unpack[_Receiving]
 ) -> Any: ...
 @overload
 def recv(
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    tag: int | None = 0,
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    device: DeviceLike = None,
-    accept: Iterable[str] | None = None,
-    allow: Iterable[Allowed] | None = None,
-    async_op: Literal[True],
+    src: int | None = None, *, async_op: Literal[True], **options: Unpack[_Receiving]
 ) -> Work[Any]: ...
+@overload
+def recv(
+    src: int | None = None, *, async_op: bool, **options: Unpack[_Receiving]
+) -> Any | Work[Any]: ...
 def recv(
     src: int | None = None,
     *,

@@ -15,13 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.autograd.profiler
-
 from objcomm.config import settings
 from objcomm.errors import BrokenGroupError, DesyncError, ObjcommError, TransportError, text_of
 from objcomm.group import Group
 from objcomm.history import DUMP_VERSION, LENGTH, Entry
+from objcomm.journal import log
 from objcomm.transport.exchange import Exchange
 from objcomm.world import GroupLike, known_groups, rank, resolve, solo_group, world_size
 
@@ -31,18 +29,6 @@ __all__ = ["dump"]
 _MOST_FILES = 16
 
 _numbers = itertools.count()
-
-_profiler = torch.autograd.profiler
-
-
-def begin_span(name: str) -> torch.autograd.profiler.record_function | None:
-    """Let ``torch.profiler`` show an operation by its name, if it looks; to be exited."""
-    # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
-    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
-        return None
-    span = _profiler.record_function(f"objcomm::{name}")
-    span.__enter__()
-    return span
 
 
 def conclude(
@@ -142,6 +128,7 @@ def attach(error: ObjcommError, group: Group) -> None:
         error.add_note(f"objcomm could not write this rank's last calls: {text_of(second)}")
         return
     error.recorded = str(path)
+    log.info("this rank's last calls were written: %s", path, extra={"group": group.name})
     error.add_note(
         f"this rank's last calls: {path} (python -m objcomm inspect lays all ranks' side by side)"
     )

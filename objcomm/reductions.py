@@ -4,17 +4,19 @@
 for the named operators that do so.
 """
 
+import collections
 from collections.abc import Callable, Generator, Iterable
-from typing import Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
-from objcomm.call import Call, Options
+from objcomm.call import Call
 from objcomm.config import Allowed
 from objcomm.folding import Folding
 from objcomm.frames import Operation
 from objcomm.group import Timeout
-from objcomm.ops import Op, Operator, operator_for
+from objcomm.ops import Extreme, Op, Operator, operator_for
+from objcomm.options import Options
 from objcomm.trees import Leafwise, TreeReduction, alone, options_for
 from objcomm.work import Work
 from objcomm.world import GroupLike
@@ -31,6 +33,46 @@ class ReductionOptions(Options, total=False):
     missing: Missing
 
 
+@overload
+def reduce(
+    obj: Any,
+    op: Literal["argmin", "argmax"],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[ReductionOptions],
+) -> Extreme | None: ...
+@overload
+def reduce(
+    obj: Any,
+    op: Literal["argmin", "argmax"],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[True],
+    **options: Unpack[ReductionOptions],
+) -> Work[Extreme | None]: ...
+@overload
+def reduce(
+    obj: Any,
+    op: Literal["counter"],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[ReductionOptions],
+) -> collections.Counter[Any] | None: ...
+@overload
+def reduce(
+    obj: Any,
+    op: Literal["counter"],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[True],
+    **options: Unpack[ReductionOptions],
+) -> Work[collections.Counter[Any] | None]: ...
 @overload
 def reduce(
     obj: T,
@@ -51,6 +93,16 @@ def reduce(
     async_op: Literal[True],
     **options: Unpack[ReductionOptions],
 ) -> Work[T | None]: ...
+@overload
+def reduce(
+    obj: T,
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: bool,
+    **options: Unpack[ReductionOptions],
+) -> T | Work[T | None] | None: ...
 def reduce(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | str = "sum",
@@ -164,6 +216,38 @@ def _reduce(
 
 @overload
 def all_reduce(
+    obj: Any,
+    op: Literal["argmin", "argmax"],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[ReductionOptions],
+) -> Extreme: ...
+@overload
+def all_reduce(
+    obj: Any,
+    op: Literal["argmin", "argmax"],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[ReductionOptions],
+) -> Work[Extreme]: ...
+@overload
+def all_reduce(
+    obj: Any,
+    op: Literal["counter"],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[ReductionOptions],
+) -> collections.Counter[Any]: ...
+@overload
+def all_reduce(
+    obj: Any,
+    op: Literal["counter"],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[ReductionOptions],
+) -> Work[collections.Counter[Any]]: ...
+@overload
+def all_reduce(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
@@ -178,6 +262,14 @@ def all_reduce(
     async_op: Literal[True],
     **options: Unpack[ReductionOptions],
 ) -> Work[T]: ...
+@overload
+def all_reduce(
+    obj: T,
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    *,
+    async_op: bool,
+    **options: Unpack[ReductionOptions],
+) -> T | Work[T]: ...
 def all_reduce(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | str = "sum",

@@ -12,13 +12,13 @@ import functools
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from objcomm.call import Call, Options
-from objcomm.collectives import DeviceLike
+from objcomm.call import Call
 from objcomm.config import Allowed
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
 from objcomm.ops import Op, Operator, operator_for
+from objcomm.options import DeviceLike, Options
 from objcomm.transport import routes, topology
 from objcomm.transport.exchange import Exchange
 from objcomm.work import Work
@@ -47,6 +47,14 @@ def scan(
     async_op: Literal[True],
     **options: Unpack[Options],
 ) -> Work[T]: ...
+@overload
+def scan(
+    obj: T,
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    *,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> T | Work[T]: ...
 def scan(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | str = "sum",
@@ -129,6 +137,14 @@ def exscan(
     async_op: Literal[True],
     **options: Unpack[Options],
 ) -> Work[T | None]: ...
+@overload
+def exscan(
+    obj: T,
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    *,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> T | Work[T | None] | None: ...
 def exscan(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | str = "sum",

@@ -4,14 +4,14 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from objcomm.call import Call, Options
-from objcomm.collectives import DeviceLike
+from objcomm.call import Call
 from objcomm.config import Allowed
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.message import Message
 from objcomm.ops import Op, Operator, operator_for
+from objcomm.options import DeviceLike, Options, ShownOptions
 from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike
@@ -26,7 +26,7 @@ def scatter(
     *,
     group_src: int | None = None,
     async_op: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> T: ...
 @overload
 def scatter(
@@ -35,8 +35,17 @@ def scatter(
     *,
     group_src: int | None = None,
     async_op: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[ShownOptions],
 ) -> Work[T]: ...
+@overload
+def scatter(
+    objs: Sequence[T] | None,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    async_op: bool,
+    **options: Unpack[ShownOptions],
+) -> T | Work[T]: ...
 def scatter(
     objs: Sequence[T] | None,
     src: int | None = None,
@@ -49,6 +58,7 @@ def scatter(
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
+    progress: bool = False,
     async_op: bool = False,
 ) -> T | Work[T]:
     """Give each rank one object of the source's.
@@ -67,6 +77,8 @@ def scatter(
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        progress: let the group's first rank show a bar of the bytes that it sends, or receives
+            where another rank is the source; as in ``objcomm.broadcast``.
         async_op: return at once; the result is the work's. Buffers of tensors and arrays in
             ``objs`` must not change before its ``wait`` returns.
 
@@ -76,6 +88,8 @@ def scatter(
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
+        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
+            traffic.
         CollectiveError: the source gave another number of objects, or could not encode one.
             Every rank.
         DecodeError: the object could not be rebuilt. That rank only; later calls work.
@@ -100,6 +114,7 @@ def scatter(
         confirm=confirm,
         accept=accept,
         allow=allow,
+        progress=progress,
     )
     return call.run(scatter_in(call, lambda: objs), async_op=async_op)
 
@@ -135,6 +150,10 @@ def all_to_all(
 def all_to_all(
     objs: Sequence[T], *, async_op: Literal[True], **options: Unpack[Options]
 ) -> Work[list[T]]: ...
+@overload
+def all_to_all(
+    objs: Sequence[T], *, async_op: bool, **options: Unpack[Options]
+) -> list[T] | Work[list[T]]: ...
 def all_to_all(
     objs: Sequence[T],
     *,
@@ -231,6 +250,14 @@ def reduce_scatter(
     async_op: Literal[True],
     **options: Unpack[Options],
 ) -> Work[T]: ...
+@overload
+def reduce_scatter(
+    objs: Sequence[T],
+    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    *,
+    async_op: bool,
+    **options: Unpack[Options],
+) -> T | Work[T]: ...
 def reduce_scatter(
     objs: Sequence[T],
     op: Callable[[T, T], T] | Op[T] | str = "sum",

@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from objcomm.absence import Region, acts_alone, inside
+from objcomm.bodies import kept
 from objcomm.call import Call
-from objcomm.collectives import kept
 from objcomm.eager import keep_eager
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
 from objcomm.outcome import failure_of, raise_together
-from objcomm.together import Block
+from objcomm.together import failing_together
 from objcomm.transport import routes
 from objcomm.world import GroupLike, resolve
 
@@ -134,13 +134,8 @@ def post_everywhere(
     if acts_alone(operation.name.lower(), whole.ranks, whole.rank):
         post()
         return
-    block = Block(operation, group, timeout)
-    try:
+    with failing_together(operation, group, timeout):
         post()
-    except BaseException as error:
-        block.end(error)
-        raise
-    block.end(None)
 
 
 def post_on_others(

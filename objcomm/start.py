@@ -4,12 +4,13 @@ Knows the calls by which torch.distributed starts and ends; how a launcher names
 ``environment``.
 """
 
-import logging
+from __future__ import annotations  # torch may be built without distributed
+
 import os
-from collections.abc import Mapping
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,22 @@ from objcomm.backends import (
     default_backend,
     uses_nccl,
 )
-from objcomm.environment import Place, place_in
+from objcomm.environment import Place, has_agent_store, place_in
 from objcomm.errors import StartError, UsageError
 from objcomm.group import Timeout, seconds_of
+from objcomm.history import call_site
+from objcomm.journal import log
 from objcomm.transport.creation import store_of
-from objcomm.transport.rendezvous import await_all
-from objcomm.world import is_initialized, is_reachable
+from objcomm.transport.rendezvous import GivenUpError, Progress, await_all, meet
+from objcomm.world import is_initialized, is_reachable, resolve
 
-_logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
+
+# In torchrun's store, once all ranks have joined.
+_HAVE_JOINED = "objcomm/have joined"
 
 
 @dataclass(frozen=True)
@@ -76,11 +83,12 @@ def init(
 ) -> Start:
     """Join the ranks that a launcher has started, and say what was chosen.
 
-    Every rank of the job must call this, and it returns when all have joined. It reads the
-    variables of torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order,
-    initialises torch.distributed, and changes none. Ranks meet at ``MASTER_ADDR`` and
-    ``MASTER_PORT``; where they are not set, at the first host of SLURM's list or, if all ranks are
-    on one host, at this one, and at a port that is derived from SLURM's job and step, or 29500.
+    Every rank of the job must call this, and it returns when all have joined and objcomm's own
+    connections stand, which tell from then on of a rank that dies. It reads the variables of
+    torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order, initialises
+    torch.distributed, and changes none. Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``; where
+    they are not set, at the first host of SLURM's list or, if all ranks are on one host, at this
+    one, and at a port that is derived from SLURM's job and step, or 29500.
 
     Without any launcher's variables nothing is initialised: the program is a world of one, in which
     every function of objcomm works. If torch.distributed is initialised already, nothing changes.
@@ -95,7 +103,7 @@ def init(
             shows each rank its own.
 
     Returns:
-        What was found and chosen. It is also logged by ``objcomm.start``, as INFO.
+        What was found and chosen. It is also logged, as INFO.
 
     Raises:
         UsageError: a variable is missing or wrong, and the error names it; a backend is not
@@ -114,8 +122,15 @@ def init(
     else:
         place = place_in(os.environ)
         start = _alone() if place is None else _joined(place, backend, limit, device)
-    _logger.info("%s", start)
+    log.info("%s", start)
     return start
+
+
+def _connect(limit: timedelta | None) -> None:
+    """Let objcomm's own connections be there from the start: they tell of ranks that die."""
+    whole = resolve(None)
+    if whole.size > 1:
+        whole.join("init", whole.deadline("init", limit), call_site())
 
 
 def shutdown() -> None:
@@ -201,18 +216,22 @@ def _joined(
         torch.cuda.set_device(own)
     address = f"{f'[{place.host}]' if ':' in place.host else place.host}:{place.port}"
     try:
+        agents = _store_of_agent(place, limit) if has_agent_store(os.environ) else None
         dist.init_process_group(
             chosen,
-            # torchrun's store is there already, under names of its own.
-            init_method="env://" if _is_store_there() else f"tcp://{address}",
+            store=None if agents is None else _fresh_part(agents, place),
+            init_method=f"tcp://{address}" if agents is None else None,
             timeout=limit,
             rank=place.rank,
             world_size=place.world_size,
         )
         world = dist.group.WORLD
         if world is not None and is_reachable(None):
+            _connect(limit)
             # Who left sooner would end connections that other ranks are still making.
             await_all(store_of(world), place.world_size)
+        if agents is not None:
+            agents.set(_HAVE_JOINED, "")
     except (RuntimeError, ValueError, TimeoutError) as error:
         shutdown()
         raise StartError(place.rank, place.world_size, address, str(error)) from error
@@ -221,5 +240,36 @@ def _joined(
     )
 
 
-def _is_store_there() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def _store_of_agent(place: Place, limit: timedelta | None) -> dist.Store:
+    """The store that torchrun keeps for all attempts of this job's ranks to meet."""
+    from torch.distributed.constants import default_pg_timeout  # noqa: PLC0415  # needs distributed
+
+    patience = limit or default_pg_timeout
+    return dist.TCPStore(
+        place.host, place.port, place.world_size, is_master=False, timeout=patience
+    )
+
+
+def _fresh_part(store: dist.Store, place: Place) -> dist.Store:
+    """The part of the store in which torch's ranks meet, or a new one if they met there before.
+
+    Gloo finds the others by addresses that it leaves in the store and never removes: who joins
+    again would connect to what has ended.
+
+    Raises:
+        TimeoutError: some ranks have not come.
+    """
+    if place.world_size == 1 or not store.check([_HAVE_JOINED]):
+        return dist.PrefixStore("default_pg", store)  # as init_process_group names it
+    progress = Progress(place.rank, tuple(range(place.world_size)))
+    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in torch's stub
+    timer = threading.Timer(seconds, setattr, (progress, "is_over", True))
+    timer.daemon = True
+    timer.start()
+    try:
+        meet(dist.PrefixStore(_HAVE_JOINED, store), place.rank, place.world_size, progress)
+    except GivenUpError:
+        raise TimeoutError(f"not all ranks have come within {seconds:g} s") from None
+    finally:
+        timer.cancel()
+    return dist.PrefixStore(progress.nonce, store)

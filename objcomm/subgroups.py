@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import torch.distributed as dist
 
+from objcomm.bodies import all_gather_in
 from objcomm.call import Call
-from objcomm.collectives import all_gather_in
 from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
 from objcomm.frames import Operation, Status, fingerprint
 from objcomm.group import Timeout, whole_number
+from objcomm.journal import log
 from objcomm.transport import routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.creation import create, is_alive
@@ -176,7 +177,16 @@ def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
         >>> objcomm.all_gather("gpu 0", group=objcomm.node_group())
         ['gpu 0']
     """
-    return _divided(Operation.NODE_GROUP, machine(), 0, _by_color, group=group, timeout=timeout)
+    made = _divided(Operation.NODE_GROUP, machine(), 0, _by_color, group=group, timeout=timeout)
+    if made is not None:
+        resolve(group).near = made
+    return made
+
+
+def near_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
+    """As ``node_group``, asked only once on each lane; every rank of ``group`` must call this."""
+    found = resolve(group).near
+    return found if _is_there(found) else node_group(group=group, timeout=timeout)
 
 
 def leaders(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
@@ -404,10 +414,12 @@ def _made(
     """The new process group, once its members have connected."""
     members, name = plan
     parent = resolve(group)
+    ranks = [parent.ranks[member] for member in members]
+    log.debug("%s makes group %r of ranks %s", operation.name.lower(), name, ranks)
     return create(
         process_group_of(group),
         name,
-        [parent.ranks[member] for member in members],
+        ranks,
         # Who fails before the others give up can still tell them.
         limit=timedelta(seconds=deadline.seconds_left / 2),
         timeout=timedelta(seconds=parent.deadline("", None).seconds),

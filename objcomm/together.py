@@ -1,5 +1,7 @@
 """``fail_together``: an error on one rank reaches the others wherever they wait."""
 
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 
 from objcomm.call import Call
@@ -47,10 +49,10 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
     def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
         self._group_like = group
         self._timeout = timeout
-        self._blocks: list[Block] = []
+        self._blocks: list[_Block] = []
 
     def __enter__(self) -> None:
-        self._blocks.append(Block(Operation.FAIL_TOGETHER, self._group_like, self._timeout))
+        self._blocks.append(_Block(Operation.FAIL_TOGETHER, self._group_like, self._timeout))
 
     def __exit__(
         self,
@@ -61,7 +63,19 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
         self._blocks.pop().end(error)
 
 
-class Block:
+@contextlib.contextmanager
+def failing_together(operation: Operation, group: GroupLike, timeout: Timeout) -> Iterator[None]:
+    """The same for a block that is part of ``operation``, which errors show."""
+    block = _Block(operation, group, timeout)
+    try:
+        yield
+    except BaseException as error:
+        block.end(error)
+        raise
+    block.end(None)
+
+
+class _Block:
     """One entry into such a block on this rank; ``operation`` is what the user has called."""
 
     def __init__(self, operation: Operation, group_like: GroupLike, timeout: Timeout) -> None:

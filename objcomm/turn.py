@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from objcomm.errors import TransportError
+from objcomm.spans import Span, span
 from objcomm.transport import routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.exchange import Exchange
@@ -56,6 +57,7 @@ class Turn:
         self._entry = exchange.entry
         self._deadline = deadline
         self._interruptible = interruptible(mesh)
+        self._span: Span | None = None
 
     @property
     def place(self) -> str:
@@ -73,6 +75,8 @@ class Turn:
         self._deadline.apply(entry)
         lane.begin(entry)
         self._interruptible.__enter__()
+        self._span = span("transfer")
+        self._span.__enter__()
         if self._meeting is not None:
             try:
                 routes.all_meet(self.exchange, self._meeting)
@@ -109,6 +113,8 @@ class Turn:
         self._mesh.absolve(self._lane.owner)
 
     def _leave(self, error: BaseException | None) -> None:
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
         self._interruptible.__exit__(None, None, None)
         try:
             if error is not None:

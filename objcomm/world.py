@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed as dist
 
 from objcomm.counters import OperationStats
-from objcomm.environment import local_rank_in
+from objcomm.environment import Standing, local_rank_in, standing_in
 from objcomm.errors import NotInGroupError, UsageError
 from objcomm.group import Group
 from objcomm.transport.creation import store_of
@@ -78,11 +78,11 @@ def resolve(group: GroupLike) -> Group:
         NotInGroupError: this rank is no member.
     """
     if not is_initialized():
-        if group is None and _environment_world_size() > 1:
+        promise = standing_in(os.environ).promise if group is None else ""
+        if promise:
             raise UsageError(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} promises other ranks, but "
-                "torch.distributed is not initialised; call objcomm.init or "
-                "init_process_group first"
+                f"{promise} promises other ranks, but torch.distributed is not initialised; call "
+                "objcomm.init or init_process_group first"
             )
         if is_nobody(group):
             raise NotInGroupError("this rank is no member of this group")
@@ -152,21 +152,19 @@ def is_reachable(group: GroupLike) -> bool:
     return store is not None and type(store).__name__ not in _STORES_OF_ONE_PROCESS
 
 
-def _alone(group: GroupLike, value: int) -> int:
-    return -1 if is_nobody(group) else value
-
-
-def _environment_world_size() -> int:
-    try:
-        return int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        return 1
+def _not_joined(group: GroupLike) -> Standing:
+    """What is known of this rank where torch.distributed is not initialised."""
+    if group is None:
+        return standing_in(os.environ)
+    return Standing(-1, -1, "") if is_nobody(group) else Standing(0, 1, "")
 
 
 def rank(group: GroupLike = None) -> int:
-    """This process's rank within ``group``; 0 without torch.distributed, -1 outside the group.
+    """This process's rank within ``group``; 0 in a world of one, -1 outside the group.
 
-    Never raises and never communicates, so a logging filter may call it anywhere.
+    Never raises and never communicates, so a logging filter may call it anywhere. Before the ranks
+    have joined, a launcher's variables tell, those that ``objcomm.init`` reads; -1 if they promise
+    other ranks and do not say which one this is.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.
@@ -177,15 +175,16 @@ def rank(group: GroupLike = None) -> int:
         0
     """
     try:
-        return process_group_of(group).rank() if is_initialized() else _alone(group, 0)
+        return process_group_of(group).rank() if is_initialized() else _not_joined(group).rank
     except (AttributeError, RuntimeError, UsageError):
         return -1
 
 
 def world_size(group: GroupLike = None) -> int:
-    """Number of ranks in ``group``; 1 without torch.distributed, -1 outside the group.
+    """Number of ranks in ``group``; 1 in a world of one, -1 outside the group.
 
-    Never raises and never communicates.
+    Never raises and never communicates. Before the ranks have joined, a launcher's variables tell,
+    as in ``rank``.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.
@@ -196,16 +195,17 @@ def world_size(group: GroupLike = None) -> int:
         1
     """
     try:
-        return process_group_of(group).size() if is_initialized() else _alone(group, 1)
+        return process_group_of(group).size() if is_initialized() else _not_joined(group).world_size
     except (AttributeError, RuntimeError, UsageError):
         return -1
 
 
 def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world") -> bool:
-    """Whether this process is the first rank of ``group``; True without torch.distributed.
+    """Whether this process is the first rank of ``group``; True in a world of one.
 
-    Never communicates. The environment's RANK plays no part, so a job started without it still has
-    exactly one main rank.
+    Never communicates. Where the ranks have joined, the group tells and the environment plays no
+    part, so there is exactly one main rank. Before that a launcher's variables tell, as in
+    ``rank``.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.
@@ -215,8 +215,8 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
             tells for the world.
 
     Raises:
-        UsageError: ``scope`` is neither, or was given as ``group``; or it is ``"node"``, and nobody
-            knows. That rank.
+        UsageError: ``scope`` is neither, or was given as ``group``; or nobody knows: it is
+            ``"node"``, or the ranks have not joined and no variable has this one's. That rank.
         NotInGroupError: it is ``"node"``, and this rank is no member of ``group``.
 
     Examples:
@@ -227,6 +227,8 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
     if isinstance(group, str):  # it would be False on all ranks
         raise UsageError(f"is_main: {group!r} is no group; write scope={group!r}")
     if scope == "world":
+        if group is None and not is_initialized():
+            return _is_main_by_launcher()
         return rank(group) == 0
     if scope != "node":
         raise UsageError(f"is_main: scope={scope!r} is neither 'world' nor 'node'")
@@ -244,6 +246,16 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
         f"is_main: global rank {whole.ranks[whole.rank]} can't tell which ranks share its host: "
         "there is no LOCAL_RANK; let every rank call objcomm.node_group() once before"
     )
+
+
+def _is_main_by_launcher() -> bool:
+    standing = standing_in(os.environ)
+    if standing.rank < 0:  # it would be False on all ranks
+        raise UsageError(
+            f"is_main: {standing.promise} promises other ranks, but no variable says which one "
+            "this is; call objcomm.init or init_process_group first"
+        )
+    return standing.rank == 0
 
 
 def stats(group: GroupLike = None) -> dict[str, OperationStats]:

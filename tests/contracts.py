@@ -134,6 +134,14 @@ def _check_tags(link: Link, others: list[int]) -> list[Pending]:
     return sent
 
 
+def _meet(link: Link, others: list[int]) -> None:
+    tag = payload_tag(0, 9)
+    pending = [link.recv(_filled(0, 1), peer, tag) for peer in others]
+    pending += [link.send(_filled(0, 1), peer, tag) for peer in others]
+    for each in pending:
+        each.wait(_LIMIT)
+
+
 def _filled(rank: int, length: int) -> torch.Tensor:
     return torch.full((length,), rank + 1, dtype=torch.uint8)
 
@@ -145,6 +153,7 @@ def check_ends(link: Connections) -> None:
     """
     others = [peer for peer in range(link.size) if peer != link.rank]
     assert list(link.closed()) == []
+    _meet(link, others)  # nobody closes before all have looked
     awaited = others if link.rank == 0 else [0]
     pending = [link.recv(_filled(0, 1), peer, payload_tag(0, 8)) for peer in awaited]
     if link.rank == 0:

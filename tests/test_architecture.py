@@ -19,8 +19,10 @@ FLOORS: list[list[str]] = [
         "elementwise",
         "environment",
         "frames",
+        "journal",
         "memory",
         "sameness",
+        "spans",
     ],
     ["backends", "config", "ops"],
     [
@@ -31,6 +33,7 @@ FLOORS: list[list[str]] = [
         "codecs.tensors",
         "history",
         "message",
+        "progress",
     ],
     ["admission", "codecs.restricted", "codecs.rules", "leaves"],
     ["codecs.pickle5", "codecs.plain", "structures"],
@@ -42,6 +45,8 @@ FLOORS: list[list[str]] = [
         "transport.base",
         "transport.line",
         "transport.order",
+        "transport.outage",
+        "transport.pieces",
         "transport.regions",
         "transport.topology",
         "transport.verdict",
@@ -56,6 +61,7 @@ FLOORS: list[list[str]] = [
         "transport.nccl",
         "transport.proposal",
         "transport.rendezvous",
+        "transport.transfers",
     ],
     ["transport.exchange", "transport.gloo"],
     ["transport.mesh", "transport.reduction", "transport.routes"],
@@ -71,11 +77,12 @@ FLOORS: list[list[str]] = [
     ["transport.pair"],
     ["group"],
     ["absence", "turn", "work", "world"],
-    ["recorder"],
+    ["exporting", "options", "recorder"],
     ["call"],
-    ["buckets", "collectives", "errand", "folding", "start", "together", "trees"],
+    ["bodies", "buckets", "errand", "folding", "start", "together", "trees"],
     [
         "averages",
+        "collectives",
         "consensus",
         "launched",
         "launching",
@@ -98,10 +105,22 @@ FLOORS: list[list[str]] = [
     ["inspector.rows"],
     ["inspector.clocks", "inspector.words"],
     ["inspector.table", "inspector.trace", "inspector.verdict"],
+    ["doctor.bounded", "doctor.facts", "doctor.schedule"],
+    ["doctor.address", "doctor.evidence", "doctor.interfaces", "doctor.measure"],
+    ["doctor.finding", "doctor.host", "doctor.meeting", "doctor.reach"],
+    [
+        "doctor.attendance",
+        "doctor.examination",
+        "doctor.installation",
+        "doctor.network",
+        "doctor.speed",
+    ],
+    ["doctor.findings", "doctor.picture", "doctor.table"],
+    ["doctor.command"],
     ["__main__"],
     ["demo"],
 ]
-PACKAGES = {"compat", "inspector", "transport"}  # hold nothing themselves
+PACKAGES = {"compat", "doctor", "inspector", "transport"}  # hold nothing themselves
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 # Only these may start a transfer; only this may translate ranks.

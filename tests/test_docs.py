@@ -25,11 +25,15 @@ _FENCE = re.compile(r"^```python(?P<tags>[^\n]*)\n(?P<source>.*?)^```$", re.DOTA
 
 
 class Block(NamedTuple):
-    """One fenced block: where it stands, and on how many ranks it runs; 0 means alone."""
+    """One fenced block: where it stands, and on how many ranks it runs; 0 means alone.
+
+    ``launcher=torchrun`` sets torchrun's variables, which some libraries ask for.
+    """
 
     where: str
     ranks: int
     source: str
+    is_launched: bool
 
 
 def blocks() -> Iterator[Block]:
@@ -41,7 +45,8 @@ def blocks() -> Iterator[Block]:
             line = text[: found.start()].count("\n") + 1
             ranks = re.search(r"ranks=(\d+)", found["tags"])
             where = f"{path.relative_to(_ROOT)}:{line}"
-            yield Block(where, int(ranks[1]) if ranks else 0, found["source"])
+            is_launched = "launcher=torchrun" in found["tags"]
+            yield Block(where, int(ranks[1]) if ranks else 0, found["source"], is_launched)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,12 @@ def run(
     def begin(block: Block) -> None:
         folder = tempfile.mkdtemp(dir=base)
         run_on_fresh_ranks(
-            block.ranks, run_block, where=block.where, source=block.source, folder=folder
+            block.ranks,
+            run_block,
+            where=block.where,
+            source=block.source,
+            folder=folder,
+            is_launched=block.is_launched,
         )
 
     with begun_ahead(request, {block.where: partial(begin, block) for block in blocks()}) as wait:
@@ -66,9 +76,11 @@ def test_a_block_of_the_documentation_runs(block: Block, run: Callable[[Block], 
     run(block)
 
 
-def run_block(where: str, source: str, folder: str) -> None:
+def run_block(where: str, source: str, folder: str, *, is_launched: bool = False) -> None:
     """Run a block as a script of its own, in a folder that it may write to."""
     os.chdir(folder)
+    if is_launched:
+        os.environ.update(LOCAL_RANK=str(here().rank), OMP_NUM_THREADS="1")
     if here().world_size > 1:
         join(here(), "docs")
         # A block may show how a script starts; it finds that done.

@@ -40,6 +40,7 @@ _LAUNCHER_VARIABLES = (
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
 )
+_LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "MPI_LOCAL", "SLURM_", "JSM_")
 
 #: Modules besides ``test_*`` whose asserts show their values.
 EXPLAINED = ("tests.same", "tests.contracts", "tests.group.helpers")
@@ -218,8 +219,9 @@ class Pool:
 def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> None:
     global _place  # noqa: PLW0603  # the one fact that a worker has
     _place = place
-    for name in _LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
+    for name in list(os.environ):
+        if name in _LAUNCHER_VARIABLES or name.startswith(_LAUNCHER_PREFIXES):
+            del os.environ[name]
     os.environ.update(place.environment)
     with log.open("wb") as printed:
         os.dup2(printed.fileno(), 1)

@@ -18,6 +18,7 @@ import objcomm
 from objcomm.absence import is_in_order
 from objcomm.environment import Place, local_rank_in, place_in
 from objcomm.errors import UsageError
+from objcomm.frames import Operation
 from objcomm.outcome import named
 from objcomm.world import resolve
 
@@ -196,17 +197,21 @@ def zero_first(is_main: bool) -> Iterator[None]:  # noqa: FBT001  # axolotl's
         yield
 
 
+class _zero_first_of_node(objcomm.node_first):  # noqa: N801  # as its base
+    _operation = Operation.ZERO_FIRST
+
+
 def _first(*, is_main: bool) -> contextlib.AbstractContextManager[None]:
     """The block that fits to what all ranks say of themselves."""
     whole = resolve(None)
     if is_in_order("zero_first", whole.ranks, whole.rank):  # nested: nobody need say anything
-        return objcomm.main_first()
+        return objcomm.zero_first()
     flags = objcomm.all_gather(is_main)
     if flags == [rank == 0 for rank in range(len(flags))]:
-        return objcomm.main_first()
+        return objcomm.zero_first()
     is_first_of_host = objcomm.rank(objcomm.node_group()) == 0
     if objcomm.all_ranks(is_main == is_first_of_host):
-        return objcomm.node_first()
+        return _zero_first_of_node()
     true_on = named([rank for rank, flag in enumerate(flags) if flag]) if any(flags) else "no rank"
     raise UsageError(
         f"zero_first: is_main is true on {true_on}; it must be true on rank 0 alone, or on the "

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.serialization import get_safe_globals
 
+from objcomm.bodies import all_gather_in, broadcast_in, gather_in
 from objcomm.call import Call
 from objcomm.coding import Coding
-from objcomm.collectives import all_gather_in, broadcast_in, gather_in
 from objcomm.compat import lists
 from objcomm.compat.patching import Patch, Switch
 from objcomm.eager import keep_eager

@@ -27,7 +27,7 @@ def run(config: Config, out: Path) -> None:
     model = train(config, train_shard)
 
     predictions = predict(model, test_shard, rank)
-    gathered = objcomm.gather(predictions)
+    gathered = objcomm.gather(predictions, progress=True)
     matrix = objcomm.reduce(ConfusionMatrix.of(predictions), ConfusionMatrix.merge)
     calls = objcomm.gather(objcomm.stats())
 

@@ -25,7 +25,7 @@ def train(config: Config, shard: Shard) -> nn.Module:
     model = nn.Sequential(
         nn.Linear(PIXELS, config.hidden), nn.ReLU(), nn.Linear(config.hidden, CLASSES)
     )
-    model.load_state_dict(objcomm.broadcast(model.state_dict()))
+    model.load_state_dict(objcomm.broadcast(model.state_dict(), progress=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=0.9)
     steps = tqdm(
         list(_minibatches(config, len(shard.rows))),

@@ -73,11 +73,16 @@ class Link(Protocol):
 
     Transfers of one pair, direction and tag happen in the order in which they were posted; a
     receive may be longer than what is sent, never shorter.
+
+    Attributes:
+        rank: this one.
+        size: number of ranks.
+        hosts: of each rank, as a number.
     """
 
     rank: int
     size: int
-    is_one_host: bool
+    hosts: tuple[int, ...]
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """Begin to send; ``flat`` may not change before the end."""
@@ -100,6 +105,9 @@ class Connections(Link, Protocol):
 
     def closed_by(self) -> Sequence[int]:
         """The peers that had closed their connections before this rank did."""
+
+    def beside(self, peers: Sequence[int]) -> Sequence[int]:
+        """The other ranks on the hosts of some peers, those included, in order."""
 
 
 class DeviceLink(Protocol):
@@ -127,10 +135,17 @@ class DeviceLink(Protocol):
 
 
 class Deadline:
-    """A time limit that all waits of one operation share."""
+    """A time limit that all waits of one operation share.
+
+    Attributes:
+        seconds: how long it is.
+        lost_seconds: for how long a host may be out of reach, on connections that this operation
+            has to make.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self.lost_seconds = settings().lost_after
         self._report_seconds = settings().report_after
         self._end = 0.0
         self.restart()

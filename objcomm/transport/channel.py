@@ -95,6 +95,16 @@ class Channel:
             self.connect(mesh, lane, operation, deadline, call_site)
         return mesh, lane
 
+    def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
+        """Connect now what the first call would connect; every member must call this.
+
+        As ``enter``, with its errors, but no thread has taken a lane afterwards.
+        """
+        mesh, lane = self.enter(operation, deadline, call_site, "")
+        with self._lock:
+            if mesh.lanes.get(lane.name) is lane:
+                del mesh.lanes[lane.name]
+
     def admit(
         self, operation: str, lane_name: str, order: Order | None = None
     ) -> tuple[Mesh, Lane]:
@@ -212,6 +222,7 @@ class Channel:
         name = self._process_group().group_name
         mesh = Mesh(
             name=name if self._whole is None else f"{name}, ranks {self._pair}",
+            is_world=self._whole is None and self._process_group() is self._world(),
             ranks=self._ranks,
             rank=self._rank,
             history=self._history,

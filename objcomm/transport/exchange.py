@@ -4,59 +4,28 @@ Knows links, messages and this operation's header; knows nothing of what the mes
 who has to send to whom.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from objcomm.admission import Gate
-from objcomm.errors import TransportError, TransportTimeout
 from objcomm.frames import EVERYONE, Header
 from objcomm.history import Entry
-from objcomm.memory import empty, view
+from objcomm.memory import view
 from objcomm.message import Message, open_body
 from objcomm.transport import topology
-from objcomm.transport.base import (
-    Deadline,
-    Link,
-    Pending,
-    head_tag,
-    payload_tag,
-    reason_of,
-    receipt_tag,
-    result_tag,
-)
+from objcomm.transport.base import Deadline, Link, head_tag
 from objcomm.transport.device import DevicePath
-from objcomm.transport.lane import Lane, Standing
-
-# A transfer that is done says so even after the link has broken, so any limit serves to ask it;
-# Gloo takes zero for its own default.
-_INSTANT = timedelta(milliseconds=1)
+from objcomm.transport.lane import Lane, Standing, absent
+from objcomm.transport.pieces import Meter, Unit, ended, is_paced, nbytes_of, units
+from objcomm.transport.transfers import Transfers
 
 # So much is taken by the system's socket buffers, whether or not the peer reads.
 _UNNOTICED_NBYTES = 1 << 16
 
 
-class Arriving(NamedTuple):
-    """Bytes on their way to this rank.
-
-    Attributes:
-        flat: where they arrive.
-        await_from: waits for them, given the rank that sends them.
-    """
-
-    flat: torch.Tensor
-    await_from: Callable[[int], None]
-
-    def wait(self, peer: int) -> torch.Tensor:
-        """Where they have arrived."""
-        self.await_from(peer)
-        return self.flat
-
-
-class Exchange:
+class Exchange(Transfers):
     """What one rank sends and receives in one operation; sends are begun, ``finish`` ends them.
 
     Attributes:
@@ -66,6 +35,7 @@ class Exchange:
         gate: signs this rank's messages and judges the others'.
         rank: this rank, within the group.
         size: number of ranks.
+        hosts: of each rank, as a number.
         rounds: how often this rank had to wait for what depended on an earlier message.
         sent_nbytes: bytes sent over the link so far, to all ranks together.
         received_nbytes: bytes received over the link so far.
@@ -80,6 +50,7 @@ class Exchange:
         deadline: Deadline,
         gate: Gate,
         device: DevicePath,
+        meter: Meter | None = None,
     ) -> None:
         """Begin.
 
@@ -90,24 +61,19 @@ class Exchange:
             deadline: for all waits together.
             gate: signs this rank's messages and judges the others'.
             device: see ``device.DevicePath``.
+            meter: is told of the bytes that follow heads, as far as they go over ``link``; None if
+                nobody wants to know.
         """
-        self.header = header = entry.header
+        super().__init__(link, lane.number, entry, deadline, meter)
+        self.header = entry.header
         self.device = device
         self.rank = link.rank
         self.size = link.size
+        self.hosts = link.hosts
         self.rounds = 0
-        self.sent_nbytes = 0
-        self.received_nbytes = 0
-        self._link = link
         self._lane = lane
-        self.entry = entry
-        self._deadline = deadline
         self.gate = gate
         self._head_tag = head_tag(lane.number)
-        self._payload_tag = payload_tag(lane.number, header.sequence)
-        self._receipt_tag = receipt_tag(lane.number, header.sequence)
-        self._result_tag = result_tag(lane.number, header.sequence)
-        self._sends: list[tuple[Pending, int, torch.Tensor, object]] = []
 
     def send_head(
         self, message: Message, peers: Iterable[int], destination: int = EVERYONE
@@ -139,7 +105,7 @@ class Exchange:
                 each.pending.wait(self._deadline.left())
             except RuntimeError as error:
                 is_late = self._has_timed_out(error)
-                missing = _absent(peers, standing, at) if is_late else (peer,)
+                missing = absent(peers, standing, at) if is_late else (peer,)
                 raise self._naming(error, missing) from error
             message = self.open(each.raw, peer if made_by is None else made_by)
             each.renew()
@@ -167,108 +133,84 @@ class Exchange:
             open_body(message, self.device.device)
         return message
 
-    def send_rest(self, message: Message, peers: Iterable[int]) -> None:
+    def send_rest(self, message: Message, peers: Sequence[int]) -> None:
         """Begin to send what follows the head, to some ranks."""
         if message.is_all_head:
             return
+        rest = self._body_units(message) + self._payload_units(message)
         for peer in peers:
-            for piece in _ended(self._body(message)) + _ended(self._pieces(message)):
+            for piece in itertools.chain.from_iterable(rest):
                 self._send(piece, peer, self._payload_tag, message)
-            self._expect_receipt(peer, message)
+        if is_paced(message):
+            self._meter.expect(nbytes_of(rest))
+            self._expect_receipts(rest, peers)
+        elif self._is_noticed(message):
+            self.confirm((), peers)
 
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
         """Wait for what follows the heads of some peers, from all at once."""
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
         if not arriving:
             return
-        self._wait_for([(peer, _ended(self._body(message))) for peer, message in arriving])
+        self._wait_for([(*each, self._body_units(each[1])) for each in arriving])
         for _, message in arriving:
             if not message.header.is_inline:
                 open_body(message, self.device.device)
-        self._wait_for([(peer, _ended(self._pieces(message))) for peer, message in arriving])
-        for peer, message in arriving:
-            self._send_receipt(peer, message)
+        self._wait_for([(*each, self._payload_units(each[1])) for each in arriving])
+        noticed = [each for each in arriving if not is_paced(each[1])]
+        self.confirm([peer for peer, message in noticed if self._is_noticed(message)], ())
 
     def relay_rest(self, message: Message, root: int) -> None:
         """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks."""
         if message.is_all_head:
             return
         nbytes = message.header.body_nbytes + message.header.payload_nbytes
-        parent, children, chunk_nbytes = self._place(nbytes, root)
+        parent, children, chunk_nbytes = place = self._place(nbytes, root)
         if not message.header.is_inline:
-            self._relay(view(message.body).split(chunk_nbytes), parent, children, message)
+            self._relay(self._body_pieces(message, chunk_nbytes), place, message)
             if parent is not None:
                 open_body(message, self.device.device)
-        self._relay(self._pieces(message, chunk_nbytes), parent, children, message)
-        for child in children:
-            self._expect_receipt(child, message)
-        if parent is not None:
-            self._send_receipt(parent, message)
+        self._relay(self._pieces(message, chunk_nbytes), place, message)
+        if not is_paced(message) and self._is_noticed(message):
+            self.confirm([] if parent is None else [parent], children)
 
-    def _place(self, nbytes: int, root: int) -> tuple[int | None, list[int], int]:
-        """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
-        route, chunk_nbytes = topology.for_payload(
-            nbytes, self.size, is_one_host=self._link.is_one_host
-        )
-        return *route(self.rank, root, self.size), chunk_nbytes
+    def pass_around(self, messages: Sequence[Message], ring: Sequence[int]) -> None:
+        """What follows every rank's head, each rank's from neighbour to neighbour to all others.
+
+        Args:
+            messages: of all ranks, in rank order; at least one has more than its head.
+            ring: all ranks, the same on each; a rank receives from the one before it.
+        """
+        at = ring.index(self.rank)
+        left, right = ring[at - 1], ring[(at + 1) % self.size]
+        coming = [messages[ring[at - steps]] for steps in range(1, self.size)]  # in this order
+        for cut in (self._body_pieces, self._pieces):
+            rest = [(message, ended([piece])) for message in coming for piece in cut(message)]
+            arriving = [self._posted(left, unit) for _, unit in rest]
+            self._meter.expect(nbytes_of([unit for _, unit in rest]))
+            mine = messages[self.rank]
+            for piece in itertools.chain.from_iterable(ended([each]) for each in cut(mine)):
+                self._send(piece, right, self._payload_tag, mine)
+            for (message, unit), pendings in zip(rest, arriving, strict=True):
+                self._take(unit, pendings, left, has_receipt=False)
+                for piece in unit if message is not messages[right] else ():
+                    self._send(piece, right, self._payload_tag, message)
+            self.rounds += bool(rest)
+            for message in coming if cut == self._body_pieces else ():
+                if not message.header.is_inline:
+                    open_body(message, self.device.device)
+        self.confirm([left], [right])
 
     def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
         """Bytes that all ranks have agreed on, none empty, from ``root``'s memory into others'."""
-        parent, children, chunk_nbytes = self._place(sum(flat.numel() for flat in flats), root)
-        self._relay([p for f in flats for p in f.split(chunk_nbytes)], parent, children, flats)
+        place = parent, children, chunk_nbytes = self._place(sum(f.numel() for f in flats), root)
+        self._relay([piece for flat in flats for piece in flat.split(chunk_nbytes)], place, flats)
         self.confirm([] if parent is None else [parent], children)
 
-    def send_flat(
-        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
-    ) -> None:
-        """Begin to send bytes that both ranks have agreed on; ``peer`` calls ``arriving``.
-
-        Args:
-            flat: ``uint8``; it may not change before ``finish``.
-            peer: to whom.
-            is_result: which of the two streams between two ranks it belongs to.
-            is_ended: whether the last byte travels by itself.
-        """
-        tag = self._result_tag if is_result else self._payload_tag
-        for piece in _ended([flat]) if is_ended else [flat]:
-            self._send(piece, peer, tag, flat)
-
-    def arriving(
-        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
-    ) -> "Arriving":
-        """Begin to receive what ``peer`` sends by ``send_flat`` with the same options."""
-        tag = self._result_tag if is_result else self._payload_tag
-        pieces = _ended([flat]) if is_ended else [flat]
-        pendings = [self._post(peer, piece, tag) for piece in pieces]
-        return Arriving(flat, functools.partial(self._wait_backwards, pendings))
-
-    def confirm(self, received_from: Iterable[int], sent_to: Iterable[int]) -> None:
-        """Tell some ranks that all they sent has come, and let ``finish`` wait for such words."""
-        for peer in received_from:
-            self._send(empty(1), peer, self._receipt_tag, None)
-        for peer in sent_to:
-            flat = empty(1)
-            self._sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
-
-    def finish(self) -> None:
-        """Wait until everything that was sent has been taken; receipts come before what they tell.
-
-        When a connection closes, Gloo does not wake whoever waits for a send that is under way (see
-        ``_ended``), but it does for the receive of a receipt.
-        """
-        for pending, peer, _, _ in reversed(self._sends):
-            self._wait(pending, peer)
-        self._sends.clear()
-
-    def _expect_receipt(self, peer: int, message: Message) -> None:
-        if self._is_noticed(message):
-            flat = empty(1)
-            pending = self._post(peer, flat, self._receipt_tag)
-            self._sends.append((pending, peer, flat, message))
-
-    def _send_receipt(self, peer: int, message: Message) -> None:
-        if self._is_noticed(message):
-            self._send(empty(1), peer, self._receipt_tag, message)
+    def _place(self, nbytes: int, root: int) -> "_Place":
+        """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
+        route, chunk_nbytes = topology.for_payload(nbytes, self.hosts)
+        return *route(self.rank, root, self.size), chunk_nbytes
 
     def _is_noticed(self, message: Message) -> bool:
         """Whether so much follows its head here that a receipt is due; the same on both ranks."""
@@ -276,8 +218,17 @@ class Exchange:
         flats = self.device.not_carried(message)
         return body_nbytes + sum(flat.numel() for flat in flats) > _UNNOTICED_NBYTES
 
-    def _body(self, message: Message) -> list[torch.Tensor]:
-        return [] if message.header.is_inline else [view(message.body)]
+    def _body_units(self, message: Message) -> list[Unit]:
+        body = [] if message.header.is_inline else [view(message.body)]
+        return units(message, body, topology.CHUNK_MAX_NBYTES)
+
+    def _payload_units(self, message: Message) -> list[Unit]:
+        return units(message, self._pieces(message), topology.CHUNK_MAX_NBYTES)
+
+    def _body_pieces(
+        self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
+    ) -> Sequence[torch.Tensor]:
+        return () if message.header.is_inline else view(message.body).split(chunk_nbytes)
 
     def _pieces(
         self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
@@ -285,98 +236,38 @@ class Exchange:
         flats = self.device.not_carried(message)
         return [piece for flat in flats for piece in flat.split(chunk_nbytes)]
 
-    def _relay(
-        self,
-        pieces: Sequence[torch.Tensor],
-        parent: int | None,
-        children: Sequence[int],
-        owner: object,
-    ) -> None:
+    def _relay(self, pieces: Sequence[torch.Tensor], place: "_Place", owner: object) -> None:
         if not pieces:
             return
         self.rounds += 1
-        ended = [_ended([piece]) for piece in pieces]
-        arriving = [] if parent is None else [self._posted(parent, parts) for parts in ended]
-        for at, parts in enumerate(ended):
+        parent, children, _ = place
+        has_receipts = isinstance(owner, Message) and is_paced(owner)
+        relayed = [ended([piece]) for piece in pieces]
+        arriving = [] if parent is None else [self._posted(parent, unit) for unit in relayed]
+        self._meter.expect(nbytes_of(relayed))
+        for at, unit in enumerate(relayed):
             if parent is not None:
-                self._wait_backwards(arriving[at], parent)
+                self._take(unit, arriving[at], parent, has_receipt=has_receipts)
             for child in children:
-                for part in parts:
-                    self._send(part, child, self._payload_tag, owner)
+                for piece in unit:
+                    self._send(piece, child, self._payload_tag, owner)
+        if has_receipts:
+            self._expect_receipts(relayed, children, is_counted=parent is None)
 
-    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: object) -> None:
-        try:
-            pending = self._link.send(flat, peer, tag)
-        except RuntimeError as error:
-            raise self._naming(error, (peer,)) from error
-        # The memory must outlive the transfer, so its owner is kept beside it.
-        self._sends.append((pending, peer, flat, owner))
-        self.sent_nbytes += flat.numel() if tag != self._receipt_tag else 0
-
-    def _post(self, peer: int, flat: torch.Tensor, tag: int) -> Pending:
-        self.received_nbytes += flat.numel() if tag != self._receipt_tag else 0
-        try:
-            return self._link.recv(flat, peer, tag)
-        except RuntimeError as error:
-            raise self._naming(error, (peer,)) from error
-
-    def _posted(self, peer: int, flats: Iterable[torch.Tensor]) -> list[Pending]:
-        return [self._post(peer, flat, self._payload_tag) for flat in flats]
-
-    def _wait_for(self, arriving: Sequence[tuple[int, list[torch.Tensor]]]) -> None:
-        if not any(flats for _, flats in arriving):
+    def _wait_for(self, arriving: Sequence[tuple[int, Message, list[Unit]]]) -> None:
+        if not any(rest for _, _, rest in arriving):
             return
         self.rounds += 1
-        posted = [(self._posted(peer, flats), peer) for peer, flats in arriving]
-        for pendings, peer in posted:
-            self._wait_backwards(pendings, peer)
-
-    def _wait_backwards(self, pendings: Sequence[Pending], peer: int) -> None:
-        """Wait for the end first: see ``_ended``."""
-        for pending in reversed(pendings):
-            self._wait(pending, peer)
-
-    def _wait(self, pending: Pending, peer: int) -> None:
-        self.entry.awaits = peer
-        try:
-            pending.wait(self._deadline.left())
-        except RuntimeError as error:
-            raise self._naming(error, (peer,)) from error
-
-    def _naming(self, error: RuntimeError, peers: tuple[int, ...]) -> TransportError:
-        """What a link raised, as an error that names the ranks concerned."""
-        if self._has_timed_out(error):
-            return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
-        reason = f"it died, exited or lost its network ({reason_of(error)})"
-        return TransportError(self.entry.operation, peers, reason)
-
-    def _has_timed_out(self, error: RuntimeError) -> bool:
-        # Gloo counts whole milliseconds, so its limit may pass before ours.
-        return self._deadline.has_passed or "Timed out" in str(error)
+        columns = [
+            [(unit, self._posted(peer, unit), peer, is_paced(message)) for unit in rest]
+            for peer, message, rest in arriving
+        ]
+        self._meter.expect(sum(nbytes_of(rest) for _, _, rest in arriving))
+        # Of all peers in turn, because they send at the same time.
+        for row in itertools.zip_longest(*columns):
+            for unit, pendings, peer, has_receipt in filter(None, row):
+                self._take(unit, pendings, peer, has_receipt=has_receipt)
 
 
-def _ended(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same bytes, of which the last one travels by itself.
-
-    When a connection closes, Gloo wakes the receives that stand posted, but neither the one that is
-    being filled nor a send whose receive is posted: whoever waits for one of those waits until the
-    limit (``Pair::signalException`` of torch 2.13 forgets ``rx_``, and the ``ubuf`` in ``tx_``). So
-    a receiver waits for the last byte first, which is posted until all before it has come.
-    """
-    if not pieces or pieces[-1].numel() <= 1:
-        return pieces
-    *rest, last = pieces
-    return [*rest, last[:-1], last[-1:]]
-
-
-def _absent(peers: Sequence[int], standing: Sequence[Standing], start: int) -> tuple[int, ...]:
-    """Of the ranks from ``start`` on, that one and all others whose message has not come."""
-    others = zip(peers[start + 1 :], standing[start + 1 :], strict=True)
-    return peers[start], *(peer for peer, each in others if not _is_done(each.pending))
-
-
-def _is_done(pending: Pending) -> bool:
-    try:
-        return pending.wait(_INSTANT)
-    except RuntimeError:
-        return False
+#: See ``Exchange._place``.
+_Place = tuple[int | None, list[int], int]

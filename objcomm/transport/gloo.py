@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from objcomm.memory import empty
 from objcomm.transport.base import POKE_TAG, Deadline, Pending
+from objcomm.transport.outage import notice_outages, open_sockets
 from objcomm.transport.rendezvous import Progress, forget, meet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 # What Gloo says of connections that it closed because a wait of this rank's own timed out.
 _OWN_DOING = "Application timeout"
@@ -35,7 +36,7 @@ class GlooLink:
     Attributes:
         rank: rank within the group.
         size: number of ranks that it joins.
-        is_one_host: whether all ranks run on one machine.
+        hosts: of each rank that it joins, as a number.
     """
 
     def __init__(
@@ -66,12 +67,15 @@ class GlooLink:
         # Gloo waits in the store, and a TCPStore lets one thread at a time in: over the user's own
         # two groups that connect at once would wait for each other.
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
-        self.is_one_host = meet(own, place, size, progress)
+        self.hosts = meet(own, place, size, progress)
         prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", own)
         # All ranks are here: one that dies now must not hold this thread for as long as a call.
         limit = min(deadline.left(), _CONNECT_MAX)
+        before = open_sockets()
         # Any: torch's stubs leave out point-to-point of a backend.
         self._mesh: Any = dist.ProcessGroupGloo(prefixed, place, size, limit)
+        if len(set(self.hosts)) > 1:
+            notice_outages(before, deadline.lost_seconds)
         forget(own, progress.nonce, size)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -105,6 +109,11 @@ class GlooLink:
         except RuntimeError:
             return True
         return False
+
+    def beside(self, peers: Collection[int]) -> Sequence[int]:
+        """See ``base.Connections``."""
+        theirs = {self.hosts[self._places[peer]] for peer in peers}
+        return [peer for peer in self._others() if self.hosts[self._places[peer]] in theirs]
 
     def closed_by(self) -> Sequence[int]:
         """See ``base.Connections``."""

@@ -3,7 +3,6 @@
 All of it runs on a bulletin's thread, because it talks to the store.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from objcomm.errors import Position
 from objcomm.frames import operation_name
 from objcomm.history import Entry
+from objcomm.journal import log
 from objcomm.transport.bulletin import Board
 from objcomm.transport.conflict import find_conflict
 from objcomm.transport.lane import Lane
@@ -25,9 +25,10 @@ Waiting = tuple[Mesh, Lane, Entry]
 
 # Ranks that are not waiting look three times a second whether they are asked.
 _ANSWERS_WITHIN_SECONDS = 0.4
+# A wait is asked about after half a second.
+_SURELY_ANSWERED_SECONDS = 1.2
 _PAUSE_SECONDS = 0.02
 
-_logger = logging.getLogger("objcomm")
 _MOST_NAMED = 8
 
 
@@ -40,7 +41,7 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
         if mesh.verdict is not None or entry not in lane.waits():
             continue
         entry.first_asked = entry.first_asked or asked
-        if not _heed(board, mesh, entry) and not _is_deserted(board, mesh):
+        if not _heed(board, mesh, entry) and not _is_deserted(board, mesh, meshes, entry):
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
 
 
@@ -57,14 +58,30 @@ def _heed(board: Board, mesh: Mesh, entry: Entry) -> bool:
     return posted is not None
 
 
-def _is_deserted(board: Board, mesh: Mesh) -> bool:
+def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry) -> bool:
     """End a mesh whose ranks have not met, if one of them can't come any more."""
-    missing = mesh.missing(board)
+    missing = mesh.missing(board) or _dead(board, mesh, meshes, entry)
     if missing:
         mesh.is_deserted = True
         reason = "it died, exited or lost its network before it sent to or received from this rank"
         settle(board, mesh, Verdict.of(Cause.LOST, ranks=missing, reason=reason))
     return bool(missing)
+
+
+def _dead(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry) -> tuple[int, ...]:
+    """Members whose connections with this rank in the world have ended, and who do not answer.
+
+    Either alone is no proof: a network may fail for a while, and a rank may be too busy to answer.
+    """
+    if mesh.link is not None or time.monotonic() - entry.waits_since < _SURELY_ANSWERED_SECONDS:
+        return ()
+    worlds = [each for each in meshes if each.is_world and each is not mesh]
+    lost = {rank for world in worlds for rank in world.lost(board)}
+    return tuple(
+        peer
+        for peer in mesh.others
+        if mesh.ranks[peer] in lost and board.read(mesh.ranks[peer], entry.first_asked) is None
+    )
 
 
 def _look_for_conflict(
@@ -159,14 +176,20 @@ def report(
             rank < mesh.rank and _has_arrived(mesh, lane, entry, known[rank]) for rank in known
         )
         if mesh.verdict is None and entry in lane.waits() and not is_told:
-            _logger.warning("%s", _text(entry, timeout_verdict(mesh, lane, entry, known)))
+            _warn(mesh, entry, timeout_verdict(mesh, lane, entry, known))
 
 
 def report_silence(waiting: Sequence[Waiting], told: threading.Event) -> None:
     """As ``report``, if the store has not answered."""
-    if not told.is_set():
-        for mesh, lane, entry in waiting:
-            _logger.warning("%s", _text(entry, timeout_verdict(mesh, lane, entry, None)))
+    if told.is_set():
+        return
+    for mesh, lane, entry in waiting:
+        if mesh.verdict is None and entry in lane.waits():
+            _warn(mesh, entry, timeout_verdict(mesh, lane, entry, None))
+
+
+def _warn(mesh: Mesh, entry: Entry, verdict: Verdict) -> None:
+    log.warning("%s", _text(entry, verdict), extra=mesh.labels)
 
 
 def _text(entry: Entry, verdict: Verdict) -> str:

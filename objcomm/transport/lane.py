@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from objcomm.frames import WINDOW_NBYTES
 from objcomm.transport.base import Link, Pending, head_tag
 
 if TYPE_CHECKING:
-    from datetime import timedelta
+    from collections.abc import Sequence
 
     from objcomm.history import Entry
     from objcomm.transport.line import Line
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 #: The lane of threads that take turns: it has no owner but whoever's turn it is.
 IN_TURNS = "in turns"
+
+# A transfer that is done says so even after the link has broken, so any limit serves to ask it;
+# Gloo takes zero for its own default.
+_INSTANT = timedelta(milliseconds=1)
 
 # How many calls the other ranks are told of: a rank that only sends can be some ahead.
 _PAST = 8
@@ -178,3 +183,16 @@ class Standing:
     def post(self) -> None:
         """Post the next one, now that the last one's message was taken."""
         self.pending = self._link.recv(self._flat, self._peer, self._tag)
+
+
+def absent(peers: Sequence[int], standing: Sequence[Standing], start: int) -> tuple[int, ...]:
+    """Of the ranks from ``start`` on, that one and all others whose message has not come."""
+    others = zip(peers[start + 1 :], standing[start + 1 :], strict=True)
+    return peers[start], *(peer for peer, each in others if not _is_done(each.pending))
+
+
+def _is_done(pending: Pending) -> bool:
+    try:
+        return pending.wait(_INSTANT)
+    except RuntimeError:
+        return False

@@ -6,16 +6,19 @@ one; nothing of the old one can reach it, because each has a name that no other 
 
 from __future__ import annotations  # torch may be built without distributed
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from objcomm.errors import ObjcommError, TransportError, TransportTimeout
+from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
 from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
+from objcomm.journal import log
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
+from objcomm.transport.outage import HOST_LOST
 from objcomm.transport.regions import regions
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
@@ -41,6 +44,7 @@ class Mesh:
 
     Attributes:
         name: the group's.
+        is_world: whether it joins all ranks, for as long as they are in a world.
         ranks: global ranks of the group.
         rank: this process's rank within the group.
         members: those of the group's ranks that it joins, as ranks within the group.
@@ -60,6 +64,7 @@ class Mesh:
         self,
         *,
         name: str,
+        is_world: bool,
         ranks: tuple[int, ...],
         rank: int,
         history: History,
@@ -68,6 +73,7 @@ class Mesh:
         whole: Callable[[], Mesh | None] | None,
     ) -> None:
         self.name = name
+        self.is_world = is_world
         self.ranks = ranks
         self.rank = rank
         self.members = members
@@ -90,6 +96,11 @@ class Mesh:
     def nonce(self) -> str:
         """Its name among all meshes, once this rank knows it; the key of its verdict."""
         return self._progress.nonce
+
+    @property
+    def labels(self) -> dict[str, object]:
+        """Whom a record in the log concerns."""
+        return {"rank": self.ranks[self.rank], "group": self.name}
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -120,16 +131,27 @@ class Mesh:
             board: to ask whether the group's connections were closed for another reason.
         """
         whole = None if self._whole is None else self._whole()
-        if self.link is not None or whole is None or whole.link is None:
+        if self.link is not None or whole is None:
             return ()
-        verdict = whole.verdict
+        gone = whole.lost(board)
+        return tuple(peer for peer in self.others if self.ranks[peer] in gone)
+
+    def lost(self, board: Board) -> set[int]:
+        """The global ranks whose connections of this mesh ended because they died or left.
+
+        Args:
+            board: to ask whether they were closed for another reason.
+        """
+        if self.link is None:
+            return set()
+        verdict = self.verdict
         if verdict is None:
-            gone = tuple(peer for peer in self.others if whole.link.is_closed(peer))
-            verdict = board.look(whole.nonce) if gone else None
+            gone = {self.ranks[peer] for peer in self.others if self.link.is_closed(peer)}
+            verdict = board.look(self.nonce) if gone else None
             if verdict is None:
                 return gone
         is_loss = verdict.cause is Cause.LOST or verdict.reason in FAREWELLS
-        return tuple(peer for peer in self.others if is_loss and peer in verdict.ranks)
+        return {self.ranks[peer] for peer in verdict.ranks} if is_loss else set()
 
     def connect(
         self,
@@ -218,6 +240,11 @@ class Mesh:
         self._progress.heed = None if self._whole is not None else self._heed
         try:
             link = GlooLink(store, self.rank, self.members, deadline, self._progress)
+            log.debug(
+                "group %r: %d ranks connected over Gloo, on %d host(s)",
+                *(self.name, len(self.members), len(set(link.hosts))),
+                extra=self.labels,
+            )
         except GivenUpError:
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
@@ -309,16 +336,27 @@ class Mesh:
         if self.nonce and not verdict.is_store_silent and self.rank not in lost:
             key, awaited = self.nonce, len(self.members) - len(lost)
             self.bulletin.submit(lambda board: board.acknowledge(key, awaited))
+        log.log(
+            logging.DEBUG if verdict.reason in FAREWELLS else logging.INFO,
+            "group %r: its connections were closed, %s: %s",
+            self.name,
+            "and its next call makes new ones" if self.can_be_replaced else "for good",
+            text_of(verdict.error("a call")),
+            extra=self.labels,
+        )
         return verdict
 
     def blamed(self, proposal: Verdict) -> Verdict:
         """``proposal`` of a lost peer, or of this rank if all its connections have ended by itself.
 
-        If others have ended them, their verdict stands already, and this one will not be used.
+        If others have ended them, their verdict stands already, and this one will not be used. With
+        a host its other ranks are lost, though their connections may end a moment later.
         """
         others = len(self.others)
         if self.verdict is not None or self.link is None or others == 1:
             return proposal
+        if HOST_LOST in proposal.reason:
+            return proposal._replace(ranks=tuple(self.link.beside(proposal.ranks)))
         time.sleep(_OTHERS_FIRST_SECONDS)
         if len(self.link.closed()) < others:
             return proposal

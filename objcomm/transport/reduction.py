@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from objcomm.memory import empty
-from objcomm.transport.exchange import Arriving, Exchange
+from objcomm.transport.exchange import Exchange
+from objcomm.transport.transfers import Arriving
 
 # A piece small enough for the processor's cache, and large enough that messages cost little. 64 MiB
 # among 4 ranks on 2 cores: in pieces of 1 MiB 228 ms, of 4 MiB 268, of 512 KiB 250.

@@ -8,6 +8,7 @@ answer it says go.
 
 from __future__ import annotations  # torch may be built without distributed
 
+import functools
 import socket
 import time
 import uuid
@@ -28,12 +29,12 @@ FIRST_USE = "first use of the group"
 _PREFIX = "objcomm"
 _IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
 
-_ONE_HOST, _SEVERAL_HOSTS = "one host", "several hosts"
 _GIVEN_UP = "given up"
 
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
+_SAID_FOR_SECONDS = 1.0
 # So a pause is at most 2 % of the wait before it: who has waited for minutes is in no hurry.
 _GROWTH = 1.02
 
@@ -103,8 +104,8 @@ class Progress:
             entry.awaits = self._awaits
 
 
-def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> bool:
-    """Meet all ranks and agree on a name that is new, which ``progress`` gets, and on the place.
+def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> tuple[int, ...]:
+    """Meet all ranks and agree on a name that is new, which ``progress`` gets, and on the places.
 
     Every member must call this. It has no limit of its own: see ``Progress.is_over``.
 
@@ -115,7 +116,7 @@ def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> bool:
         progress: tells others how far it has come.
 
     Returns:
-        Whether all ranks run on one machine.
+        The host of each member, as a number; they count from 0 in the order of their first members.
 
     Raises:
         GivenUpError: it was ended from outside.
@@ -155,7 +156,7 @@ def forget(store: dist.Store, nonce: str, size: int) -> None:
         store.delete_key(f"{_PREFIX}/{nonce}/0/{rank}")
 
 
-def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> bool:
+def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> tuple[int, ...]:
     nonce = progress.nonce = uuid.uuid4().hex
     answered: dict[int, str] = {}
     try:
@@ -167,9 +168,11 @@ def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> bool:
     for peer, number in answered.items():
         for key in (f"hello/{peer}", f"welcome/{number}", f"joined/{nonce}/{peer}"):
             store.delete_key(key)
-    is_one_host = len(set(machines.values())) == 1
-    store.set(f"go/{nonce}", _ONE_HOST if is_one_host else _SEVERAL_HOSTS)
-    return is_one_host
+    names = [machines[member] for member in range(size)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    hosts = tuple(numbers[name] for name in names)
+    store.set(f"go/{nonce}", " ".join(map(str, hosts)))
+    return hosts
 
 
 def _answer(
@@ -197,17 +200,18 @@ def _answer(
     return machines
 
 
-def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> bool:
+def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> tuple[int, ...]:
     while True:
         number = uuid.uuid4().hex
-        store.set(f"hello/{rank}", f"{number} {machine()}")
-        nonce = _wait_for(store, f"welcome/{number}", progress)
+        say_hello = functools.partial(store.set, f"hello/{rank}", f"{number} {machine()}")
+        say_hello()
+        nonce = _wait_for(store, f"welcome/{number}", progress, say_hello)
         progress.look_around()
         progress.nonce = nonce
         store.set(f"joined/{nonce}/{rank}", "")
         told = _wait_for(store, f"go/{nonce}", progress)
         if told != _GIVEN_UP:
-            return told == _ONE_HOST
+            return tuple(map(int, told.split()))
         for key in (f"welcome/{number}", f"joined/{nonce}/{rank}", f"go/{nonce}"):
             store.delete_key(key)
 
@@ -242,11 +246,19 @@ def await_all(store: dist.Store, size: int) -> None:
         return  # the store's host does not leave before all have come; if it died, calls say so
 
 
-def _wait_for(store: dist.Store, key: str, progress: Progress) -> str:
+def _wait_for(
+    store: dist.Store, key: str, progress: Progress, say_again: Callable[[], None] | None = None
+) -> str:
+    began = said = time.monotonic()
     pause = _PAUSE_MIN_SECONDS
     while not store.check([key]):
         progress.await_rank(0)
         pause = _sleep(pause)
+        now = time.monotonic()
+        if say_again is not None and now - said > max(_SAID_FOR_SECONDS, (now - began) / 10):
+            # A thread that has given up may have said it, too, and been held up on its way.
+            say_again()
+            said = now
     progress.await_rank(0)  # an answer may have come to who had given up
     return store.get(key).decode()
 

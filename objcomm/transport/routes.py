@@ -87,17 +87,31 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
     """Every rank's message to every rank, in rank order.
 
     First all heads go to all ranks. What is large then goes from each rank to each, at its own
-    size. Where a rank failed nothing large moves: all ranks see the failure in the heads.
+    size, or around a ring where there are several hosts. Where a rank failed nothing large moves:
+    all ranks see the failure in the heads.
     """
     messages = all_gather_heads(exchange, message)
     if any(each.header.status == Status.FAILURE for each in messages):
         return messages
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
-    exchange.send_rest(message, others)
-    exchange.recv_rest([(peer, messages[peer]) for peer in others])
+    if len(set(exchange.hosts)) > 1:
+        _pass_around(exchange, messages)
+    else:
+        exchange.send_rest(message, others)
+        exchange.recv_rest([(peer, messages[peer]) for peer in others])
     for peer, each in enumerate(messages):
         exchange.device.broadcast(each, peer, is_root=peer == exchange.rank)
     return messages
+
+
+def _pass_around(exchange: Exchange, messages: Sequence[Message]) -> None:
+    """What follows every rank's head, around a ring of all ranks that goes host by host.
+
+    Each network card carries each message once in either direction. Directly it would carry it once
+    for each pair of ranks, and streams that reach a card together lose packets.
+    """
+    if any(not each.is_all_head for each in messages):
+        exchange.pass_around(messages, sorted(range(exchange.size), key=exchange.hosts.__getitem__))
 
 
 def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:

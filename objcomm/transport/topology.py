@@ -5,7 +5,7 @@ from (``None`` for the root) and those to send to, in that order. All ranks comp
 picture from what they all know.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 Place = tuple[int | None, list[int]]
 Topology = Callable[[int, int, int], Place]
@@ -14,7 +14,6 @@ Topology = Callable[[int, int, int], Place]
 #: a tree where ranks share cores (measured at 2, 4 and 8 ranks).
 STAR_MAX_SIZE = 8
 
-_CHUNK_MIN_NBYTES = 1 << 20
 #: Large payloads are passed on in pieces of at most this size, which are still in the processor's
 #: cache then.
 CHUNK_MAX_NBYTES = 4 << 20
@@ -37,11 +36,42 @@ def binomial(rank: int, root: int, size: int) -> Place:
     return ((place - lowest + root) % size if place else None), children
 
 
-def chain(rank: int, root: int, size: int) -> Place:
-    """Each rank passes on to the next: no network card carries anything twice."""
-    place = (rank - root) % size
-    parent = (rank - 1) % size if place else None
-    return parent, [(rank + 1) % size] if place + 1 < size else []
+def chain(hosts: Sequence[int]) -> Topology:
+    """Each rank passes on to the next, host by host: no network card carries anything twice."""
+
+    def place(rank: int, root: int, size: int) -> Place:
+        line = sorted(range(size), key=lambda each: (hosts[each] != hosts[root], hosts[each]))
+        line.remove(root)
+        line.insert(0, root)
+        at = line.index(rank)
+        return line[at - 1] if at else None, line[at + 1 : at + 2]
+
+    return place
+
+
+def host_by_host(hosts: Sequence[int]) -> Topology:
+    """One rank of each host gets it, and passes it on to those beside it."""
+
+    def place(rank: int, root: int, size: int) -> Place:
+        first = {hosts[root]: root}
+        for each in range(size):
+            first.setdefault(hosts[each], each)
+        own = first[hosts[rank]]
+        beside = [own, *(each for each in range(size) if first[hosts[each]] == own != each)]
+        parent, children = _among(beside, rank)
+        if rank != own:
+            return parent, children
+        parent, others = _among(list(first.values()), rank)
+        return parent, [*others, *children]
+
+    return place
+
+
+def _among(ranks: Sequence[int], rank: int) -> Place:
+    """The place of one of some ranks, of which the first is the root."""
+    size = len(ranks)
+    parent, children = for_head(size)(ranks.index(rank), 0, size)
+    return None if parent is None else ranks[parent], [ranks[each] for each in children]
 
 
 def for_head(size: int) -> Topology:
@@ -49,17 +79,23 @@ def for_head(size: int) -> Topology:
     return star if size <= STAR_MAX_SIZE else binomial
 
 
-def for_payload(nbytes: int, size: int, *, is_one_host: bool) -> tuple[Topology, int]:
+def for_payload(nbytes: int, hosts: Sequence[int]) -> tuple[Topology, int]:
     """How ``nbytes`` reach all ranks, and in pieces of how many bytes they are passed on.
 
     On one host every copy costs the same memory traffic, and a tree has the fewest hops. Between
     hosts each network card is the limit: a chain lets it carry everything once, and is as fast as
     one copy once it is filled, which takes as many pieces as there are ranks.
+
+    Args:
+        nbytes: how many.
+        hosts: of each rank, as a number.
     """
+    size = len(hosts)
     chunk_nbytes = min(max(nbytes // (4 * size), _CHUNK_MIN_NBYTES), CHUNK_MAX_NBYTES)
-    if is_one_host:
+    if len(set(hosts)) <= 1:
         return binomial, chunk_nbytes
-    return (chain if nbytes >= size * chunk_nbytes else for_head(size)), chunk_nbytes
+    is_long = nbytes >= size * chunk_nbytes
+    return (chain(hosts) if is_long else host_by_host(hosts)), chunk_nbytes
 
 
 def _powers_below(size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""``python -m tests.faults``: carry out every fault and write docs/guide/failures.md's table."""
+"""``python -m tests.faults``: carry out every fault and write docs/guide/faults.md's table."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.faults.plan import Case
 from tests.faults.run import Outcome, carry_out
 from tests.faults.table import replaced, summary, table
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "failures.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "faults.md"
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Broadcast, gather, all_gather, scatter and barrier: what arrives, where, and in which shape."""
 
 import datetime
+import os
 from pathlib import Path
 from typing import Any
 
@@ -256,11 +257,38 @@ def test_without_torch_distributed_every_operation_is_that_of_one_rank() -> None
 @solo(environment={"WORLD_SIZE": "2", "RANK": "1"})
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_launched_but_uninitialised_rank_is_not_quietly_alone(name: str) -> None:
-    assert isinstance(objcomm.is_main(), bool)
-    assert objcomm.world_size() >= 1
-    assert objcomm.rank() >= 0
+    assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (1, 2, False)
     with pytest.raises(UsageError, match="init_process_group"):
         OPERATIONS[name](1)
+
+
+LAUNCHED = {
+    "SLURM": {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
+    "Open MPI": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+    "PMI": {"PMI_RANK": "0", "PMI_SIZE": "2"},
+}
+
+
+@solo()
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_every_launchers_ranks_are_not_quietly_alone(launcher: str) -> None:
+    os.environ.update(LAUNCHED[launcher])
+    with pytest.raises(UsageError, match=r"_(NTASKS|SIZE)=2 promises other ranks"):
+        objcomm.all_gather(1)
+    assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (0, 2, True)
+
+
+@solo(environment={"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"})
+def test_a_shell_in_an_allocation_is_a_world_of_one() -> None:
+    assert objcomm.all_gather(1) == [1]
+    assert objcomm.is_main()
+
+
+@solo(environment={"WORLD_SIZE": "2"})
+def test_nobody_is_main_before_a_rank_is_known() -> None:
+    assert (objcomm.rank(), objcomm.world_size()) == (-1, 2)
+    with pytest.raises(UsageError, match="is_main: WORLD_SIZE=2 promises other ranks"):
+        objcomm.is_main()
 
 
 @solo(environment={"WORLD_SIZE": "1", "RANK": "0"})

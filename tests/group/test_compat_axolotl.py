@@ -113,6 +113,27 @@ def test_zero_comes_first_and_alone() -> None:
     assert_group_works()
 
 
+@ranks(2)
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_errors_name_what_was_called(hosts: int, failing: int) -> None:
+    rank = objcomm.rank()
+
+    def block() -> None:
+        with distributed.zero_first(rank == 0 or hosts == 2):
+            if rank == failing:
+                raise OSError("no disk")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("objcomm.subgroups.machine", lambda: f"host {rank % hosts}")
+        objcomm.node_group()  # asks again
+        with pytest.raises(CollectiveError, match="no disk") as caught:
+            block()
+    assert caught.value.operation == "zero_first"
+    objcomm.node_group()
+    assert_group_works()
+
+
 def _pass_first_as(*, flag: bool) -> None:
     with distributed.zero_first(flag):
         raise AssertionError("no rank may enter")

@@ -536,6 +536,27 @@ def test_ranks_that_are_in_a_block_together_may_talk() -> None:
     assert_group_works()
 
 
+@ranks(2, 3)
+def test_hosts_are_asked_for_once_on_each_lane() -> None:
+    part = objcomm.dup()
+
+    def asked() -> int:
+        objcomm.reset_stats(part)
+        with objcomm.node_first(group=part):
+            pass
+        assert objcomm.run_once_per_node(lambda: "one", group=part) == "one"
+        return objcomm.stats(part)["node_group"].calls if "node_group" in objcomm.stats(part) else 0
+
+    assert asked() > 0
+    assert asked() == 0
+    with objcomm.lane("another"):
+        assert asked() > 0
+        assert asked() == 0
+    dist.destroy_process_group(objcomm.node_group(group=part))
+    assert asked() > 0
+    dist.destroy_process_group(part)
+
+
 @ranks(4)
 def test_blocks_of_hosts() -> None:
     """Two hosts of two ranks: told, because there is one here."""
@@ -597,14 +618,13 @@ def test_without_torch_distributed_all_is_the_same() -> None:
     for name, share in SHARES.items():
         assert share(lambda: 2.0) == 2.0
         raised_together(partial(share, partial(fail, ValueError())), 0, operation=name)
-    for name in ("main_first", "node_first", "zero_only"):
+    for name in ("main_first", "zero_first", "node_first", "zero_only"):
 
         def block(name: str = name) -> None:
             with getattr(objcomm, name)():
                 fail(ValueError())
 
         raised_together(block, 0, operation=name)
-    assert objcomm.zero_first is objcomm.main_first
     assert objcomm.rank_prefixed_message("text") == "text"
     assert objcomm.is_main(scope="node")
     with pytest.raises(UsageError, match="write scope='node'"):

@@ -109,6 +109,26 @@ def test_all_ranks_failures_are_one_error_that_pickles(tmp_path: Path) -> None:
     assert_ended([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
 
 
+class SlowToTellError(Exception):
+    """Takes longer to say what happened than others take to hear that its rank has left."""
+
+    def __str__(self) -> str:
+        time.sleep(1)
+        return "no batches"
+
+
+def test_the_failure_that_caused_others_comes_first() -> None:
+    def work() -> None:
+        if objcomm.rank() == 1:
+            raise SlowToTellError
+        objcomm.barrier()
+
+    with pytest.raises(LaunchError) as caught:
+        objcomm.launch(work, 2, timeout=_DEADLINE_S)
+    assert list(caught.value.failures) == [1, 0]
+    assert caught.value.failures[1].message == "no batches"
+
+
 def test_a_rank_may_exit_and_time_may_run_out(tmp_path: Path) -> None:
     def leave() -> None:
         assert not objcomm.is_initialized()

@@ -428,6 +428,7 @@ def test_a_failure_in_an_eager_block_is_raised_on_all_ranks(where: str) -> None:
     ):
         body()
     assert list(caught.value.failures) == [size - 1]
+    assert caught.value.operation == "eager_sync_gradients"
     assert isinstance(caught.value.__cause__, ValueError) == (rank == size - 1)
     objcomm.sync_gradients(model.parameters())
     assert_group_works()
@@ -436,7 +437,7 @@ def test_a_failure_in_an_eager_block_is_raised_on_all_ranks(where: str) -> None:
 @ranks(2)
 def test_an_eager_block_is_where_the_users_line_is() -> None:
     model = nn.Linear(3, 2)
-    where = r"fail_together \(call \d+\) at \S*test_models\.py"
+    where = r"eager_sync_gradients \(call \d+\) at \S*test_models\.py"
 
     def call() -> None:
         if objcomm.rank() == 1:

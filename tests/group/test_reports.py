@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -130,7 +131,9 @@ def test_nothing_is_reported_where_nobody_asked_for_it() -> None:
     assert texts == []
 
 
+@pytest.mark.parametrize("option", ["report_after", "lost_after"])
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
-def test_a_time_that_is_none_is_refused(seconds: float) -> None:
-    with pytest.raises(objcomm.UsageError, match="report_after"):
-        objcomm.configure(report_after=seconds)
+def test_a_time_that_is_none_is_refused(option: str, seconds: float) -> None:
+    options: dict[str, Any] = {option: seconds}
+    with pytest.raises(objcomm.UsageError, match=option):
+        objcomm.configure(**options)

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import StartError, UsageError
+from objcomm import StartError, TransportError, TransportTimeout, UsageError
 from objcomm.transport.rendezvous import await_all
+from objcomm.world import resolve
 from tests.group.helpers import assert_group_works, tell_all
 from tests.ranks import ranks, solo
 from tests.workers import here
@@ -67,7 +70,7 @@ def test_ranks_join_by_a_launchers_variables(
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]  # for this test alone
-    logger = logging.getLogger("objcomm.start")
+    logger = logging.getLogger("objcomm")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     chosen = objcomm.init(timeout=60)
@@ -95,6 +98,21 @@ def test_ranks_join_by_a_launchers_variables(
     assert_group_works()
 
 
+def joined_again(times: int) -> list[list[tuple[int, int]]]:
+    gathered = []
+    for turn in range(times):
+        time.sleep(0.2 * int(os.environ["RANK"]))  # who comes first finds what is left of last time
+        objcomm.init("gloo", timeout=60)
+        gathered.append(objcomm.all_gather((turn, objcomm.rank())))
+        objcomm.shutdown()
+    return gathered
+
+
+def test_ranks_of_torchruns_store_may_join_again_and_again() -> None:
+    expected = [[(turn, 0), (turn, 1)] for turn in range(3)]
+    assert objcomm.launch(joined_again, 2, 3, joined=False, timeout=60) == [expected] * 2
+
+
 @ranks(3, joined=False, deadline=60)
 def test_nobody_leaves_before_all_have_joined() -> None:
     """Gloo on one rank connects to all others, and fails if one of them has left meanwhile."""
@@ -115,6 +133,57 @@ def test_nobody_leaves_before_all_have_joined() -> None:
         dist.init_process_group = join
     assert marks.check(["late"])
     assert_group_works()
+
+
+@ranks(3, joined=False, deadline=60, expect_dead=[1])
+def test_a_death_before_the_first_call_is_heard_of() -> None:
+    rank = here().rank
+    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(free_port()))
+    objcomm.init(timeout=60)
+    unused = dist.new_group([0, 1, 2])
+    tell_all("joined", "")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError) as caught:
+        objcomm.all_gather(rank, group=unused)
+    assert not isinstance(caught.value, TransportTimeout)
+    assert caught.value.peers == (1,)
+    with pytest.raises(TransportError):
+        objcomm.barrier()
+
+
+@ranks(2, disposable=True, deadline=60)
+def test_a_rank_that_lost_its_connections_may_still_come() -> None:
+    rank = here().rank
+    objcomm.barrier()
+    group = dist.new_group()
+    if rank == 1:
+        mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public loses a connection
+        assert mesh is not None
+        mesh.connections.abort()
+        time.sleep(3)  # longer than it takes to believe that it is dead
+    assert objcomm.all_gather(rank, group=group) == [0, 1]
+
+
+@ranks(2, joined=False, deadline=60)
+def test_any_thread_may_make_the_first_call_after_init() -> None:
+    os.environ.update(torchrun(here().rank, 2), MASTER_PORT=str(free_port()))
+    leave = threading.Event()
+
+    def joins() -> None:
+        objcomm.init(timeout=60)
+        joined.set()
+        leave.wait(30)
+
+    joined = threading.Event()
+    thread = threading.Thread(target=joins)
+    thread.start()
+    assert joined.wait(30)
+    try:
+        assert_group_works()
+    finally:
+        leave.set()
+        thread.join()
 
 
 @ranks(2)

@@ -1,5 +1,6 @@
 """What mypy infers at the public edge; checked by `mypy`, never run."""
 
+import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import objcomm
 from objcomm.compat import torch as dist_objects
+from objcomm.ops import Extreme
 
 
 @dataclass
@@ -39,6 +41,9 @@ def collectives(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.all_reduce(torch.ones(3), "max"), torch.Tensor)
     assert_type(objcomm.all_reduce({"loss": 0.5}, "mean", missing="skip"), dict[str, float])
     assert_type(objcomm.all_reduce([torch.ones(3)], dtype=torch.float64), list[torch.Tensor])
+    assert_type(objcomm.all_reduce(0.5, "argmax"), Extreme)
+    assert_type(objcomm.reduce(0.5, "argmin", 1), Extreme | None)
+    assert_type(objcomm.all_reduce(["cat"], "counter"), collections.Counter[Any])
     merge = objcomm.Op(Config.merge, commutative=True, identity=config, slow=True)
     assert_type(merge, objcomm.Op[Config])
     assert_type(objcomm.all_reduce(config, merge), Config)
@@ -91,11 +96,54 @@ def in_flight(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.reduce(config, Config.merge, async_op=False), Config | None)
     assert_type(objcomm.all_reduce(config, Config.merge, async_op=True), objcomm.Work[Config])
     assert_type(objcomm.all_reduce(config, Config.merge, async_op=False), Config)
+    assert_type(objcomm.all_reduce(0.5, "argmax", async_op=True), objcomm.Work[Extreme])
     assert_type(objcomm.barrier("name", async_op=True), objcomm.Work[None])
     assert_type(objcomm.gather_scalar(1, async_op=True), objcomm.Work[list[int] | None])
     assert_type(objcomm.all_gather_scalar(1, async_op=True), objcomm.Work[list[int]])
     assert_type(objcomm.all_gather_scalar(1, async_op=False), list[int])
     assert_type(objcomm.reduce_and_broadcast(lambda: 1, str, async_op=True), objcomm.Work[str])
+
+
+def in_flight_perhaps(config: Config, configs: list[Config], *, async_op: bool) -> None:
+    """With a flag of the program's own either; it may be the same one for all operations."""
+    work = objcomm.Work[Config]
+    assert_type(objcomm.broadcast(config, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.gather(config, async_op=async_op),
+        list[Config] | objcomm.Work[list[Config] | None] | None,
+    )
+    assert_type(
+        objcomm.all_gather(config, async_op=async_op), list[Config] | objcomm.Work[list[Config]]
+    )
+    assert_type(objcomm.scatter(configs, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.all_to_all(configs, async_op=async_op), list[Config] | objcomm.Work[list[Config]]
+    )
+    assert_type(objcomm.reduce_scatter(configs, Config.merge, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.reduce(config, Config.merge, async_op=async_op),
+        Config | objcomm.Work[Config | None] | None,
+    )
+    assert_type(objcomm.all_reduce(config, Config.merge, async_op=async_op), Config | work)
+    assert_type(objcomm.scan(config, Config.merge, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.exscan(config, Config.merge, async_op=async_op),
+        Config | objcomm.Work[Config | None] | None,
+    )
+    assert_type(objcomm.barrier(async_op=async_op), objcomm.Work[None] | None)
+    assert_type(
+        objcomm.gather_scalar(1, async_op=async_op),
+        list[int] | objcomm.Work[list[int] | None] | None,
+    )
+    assert_type(
+        objcomm.all_gather_scalar(1, async_op=async_op), list[int] | objcomm.Work[list[int]]
+    )
+    assert_type(
+        objcomm.reduce_and_broadcast(lambda: 1, str, async_op=async_op), str | objcomm.Work[str]
+    )
+    assert_type(objcomm.send(config, 1, async_op=async_op), objcomm.Work[None] | None)
+    assert_type(objcomm.recv(1, tag=None, async_op=async_op), Any | objcomm.Work[Any])
+    objcomm.recv(1, tag="a", async_op=async_op)  # type: ignore[call-overload]  # wrong on purpose
 
 
 def messages(config: Config, group: dist.ProcessGroup) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,9 +48,9 @@ class Wire:
 class Wires:
     """What all ranks' links share."""
 
-    def __init__(self, size: int, *, is_one_host: bool = True) -> None:
+    def __init__(self, size: int, hosts: Sequence[int] = ()) -> None:
         self.size = size
-        self.is_one_host = is_one_host
+        self.hosts = tuple(hosts or [0] * size)
         self._lock = threading.Lock()
         self._wires: dict[tuple[int, int, int], Wire] = defaultdict(Wire)
 
@@ -100,7 +100,7 @@ class MemoryLink:
     def __init__(self, wires: Wires, rank: int) -> None:
         self.rank = rank
         self.size = wires.size
-        self.is_one_host = wires.is_one_host
+        self.hosts = wires.hosts
         self.sent: list[tuple[int, int]] = []  # bytes and tag of each transfer
         self._wires = wires
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from objcomm.environment import Place, first_host, place_in
+from objcomm.environment import Place, Standing, first_host, place_in, standing_in
 from objcomm.errors import UsageError
 
 TORCHRUN = {
@@ -28,6 +28,18 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+#: What sbatch gives the script itself, one process for the whole job.
+BATCH = {
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_ID": "4321",
+    "SLURM_JOB_NODELIST": "node[003-005,9]",
+    "SLURM_SUBMIT_DIR": "/home/me",
+}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node9"}
+#: A shell that salloc opens on the first host: a step of one task, which keeps the job's numbers.
+INTERACTIVE = BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1"}
 DAEMON = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
 
 PLACES: dict[str, tuple[dict[str, str], Place | None]] = {
@@ -35,6 +47,20 @@ PLACES: dict[str, tuple[dict[str, str], Place | None]] = {
     "a world of one": ({"WORLD_SIZE": "1"}, None),
     "empty variables": ({"RANK": "", "WORLD_SIZE": " ", "LOCAL_RANK": ""}, None),
     "an allocation without a task": ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, None),
+    "a batch script": (BATCH, None),
+    "a shell of one task in an allocation": (
+        INTERACTIVE,
+        Place("SLURM", 0, 1, 0, "node9", 15000 + 4321),
+    ),
+    "srun in a batch script": (
+        BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"},
+        Place("SLURM", 3, 4, 0, "node9", 15000 + 4321),
+    ),
+    "srun that keeps the allocation's variables": (
+        BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+        Place("SLURM", 1, 2, 0, "node9", 15000 + 4321),
+    ),
+    "torchrun in a batch script": (BATCH | TORCHRUN, place_in(TORCHRUN | {"SLURM_JOB_ID": "4321"})),
     "torchrun": (TORCHRUN, Place("torchrun", 3, 4, 1, "node003", 1234)),
     "torchrun within srun": (TORCHRUN | SLURM, Place("torchrun", 3, 4, 1, "node003", 1234)),
     "SLURM": (SLURM, Place("SLURM", 5, 8, 1, "node003", 15000 + 4321 + 2 * 1009)),
@@ -80,6 +106,7 @@ def test_a_launchers_variables_give_a_place(name: str) -> None:
 BROKEN: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "no rank": ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "set RANK")),
     "no size": ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE is not", "number of ranks")),
+    "a batch script that promises ranks": (BATCH | {"WORLD_SIZE": "8"}, ("set RANK", "srun")),
     "no size under SLURM": ({"SLURM_PROCID": "0"}, ("SLURM_PROCID=0", "SLURM_NTASKS")),
     "no number": (TORCHRUN | {"RANK": "x"}, ("RANK='x'", "whole number")),
     "no whole number": (TORCHRUN | {"LOCAL_RANK": "0.5"}, ("LOCAL_RANK='0.5'",)),
@@ -97,6 +124,42 @@ def test_a_wrong_variable_is_named_with_what_to_set(name: str) -> None:
         place_in(environ)
     for each in told:
         assert each in str(caught.value)
+
+
+NOBODY_ELSE = Standing(0, 1, "")
+
+STANDINGS: dict[str, tuple[dict[str, str], Standing]] = {
+    "torchrun": (TORCHRUN, Standing(3, 4, "WORLD_SIZE=4")),
+    "SLURM": (SLURM, Standing(5, 8, "SLURM_NTASKS=8")),
+    "Open MPI": (OPENMPI, Standing(1, 2, "OMPI_COMM_WORLD_SIZE=2")),
+    "Open MPI within SLURM": (OPENMPI | DAEMON, Standing(1, 2, "OMPI_COMM_WORLD_SIZE=2")),
+    "PMI": (PMI, Standing(0, 2, "PMI_SIZE=2")),
+    "jsrun": (
+        {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"},
+        Standing(1, 2, "JSM_NAMESPACE_SIZE=2"),
+    ),
+    "a size of the program's own": (
+        {"SLURM_PROCID": "1", "WORLD_SIZE": "2"},
+        Standing(1, 2, "WORLD_SIZE=2"),
+    ),
+    "srun --ntasks=1": (DAEMON, NOBODY_ELSE),
+    "an allocation without a task": ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, NOBODY_ELSE),
+    "a shell of one task in an allocation": (INTERACTIVE, NOBODY_ELSE),
+    "a batch script": (BATCH, NOBODY_ELSE),
+    "nothing": ({}, NOBODY_ELSE),
+    "a rank, but no size": ({"RANK": "3"}, NOBODY_ELSE),
+    "no number": ({"RANK": "0", "WORLD_SIZE": "many"}, NOBODY_ELSE),
+    "empty variables": ({"RANK": " ", "WORLD_SIZE": ""}, NOBODY_ELSE),
+    "no rank": ({"WORLD_SIZE": "2"}, Standing(-1, 2, "WORLD_SIZE=2")),
+    "a rank outside": (TORCHRUN | {"RANK": "4"}, Standing(-1, 4, "WORLD_SIZE=4")),
+    "a rank that is no number": (TORCHRUN | {"RANK": "x"}, Standing(-1, 4, "WORLD_SIZE=4")),
+}
+
+
+@pytest.mark.parametrize("name", STANDINGS)
+def test_whether_other_ranks_are_promised(name: str) -> None:
+    environ, standing = STANDINGS[name]
+    assert standing_in(environ) == standing
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Every pattern of traffic at world sizes that no test machine has, over a link between threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,9 +49,9 @@ def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
     assert wires.left_over() == 0
 
 
-def run(size: int, body: Callable[[Exchange], Any], *, is_one_host: bool = True) -> list[Any]:
+def run(size: int, body: Callable[[Exchange], Any], hosts: Sequence[int] = ()) -> list[Any]:
     """Run one operation on every rank; nothing may be left on the wires."""
-    wires = Wires(size, is_one_host=is_one_host)
+    wires = Wires(size, hosts)
 
     def on_rank(rank: int) -> Any:
         exchange = exchange_on(MemoryLink(wires, rank), new_lane())
@@ -64,17 +64,17 @@ def run(size: int, body: Callable[[Exchange], Any], *, is_one_host: bool = True)
     return results
 
 
-@pytest.mark.parametrize("is_one_host", [True, False])
+@pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, *, is_one_host: bool) -> None:
+def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, hosts: int) -> None:
     for root in {0, 1, size - 1}:
 
         def body(exchange: Exchange, root: int = root) -> Message:
             mine = message_of(root, shape) if exchange.rank == root else None
             return routes.broadcast(exchange, mine, root)
 
-        for message in run(size, body, is_one_host=is_one_host):
+        for message in run(size, body, [rank % hosts for rank in range(size)]):
             assert content_of(message) == content_of(message_of(root, shape))
 
 
@@ -91,11 +91,16 @@ def test_a_gather_brings_every_message_to_its_root(size: int, shape: str) -> Non
     ]
 
 
+@pytest.mark.parametrize("hosts", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_an_all_gather_brings_every_message_to_every_rank(size: int, shape: str) -> None:
+def test_an_all_gather_brings_every_message_to_every_rank(
+    size: int, shape: str, hosts: int
+) -> None:
     results = run(
-        size, lambda exchange: routes.all_gather(exchange, message_of(exchange.rank, shape))
+        size,
+        lambda exchange: routes.all_gather(exchange, message_of(exchange.rank, shape)),
+        [rank % hosts for rank in range(size)],
     )
     for messages in results:
         assert [content_of(each) for each in messages] == [

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,6 @@ class Config:
     note: str = dataclasses.field(default="", compare=False)
 
 
-def _name(value: Any) -> str:
-    """The value's text without an address: a test has the same name in each run."""
-    return text(value).partition(" at 0x")[0]
-
-
 def local_class() -> Any:
     class Local:
         def __init__(self, value: int) -> None:
@@ -94,7 +90,12 @@ SAME: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("pair", SAME, ids=lambda pair: _name(pair[0])[:40])
+def _named(case: tuple[Any, ...]) -> str:
+    """A test's name: without addresses, so that it is the same in each process of pytest-xdist."""
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{text(case[0])}-{text(case[1])}")[:60]
+
+
+@pytest.mark.parametrize("pair", SAME, ids=_named)
 def test_these_are_the_same(pair: tuple[Any, Any]) -> None:
     assert difference(*pair) is None
 
@@ -119,7 +120,7 @@ OTHER: list[tuple[Any, Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", OTHER, ids=lambda case: f"{_name(case[0])}-{_name(case[1])}"[:60])
+@pytest.mark.parametrize("case", OTHER, ids=_named)
 def test_these_differ_here(case: tuple[Any, Any, str, str]) -> None:
     left, right, path, mine = case
     found = difference(left, right)

@@ -1,17 +1,45 @@
 """Who forwards to whom: every rank gets a message exactly once, whatever the size and root."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from objcomm.transport import topology
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33]
+SPREADS: dict[str, Callable[[int], list[int]]] = {
+    "two in blocks": lambda size: [2 * rank // size for rank in range(size)],
+    "three in turns": lambda size: [rank % 3 for rank in range(size)],
+    "one for each rank": lambda size: list(range(size)),
+    "one and all others": lambda size: [min(rank, 1) for rank in range(size)],
+}
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("route", [topology.star, topology.binomial, topology.chain])
+@pytest.mark.parametrize("route", [topology.star, topology.binomial])
 def test_every_rank_hears_from_its_parent_and_nobody_else(
     route: topology.Topology, size: int
 ) -> None:
+    check_route(route, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("route", [topology.chain, topology.host_by_host])
+def test_between_hosts_too_and_each_host_gets_it_once(
+    route: Callable[[Sequence[int]], topology.Topology], spread: str, size: int
+) -> None:
+    hosts = SPREADS[spread](size)
+    check_route(route(hosts), size)
+    for root in range(size):
+        parents = [(rank, route(hosts)(rank, root, size)[0]) for rank in range(size)]
+        crossed = [
+            hosts[rank] for rank, at in parents if at is not None and hosts[rank] != hosts[at]
+        ]
+        assert sorted(crossed) == sorted(set(hosts) - {hosts[root]})
+
+
+def check_route(route: topology.Topology, size: int) -> None:
     for root in range(size):
         places = [route(rank, root, size) for rank in range(size)]
         assert [rank for rank, (parent, _) in enumerate(places) if parent is None] == [root]
@@ -31,16 +59,28 @@ def test_a_binomial_tree_is_as_deep_as_the_logarithm(size: int) -> None:
             assert hops <= size.bit_length()
 
 
+def reached(route: topology.Topology, size: int) -> list[topology.Place]:
+    return [route(rank, 0, size) for rank in range(size)]
+
+
 def test_a_large_payload_goes_along_a_tree_on_one_host_and_a_chain_between_hosts() -> None:
-    assert topology.for_payload(128 << 20, 4, is_one_host=True)[0] is topology.binomial
-    assert topology.for_payload(128 << 20, 4, is_one_host=False)[0] is topology.chain
-    assert topology.for_payload(40_000, 4, is_one_host=False)[0] is topology.star
-    assert topology.for_payload(40_000, 9, is_one_host=False)[0] is topology.binomial
+    assert topology.for_payload(128 << 20, [0] * 4)[0] is topology.binomial
+    large, _ = topology.for_payload(128 << 20, [0, 1, 0, 1])
+    assert reached(large, 4) == [(None, [2]), (2, [3]), (0, [1]), (1, [])]
+
+
+def test_a_middling_payload_goes_to_one_rank_of_each_host_first() -> None:
+    few, _ = topology.for_payload(40_000, [0, 0, 1, 1])
+    assert reached(few, 4) == [(None, [2, 1]), (0, []), (0, [3]), (2, [])]
+    ten_hosts = [rank // 2 for rank in range(20)]
+    many, _ = topology.for_payload(40_000, ten_hosts)
+    assert reached(many, 20)[0] == (None, [16, 8, 4, 2, 1])  # ten first ranks: a binomial tree
 
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 20, 100 << 20, 1 << 40])
 def test_a_chain_has_pieces_for_all_its_ranks(nbytes: int) -> None:
-    for size in SIZES:
-        route, chunk_nbytes = topology.for_payload(nbytes, size, is_one_host=False)
+    for size in SIZES[1:]:
+        route, chunk_nbytes = topology.for_payload(nbytes, range(size))
         assert (1 << 20) <= chunk_nbytes <= (4 << 20)
-        assert (route is topology.chain) == (nbytes >= size * chunk_nbytes)
+        is_chain = all(len(children) <= 1 for _, children in reached(route, size))
+        assert is_chain == (size == 2 or nbytes >= size * chunk_nbytes)

@@ -1,0 +1,167 @@
+"""Between hosts: ``python -m bench.hosts [--mbit 200 1000] [--json FILE]``, as root or without.
+
+Network namespaces stand for hosts, and their cards have a limited rate, so the figures say how well
+a call uses a slow network and nothing about a real one. Prints a Markdown table.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench import machine
+from bench.measure import Ruler, alternate
+from bench.payloads import MIB
+from bench.peers import PEERS, Peer
+from tests.hosts import Hosts
+
+_PEERS = ("objcomm", "torch", "raw")
+_SAMPLES = 5
+_TIMEOUT = timedelta(seconds=120)
+_LIMIT_S = 600.0
+_COUNTERS = Path("/proc/self/net/dev")  # of this process's own network
+_RECEIVED = 0  # the first of its columns
+_LAYOUTS = ((2, 1), (2, 2), (4, 1))  # hosts, ranks on each
+
+
+class _Case(NamedTuple):
+    """One call.
+
+    Attributes:
+        nbytes: of each rank's array.
+        bind: makes the call for one peer.
+        carried: how many arrays the busiest card must carry in one direction at least, given the
+            number of hosts and the ranks on each.
+    """
+
+    nbytes: int
+    bind: Callable[[Peer, Any], Callable[[], object]]
+    carried: Callable[[int, int], int]
+
+
+_CASES = {
+    "broadcast": _Case(16 * MIB, lambda peer, own: lambda: peer.broadcast(own), lambda *_: 1),
+    "gather": _Case(
+        4 * MIB, lambda peer, own: lambda: peer.gather(own), lambda hosts, each: (hosts - 1) * each
+    ),
+    "all_gather": _Case(
+        4 * MIB,
+        lambda peer, own: lambda: peer.all_gather(own),
+        lambda hosts, each: (hosts - 1) * each,
+    ),
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, and print what came out."""
+    parser = argparse.ArgumentParser(prog="python -m bench.hosts", description=__doc__)
+    parser.add_argument("--mbit", type=float, nargs="+", default=[200.0, 1000.0])
+    parser.add_argument("--json", type=Path, help="write the figures here, one line per call")
+    options = parser.parse_args(arguments)
+    rows = []
+    print(f"{machine.about(mpi=False)}\n\n{_HEAD}")
+    for mbit in options.mbit:
+        for count, each in _LAYOUTS:
+            for row in _measured(count, each, mbit):
+                rows.append(row)
+                print(_line(row), flush=True)
+    if options.json:
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+_HEAD = """\
+| call | MiB | hosts × ranks | Mbit/s | objcomm, ms | × torch | × raw | of the rate | bytes |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def _line(row: dict[str, Any]) -> str:
+    ours, least = row["seconds"]["objcomm"], row["carried"] * row["nbytes"]
+    ratios = [f"{ours / row['seconds'][peer]:.2f}" for peer in _PEERS[1:]]
+    share = least * 8 / (row["mbit"] * 1e6) / ours
+    crossed = " / ".join(f"{row['received'][peer] / least:.2f}" for peer in _PEERS)
+    cells = [row["call"], row["nbytes"] // MIB, f"{row['hosts']} × {row['each']}"]
+    cells += [f"{row['mbit']:g}", f"{ours * 1e3:.0f}", *ratios, f"{share:.0%}", crossed]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _measured(count: int, each: int, mbit: float) -> Iterator[dict[str, Any]]:
+    """Run all ranks, and give the rows that rank 0 wrote."""
+    with ExitStack() as made:
+        folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="objcomm-bench-")))
+        hosts = made.enter_context(Hosts(count, mbit=mbit))
+        ranks = [
+            hosts[rank // each].popen(
+                [sys.executable, "-m", "bench.hosts", "--rank", str(folder)],
+                {"RANK": str(rank), "WORLD_SIZE": str(count * each), "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(count * each)
+        ]
+        for process in ranks:
+            if process.wait(_LIMIT_S):
+                raise subprocess.CalledProcessError(process.returncode, process.args)
+        for line in (folder / "rows").read_text().splitlines():
+            yield (
+                json.loads(line)
+                | {"hosts": count, "each": each, "mbit": mbit}
+                | {"carried": _CASES[json.loads(line)["call"]].carried(count, each)}
+            )
+
+
+def be_a_rank(folder: Path) -> None:
+    """Join the others, measure all cases, and let rank 0 write."""
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=size, timeout=_TIMEOUT
+    )
+    ruler = Ruler()
+    peers = {name: PEERS[name]() for name in _PEERS}
+    for name, case in _CASES.items():
+        mine = np.full(case.nbytes // 8, rank, dtype=np.int64)
+        calls = {each: case.bind(peer, peer.prepare(mine)) for each, peer in peers.items()}
+        received = {each: _received_by(call, ruler) for each, call in calls.items()}
+        seconds = alternate(calls, _SAMPLES, 0, ruler)
+        row = {
+            "call": name,
+            "nbytes": case.nbytes,
+            "seconds": {each: summary.median for each, summary in seconds.items()},
+            "received": received,
+        }
+        if rank == 0:
+            with (folder / "rows").open("a") as rows:
+                rows.write(json.dumps(row) + "\n")
+    dist.destroy_process_group()
+
+
+def _received_by(call: Callable[[], object], ruler: Ruler) -> float:
+    """What the busiest card received in one call, after one that has made all connections."""
+    call()
+    ruler.start_together()
+    before = _received()
+    call()
+    ruler.start_together()
+    return max(figure for (figure,) in ruler.of_all_ranks([_received() - before]))
+
+
+def _received() -> float:
+    (card,) = (line for line in _COUNTERS.read_text().splitlines() if "eth0:" in line)
+    return float(card.partition(":")[2].split()[_RECEIVED])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        be_a_rank(Path(sys.argv[2]))
+    else:
+        main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Programs to start from; ``docs/recipes.md`` lists them. Each runs by torchrun, and alone."""

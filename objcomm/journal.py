@@ -1,0 +1,36 @@
+"""The one logger, ``objcomm``, whose records say which rank wrote them.
+
+As any logger that nobody configures, it shows warnings on standard error, and nothing else.
+"""
+
+import contextlib
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch.distributed as dist
+
+
+class _Ranked(logging.LoggerAdapter[logging.Logger]):
+    """Gives each record ``rank`` and ``world_size`` of this process, and ``group``.
+
+    Where torch.distributed is not initialised that is rank 0 of 1. ``group`` is the name of the
+    group concerned, as in ``objcomm.recorder.dump``; empty if it is none.
+    """
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """See ``logging.LoggerAdapter``; what a filter of the program's raises goes no further."""
+        with contextlib.suppress(Exception):  # the thread that logs may be all ranks' watcher
+            super().log(level, msg, *args, stacklevel=2, **kwargs)
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        """See ``logging.LoggerAdapter``."""
+        is_joined = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+        own = {"rank": rank, "world_size": world_size, "group": ""}
+        return msg, {**kwargs, "extra": own | (kwargs.get("extra") or {})}
+
+
+log = _Ranked(logging.getLogger("objcomm"))

@@ -1,0 +1,80 @@
+"""Lets the kernel notice that the host at the other end of a connection is out of reach.
+
+A host that loses power or its network closes nothing. Who sends to it hears of that after a quarter
+of an hour, by Linux' own limits, and who waits for its bytes never does. So the kernel is told to
+ask, on connections of objcomm's own, and to end those on which no answer came for so long. It is
+the other kernel that answers: a process that computes, or is stopped, is as good as any.
+"""
+
+import contextlib
+import errno
+import math
+import os
+import socket
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+#: Why a connection has ended that the kernel gave up.
+HOST_LOST = "its host, or the network on the way there, has failed"
+
+# What Linux says then: the last is what a router, or the own host, has told it meanwhile.
+_OUTAGES = [os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)]
+
+# How often it asks before it gives up.
+_QUESTIONS = 4
+_LONGEST_PAUSE_SECONDS = 32767  # Linux takes no more, see tcp(7)
+_LONGEST_SECONDS = 2_000_000  # TCP_USER_TIMEOUT has 31 bits for milliseconds
+
+
+def open_sockets() -> dict[int, int]:
+    """This process's sockets: their descriptors by inode; none where the system lists none."""
+    found = {}
+    with contextlib.suppress(OSError):  # no Linux
+        for entry in Path("/proc/self/fd").iterdir():
+            descriptor = int(entry.name)
+            with contextlib.suppress(OSError):  # closed meanwhile
+                status = os.fstat(descriptor)
+                if stat.S_ISSOCK(status.st_mode):
+                    found[status.st_ino] = descriptor
+    return found
+
+
+def notice_outages(before: Collection[int], seconds: float) -> None:
+    """Let connections end when nothing was heard from their other ends for ``seconds``.
+
+    Gloo does not hand out its sockets, so these are all that are new. One that another thread of
+    the user's opens in the same milliseconds may be among them: it too is ended by an unreachable
+    host, and by nothing else.
+
+    Args:
+        before: inodes of sockets that are none of these.
+        seconds: infinity for never.
+    """
+    if math.isinf(seconds):
+        return
+    for inode, descriptor in open_sockets().items():
+        if inode not in before:
+            with contextlib.suppress(OSError):
+                _limit(inode, os.dup(descriptor), seconds)
+
+
+def cause_of(told: str) -> str:
+    """Why a connection has ended, of which Gloo has ``told`` something."""
+    is_outage = any(each in told for each in _OUTAGES)
+    return HOST_LOST if is_outage else "it died, exited or lost its network"
+
+
+def _limit(inode: int, descriptor: int, seconds: float) -> None:
+    with socket.socket(fileno=descriptor) as end:  # a copy: closing it ends nothing
+        is_it = os.fstat(end.fileno()).st_ino == inode
+        is_tcp = end.type == socket.SOCK_STREAM and end.family != socket.AF_UNIX
+        if not is_it or not is_tcp or end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return
+        pause = min(math.ceil(seconds / _QUESTIONS), _LONGEST_PAUSE_SECONDS)
+        milliseconds = max(1, round(min(seconds, _LONGEST_SECONDS) * 1000))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+        # Also while something is under way, when nothing is asked.
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

@@ -1,0 +1,203 @@
+"""One operation's transfers over a link: begun, waited for, and named where they fail.
+
+Knows tags and receipts; knows no message, and nothing of what the bytes mean.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from objcomm.errors import TransportError, TransportTimeout
+from objcomm.history import Entry
+from objcomm.memory import empty
+from objcomm.transport.base import (
+    Deadline,
+    Link,
+    Pending,
+    payload_tag,
+    reason_of,
+    receipt_tag,
+    result_tag,
+)
+from objcomm.transport.outage import cause_of
+from objcomm.transport.pieces import NOBODY, Meter, Unit, ended, nbytes_of
+
+
+class Arriving(NamedTuple):
+    """Bytes on their way to this rank.
+
+    Attributes:
+        flat: where they arrive.
+        await_from: waits for them, given the rank that sends them.
+    """
+
+    flat: torch.Tensor
+    await_from: Callable[[int], None]
+
+    def wait(self, peer: int) -> torch.Tensor:
+        """Where they have arrived."""
+        self.await_from(peer)
+        return self.flat
+
+
+class _Milestone(NamedTuple):
+    """A unit on its way from this rank to some others.
+
+    Attributes:
+        nbytes: how many bytes have moved when all of them have it.
+        receipts: each one's: the receive, the rank, and where it arrives.
+    """
+
+    nbytes: int
+    receipts: list[tuple[Pending, int, torch.Tensor]]
+
+
+class Transfers:
+    """See the module; sends are begun, ``finish`` ends them.
+
+    Attributes:
+        entry: the call on this rank.
+        sent_nbytes: bytes sent over the link so far, to all ranks together.
+        received_nbytes: bytes received over the link so far.
+    """
+
+    def __init__(
+        self, link: Link, lane: int, entry: Entry, deadline: Deadline, meter: Meter | None
+    ) -> None:
+        """Begin.
+
+        Args:
+            link: joins the ranks.
+            lane: whose turn it is, as a number.
+            entry: the call, whose number tags are made of.
+            deadline: for all waits together.
+            meter: is told of the bytes that follow heads, if anybody is.
+        """
+        self.entry = entry
+        self.sent_nbytes = 0
+        self.received_nbytes = 0
+        self._link = link
+        self._deadline = deadline
+        self._meter = NOBODY if meter is None else meter
+        sequence = entry.header.sequence
+        self._payload_tag = payload_tag(lane, sequence)
+        self._receipt_tag = receipt_tag(lane, sequence)
+        self._result_tag = result_tag(lane, sequence)
+        self._sends: list[tuple[Pending, int, torch.Tensor, object]] = []
+        self._milestones: list[list[_Milestone]] = []
+
+    def send_flat(
+        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
+    ) -> None:
+        """Begin to send bytes that both ranks have agreed on; ``peer`` calls ``arriving``.
+
+        Args:
+            flat: ``uint8``; it may not change before ``finish``.
+            peer: to whom.
+            is_result: which of the two streams between two ranks it belongs to.
+            is_ended: whether the last byte travels by itself.
+        """
+        tag = self._result_tag if is_result else self._payload_tag
+        for piece in ended([flat]) if is_ended else [flat]:
+            self._send(piece, peer, tag, flat)
+
+    def arriving(
+        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
+    ) -> "Arriving":
+        """Begin to receive what ``peer`` sends by ``send_flat`` with the same options."""
+        tag = self._result_tag if is_result else self._payload_tag
+        pieces = ended([flat]) if is_ended else [flat]
+        pendings = [self._post(peer, piece, tag) for piece in pieces]
+        return Arriving(flat, functools.partial(self._wait_backwards, pendings))
+
+    def confirm(self, received_from: Iterable[int], sent_to: Iterable[int]) -> None:
+        """Tell some ranks that all they sent has come, and let ``finish`` wait for such words."""
+        for peer in received_from:
+            self._send(empty(1), peer, self._receipt_tag, None)
+        for peer in sent_to:
+            flat = empty(1)
+            self._sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has been taken; receipts come before what they tell.
+
+        When a connection closes, Gloo does not wake whoever waits for a send that is under way (see
+        ``pieces.ended``), but it does for the receive of a receipt.
+        """
+        for row in itertools.zip_longest(*self._milestones):
+            for milestone in filter(None, row):
+                for pending, peer, _ in milestone.receipts:
+                    self._wait(pending, peer)
+                self._meter.moved(milestone.nbytes)
+        self._milestones.clear()
+        for pending, peer, _, _ in reversed(self._sends):
+            self._wait(pending, peer)
+        self._sends.clear()
+
+    def _expect_receipts(
+        self, units: Sequence[Unit], peers: Sequence[int], *, is_counted: bool = True
+    ) -> None:
+        """Let ``finish`` wait for all receipts of each unit in turn, and tell the meter."""
+        column = []
+        for unit in units:
+            receipts = []
+            for peer in peers:
+                flat = empty(1)
+                receipts.append((self._post(peer, flat, self._receipt_tag), peer, flat))
+            column.append(_Milestone(nbytes_of([unit]) if is_counted else 0, receipts))
+        self._milestones.append(column)
+
+    def _take(
+        self, unit: Unit, pendings: Sequence[Pending], peer: int, *, has_receipt: bool
+    ) -> None:
+        """Wait for a unit, and tell that it has come."""
+        self._wait_backwards(pendings, peer)
+        self._meter.moved(nbytes_of([unit]))
+        if has_receipt:
+            self._send(empty(1), peer, self._receipt_tag, None)
+
+    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: object) -> None:
+        try:
+            pending = self._link.send(flat, peer, tag)
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
+        # The memory must outlive the transfer, so its owner is kept beside it.
+        self._sends.append((pending, peer, flat, owner))
+        self.sent_nbytes += flat.numel() if tag != self._receipt_tag else 0
+
+    def _post(self, peer: int, flat: torch.Tensor, tag: int) -> Pending:
+        self.received_nbytes += flat.numel() if tag != self._receipt_tag else 0
+        try:
+            return self._link.recv(flat, peer, tag)
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
+
+    def _posted(self, peer: int, flats: Iterable[torch.Tensor]) -> list[Pending]:
+        return [self._post(peer, flat, self._payload_tag) for flat in flats]
+
+    def _wait_backwards(self, pendings: Sequence[Pending], peer: int) -> None:
+        """Wait for the end first: see ``pieces.ended``."""
+        for pending in reversed(pendings):
+            self._wait(pending, peer)
+
+    def _wait(self, pending: Pending, peer: int) -> None:
+        self.entry.awaits = peer
+        try:
+            pending.wait(self._deadline.left())
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
+
+    def _naming(self, error: RuntimeError, peers: tuple[int, ...]) -> TransportError:
+        """What a link raised, as an error that names the ranks concerned."""
+        if self._has_timed_out(error):
+            return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
+        told = reason_of(error)
+        reason = f"{cause_of(told)} ({told})"
+        return TransportError(self.entry.operation, peers, reason)
+
+    def _has_timed_out(self, error: RuntimeError) -> bool:
+        # Gloo counts whole milliseconds, so its limit may pass before ours.
+        return self._deadline.has_passed or "Timed out" in str(error)

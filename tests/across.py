@@ -1,0 +1,192 @@
+"""What a rank does in ``tests/test_hosts.py``: ``python -m tests.across SCENARIO FOLDER``.
+
+Ranks and the test meet in a folder that all hosts share: a rank says that it has reached a point,
+and waits until the test lets it go on. What each step gave, an error included, is pickled there.
+"""
+
+import faulthandler
+import pickle
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import objcomm
+
+#: Seconds after which a rank shows its stacks and ends.
+DEADLINE_S = 280.0
+#: For how long a host may be out of reach.
+LOST_AFTER_S = 3.0
+#: Of a first use that some ranks can't come to.
+FIRST_USE_S = 3.0
+LARGE_NBYTES = 32 << 20
+_PAUSE_S = 0.01
+
+
+def array() -> np.ndarray[Any, Any]:
+    """What is broadcast."""
+    return np.arange(LARGE_NBYTES // 8, dtype=np.int64)
+
+
+def same(found: Any) -> bool:
+    """Whether it arrived exactly."""
+    return bool((found == array()).all())
+
+
+class Steps:
+    """One rank's way through a scenario.
+
+    Attributes:
+        given: what each step returned or raised.
+        seconds: how long it took.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.given: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+
+    def reach(self, point: str) -> None:
+        """Wait until the test says that all may go on."""
+        (self._folder / f"{point}.{objcomm.rank()}").touch()
+        while not (self._folder / point).exists():
+            time.sleep(_PAUSE_S)
+
+    def step(self, name: str, call: Callable[[], Any]) -> None:
+        """Keep what a call gives."""
+        began = time.monotonic()
+        try:
+            self.given[name] = call()
+        except Exception as error:  # noqa: BLE001  # which one, the test judges
+            self.given[name] = error
+        self.seconds[name] = time.monotonic() - began
+
+
+def calls(steps: Steps) -> None:
+    """Each kind of call, where every rank can reach every other."""
+    rank, size, step = objcomm.rank(), objcomm.world_size(), steps.step
+    step("host", lambda: objcomm.all_gather(platform.node()))
+    step("config", lambda: objcomm.broadcast({"lr": 0.1} if rank == 0 else None))
+    steps.reach("array")
+    step("array", lambda: same(objcomm.broadcast(array() if rank == 0 else None)))
+    step("confirmed", objcomm.barrier)
+    steps.reach("gather")
+    step("gather", lambda: objcomm.gather("x" * 10 ** (2 * rank), dst=size - 1))
+    steps.reach("slow")
+    step("slow", lambda: len(objcomm.broadcast(bytes(LARGE_NBYTES // 16 * (rank == 0)))))
+    steps.reach("fast")
+    step("all_reduce", lambda: objcomm.all_reduce([rank], op=lambda a, b: a + b))
+    left, right = (rank - 1) % size, (rank + 1) % size
+    step("ring", lambda: objcomm.sendrecv(f"from {rank}", dst=right, src=left))
+    step("run_on_main", lambda: objcomm.run_on_main(platform.node))
+    step("once", lambda: objcomm.run_once_per_node(lambda: (rank, platform.node())))
+    step("node", lambda: dist.get_process_group_ranks(objcomm.node_group()))
+    step("is_main", lambda: objcomm.is_main(scope="node"))
+    step("order", lambda: _in_order(steps))
+    step("model", lambda: _synced(rank))
+    step("together", _fail_on_the_last)
+    step("after", objcomm.barrier)
+
+
+def _in_order(steps: Steps) -> bool:
+    """Whether the first rank of this host was there before this one."""
+    mark = steps._folder / f"unpacked-{platform.node()}"  # noqa: SLF001  # a folder for all
+    with objcomm.node_first():
+        was_there = mark.exists()
+        mark.touch()
+    return was_there
+
+
+def _synced(rank: int) -> list[float]:
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(64, 64)
+    objcomm.broadcast_model(model)
+    model(torch.full((1, 64), float(rank))).sum().backward()
+    objcomm.sync_model(model)
+    return [float(each.detach().double().sum()) for each in model.parameters()] + [
+        float(each.grad.double().sum()) for each in model.parameters() if each.grad is not None
+    ]
+
+
+def _fail_on_the_last() -> None:
+    with objcomm.fail_together():
+        if objcomm.rank() == objcomm.world_size() - 1:
+            raise LookupError("no such shard")
+        objcomm.barrier()
+
+
+def outages(steps: Steps) -> None:
+    """What is seen of a host whose cable is pulled, at other moments."""
+    is_first, step = objcomm.is_main(), steps.step
+    large = array() if is_first else None
+
+    group = dist.new_group()
+    step("waiting: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach("waiting")
+    step("waiting", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    step("waiting: after", lambda: objcomm.barrier(group=group))
+    steps.reach("waited")
+
+    group = dist.new_group()
+    step("sending: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach("sending")
+    step("sending", lambda: type(objcomm.broadcast(large, group=group, confirm=True)))
+    steps.reach("sent")
+
+    group = dist.new_group()
+    step("mended: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach("mended")
+    step("mended", lambda: same(objcomm.broadcast(large, group=group)))
+    step("mended: after", lambda: objcomm.barrier(group=group))
+
+    group = dist.new_group()
+    steps.reach("first use")
+    step("first use", lambda: objcomm.all_gather("a", group=group, timeout=FIRST_USE_S))
+    steps.reach("first used")
+    step("first use: again", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach("end")
+
+
+def parted(steps: Steps) -> None:
+    """Two hosts can't reach each other, though both reach all others."""
+    step = steps.step
+    group = dist.new_group()
+    step("parted: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach("parted")
+    step("parted", lambda: objcomm.all_gather(bytes(LARGE_NBYTES // 8), group=group))
+    step("parted: after", lambda: objcomm.barrier(group=group))
+    steps.reach("joined")
+    group = dist.new_group()
+    step("joined", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach("end")
+
+
+SCENARIOS: dict[str, tuple[Callable[[Steps], None], ...]] = {
+    "two": (calls, outages),
+    "four": (calls, parted),
+}
+
+
+def main(scenario: str, folder: Path) -> None:
+    """Run a scenario on this rank."""
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+    torch.set_num_threads(1)
+    objcomm.configure(lost_after=LOST_AFTER_S, everywhere=True)
+    objcomm.init(timeout=DEADLINE_S)
+    steps = Steps(folder)
+    for part in SCENARIOS[scenario]:
+        part(steps)
+    place = folder / f"result.{objcomm.rank()}"
+    place.with_suffix(".tmp").write_bytes(pickle.dumps((steps.given, steps.seconds)))
+    place.with_suffix(".tmp").replace(place)
+    objcomm.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

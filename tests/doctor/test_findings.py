@@ -1,0 +1,350 @@
+"""Conclusions from made-up facts: what is found, whom it concerns, and what to set."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from objcomm.doctor.evidence import Evidence
+from objcomm.doctor.facts import UNKNOWN, Choice, Contact, Interface, Link, Rendezvous, Report
+from objcomm.doctor.finding import Finding, Severity, who
+from objcomm.doctor.findings import findings, status
+from tests.doctor.made_up import evidence, links, report
+
+LOOPBACK = Choice("lo", "127.0.0.1", "GLOO_SOCKET_IFNAME=lo")
+
+
+def only(of: Evidence) -> Finding:
+    """The one finding; fails if there are none or several."""
+    (found,) = findings(of)
+    return found
+
+
+def with_one(rank: int, **changes: Any) -> Evidence:
+    """A healthy job but for one rank."""
+    whole = evidence()
+    changed = replace(whole.reports[rank], **changes)
+    return replace(whole, reports={**whole.reports, rank: changed})
+
+
+def with_all(**changes: Any) -> Evidence:
+    """A job in which something holds for every rank."""
+    whole = evidence()
+    reports = {rank: replace(each, **changes) for rank, each in whole.reports.items()}
+    return replace(whole, reports=reports)
+
+
+def unreached(whole: Evidence, *pairs: tuple[int, int], problem: str = "no answer") -> Evidence:
+    """The same where some ranks were not reached."""
+    made = {
+        rank: tuple(
+            Contact(each.peer, problem if (rank, each.peer) in pairs else "", 0.0, 1e-4)
+            for each in contacts
+        )
+        for rank, contacts in whole.contacts.items()
+    }
+    return replace(whole, contacts=made)
+
+
+def test_a_healthy_job_has_no_finding() -> None:
+    whole = evidence()
+    assert whole.is_whole
+    whole = replace(whole, links=links(whole))
+    assert findings(whole) == []
+    assert status([]) == 0
+
+
+def test_the_worst_comes_first_and_notes_do_not_count() -> None:
+    fast = Interface("ib0", ("10.1.0.1",), mbit=100000)
+    noted = with_one(0, interfaces=(*report(0).interfaces, fast))
+    note = only(noted)
+    assert (note.severity, note.name) == (Severity.NOTE, "slower-interface")
+    assert "ib0 has 100000" in note.what
+    assert note.remedy.startswith("set GLOO_SOCKET_IFNAME=ib0")
+    assert status([note]) == 0
+    worse = replace(noted, world_size=5)
+    assert findings(worse)[0].severity is Severity.ERROR
+    assert status(findings(worse)) == 1
+
+
+def test_missing_ranks_are_named() -> None:
+    found = only(evidence(report(0), report(2)))
+    assert (found.name, found.ranks, found.severity) == ("missing-ranks", (1, 3), Severity.ERROR)
+    assert found.what == "did not come within 30 s; ranks 0, 2 did"
+
+
+def test_who_is_there_twice_is_named_before_who_is_missing() -> None:
+    double = report(1, host=1, pid=7)
+    found = findings(evidence(report(0), report(1), report(2), others=(double,)))
+    assert [each.name for each in found] == ["duplicate-rank", "missing-ranks"]
+    assert "pid 1001 on node0, pid 7 on node1" in found[0].what
+    assert "another's rank" in found[1].remedy
+
+
+def test_another_world_size_is_told() -> None:
+    outside = report(5, world_size=8)
+    found = only(evidence(others=(outside,)))
+    assert (found.name, found.ranks) == ("world-size", (5,))
+    assert "there are 8 ranks, but rank 0 that there are 4" in found.what
+
+
+def test_a_rank_that_fell_silent_is_told() -> None:
+    assert only(evidence(silent=(3,))).name == "silent-ranks"
+
+
+def test_variables_that_are_wrong_are_told_with_what_to_do() -> None:
+    problem = "RANK=4 does not lie between 0 and WORLD_SIZE=4 - 1; count from 0"
+    odd = report(UNKNOWN, place_problem=problem)
+    found = only(Evidence(1, {UNKNOWN: odd}, is_alone=True))
+    assert "RANK=4 does not lie between" in found.what
+    assert found.remedy == "count from 0"
+    assert who(found) == "a process on node0"
+
+
+def test_a_rendezvous_that_was_not_reached_is_told_alone() -> None:
+    met = Rendezvous("node9", 29500, problem="node9: no route to it", remedy="set MASTER_ADDR")
+    found = only(Evidence(4, {2: report(2, rendezvous=met)}, is_alone=True))
+    assert (found.name, found.ranks, found.remedy) == ("rendezvous", (2,), "set MASTER_ADDR")
+
+
+def test_without_rank_0_the_others_are_told_as_they_were_seen() -> None:
+    found = only(Evidence(4, {2: report(2)}, is_alone=True, seen=(1, 2), waited_seconds=5.0))
+    assert (found.name, found.ranks) == ("missing-ranks", (0, 3))
+    assert found.what == "did not come within 5 s; ranks 1-2 did"
+
+
+@pytest.mark.parametrize(("devices", "severity"), [((), "WARNING"), (("H200",), "ERROR")])
+def test_one_local_rank_for_two_ranks_of_a_host(devices: tuple[str, ...], severity: str) -> None:
+    whole = with_all(devices=devices)
+    shared = replace(whole.reports[1], local_rank=0)
+    found = only(replace(whole, reports={**whole.reports, 1: shared}))
+    assert (found.name, found.ranks, found.severity.name) == ("local-rank", (0, 1), severity)
+
+
+def test_an_interface_that_gloo_cannot_use() -> None:
+    choice = Choice("eth7", "", "GLOO_SOCKET_IFNAME=eth7", "there is no interface 'eth7'")
+    whole = with_one(3, gloo=choice)
+    assert not whole.is_whole
+    found = only(unreached(whole, (0, 3), (1, 3), (2, 3)))  # which the interface explains
+    assert (found.name, found.ranks) == ("gloo-interface", (3,))
+    assert "there are lo (127.0.0.1), eth0 (10.0.0.2)" in found.what
+    assert found.remedy == "set GLOO_SOCKET_IFNAME=eth0"
+
+
+def test_an_interface_is_suggested_that_is_up_and_leads_elsewhere() -> None:
+    choice = Choice("eth7", "", "GLOO_SOCKET_IFNAME=eth7", "there is no interface 'eth7'")
+    there = (
+        Interface("lo", ("127.0.0.1",)),
+        Interface("eth0", ("10.0.0.1",), is_up=False),
+        Interface("eth1"),
+        Interface("bond0", ("10.0.0.9",)),
+    )
+    whole = with_one(0, gloo=choice, interfaces=there, rendezvous=Rendezvous("node0", 29500))
+    assert only(whole).remedy == "set GLOO_SOCKET_IFNAME=bond0"
+
+
+def test_loopback_is_wrong_between_hosts_and_right_on_one() -> None:
+    whole = unreached(with_one(2, gloo=LOOPBACK), (0, 2), (1, 2), (2, 0))
+    found = only(whole)
+    assert (found.name, found.ranks) == ("gloo-loopback", (2,))
+    assert found.remedy.startswith("set GLOO_SOCKET_IFNAME=eth0, or let the host's name")
+    here = [report(rank, gloo=LOOPBACK) for rank in range(4)]
+    assert findings(evidence(*here)) == []
+
+
+def test_addresses_of_two_kinds_cannot_be_joined() -> None:
+    found = only(with_one(1, gloo=Choice("eth0", "fd00::2", "GLOO_SOCKET_IFNAME=eth0")))
+    assert (found.name, found.ranks) == ("gloo-family", (1,))
+
+
+@pytest.mark.parametrize(
+    ("backend", "severity"), [("gloo", "WARNING"), ("cpu:gloo,cuda:nccl", "ERROR")]
+)
+def test_an_interface_that_nccl_cannot_use(backend: str, severity: str) -> None:
+    choice = Choice("", "", "NCCL_SOCKET_IFNAME=ib", "no interface matches 'ib'")
+    whole = with_all(backend=backend)
+    changed = replace(whole.reports[1], nccl=choice, environment={"NCCL_SOCKET_IFNAME": "ib"})
+    found = only(replace(whole, reports={**whole.reports, 1: changed}))
+    assert (found.name, found.ranks, found.severity.name) == ("nccl-interface", (1,), severity)
+    assert found.remedy == "set NCCL_SOCKET_IFNAME=eth0"
+    assert ("not used here" in found.what) == (severity == "WARNING")
+
+
+def test_nccl_on_loopback_between_hosts() -> None:
+    found = only(with_all(backend="cpu:gloo,cuda:nccl", nccl=replace(LOOPBACK, why="a reason")))
+    assert (found.name, found.ranks) == ("nccl-interface", (0, 1, 2, 3))
+
+
+def test_hosts_that_cannot_reach_each_other_are_one_finding() -> None:
+    pairs = [(rank, peer) for rank in (0, 1) for peer in (2, 3)]
+    both = [*pairs, *((peer, rank) for rank, peer in pairs)]
+    whole = unreached(evidence(), *both)
+    assert not whole.is_whole
+    found = only(whole)
+    assert (found.name, found.ranks, found.hosts) == (
+        "unreachable",
+        (0, 1, 2, 3),
+        ("node0", "node1"),
+    )
+    assert found.what == "ranks 0-1 and ranks 2-3 can't reach each other at 10.0.0.2: no answer"
+
+
+def test_one_way_is_told_as_one_way() -> None:
+    found = only(unreached(evidence(), (0, 3), problem="connection refused"))
+    assert found.what == "rank 0 can't reach rank 3 at 10.0.0.2: connection refused"
+
+
+def test_packets_of_several_sizes_between_hosts() -> None:
+    large = (Interface("eth0", ("10.0.0.2",), mtu=9000, mbit=10000),)
+    found = only(with_one(3, interfaces=large))
+    assert found.name == "mtu"
+    assert "1500 on node0, 9000 on node1" in found.what
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "severity"),
+    [("torch", "2.12.0", "ERROR"), ("objcomm", "0.2.0", "ERROR"), ("python", "3.12.1", "WARNING")],
+)
+def test_versions_that_differ(package: str, version: str, severity: str) -> None:
+    odd = {**report(0).versions, package: version}
+    found = only(with_one(2, versions=odd))
+    assert (found.name, found.ranks, found.severity.name) == ("versions", (2,), severity)
+    assert version.rpartition(".")[0] in found.what
+
+
+def test_a_patch_of_python_is_no_other_version() -> None:
+    assert findings(with_one(2, versions={**report(0).versions, "python": "3.11.9"})) == []
+
+
+def test_backends_that_init_would_choose_differently() -> None:
+    found = only(with_one(0, backend="cpu:gloo,cuda:nccl"))
+    assert (found.name, found.ranks) == ("backends", (1, 2, 3))
+
+
+def test_a_rank_without_a_device() -> None:
+    found = only(with_one(3, device_problem="rank 3 of 2 devices; start fewer"))
+    assert (found.name, found.ranks, found.remedy) == ("devices", (3,), "start fewer")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "severity", "remedy"),
+    [
+        (30, 4096, "ERROR", "run ulimit -n 286 before the program"),
+        (200, 4096, "WARNING", "run ulimit -n 286 before the program"),
+        (200, 200, "WARNING", "raise the hard limit to 286"),
+    ],
+)
+def test_too_few_open_files(soft: int, hard: int, severity: str, remedy: str) -> None:
+    found = only(with_one(1, open_files=soft, open_files_most=hard))
+    assert (found.name, found.severity.name) == ("open-files", severity)
+    assert found.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("total", "free"), [(64 << 20, 64 << 20), (16 << 30, 1 << 20), (UNKNOWN, UNKNOWN)]
+)
+def test_too_little_shared_memory(total: int, free: int) -> None:
+    found = only(with_one(1, shm_nbytes=total, shm_free_nbytes=free))
+    assert (found.name, found.severity.name) == ("shared-memory", "WARNING")
+    assert "--shm-size" in found.remedy
+
+
+def with_clock(ahead: float, margin: float) -> Evidence:
+    """A job whose second host's clock is off, as both sides have seen it."""
+    whole = evidence()
+    here = {0: 0.0, 1: 0.0, 2: ahead, 3: ahead}
+    made = {
+        rank: tuple(
+            Contact(each.peer, "", here[each.peer] - here[rank], margin) for each in contacts
+        )
+        for rank, contacts in whole.contacts.items()
+    }
+    return replace(whole, contacts=made)
+
+
+@pytest.mark.parametrize(("ahead", "side"), [(90.0, "ahead of"), (-90.0, "behind")])
+def test_a_clock_that_is_off_is_told_once_for_its_host(ahead: float, side: str) -> None:
+    found = only(with_clock(ahead, 1e-3))
+    assert (found.name, found.ranks) == ("clock", (2, 3))
+    assert f"90.00 s {side} that of rank 0's host" in found.what
+
+
+def test_a_clock_that_may_be_right_is_not_called_wrong() -> None:
+    assert findings(with_clock(90.0, 89.5)) == []
+
+
+def with_speeds(slow: dict[tuple[int, int], float]) -> Evidence:
+    whole = evidence(*[report(rank, rank) for rank in range(4)])
+    return replace(whole, links=links(whole, slow))
+
+
+def test_a_host_whose_links_are_all_slow_is_one_finding() -> None:
+    # Half of all links: a median of links would be slow, too.
+    slow = {pair: 2e8 for rank in range(3) for pair in ((rank, 3), (3, rank))}
+    found = only(with_speeds(slow))
+    assert (found.name, found.ranks, found.hosts) == ("slow-link", (3,), ("node3",))
+    assert found.what == (
+        "all its links to other hosts: 200 MB/s, where links between hosts usually carry 1e+03 MB/s"
+    )
+
+
+def test_a_host_that_only_sends_slowly() -> None:
+    found = only(with_speeds({(3, rank): 2e8 for rank in range(3)}))
+    assert found.what.startswith("all that it sends to other hosts: 200 MB/s")
+
+
+def test_one_slow_link_is_told_by_its_ends() -> None:
+    found = only(with_speeds({(1, 2): 2e8}))
+    assert found.ranks == (1, 2)
+    assert found.what.startswith("from rank 1 to rank 2: 200 MB/s")
+
+
+def test_links_within_a_host_are_not_compared_with_those_between() -> None:
+    whole = evidence()
+    slow = {(src, dst): 1.2e8 for src in (0, 1) for dst in (2, 3)}
+    slow |= {(dst, src): speed for (src, dst), speed in slow.items()}
+    assert findings(replace(whole, links=links(whole, slow))) == []
+
+
+def test_a_network_that_is_slow_everywhere() -> None:
+    whole = evidence(*[report(rank, rank) for rank in range(4)])
+    every = {(src, dst): 5e7 for src in range(4) for dst in range(4)}
+    found = only(replace(whole, links=links(whole, every)))
+    assert found.name == "slow-network"
+    assert "50 MB/s" in found.what
+
+
+def test_messages_that_take_long() -> None:
+    whole = evidence()
+    late = [
+        Link(each.src, each.dst, 0.05, each.nbytes_per_second)
+        if {each.src, each.dst} == {0, 1}
+        else each
+        for each in links(whole)
+    ]
+    found = only(replace(whole, links=tuple(late)))
+    assert (found.name, found.ranks) == ("late-link", (0, 1))
+    assert found.what.startswith("in both directions: a message takes 50.00 ms")
+
+
+def test_a_measurement_that_broke_is_told() -> None:
+    found = only(evidence(failures={1: "DistNetworkError: gone", 2: ""}))
+    assert (found.name, found.ranks) == ("group", (1,))
+
+
+def test_every_finding_says_what_to_do() -> None:
+    odd = report(3, 1, open_files=10, shm_nbytes=1, shm_free_nbytes=1, gloo=LOOPBACK)
+    found = findings(evidence(report(0), report(1), odd))
+    assert len(found) > 3
+    assert all(each.remedy and each.what for each in found)
+
+
+def test_who_names_a_few_hosts_and_counts_the_others() -> None:
+    hosts = tuple(f"node{number}" for number in range(7))
+    found = Finding(Severity.ERROR, "mtu", tuple(range(7)), hosts, "", "")
+    assert who(found) == "ranks 0-6 on node0, node1, node2, node3 and 3 more"
+
+
+def test_reports_know_what_they_are_of() -> None:
+    assert isinstance(report(0), Report)
+    assert evidence().machines == {"node0/boot", "node1/boot"}

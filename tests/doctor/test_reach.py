@@ -1,0 +1,145 @@
+"""Names, ports and listeners: what is reached, how failures are named, and that waits end."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from objcomm.doctor.address import UnreachedError, is_own, own_address, reach, resolve, touch
+from objcomm.doctor.bounded import within
+from objcomm.doctor.facts import Peer
+from objcomm.doctor.reach import Listener, contact, contacts
+
+HERE = "127.0.0.1"
+
+
+def peer(port: int, address: str = HERE) -> Peer:
+    return Peer(3, "machine", address, port, "token", 1)
+
+
+def closed_port() -> int:
+    with socket.create_server((HERE, 0)) as trial:
+        return int(trial.getsockname()[1])
+
+
+def test_a_call_gives_what_it_returns_or_raises() -> None:
+    assert within(60.0, lambda: 42) == 42
+    with pytest.raises(ValueError, match="forty"):
+        within(60.0, lambda: int("forty"))
+
+
+def test_a_call_that_takes_too_long_is_left_behind() -> None:
+    end = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.01, end.wait)
+    end.set()
+
+
+def test_a_listener_is_reached_and_its_clock_is_ours() -> None:
+    with Listener(HERE, "token") as listener:
+        found = contact(peer(listener.port), 60.0)
+    assert found.peer == 3
+    assert not found.problem
+    assert abs(found.ahead_seconds) <= found.margin_seconds
+
+
+def test_another_clock_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time
+    asker = threading.get_ident()
+    ahead = 1000.0
+
+    def told() -> float:
+        return real() + (0.0 if threading.get_ident() == asker else ahead)
+
+    monkeypatch.setattr(time, "time", told)
+    with Listener(HERE, "token") as listener:
+        found = contact(peer(listener.port), 60.0)
+    assert abs(found.ahead_seconds - ahead) <= found.margin_seconds
+
+
+def test_many_are_reached_at_once_and_in_order() -> None:
+    with Listener(HERE, "token") as listener:
+        found = contacts([peer(listener.port)] * 40, 60.0)
+    assert [each.problem for each in found] == [""] * 40
+    assert contacts([], 60.0) == ()
+
+
+def test_another_token_is_another_program() -> None:
+    with Listener(HERE, "other") as listener:
+        assert contact(peer(listener.port), 60.0).problem == "another program answered"
+
+
+def test_another_protocol_is_another_program() -> None:
+    with socket.create_server((HERE, 0)) as server:
+
+        def answer() -> None:
+            visitor, _ = server.accept()
+            with visitor:
+                visitor.sendall(b"220 mail.example ESMTP\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        found = contact(peer(server.getsockname()[1]), 60.0)
+        answering.join()
+    assert found.problem == "another program answered"
+
+
+def test_a_closed_port_refuses_and_a_silent_one_does_not_answer() -> None:
+    assert contact(peer(closed_port()), 60.0).problem == "connection refused"
+    with socket.create_server((HERE, 0)) as mute:
+        assert contact(peer(mute.getsockname()[1]), 0.05).problem == "no answer"
+
+
+def test_who_does_not_listen_is_not_tried() -> None:
+    assert contact(peer(1, address=""), 60.0).problem == "it does not listen"
+
+
+def test_a_listener_leaves_no_thread_and_no_port() -> None:
+    before = threading.active_count()
+    with Listener(HERE, "token") as listener:
+        port = listener.port
+    assert threading.active_count() == before
+    with pytest.raises(UnreachedError, match="connection refused"):
+        touch(HERE, port, 60.0)
+
+
+def test_names_are_looked_up_within_a_limit() -> None:
+    assert HERE in resolve("localhost")
+    with pytest.raises(UnreachedError, match=r"'nobody.invalid' stands for no address"):
+        resolve("nobody.invalid", 60.0)
+
+
+def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait())
+    with pytest.raises(UnreachedError, match=r"took more than 0.01 s"):
+        resolve("slow.example", 0.01)
+    end.set()
+
+
+def test_own_addresses_are_told_from_others() -> None:
+    assert is_own(HERE)
+    assert not is_own("203.0.113.7")  # of no network, RFC 5737
+    assert own_address("203.0.113.7") == ""
+    assert own_address(HERE) == HERE
+
+
+def test_a_port_that_opens_later_is_reached() -> None:
+    port = closed_port()
+    opened = []
+
+    def open_later() -> None:
+        time.sleep(0.3)
+        opened.append(socket.create_server((HERE, port)))
+
+    later = threading.Thread(target=open_later)
+    later.start()
+    assert reach([HERE], port, time.monotonic() + 60.0) == HERE
+    later.join()
+    opened[0].close()
+
+
+def test_a_port_that_stays_closed_ends_the_wait() -> None:
+    with pytest.raises(UnreachedError, match="connection refused"):
+        reach([HERE], closed_port(), time.monotonic() + 0.1)

@@ -1,0 +1,161 @@
+"""How facts travel, and how the report looks: text, JSON, picture and command line."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from objcomm.__main__ import main
+from objcomm.doctor.facts import Contact, Contacts, Link, Links, Report, Roll, read, written
+from objcomm.doctor.findings import findings
+from objcomm.doctor.picture import draw, plain
+from objcomm.doctor.table import report as text_of
+from objcomm.errors import MissingDependencyError, UsageError
+from tests.doctor.job import ROOT, clean_environment
+from tests.doctor.made_up import evidence, links, report
+
+
+def test_facts_come_back_as_they_were() -> None:
+    for facts in (
+        report(1, environment={"NCCL_DEBUG": "INFO"}),
+        Contacts((Contact(1, "no answer"), Contact(2, "", -0.5, 1e-3))),
+        Links((Link(0, 1, 1e-4, 1e9),), "gone", 3),
+        Roll(()),
+    ):
+        assert read(type(facts), written(facts).encode()) == facts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[" * 100000,
+        b"[]",
+        b"{}",
+        b'{"made": 1}',
+        b'{"made": [{"peer": 1}]}',
+        b'{"made": [{"peer": true, "problem": "", "ahead_seconds": 0.0, "margin_seconds": 0.0}]}',
+        b'{"made": [{"peer": 1, "problem": "", "ahead_seconds": NaN, "margin_seconds": 0.0}]}',
+        b'{"made": [{"peer": 1, "problem": 7, "ahead_seconds": 0.0, "margin_seconds": 0.0}]}',
+        b'{"made": [], "more": 1}',
+    ],
+)
+def test_what_is_no_fact_is_refused(text: bytes) -> None:
+    with pytest.raises(UsageError, match="doctor: "):
+        read(Contacts, text)
+
+
+def test_what_would_move_a_cursor_is_taken_out() -> None:
+    found = read(Report, written(report(0, host=0)).replace("node0", "no\\u001b[2Jde").encode())
+    assert found.host == "no [2Jde"
+
+
+def test_the_findings_come_last_and_the_worst_of_them_in_the_last_line() -> None:
+    whole = evidence(report(0), report(1, open_files=100), report(2))
+    lines = text_of(whole, findings(whole)).splitlines()
+    assert lines[0] == (
+        "objcomm doctor: ranks 0-2 of 4 on 1 host, by the variables of torchrun, "
+        "meeting at node0:29500"
+    )
+    assert lines[-1] == "1 error, 1 warning; first: missing-ranks, rank 3"
+    at = lines.index("ERROR missing-ranks: rank 3: did not come within 30 s; ranks 0-2 did")
+    assert lines[at + 1].startswith("  -> see that they were started")
+    assert max(map(len, lines[at:])) <= 100
+
+
+def test_a_healthy_job_says_so() -> None:
+    whole = evidence()
+    whole = replace(whole, links=links(whole))
+    text = text_of(whole, [])
+    assert text.endswith("\nnothing found that would break or slow a job\n")
+    assert "who reaches whom" not in text
+    hosts = [line for line in text.splitlines() if line.startswith("node")]
+    assert [line.split()[:4] for line in hosts] == [
+        ["node0", "0-1", "eth0", "10.0.0.1"],
+        ["node1", "2-3", "eth0", "10.0.0.2"],
+    ]
+    assert "\n1           2000     -  1000  1000\n" in text
+
+
+def test_what_was_not_measured_is_said() -> None:
+    whole = evidence()
+    text = text_of(replace(whole, links=links(whole)[:3], left_out=4), [])
+    assert text.count("4 pairs of ranks were left out for want of time") == 2
+
+
+def test_a_large_world_is_summed_up() -> None:
+    whole = evidence(*[report(rank, rank) for rank in range(20)])
+    text = text_of(replace(whole, world_size=20, links=links(whole)), [])
+    assert "least 1000, median 1000, most 1000" in text
+    assert "from \\ to" not in text
+
+
+def test_json_has_all_but_the_tokens() -> None:
+    whole = evidence(report(0), report(1))
+    told = json.loads(plain(whole, findings(whole), 1))
+    assert told["missing"] == [2, 3]
+    assert told["findings"][0]["severity"] == "error"
+    assert told["status"] == 1
+    assert "token0" not in json.dumps(told)
+
+
+def test_a_picture_of_the_links_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    whole = evidence()
+    draw(replace(whole, links=links(whole)), tmp_path / "links.png")
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match=r"objcomm\[doctor\]"):
+        draw(evidence(), tmp_path / "links.png")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--timeout", "0"], ["--timeout", "nan"], ["--nproc", "0"], ["--what"]]
+)
+def test_wrong_arguments_end_with_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2
+    assert "usage: python -m objcomm" in capsys.readouterr().err
+
+
+def test_a_rank_starts_no_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--nproc", "2"])
+    assert ended.value.code == 2
+    assert "this is a rank already" in capsys.readouterr().err
+
+
+def test_a_step_that_never_ends_is_ended() -> None:
+    program = """
+import threading
+from objcomm.doctor import command
+command.Limits.all = property(lambda limits: 0.5)
+command.carry_out = lambda *arguments, **options: threading.Event().wait()
+command.check(command.Options(1.0, False, None, None))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=clean_environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "not done after 0.5 s" in done.stderr
+    assert "in check" in done.stderr  # where it stood

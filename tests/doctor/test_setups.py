@@ -1,0 +1,256 @@
+"""`python -m objcomm doctor` on set-ups that work and on broken ones, with real processes."""
+
+import contextlib
+import json
+import random
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from objcomm.doctor.address import UnreachedError, touch
+from tests.doctor.job import (
+    DOCTOR,
+    Agent,
+    arrived,
+    clean_environment,
+    findings,
+    on_hosts,
+    place,
+    said,
+    start,
+    until,
+)
+from tests.hosts import Hosts
+
+# A rank may take long to import torch where others do so, too; who is waited for in vain makes a
+# test last as long as the first of these.
+SHORT, LONG = "--timeout=2", "--timeout=60"
+
+# What a busy machine, or one with little memory, may rightly be told.
+OF_THE_MACHINE = {"slow-link", "late-link", "shared-memory", "open-files"}
+
+
+@pytest.fixture
+def agent() -> Agent:
+    return Agent()
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Path:
+    return tmp_path / "doctor.json"
+
+
+def free_port() -> int:
+    """A port that is free, and below those that the kernel gives to whoever asks for any."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def is_there(port: int) -> bool:
+    try:
+        touch("127.0.0.1", port, 1.0)
+    except UnreachedError:
+        return False
+    return True
+
+
+def test_alone_it_checks_this_host(told: Path) -> None:
+    (only,) = said([start({}, f"--json={told}")])
+    assert set(findings(told)) <= OF_THE_MACHINE, only.out
+    assert only.status == int(bool(findings(told)))
+    assert only.out.startswith("objcomm doctor: rank 0 of 1 on 1 host, no launcher\n")
+    assert not only.err
+
+
+def test_ranks_of_its_own_reach_one_another_and_measure_every_link(
+    told: Path, tmp_path: Path
+) -> None:
+    png = tmp_path / "links.png"
+    (only,) = said([start({}, "--nproc=3", LONG, f"--json={told}", f"--png={png}")])
+    assert set(findings(told)) <= OF_THE_MACHINE, only.out
+    report = json.loads(told.read_text())
+    links = {(link["src"], link["dst"]) for link in report["links"]}
+    assert links == {(src, dst) for src in range(3) for dst in range(3) if src != dst}
+    assert all(link["latency_seconds"] > 0 for link in report["links"])
+    assert all(each["problem"] == "" for made in report["contacts"].values() for each in made)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "bandwidth, MB/s" in only.out
+
+
+def torchrun(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*command, *DOCTOR[1:], LONG, *arguments],
+        env=clean_environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_under_torchrun_the_ranks_meet_in_its_store(told: Path) -> None:
+    done = torchrun(f"--json={told}")
+    assert set(findings(told)) <= OF_THE_MACHINE, done.stdout
+    assert "ranks 0-1 of 2 on 1 host" in done.stdout
+    assert len(json.loads(told.read_text())["links"]) == 2
+
+
+def test_torchruns_own_report_ends_with_the_findings() -> None:
+    done = torchrun(GLOO_SOCKET_IFNAME="nowhere0")
+    assert done.returncode == 1
+    assert "ERROR gloo-interface: ranks 0-1 on" in done.stdout
+    cause = " ".join(done.stderr.partition("Root Cause")[2].split())  # lines are wrapped
+    assert "there is no interface 'nowhere0'" in cause
+    assert "-> set GLOO_SOCKET_IFNAME=" in cause or "-> unset GLOO_SOCKET_IFNAME" in cause
+
+
+def test_a_wrong_interface_is_named_for_gloo_and_for_nccl(agent: Agent, told: Path) -> None:
+    places = [
+        agent.place(0, 3),
+        agent.place(1, 3, GLOO_SOCKET_IFNAME="nowhere0"),
+        agent.place(2, 3, NCCL_SOCKET_IFNAME="nowhere1"),
+    ]
+    every = said([start(each, LONG, f"--json={told}") for each in places])
+    found = findings(told)
+    assert found["gloo-interface"]["ranks"] == [1]
+    assert "'nowhere0'" in found["gloo-interface"]["what"]
+    assert "GLOO_SOCKET_IFNAME" in found["gloo-interface"]["remedy"]
+    assert found["nccl-interface"]["ranks"] == [2]
+    assert "'nowhere1'" in found["nccl-interface"]["what"]
+    assert [each.status for each in every] == [1, 1, 1]
+    assert "unreachable" not in found  # the interface says why
+
+
+def test_a_wrong_port_and_a_name_that_is_none_are_told_by_the_ranks_that_have_them(
+    told: Path,
+) -> None:
+    port, other = free_port(), 1  # at which nobody listens
+    places = [place(0, 3, port), place(1, 3, other), place(2, 3, port, "nobody.invalid")]
+    zero, one, two = said([start(each, SHORT, f"--json={told}") for each in places])
+    assert findings(told)["missing-ranks"]["ranks"] == [1, 2]
+    assert f"127.0.0.1:{other} can't be reached: 127.0.0.1: connection refused" in one.err
+    assert "MASTER_PORT is the same on every rank" in " ".join(one.err.split())
+    assert "'nobody.invalid' stands for no address" in two.err
+    assert "set MASTER_ADDR" in two.err
+    assert [zero.status, one.status, two.status] == [1, 1, 1]
+    assert not one.out
+    assert not two.out
+
+
+def test_one_rank_fewer_is_named(agent: Agent, told: Path) -> None:
+    other = start(agent.place(1, 3), LONG)
+    arrived(agent.store, 1)
+    zero, one = said([start(agent.place(0, 3), SHORT, f"--json={told}"), other])
+    assert findings(told)["missing-ranks"]["ranks"] == [2]
+    assert "rank 2: did not come within 2 s; ranks 0-1 did" in zero.out
+    assert [zero.status, one.status] == [1, 1]
+    assert not one.err  # rank 0 has said it
+
+
+def test_without_rank_0_each_rank_speaks_for_itself(agent: Agent) -> None:
+    (one,) = said([start(agent.place(1, 3), SHORT)])
+    assert one.status == 1
+    assert "rank 1 (pid" in one.err
+    assert "ranks 0, 2: did not come within 2 s; rank 1 did" in one.err
+
+
+def test_a_rank_that_exists_twice_is_found(agent: Agent, told: Path) -> None:
+    others = [start(agent.place(1, 3), LONG) for _ in range(2)]
+    arrived(agent.store, 2)
+    zero, *_ = said([start(agent.place(0, 3), SHORT, f"--json={told}"), *others])
+    found = findings(told)
+    assert found["duplicate-rank"]["ranks"] == [1]
+    assert all(f"pid {other.pid} on" in found["duplicate-rank"]["what"] for other in others)
+    assert found["missing-ranks"]["ranks"] == [2]
+    assert "another's rank" in found["missing-ranks"]["remedy"]
+    assert zero.status == 1
+
+
+def test_a_second_rank_0_finds_the_first_ones_port_and_is_named(told: Path) -> None:
+    port = free_port()
+    first = start(place(0, 2, port), LONG, f"--json={told}")
+    until(lambda: is_there(port))
+    second = start(place(0, 2, port), LONG)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    arrived(store, 2)
+    every = said([first, second, start(place(1, 2, port), LONG)])
+    assert findings(told)["duplicate-rank"]["ranks"] == [0]
+    assert [each.status for each in every] == [1, 1, 1]
+    assert not every[1].out
+
+
+def test_a_program_that_listens_and_is_silent_holds_no_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        (one,) = said([start(place(1, 2, port), SHORT)])
+    assert one.status == 1
+    assert "accepts connections, but as no store of torch does" in " ".join(one.err.split())
+    assert "set MASTER_PORT" in one.err
+
+
+def test_another_jobs_store_is_not_taken_for_ones_own(agent: Agent) -> None:
+    (zero,) = said([start(place(0, 2, agent.store.port), SHORT)])
+    assert zero.status == 1
+    assert "is the store of another job" in zero.out
+
+
+def test_a_rank_that_cannot_be_is_told_so() -> None:
+    (odd,) = said([start(place(2, 2, 29500), SHORT)])
+    assert odd.status == 1
+    assert "RANK=2 does not lie between 0 and WORLD_SIZE=2 - 1" in " ".join(odd.err.split())
+
+
+def test_two_hosts_that_reach_the_first_but_not_each_other(told: Path) -> None:
+    with Hosts(3) as hosts:
+        hosts.part(1, 2)
+        zero, *others = on_hosts(hosts, [{}, {}, {}], LONG, f"--json={told}")
+        names = [hosts[1].name, hosts[2].name]
+    found = findings(told)
+    assert found["unreachable"]["ranks"] == [1, 2]
+    assert found["unreachable"]["hosts"] == names
+    assert "can't reach each other" in found["unreachable"]["what"]
+    assert "who reaches whom" in zero.out
+    assert [each.status for each in (zero, *others)] == [1, 1, 1]
+
+
+def test_a_host_that_listens_on_loopback_only(told: Path) -> None:
+    with Hosts(2) as hosts:
+        on_hosts(hosts, [{}, {"GLOO_SOCKET_IFNAME": "lo"}], LONG, f"--json={told}")
+        interface = hosts[1].interface
+    found = findings(told)
+    assert found["gloo-loopback"]["ranks"] == [1]
+    assert f"set GLOO_SOCKET_IFNAME={interface}" in found["gloo-loopback"]["remedy"]
+    assert "unreachable" not in found
+
+
+def test_a_slow_host_is_named_and_others_are_not(told: Path) -> None:
+    with Hosts(3, mbit=900) as hosts:
+        hosts.limit(2, 20)
+        zero, *_ = on_hosts(hosts, [{}, {}, {}], LONG, f"--json={told}")
+    slow = findings(told)["slow-link"]
+    assert slow["ranks"] == [2]
+    assert "all its links to other hosts" in slow["what"]
+    report = json.loads(told.read_text())
+    rates = {(each["src"], each["dst"]): each["nbytes_per_second"] for each in report["links"]}
+    assert max(rates[0, 2], rates[2, 1]) < 20e6 / 8 < min(rates[0, 1], rates[1, 0])
+    assert zero.status == 1
+
+
+def test_rank_0_that_is_not_where_the_others_look_for_it(told: Path) -> None:
+    with Hosts(2) as hosts:
+        elsewhere = {"MASTER_ADDR": hosts[1].address}
+        zero, one = on_hosts(hosts, [elsewhere, elsewhere], SHORT, f"--json={told}")
+        address = hosts[0].address
+    found = findings(told)
+    assert "is no address of rank 0's host" in found["rendezvous"]["what"]
+    assert f"set MASTER_ADDR={address}" in found["rendezvous"]["remedy"]
+    assert "can't be reached" in one.err
+    assert [zero.status, one.status] == [1, 1]

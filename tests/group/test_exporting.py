@@ -1,0 +1,161 @@
+"""The counters as Prometheus and TensorBoard take them, read back by their own code."""
+
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from prometheus_client.parser import text_string_to_metric_families
+
+import objcomm
+from objcomm.errors import UsageError
+from objcomm.group import Group
+from tests.group.helpers import subgroup
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+FIELDS = {
+    "objcomm_calls": "calls",
+    "objcomm_exchanges": "exchanges",
+    "objcomm_sent_bytes": "sent_nbytes",
+    "objcomm_received_bytes": "received_nbytes",
+    "objcomm_seconds": "seconds",
+}
+
+
+def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """Samples by metric, then by operation, group, rank and whatever else."""
+    families = list(text_string_to_metric_families(text))
+    assert [each.name for each in families] == list(FIELDS)
+    for each in families:
+        assert each.type == "counter"
+        assert each.documentation.endswith(".")
+        assert all(sample.name == f"{each.name}_total" for sample in each.samples)
+    return {
+        each.name: {tuple(sample.labels.values()): sample.value for sample in each.samples}
+        for each in families
+    }
+
+
+def key_of(operation: str, group: dist.ProcessGroup | None = None) -> tuple[str, str, str]:
+    name = (group or dist.group.WORLD or dist.ProcessGroup).group_name
+    return operation, str(name), str(here().rank)
+
+
+@ranks(1, 3)
+def test_prometheus_reads_all_counters_of_all_groups() -> None:
+    objcomm.reset_stats()
+    objcomm.broadcast(bytes(100_000))
+    objcomm.all_gather("x")
+    counted = objcomm.stats()
+    with subgroup(*range(min(here().world_size, 2))) as group:
+        if here().rank < 2:
+            objcomm.barrier(group=group)
+        found = parsed(objcomm.stats_to_prometheus())
+        if here().rank < 2:
+            assert found["objcomm_calls"][key_of("barrier", group)] == 1
+    assert set(counted) == {"broadcast", "all_gather"}
+    for metric, field in FIELDS.items():
+        for operation, of in counted.items():
+            assert found[metric][key_of(operation)] == getattr(of, field)
+
+
+@solo()
+def test_prometheus_reads_labels_of_any_content() -> None:
+    odd = 'a "quoted" back\\slash\nand {braces}, \\n too'
+    group = Group()
+    group.name = odd
+    group.counters.add("b", exchanges=1, sent_nbytes=2**60, received_nbytes=0, seconds=1e-7)
+    with mock.patch("objcomm.exporting.known_groups", return_value=[group]):
+        found = parsed(objcomm.stats_to_prometheus({"job": odd, "empty": ""}))
+    key = ("b", odd, "0", odd, "")
+    assert found["objcomm_seconds"] == {key: 1e-7}
+    assert found["objcomm_sent_bytes"] == {key: 2.0**60}
+
+
+@solo()
+def test_groups_of_one_name_make_one_sample() -> None:
+    groups = [Group(), Group()]
+    for group in groups:
+        group.name = "0"
+        group.counters.add("b", exchanges=1, sent_nbytes=5, received_nbytes=6, seconds=0.5)
+    with mock.patch("objcomm.exporting.known_groups", return_value=groups):
+        found = parsed(objcomm.stats_to_prometheus())
+    assert [found[metric]["b", "0", "0"] for metric in FIELDS] == [2, 2, 10, 12, 1.0]
+
+
+@solo()
+def test_nothing_counted_is_text_without_samples() -> None:
+    assert all(samples == {} for samples in parsed(objcomm.stats_to_prometheus()).values())
+
+
+@solo()
+@pytest.mark.parametrize("name", ["rank", "group", "operation", "a-b", "1st", "__name__", ""])
+def test_a_label_that_prometheus_would_refuse_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="can be no label"):
+        objcomm.stats_to_prometheus({name: "x"})
+
+
+@ranks(2)
+def test_counters_may_be_read_while_a_call_waits() -> None:
+    objcomm.reset_stats()
+    objcomm.barrier()
+    if here().rank == 0:
+        work = objcomm.all_gather("x", async_op=True)
+        texts: list[str] = []
+        thread = threading.Thread(target=lambda: texts.append(objcomm.stats_to_prometheus()))
+        thread.start()
+        thread.join()
+        assert not work.done()
+        assert key_of("all_gather") not in parsed(texts[0])["objcomm_calls"]
+        here().store("exporting").set("read", "")
+        work.wait()
+    else:
+        here().store("exporting").get("read")
+        objcomm.all_gather("y")
+
+
+class Scalars:
+    """As much of a ``SummaryWriter`` as is needed."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, tuple[float, int]] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        assert tag not in self.values
+        self.values[tag] = (scalar_value, global_step)
+
+
+@ranks(1, 2)
+def test_a_writer_gets_each_figure_once() -> None:
+    objcomm.reset_stats()
+    objcomm.broadcast("x")
+    objcomm.barrier()
+    writer = Scalars()
+    objcomm.stats_to_tensorboard(writer, 7)
+    counted = objcomm.stats()
+    assert writer.values == {
+        f"objcomm/{operation}/{metric.removeprefix('objcomm_')}": (getattr(of, field), 7)
+        for operation, of in counted.items()
+        for metric, field in FIELDS.items()
+    }
+    assert len(writer.values) == 10
+
+
+@solo()
+def test_tensorboard_keeps_what_it_is_given(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import (  # noqa: PLC0415  # optional
+        EventAccumulator,
+    )
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # likewise
+
+    objcomm.broadcast("x")
+    with SummaryWriter(str(tmp_path)) as writer:
+        objcomm.stats_to_tensorboard(writer, 1)
+        objcomm.broadcast("y")
+        objcomm.stats_to_tensorboard(writer, 2)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    calls = events.Scalars("objcomm/broadcast/calls")
+    assert [(each.step, each.value) for each in calls] == [(1, 1.0), (2, 2.0)]

@@ -1,0 +1,168 @@
+"""One logger, quiet unless something is wrong; each record says which rank wrote it."""
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import objcomm
+from objcomm.errors import DesyncError, TransportError
+from tests.group.helpers import assert_group_works, exit_at_once, subgroup, tell_all
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+FORMAT = "%(levelname)s %(rank)s/%(world_size)s [%(group)s] %(message)s"
+
+
+class Collecting(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def texts(self, level: int) -> list[str]:
+        return [each.getMessage() for each in self.records if each.levelno == level]
+
+
+@contextlib.contextmanager
+def logged(level: int = logging.DEBUG) -> Iterator[Collecting]:
+    handler, logger = Collecting(), logging.getLogger("objcomm")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+
+
+@ranks(2, 3, disposable=True)
+def test_a_program_that_configures_nothing_sees_nothing_while_all_goes_well() -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        assert_group_works()
+        with subgroup(0, 1) as group:
+            if here().rank < 2:
+                assert_group_works(group)
+        with pytest.raises(DesyncError):
+            objcomm.barrier("a" if here().rank else "b")
+    assert shown.getvalue() == ""
+
+
+@ranks(3, disposable=True)
+def test_records_say_rank_world_size_and_group() -> None:
+    with logged() as handler:
+        assert_group_works()
+        with subgroup(1, 2) as group:
+            if here().rank:
+                assert_group_works(group)
+    world, *others = [each for each in handler.records if "connected" in each.msg]
+    for record in handler.records:
+        assert (record.name, record.levelno) == ("objcomm", logging.DEBUG)
+        assert (vars(record)["rank"], vars(record)["world_size"]) == (here().rank, 3)
+    assert "3 ranks connected over Gloo, on 1 host(s)" in world.getMessage()
+    assert world.module == "mesh"
+    assert len(others) == (here().rank > 0)
+    for record in others:
+        assert "2 ranks connected over Gloo" in record.getMessage()
+        assert vars(record)["group"] not in ("", vars(world)["group"])
+
+
+@ranks(2)
+def test_a_formatter_may_name_them() -> None:
+    with io.StringIO() as stream:
+        handler, logger = logging.StreamHandler(stream), logging.getLogger("objcomm")
+        handler.setFormatter(logging.Formatter(FORMAT))
+        logger.addHandler(handler)
+        try:
+            with objcomm.configure(report_after=0.3):
+                objcomm.barrier()
+                if here().rank == 1:
+                    tell_all("late", "")
+                    objcomm.barrier("long")
+                else:
+                    with mock.patch.object(handler, "emit", wraps=handler.emit) as emit:
+                        work = objcomm.barrier("long", async_op=True)
+                        while not emit.called:
+                            assert not work.done()
+                        tell_all("late", "")
+                        work.wait()
+        finally:
+            logger.removeHandler(handler)
+        text = stream.getvalue()
+    if here().rank == 0:
+        assert text.startswith("WARNING 0/2 [")
+        assert "] rank 0 is in barrier" in text
+
+
+@ranks(2)
+def test_the_end_of_connections_is_logged_and_what_follows_from_it() -> None:
+    objcomm.barrier()
+    with logged(logging.INFO) as handler:
+        with pytest.raises(DesyncError):
+            objcomm.barrier("a" if here().rank else "b")
+        assert_group_works()
+    (text,) = handler.texts(logging.INFO)
+    assert "its connections were closed, and its next call makes new ones: DesyncError" in text
+
+
+@ranks(2, expect_dead=(1,))
+def test_a_broken_group_is_logged_as_such() -> None:
+    objcomm.barrier()
+    if here().rank == 1:
+        exit_at_once()
+    with logged(logging.INFO) as handler, pytest.raises(TransportError):
+        objcomm.barrier()
+    (text,) = handler.texts(logging.INFO)
+    assert "its connections were closed, for good: TransportError" in text
+    assert "rank 1" in text
+
+
+@ranks(2)
+def test_a_written_record_is_logged(tmp_path: Path) -> None:
+    objcomm.barrier()
+    folder = tmp_path / "records"
+    with (
+        logged(logging.INFO) as handler,
+        objcomm.configure(record_folder=folder),
+        pytest.raises(DesyncError) as caught,
+    ):
+        objcomm.barrier("a" if here().rank else "b")
+    assert any(caught.value.recorded in text for text in handler.texts(logging.INFO))
+
+
+@ranks(2)
+def test_split_says_what_it_makes() -> None:
+    with logged() as handler:
+        objcomm.split(0)
+    made = [each for each in handler.records if each.getMessage().startswith("split makes")]
+    assert len(made) == 1
+    assert made[0].getMessage().endswith("of ranks [0, 1]")
+
+
+@ranks(2, disposable=True)
+def test_a_filter_that_raises_harms_no_call() -> None:
+    def refuse(_: logging.LogRecord) -> bool:
+        raise LookupError("a fault of the program's")
+
+    with logged() as handler:
+        logging.getLogger("objcomm").addFilter(refuse)
+        assert_group_works()
+        logging.getLogger("objcomm").removeFilter(refuse)
+    assert not handler.records
+
+
+@solo()
+def test_without_other_ranks_it_is_rank_0_of_1() -> None:
+    with logged() as handler:
+        objcomm.init()
+    (record,) = handler.records
+    assert record.levelno == logging.INFO
+    assert (vars(record)["rank"], vars(record)["world_size"], vars(record)["group"]) == (0, 1, "")

@@ -1,0 +1,147 @@
+"""What ``torch.profiler`` shows: each operation by name, and its parts inside of it."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+import objcomm
+from objcomm.errors import CollectiveError
+from objcomm.spans import span
+from tests.group.helpers import RefusesToPickle, assert_group_works
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # noqa: SLF001  # torch has no public name for it
+
+Spans = dict[str, list[tuple[float, float, object]]]
+
+
+def looking(config: Any = None) -> profile:
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=config)
+
+
+def exported(profiler: profile, path: Path) -> Spans:
+    """The spans of a Chrome trace by name: begin, end, thread."""
+    profiler.export_chrome_trace(str(path))
+    found: Spans = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") == "user_annotation":
+            begin = event["ts"]
+            found.setdefault(event["name"], []).append((begin, begin + event["dur"], event["tid"]))
+    return found
+
+
+def is_inside(inner: tuple[float, float, object], outer: tuple[float, float, object]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1] and inner[2] == outer[2]
+
+
+@ranks(2)
+def test_a_trace_has_the_operation_and_its_parts_nested(tmp_path: Path) -> None:
+    objcomm.barrier()
+    with looking() as profiler, record_function("step"):
+        objcomm.broadcast(torch.ones(100_000))
+    spans = exported(profiler, tmp_path / f"{here().rank}.json")
+    (step,), (operation,) = spans["step"], spans["objcomm::broadcast"]
+    (transfer,) = spans["objcomm::transfer"]
+    (part,) = spans["objcomm::decode" if here().rank else "objcomm::encode"]
+    assert is_inside(operation, step)
+    assert is_inside(transfer, operation)
+    assert is_inside(part, operation)
+    if here().rank:
+        assert transfer[1] <= part[0]
+    else:
+        assert part[1] <= transfer[0]
+    assert set(spans) == {
+        "step",
+        "objcomm::broadcast",
+        "objcomm::transfer",
+        "objcomm::decode" if here().rank else "objcomm::encode",
+    }
+
+
+@ranks(2)
+def test_a_call_that_fails_closes_its_spans(tmp_path: Path) -> None:
+    objcomm.barrier()
+    with looking() as profiler, record_function("step"):
+        with pytest.raises(CollectiveError):
+            objcomm.all_gather(RefusesToPickle(ValueError()) if here().rank else 1)
+        with record_function("next"):
+            pass
+    spans = exported(profiler, tmp_path / f"{here().rank}.json")
+    (step,), (operation,) = spans["step"], spans["objcomm::all_gather"]
+    (following,) = spans["next"]
+    assert is_inside(operation, step)
+    assert operation[1] <= following[0]
+
+
+@ranks(2)
+def test_messages_from_rank_to_rank_have_names_too(tmp_path: Path) -> None:
+    with looking() as profiler:
+        if here().rank == 0:
+            objcomm.send("x", 1)
+        else:
+            objcomm.recv(0)
+    spans = exported(profiler, tmp_path / f"{here().rank}.json")
+    assert {"objcomm::send"} <= set(spans) if here().rank == 0 else {"objcomm::recv"} <= set(spans)
+
+
+@ranks(2)
+@pytest.mark.parametrize("looks_at_all", [False, True])
+def test_a_call_in_flight_is_shown_where_the_profiler_looks_at_all_threads(
+    tmp_path: Path, *, looks_at_all: bool
+) -> None:
+    objcomm.barrier()
+    with looking(ALL_THREADS if looks_at_all else None) as profiler:
+        with record_function("step"):
+            work = objcomm.all_gather(torch.ones(100_000), async_op=True)
+        work.wait()
+    spans = exported(profiler, tmp_path / f"{here().rank}.json")
+    (step,), (encoding,) = spans["step"], spans["objcomm::encode"]
+    assert is_inside(encoding, step)  # on the caller's thread, in any case
+    assert ("objcomm::all_gather" in spans) == looks_at_all
+    if looks_at_all:
+        (operation,), (transfer,) = spans["objcomm::all_gather"], spans["objcomm::transfer"]
+        assert operation[2] != step[2]
+        assert is_inside(transfer, operation)
+        assert is_inside(spans["objcomm::decode"][0], operation)
+
+
+@ranks(2)
+@pytest.mark.parametrize("looks_at_all", [False, True])
+def test_threads_of_the_programs_are_shown_likewise(tmp_path: Path, *, looks_at_all: bool) -> None:
+    objcomm.barrier()
+
+    def other() -> None:
+        with objcomm.lane("other"):
+            objcomm.all_gather("x")
+
+    with looking(ALL_THREADS if looks_at_all else None) as profiler:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    spans = exported(profiler, tmp_path / f"{here().rank}.json")
+    assert ("objcomm::all_gather" in spans) == looks_at_all
+
+
+@ranks(2)
+def test_a_call_may_begin_before_and_end_after_a_profiler_looks() -> None:
+    for _ in range(5):
+        profiler = looking()
+        works = [objcomm.all_gather(torch.ones(100_000), async_op=True) for _ in range(3)]
+        with profiler:
+            objcomm.wait_all(works[:1])
+        objcomm.wait_all(works[1:])
+    assert_group_works()
+
+
+@solo()
+def test_nothing_is_made_where_nobody_looks() -> None:
+    assert span("a") is span("b")
+    with looking():
+        assert span("a") is not span("b")

@@ -1,0 +1,350 @@
+"""``progress=True``: bytes are counted while they move, and a bar shows them on one rank."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tqdm.auto import tqdm
+
+import objcomm
+from objcomm.errors import MissingDependencyError, TransportError
+from objcomm.transport.transfers import Transfers
+from tests.group.helpers import assert_group_works, outcome_of, subgroup, tell_all
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+MIB = 1 << 20
+#: Travels in pieces of 4 MiB at most.
+LARGE_NBYTES = 20 * MIB
+
+
+def large(fill: int = 1) -> torch.Tensor:
+    return torch.full((LARGE_NBYTES,), fill, dtype=torch.uint8)
+
+
+def _one_each() -> list[torch.Tensor]:
+    return [large()] * here().world_size
+
+
+class Recording:
+    """Takes a bar's place and remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.pieces: list[int] = []
+        self.is_closed = False
+
+    def expect(self, nbytes: int) -> None:
+        self.total += nbytes
+
+    def moved(self, nbytes: int) -> None:
+        self.pieces.append(nbytes)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@contextlib.contextmanager
+def recording(meter: Recording | None = None) -> Iterator[Recording]:
+    """What the group's first rank would show."""
+    found = meter or Recording()
+    with mock.patch("objcomm.call.bar_for", lambda _, rank: found if rank == 0 else None):
+        yield found
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[io.StringIO]:
+    """What standard error shows; bars come at once."""
+    with (
+        mock.patch("objcomm.progress._PATIENCE_SECONDS", 0.0),
+        contextlib.redirect_stderr(io.StringIO()) as shown,
+    ):
+        yield shown
+
+
+Operation = Callable[[], object]
+
+#: For each operation the bytes that the first rank of a world shows.
+CASES: dict[str, tuple[Operation, Callable[[int], int]]] = {
+    "broadcast": (lambda: objcomm.broadcast(large(), progress=True), lambda _: LARGE_NBYTES),
+    "broadcast from the last": (
+        lambda: objcomm.broadcast(large(), here().world_size - 1, progress=True),
+        lambda _: LARGE_NBYTES,
+    ),
+    "gather": (
+        lambda: objcomm.gather(large(), progress=True),
+        lambda size: (size - 1) * LARGE_NBYTES,
+    ),
+    "gather to the last": (
+        lambda: objcomm.gather(large(), here().world_size - 1, progress=True),
+        lambda _: LARGE_NBYTES,
+    ),
+    "all_gather": (
+        lambda: objcomm.all_gather(large(), progress=True),
+        lambda size: size * LARGE_NBYTES,
+    ),
+    "scatter": (
+        lambda: objcomm.scatter(_one_each(), progress=True),
+        lambda size: (size - 1) * LARGE_NBYTES,
+    ),
+    "scatter from the last": (
+        lambda: objcomm.scatter(_one_each(), here().world_size - 1, progress=True),
+        lambda _: LARGE_NBYTES,
+    ),
+    "async broadcast": (
+        lambda: objcomm.broadcast(large(), progress=True, async_op=True).wait(),
+        lambda _: LARGE_NBYTES,
+    ),
+}
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_is_counted_once_and_piece_by_piece(name: str) -> None:
+    operation, expected = CASES[name]
+    with recording() as meter:
+        operation()
+    if here().rank == 0:
+        nbytes = expected(here().world_size)
+        assert sum(meter.pieces) == meter.total
+        # The codec's own bytes may follow by themselves, too.
+        assert nbytes <= meter.total < nbytes + MIB
+        assert max(meter.pieces) <= 4 * MIB
+    else:
+        assert meter.pieces == []
+    assert meter.is_closed == (here().rank == 0)
+
+
+@ranks(2)
+def test_what_is_pickled_as_one_is_counted_too() -> None:
+    words = [f"word {n}" for n in range(500_000)]
+    for call in (objcomm.broadcast, objcomm.gather, objcomm.all_gather):
+        with recording() as meter:
+            call(words, progress=True)
+        assert (len(meter.pieces) > 1) == (here().rank == 0)
+        assert sum(meter.pieces) == meter.total
+
+
+@ranks(2, 3)
+def test_results_are_the_same_with_a_bar() -> None:
+    rank, size = here().rank, here().world_size
+    mixed: dict[str, Any] = {"w": large(7), "words": [str(n) for n in range(100_000)], "rank": rank}
+    with recording():
+        got = objcomm.broadcast(mixed, size - 1, progress=True)
+        assert (got["rank"], got["words"]) == (size - 1, mixed["words"])
+        assert torch.equal(got["w"], large(7))
+        everybody = objcomm.all_gather(mixed, progress=True)
+    assert [each["rank"] for each in everybody] == list(range(size))
+    assert all(torch.equal(each["w"], large(7)) for each in everybody)
+    assert_group_works()
+
+
+class Telling(Recording):
+    """Tells the other rank when the third piece has moved."""
+
+    def moved(self, nbytes: int) -> None:
+        super().moved(nbytes)
+        if len(self.pieces) == 3:
+            here().store("progress").set("third", str(sum(self.pieces)))
+
+
+@contextlib.contextmanager
+def after_pieces(count: int, action: Callable[[], object]) -> Iterator[None]:
+    """Let this rank do something when so many pieces have come, before it takes more."""
+    taken: list[object] = []
+    original = Transfers._take  # noqa: SLF001  # where a piece has come
+
+    def take(self: Transfers, *args: object, **kwargs: bool) -> None:
+        original(self, *args, **kwargs)  # type: ignore[arg-type]  # handed on
+        taken.append(None)
+        if len(taken) == count:
+            action()
+
+    with mock.patch.object(Transfers, "_take", take):
+        yield
+
+
+def _source_is_told() -> None:
+    told = here().store("progress").get("third")
+    assert int(told) < LARGE_NBYTES
+
+
+@ranks(2)
+def test_a_source_counts_while_bytes_move_and_not_at_the_end() -> None:
+    # The receiver stops after the third piece until the source has counted three.
+    with recording(Telling()) as meter:
+        if here().rank == 0:
+            objcomm.broadcast(large(), progress=True)
+            assert len(meter.pieces) > 3
+        else:
+            with after_pieces(3, _source_is_told):
+                objcomm.broadcast(None, progress=True)
+
+
+@ranks(2)
+def test_a_sender_counts_while_bytes_move_and_not_at_the_end() -> None:
+    with recording(Telling()) as meter:
+        if here().rank == 0:
+            objcomm.gather(large(), 1, progress=True)
+            assert len(meter.pieces) > 3
+        else:
+            with after_pieces(3, _source_is_told):
+                objcomm.gather(None, 1, progress=True)
+
+
+@ranks(3)
+def test_several_senders_are_counted_in_turn() -> None:
+    mine = large()[: (0, 6, 10)[here().rank] * MIB]
+    with recording() as meter:
+        objcomm.gather(mine, progress=True)
+    if here().rank == 0:
+        # Rank 1's and rank 2's first pieces, then their second ones, then what rank 2 has left.
+        assert meter.pieces == [4 * MIB, 4 * MIB, 2 * MIB, 4 * MIB, 2 * MIB]
+
+
+@ranks(2)
+def test_one_rank_alone_may_ask_for_it() -> None:
+    is_first = here().rank == 0
+    with recording() as meter:
+        objcomm.gather(large(), progress=is_first)
+        objcomm.broadcast(large(), 1, progress=is_first)
+        objcomm.broadcast(large(), 0, progress=is_first)
+        objcomm.broadcast(large(), 0, progress=not is_first)
+    assert sum(meter.pieces) == meter.total == (3 * LARGE_NBYTES if is_first else 0)
+
+
+@ranks(2, 4)
+def test_the_first_rank_shows_a_bar_and_no_other_shows_anything() -> None:
+    with terminal() as shown:
+        objcomm.broadcast(large(), here().world_size - 1, progress=True)
+    text = shown.getvalue()
+    if here().rank == 0:
+        first, *_, last = text.lstrip("\r").split("\r")
+        assert re.match(r"broadcast: +\d+%\|.*\d\.\d+M/20\.0M \[", first)
+        assert re.match(r"broadcast: 100%\|.*\| 20\.0M/20\.0M \[00:0\d<00:00, .*B/s\] *\n$", last)
+    else:
+        assert text == ""
+
+
+@ranks(2)
+def test_a_work_shows_a_bar_from_its_own_thread() -> None:
+    with terminal() as shown:
+        objcomm.gather(large(), progress=True, async_op=True).wait()
+    assert ("20.0M/20.0M" in shown.getvalue()) == (here().rank == 0)
+
+
+@ranks(3)
+def test_the_first_rank_of_a_subgroup_shows_it() -> None:
+    with subgroup(1, 2) as group, terminal() as shown:
+        if here().rank:
+            objcomm.gather(large(), group_dst=0, group=group, progress=True)
+    assert bool(shown.getvalue()) == (here().rank == 1)
+
+
+@ranks(2, disposable=True)
+def test_what_is_over_soon_shows_nothing_and_imports_nothing() -> None:
+    sys.modules.pop("tqdm.auto", None)
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        for nbytes in (10, 100_000, MIB):
+            assert len(objcomm.broadcast(bytes(nbytes), progress=True)) == nbytes
+            objcomm.gather(bytes(nbytes), progress=True)
+    assert shown.getvalue() == ""
+    assert "tqdm.auto" not in sys.modules
+
+
+@ranks(2)
+def test_a_bar_below_another_one_leaves_nothing_behind() -> None:
+    with terminal() as shown:
+        with tqdm(total=2, desc="epochs", disable=here().rank != 0) as epochs:
+            objcomm.broadcast(large(), progress=True)
+            epochs.update(2)
+        lines = shown.getvalue().splitlines()
+    if here().rank == 0:
+        assert lines[-1].startswith("epochs: 100%")
+
+
+@ranks(2, 3, expect_dead=(1,))
+def test_a_death_in_the_middle_ends_the_bar_and_its_line() -> None:
+    with terminal() as shown:
+        if here().rank == 1:
+            with after_pieces(2, lambda: os._exit(0)):
+                objcomm.broadcast(None, progress=True)
+        if here().rank == 2:  # it may have all before it hears of the death
+            outcome_of(lambda: objcomm.broadcast(None, progress=True))
+            return
+        with pytest.raises(TransportError, match="rank 1"):
+            objcomm.broadcast(large(), progress=True)
+    if here().rank == 0:
+        text = shown.getvalue()
+        assert "M/20.0M" in text
+        assert "100%" not in text
+        assert text.endswith("\n")
+        assert not getattr(tqdm, "_instances", ())
+
+
+@ranks(2, expect_dead=(1,))
+def test_a_sender_that_dies_in_the_middle_ends_the_bar_and_its_line() -> None:
+    with terminal() as shown:
+        if here().rank == 1:
+            sent: list[int] = []
+            original = Transfers._send  # noqa: SLF001  # where a piece leaves
+
+            def send(self: Transfers, flat: torch.Tensor, *args: object) -> None:
+                original(self, flat, *args)  # type: ignore[arg-type]  # handed on
+                sent.append(flat.numel())
+                if len(sent) == 5:
+                    here().store("progress").get("begun")
+                    os._exit(0)
+
+            with mock.patch.object(Transfers, "_send", send):
+                objcomm.gather(large(), progress=True)
+        with (
+            after_pieces(1, lambda: here().store("progress").set("begun", "")),
+            pytest.raises(TransportError, match="rank 1"),
+        ):
+            objcomm.gather(large(), progress=True)
+    text = shown.getvalue()
+    assert "100%" not in text
+    assert text.endswith("\n")
+
+
+class _Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        del text
+        raise BrokenPipeError
+
+
+@ranks(2)
+def test_what_cannot_be_shown_ends_no_call() -> None:
+    with terminal(), contextlib.redirect_stderr(_Broken()):
+        assert len(objcomm.broadcast(large(), progress=True)) == LARGE_NBYTES
+    assert_group_works()
+
+
+@ranks(1, 2)
+def test_without_tqdm_every_rank_is_told_before_any_traffic() -> None:
+    objcomm.barrier()
+    objcomm.reset_stats()
+    with mock.patch.dict(sys.modules, {"tqdm": None}):
+        for call in (objcomm.broadcast, objcomm.gather, objcomm.all_gather):
+            with pytest.raises(MissingDependencyError, match=r"pip install 'objcomm\[progress\]'"):
+                call("small", progress=True)
+        assert outcome_of(lambda: objcomm.broadcast("small")) == "returned"
+    assert set(objcomm.stats()) == {"broadcast"}
+    tell_all("asked", "")
+    assert_group_works()
+
+
+@solo()
+def test_a_world_of_one_has_nothing_to_show() -> None:
+    with terminal() as shown:
+        assert objcomm.gather("x", progress=True) == ["x"]
+        assert objcomm.scatter([large()], progress=True).numel() == LARGE_NBYTES
+    assert shown.getvalue() == ""

@@ -1,0 +1,217 @@
+"""Each example under torchrun and alone: the same text, and what it says is true.
+
+All run in one process per rank, see ``example_runner``; one of them as a reader would start it.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from examples.best_checkpoint import RATES
+from tests.ahead import begun_ahead
+
+_ROOT = Path(__file__).parents[1]
+_EXAMPLES = _ROOT / "examples"
+NAMES = sorted(path.stem for path in _EXAMPLES.glob("[!_]*.py"))
+TIMED = "replace_broadcast_object_list"  # prints other figures each time
+
+# Three ranks that import torch, scikit-learn, accelerate and Lightning, on a busy machine.
+_DEADLINE_S = 280.0
+
+#: How ranks are started, by how many; 0 means without torchrun.
+WORLDS = {f"world{size}": size for size in (0, 1, 3)}
+TESTED = 597  # images that the examples do not train on
+
+Printed = dict[str, dict[int, str]]
+
+
+def command(world_size: int, *program: str) -> list[str]:
+    """A program's command line: ``python`` or ``torchrun``."""
+    if world_size == 0:
+        return [sys.executable, *program]
+    # --standalone: a free port, so that no other test's torchrun is met.
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={world_size}", *program),
+    ]
+
+
+def started(arguments: list[str]) -> str:
+    """What a command printed; its failure is the test's."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(_ROOT))
+    ended = subprocess.run(
+        arguments,
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        check=False,
+        env=environment,
+        cwd=_ROOT,
+    )
+    if ended.returncode != 0:
+        raise RuntimeError(f"{arguments} ended with {ended.returncode}\n{ended.stderr[-4000:]}")
+    return ended.stdout
+
+
+def run_all(world_size: int, folder: Path) -> Printed:
+    """What each rank of each example printed."""
+    folder.mkdir()
+    trouble = ""
+    try:
+        started(command(world_size, "-m", "tests.example_runner", str(folder), *NAMES))
+    except RuntimeError as error:
+        trouble = str(error)
+    return {
+        name: {
+            rank: path.read_text() if path.exists() else f"did not run: {trouble}"
+            for rank in range(max(1, world_size))
+            for path in [folder / f"{name}.{rank}"]
+        }
+        for name in NAMES
+    }
+
+
+@pytest.fixture(scope="module")
+def wait(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Any]]:
+    """Waits for what was begun ahead, by the name of a world."""
+    base = tmp_path_factory.mktemp("examples")
+    jobs = {name: partial(run_all, size, base / name) for name, size in WORLDS.items()}
+    with begun_ahead(request, jobs) as wait:
+        yield wait
+
+
+@pytest.fixture(params=WORLDS)
+def printed(request: pytest.FixtureRequest, wait: Callable[[str], Printed]) -> Printed:
+    """What ranks of one world printed."""
+    return wait(request.param)
+
+
+def test_only_the_main_rank_prints_and_all_worlds_print_the_same(
+    printed: Printed, wait: Callable[[str], Printed]
+) -> None:
+    alone = wait("world0")
+    for name, by_rank in printed.items():
+        assert by_rank[0], name
+        assert set(by_rank.values()) <= {by_rank[0], ""}, by_rank
+        assert all(not text for rank, text in by_rank.items() if rank > 0), by_rank
+        if name != TIMED:
+            assert by_rank[0] == alone[name][0], name
+
+
+def test_a_time_of_both_is_shown(printed: Printed, wait: Callable[[str], Printed]) -> None:
+    time = r"\d+\.\d\d ms"
+    of_torch = "" if printed is wait("world0") else rf"  torch +{time}"  # it refuses to run alone
+    lines = printed[TIMED][0].splitlines()
+    for line, name in zip(lines, ("settings", "32 MiB of weights"), strict=True):
+        assert re.fullmatch(rf" *{name}{of_torch}  objcomm +{time}", line), line
+
+
+def found(pattern: str, text: str) -> list[float]:
+    """The numbers in what an example printed, which is this pattern."""
+    match = re.fullmatch(pattern, text.strip())
+    assert match, text
+    return [float(each) for each in match.groups()]
+
+
+_NUMBER = r"(-?\d+(?:\.\d+)?)"
+
+
+def test_what_they_say_is_true(wait: Callable[[str], Printed]) -> None:
+    said = {name: by_rank[0] for name, by_rank in wait("world0").items()}
+    pixels, digits = load_digits(return_X_y=True)
+
+    images, right, loss = found(
+        rf"{_NUMBER} images, {_NUMBER} right, mean loss {_NUMBER}", said["ddp_evaluation"]
+    )
+    assert images == TESTED
+    assert right > 0.85 * TESTED
+    assert loss < 0.5
+
+    text = load_digits().DESCR
+    words, loss = found(rf"{_NUMBER} words known, loss {_NUMBER} of .*", said["fsdp_tokenizer"])
+    assert words == len(set(re.findall(r"\w+|[^\w\s]", text)))
+    assert loss < 0.5 * math.log(words)
+
+    (epochs,) = found(rf"stopped after {_NUMBER} epochs by digit \d", said["early_stopping"])
+    assert 10 < epochs < 1000
+
+    rate, score = found(rf".* of rate {_NUMBER}, score {_NUMBER}", said["best_checkpoint"])
+    assert min(RATES) < rate < max(RATES)
+    assert -0.5 < score < 0
+
+    rows, pixel, mean, deviation = found(
+        rf"{_NUMBER} rows; pixel {_NUMBER} varies most: {_NUMBER} ± {_NUMBER}",
+        said["streaming_statistics"],
+    )
+    assert (rows, pixel) == (len(pixels), pixels.std(axis=0).argmax())
+    assert mean == pytest.approx(pixels[:, int(pixel)].mean(), abs=1e-6)
+    assert deviation == pytest.approx(pixels[:, int(pixel)].std(), abs=1e-6)
+
+    seen, known = pixels[:-TESTED], digits[:-TESTED]
+    means = np.stack([seen[known == digit].mean(axis=0) for digit in range(10)])
+    distances = ((pixels[-TESTED:, None] - means) ** 2).sum(axis=2)
+    wrong = int((distances.argmin(axis=1) != digits[-TESTED:]).sum())
+    assert found(rf".* agree: {_NUMBER} of {_NUMBER} .*", said["with_accelerate"]) == [
+        wrong,
+        TESTED,
+    ]
+    accuracy, images = found(
+        rf"accuracy {_NUMBER} of {_NUMBER} images, both ways", said["with_torchmetrics"]
+    )
+    assert images == TESTED
+    assert accuracy == pytest.approx(1 - wrong / TESTED, abs=1e-6)
+
+    loss, wrong_there, _, _, times = found(
+        rf"loss {_NUMBER}, {_NUMBER} wrong; {_NUMBER} was {_NUMBER} {_NUMBER} times",
+        said["with_fabric"],
+    )
+    assert loss < 1
+    assert times <= wrong_there < 0.15 * TESTED
+
+
+def test_an_example_runs_as_its_first_lines_say() -> None:
+    text = started(command(2, "examples/streaming_statistics.py"))
+    assert text.startswith("1797 rows; ")
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
+    lines = (_EXAMPLES / f"{name}.py").read_text().splitlines()
+    assert len(lines) < 80
+    assert f"    torchrun --nproc-per-node 4 examples/{name}.py" in lines
+    assert f"    python examples/{name}.py" in lines
+    assert lines[-4:] == [
+        'if __name__ == "__main__":',
+        '    objcomm.init("gloo")',
+        "    main()",
+        "    objcomm.shutdown()",
+    ]
+
+
+def shown(notebook: Any) -> list[str]:
+    """The texts that a notebook's cells print and give."""
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", [])]
+    return [each["text"] if "text" in each else each["data"]["text/plain"] for each in outputs]
+
+
+def test_the_notebook_shows_what_it_gives_when_it_is_run() -> None:
+    stored = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]  # it is untyped
+    afresh = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]  # it is untyped
+    nbclient.NotebookClient(afresh, timeout=_DEADLINE_S, kernel_name="python3").execute()
+    assert len(shown(stored)) == 3
+    assert shown(afresh) == shown(stored)

@@ -1,0 +1,347 @@
+"""Ranks on several hosts, started by torchrun: what carries, and what is seen of a lost host."""
+
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
+from objcomm.transport.outage import HOST_LOST
+from tests.across import DEADLINE_S, FIRST_USE_S, LARGE_NBYTES
+from tests.hosts import Hosts
+
+_PAUSE_S = 0.01
+_PORT = 29400  # each network of hosts has all ports for itself
+_REACH_S = 0.5
+# So slow that there is time to pull a cable.
+_MBIT, _SLOW_MBIT = 400.0, 40.0
+
+
+class Job:
+    """One scenario of ``tests/across.py`` under way on all hosts.
+
+    Attributes:
+        hosts: where it runs.
+        size: number of ranks.
+    """
+
+    def __init__(self, hosts: Hosts, scenario: str, nproc: int, folder: Path) -> None:
+        self.hosts = hosts
+        self.size = len(hosts) * nproc
+        self._folder = folder
+        self._until = time.monotonic() + DEADLINE_S + 10
+        address = f"{hosts[0].address}:{_PORT}"
+        nodes = [f"--nnodes={len(hosts)}", f"--nproc-per-node={nproc}", "--rdzv-id=hosts"]
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for number, host in enumerate(hosts):
+            with (folder / f"host{number}.log").open("wb") as log:
+                started = host.popen(
+                    [*torchrun, "-m", "tests.across", scenario, str(folder)],
+                    {"OMP_NUM_THREADS": "1"},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            self._processes.append(started)
+
+    def reached(self, point: str) -> None:
+        """Wait until every rank has reached a point."""
+        self._wait(lambda: all(self._path(f"{point}.{rank}") for rank in range(self.size)), point)
+
+    def go(self, point: str) -> None:
+        """Let all ranks go on from there."""
+        (self._folder / point).touch()
+
+    def results(self) -> tuple["Results", ...]:
+        """What each rank kept, once all have ended."""
+        self._wait(lambda: all(each.poll() is not None for each in self._processes), "the end")
+        files = [self._folder / f"result.{rank}" for rank in range(self.size)]
+        if not all(each.exists() for each in files):
+            self._fail("a rank has left no result")
+        return tuple(Results(*pickle.loads(each.read_bytes())) for each in files)  # noqa: S301  # our own
+
+    def _path(self, name: str) -> bool:
+        return (self._folder / name).exists()
+
+    def _wait(self, is_so: Callable[[], bool], what: str) -> None:
+        while not is_so():
+            if time.monotonic() > self._until:
+                self._fail(f"not all ranks came to {what}")
+            if any(each.poll() for each in self._processes):
+                self._fail(f"a launcher has failed before {what}")
+            time.sleep(_PAUSE_S)
+
+    def _fail(self, why: str) -> None:
+        logs = [f"--- {each.name}\n{each.read_text()}" for each in self._folder.glob("*.log")]
+        pytest.fail("\n".join([why, *logs]), pytrace=False)
+
+
+class Results(NamedTuple):
+    """What one rank kept."""
+
+    given: dict[str, Any]
+    seconds: dict[str, float]
+
+
+class Finished(NamedTuple):
+    """A scenario that has ended.
+
+    Attributes:
+        names: of its hosts.
+        ranks: what each rank kept.
+        carried: bytes that hosts' network cards have sent and received during steps.
+    """
+
+    names: list[str]
+    ranks: tuple[Results, ...]
+    carried: dict[str, list[tuple[int, int]]]
+
+    def all_gave(self, step: str) -> list[Any]:
+        return [each.given[step] for each in self.ranks]
+
+
+def _carried(job: Job, first: str, last: str) -> list[tuple[int, int]]:
+    """What each card has sent and received between two points."""
+    job.reached(first)
+    before = [host.carried_nbytes() for host in job.hosts]
+    job.go(first)
+    job.reached(last)
+    after = [host.carried_nbytes() for host in job.hosts]
+    job.go(last)
+    return [(a[0] - b[0], a[1] - b[1]) for a, b in zip(after, before, strict=True)]
+
+
+def _pass(job: Job, point: str) -> None:
+    job.reached(point)
+    job.go(point)
+
+
+def _calls(job: Job) -> dict[str, list[tuple[int, int]]]:
+    carried = {"array": _carried(job, "array", "gather")}
+    job.reached("slow")
+    job.hosts.limit(1, _SLOW_MBIT)
+    job.go("slow")
+    job.reached("fast")
+    job.hosts.limit(1, _MBIT)
+    job.go("fast")
+    return carried
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    """Two hosts with two ranks each."""
+    with Hosts(2, mbit=_MBIT) as hosts:
+        job = Job(hosts, "two", 2, tmp_path_factory.mktemp("two"))
+        carried = _calls(job)
+
+        job.reached("waiting")
+        hosts.cut(1)
+        job.go("waiting")
+        job.reached("waited")
+        hosts.mend(1)
+        job.go("waited")
+
+        _cut_under_way(job, "sending")
+        job.reached("sent")
+        hosts.mend(1)
+        job.go("sent")
+
+        _cut_under_way(job, "mended")
+        time.sleep(1)
+        hosts.mend(1)
+
+        job.reached("first use")
+        hosts.cut(1)
+        job.go("first use")
+        job.reached("first used")
+        hosts.mend(1)
+        job.go("first used")
+        _pass(job, "end")
+        yield Finished([host.name for host in hosts], job.results(), carried)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    """Four hosts with a rank each."""
+    with Hosts(4, mbit=_MBIT) as hosts:
+        job = Job(hosts, "four", 1, tmp_path_factory.mktemp("four"))
+        carried = _calls(job)
+        job.reached("parted")
+        hosts.part(1, 2)
+        job.go("parted")
+        job.reached("joined")
+        hosts.join(1, 2)
+        job.go("joined")
+        _pass(job, "end")
+        yield Finished([host.name for host in hosts], job.results(), carried)
+
+
+def _cut_under_way(job: Job, point: str) -> None:
+    """Pull the cable when a tenth of a large payload has left the first host."""
+    job.reached(point)
+    job.hosts.limit(1, _SLOW_MBIT)
+    before, _ = job.hosts[0].carried_nbytes()
+    job.go(point)
+    while job.hosts[0].carried_nbytes()[0] - before < LARGE_NBYTES // 10:
+        time.sleep(_PAUSE_S)
+    job.hosts.cut(1)
+    job.hosts.limit(1, _MBIT)
+
+
+@pytest.fixture(params=["two", "four"])
+def finished(request: pytest.FixtureRequest) -> Finished:
+    """Each number of hosts."""
+    found: Finished = request.getfixturevalue(request.param)
+    return found
+
+
+def test_objects_of_any_kind_reach_ranks_on_other_hosts(finished: Finished) -> None:
+    assert finished.all_gave("config") == [{"lr": 0.1}] * 4
+    assert finished.all_gave("array") == [True] * 4
+    texts = ["x" * 10 ** (2 * rank) for rank in range(4)]
+    assert finished.all_gave("gather") == [None, None, None, texts]
+    assert finished.all_gave("all_reduce") == [[0, 1, 2, 3]] * 4
+    assert finished.all_gave("ring") == [f"from {rank}" for rank in (3, 0, 1, 2)]
+    assert finished.all_gave("run_on_main") == [finished.names[0]] * 4
+    first, *others = finished.all_gave("model")
+    assert len(first) == 4
+    assert others == [first] * 3
+
+
+def test_hosts_are_told_apart(finished: Finished) -> None:
+    names = [name for name in finished.names for _ in range(4 // len(finished.names))]
+    firsts = [names.index(name) for name in names]
+    assert finished.all_gave("host") == [names] * 4
+    assert finished.all_gave("once") == list(zip(firsts, names, strict=True))
+    assert finished.all_gave("node") == [
+        [peer for peer in range(4) if names[peer] == name] for name in names
+    ]
+    is_first = [rank == first for rank, first in enumerate(firsts)]
+    assert finished.all_gave("is_main") == is_first
+    assert finished.all_gave("order") == [not each for each in is_first]  # who finds the mark
+
+
+def test_a_broadcast_crosses_to_each_host_once(finished: Finished) -> None:
+    sent, received = zip(*finished.carried["array"], strict=True)
+    last = len(finished.names) - 1
+    for number in range(last + 1):
+        assert sent[number] < LARGE_NBYTES * (1.2 if number < last else 0.2)
+        assert received[number] < LARGE_NBYTES * (1.2 if number > 0 else 0.2)
+    assert min(received[1:]) > LARGE_NBYTES
+
+
+def test_a_slow_host_makes_a_call_late_and_nothing_else(finished: Finished) -> None:
+    assert finished.all_gave("slow") == [LARGE_NBYTES // 16] * 4
+
+
+def test_an_error_on_another_host_is_raised_on_every_rank(finished: Finished) -> None:
+    for error in finished.all_gave("together"):
+        assert isinstance(error, CollectiveError)
+        assert error.failures.keys() == {3}
+        assert error.failures[3].message == "no such shard"
+    assert finished.all_gave("after") == [None] * 4
+
+
+def _lost(error: object, peers: tuple[int, ...]) -> bool:
+    """Whether it is an error that names the ranks of a lost host."""
+    if not isinstance(error, TransportError) or isinstance(error, TransportTimeout):
+        return False
+    return error.peers == peers and HOST_LOST in str(error)
+
+
+def test_a_lost_host_is_named_on_every_rank_that_waits(two: Finished) -> None:
+    assert two.all_gave("waiting: before") == [[0, 1, 2, 3]] * 4
+    for error in two.all_gave("waiting")[:2]:
+        assert _lost(error, (2, 3)), error
+    # There the store is out of reach, too, so each tells what its own connections show.
+    for rank, error in enumerate(two.all_gave("waiting")[2:], 2):
+        assert isinstance(error, TransportError)
+        assert {0, 1} <= set(error.peers) <= {0, 1, 2, 3} - {rank}, error
+        assert "store: no answer" in str(error)
+    assert all(isinstance(each, BrokenGroupError) for each in two.all_gave("waiting: after"))
+
+
+def test_a_host_that_is_lost_during_a_transfer_is_named(two: Finished) -> None:
+    for error in two.all_gave("sending")[:2]:
+        assert _lost(error, (2, 3)), error
+    for error in two.all_gave("sending")[2:]:
+        assert isinstance(error, TransportError)
+        assert {0, 1} <= set(error.peers)
+
+
+def test_a_network_that_is_back_soon_was_only_slow(two: Finished) -> None:
+    assert two.all_gave("mended: before") == [[0, 1, 2, 3]] * 4
+    assert two.all_gave("mended") == [True] * 4
+    assert two.all_gave("mended: after") == [None] * 4
+
+
+def test_before_the_first_use_a_time_limit_names_a_lost_host(two: Finished) -> None:
+    for error in two.all_gave("first use"):
+        assert isinstance(error, TransportTimeout)
+        assert error.seconds == FIRST_USE_S
+    for error in two.all_gave("first use")[:2]:
+        assert error.missing == error.silent == (2, 3)
+    for error in two.all_gave("first use")[2:]:
+        assert error.missing == (0,)
+        assert error.is_store_silent
+    assert two.all_gave("first use: again") == [[0, 1, 2, 3]] * 4
+
+
+def test_hosts_that_cannot_reach_each_other_are_named_on_all(four: Finished) -> None:
+    assert four.all_gave("parted: before") == [[0, 1, 2, 3]] * 4
+    errors = four.all_gave("parted")
+    assert all(_lost(error, (1,)) or _lost(error, (2,)) for error in errors), errors
+    assert len({str(error) for error in errors}) == 1
+    assert all(isinstance(each, BrokenGroupError) for each in four.all_gave("parted: after"))
+    assert four.all_gave("joined") == [[0, 1, 2, 3]] * 4
+
+
+REACH = "import socket; print(socket.create_connection(('{}', {}), timeout={}) and 'reached')"
+
+
+def test_cables_and_rates_are_what_they_say() -> None:
+    """Of the hosts themselves: who reaches whom."""
+
+    def reached() -> list[tuple[int, int]]:
+        pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+        tries = [
+            hosts[a].popen(
+                [sys.executable, "-c", REACH.format(hosts[b].name, _PORT, _REACH_S)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            for a, b in pairs
+        ]
+        told = [each.communicate(timeout=60)[0] for each in tries]
+        return [pair for pair, text in zip(pairs, told, strict=True) if text]
+
+    everybody = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    server = f"import socket, time; s = socket.create_server(('', {_PORT})); time.sleep(600)"
+    with Hosts(3, mbit=100) as hosts:
+        for host in hosts:
+            host.popen([sys.executable, "-c", server])
+        until = time.monotonic() + 60
+        while reached() != everybody and time.monotonic() < until:
+            pass
+        assert reached() == everybody
+        hosts.part(1, 2)
+        assert reached() == [(0, 1), (0, 2), (1, 0), (2, 0)]
+        hosts.join(1, 2)
+        hosts.cut(0)
+        assert reached() == [(1, 2), (2, 1)]
+        hosts.mend(0)
+        assert reached() == everybody
+        assert hosts[0].run("hostname").strip() == hosts[0].name != socket.gethostname()
+        stays = ["setsid", "sh", "-c", "echo here && exec sleep 600"]
+        ended = [host.popen(stays, stdout=subprocess.PIPE) for host in hosts]
+        assert [each.stdout and each.stdout.readline() for each in ended] == [b"here\n"] * 3
+    for each in ended:
+        with each:
+            assert each.wait(60) == -9

@@ -1,0 +1,49 @@
+"""The pictures of the documentation are the ones that their sources give."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import bench.suites  # noqa: F401  # declares the cases that are judged
+from bench import plot, report
+from bench.results import Results
+from tests.test_architecture import FLOORS, MODULES
+
+_DOCS = Path(__file__).parents[1] / "docs"
+_FIGURES = _DOCS / "benchmarks.jsonl"
+
+_spec = importlib.util.spec_from_file_location("draw", _DOCS / "draw.py")
+assert _spec is not None
+assert _spec.loader is not None
+draw = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(draw)
+
+
+@pytest.mark.parametrize("name", draw.draw())
+def test_a_picture_of_the_architecture_is_drawn_from_its_table(name: str) -> None:
+    drawn = (_DOCS / "assets" / name).read_text(encoding="utf-8")
+    assert drawn == draw.draw()[name], "run: python docs/draw.py"
+
+
+def test_the_picture_shows_every_module_of_every_floor() -> None:
+    picture = (_DOCS / "assets" / "layers-light.svg").read_text(encoding="utf-8")
+    shown = picture.replace("<", " ").replace(">", " ").split()
+    for floor in FLOORS:
+        for name in floor:
+            assert name.removeprefix("transport.") in shown or name in shown or not name
+
+
+def test_the_walk_names_modules_that_exist() -> None:
+    for module, _ in (*draw.SENDING, *draw.RECEIVING):
+        assert module in MODULES
+
+
+def test_the_benchmarks_are_drawn_from_the_recorded_figures(tmp_path: Path) -> None:
+    results = Results.load([_FIGURES])
+    assert plot.draw(results, tmp_path)
+    for picture in tmp_path.iterdir():
+        drawn = (_DOCS / "assets" / picture.name).read_text(encoding="utf-8")
+        assert drawn == picture.read_text(encoding="utf-8"), "run: python -m bench report"
+    page = report.page(results, is_drawn=True)
+    assert page == (_DOCS / "benchmarks.md").read_text(encoding="utf-8")

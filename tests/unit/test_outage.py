@@ -1,0 +1,102 @@
+"""Which connections the kernel is told to give up, and when."""
+
+import math
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from objcomm.transport.outage import HOST_LOST, cause_of, notice_outages, open_sockets
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+def connected() -> Pair:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        return near, server.accept()[0]
+
+
+@pytest.fixture
+def pairs() -> Iterator[tuple[Pair, set[int], Pair]]:
+    """A connection, all sockets that there were with it, and another one."""
+    with ExitStack() as ends:
+        old = connected()
+        before = set(open_sockets())
+        new = connected()
+        for each in (*old, *new):
+            ends.enter_context(each)
+        yield old, before, new
+
+
+def is_kept(end: socket.socket) -> bool:
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+
+
+def given_up_after(end: socket.socket) -> int:
+    return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+
+def test_new_connections_get_a_limit_and_no_others(pairs: tuple[Pair, set[int], Pair]) -> None:
+    old, before, new = pairs
+    notice_outages(before, 30)
+    for end in new:
+        assert is_kept(end)
+        assert given_up_after(end) == 30_000
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 8
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 8
+    assert not any(is_kept(end) or given_up_after(end) for end in old)
+    new[0].sendall(b"open")  # looking at it has not closed it
+    assert new[1].recv(4) == b"open"
+
+
+def test_never_is_never(pairs: tuple[Pair, set[int], Pair]) -> None:
+    _, before, new = pairs
+    notice_outages(before, math.inf)
+    assert not any(is_kept(end) or given_up_after(end) for end in new)
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 1e9])
+def test_any_limit_fits_into_what_the_kernel_takes(
+    pairs: tuple[Pair, set[int], Pair], seconds: float
+) -> None:
+    _, before, new = pairs
+    notice_outages(before, seconds)
+    assert given_up_after(new[0]) == min(max(seconds * 1000, 1), 2_000_000_000)
+
+
+def test_sockets_of_other_kinds_are_let_alone() -> None:
+    before = set(open_sockets())
+    with (
+        socket.socket(socket.AF_UNIX) as local,
+        socket.socket(type=socket.SOCK_DGRAM) as datagrams,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        assert len(set(open_sockets()) - before) == 3
+        notice_outages(before, 30)
+        assert not any(map(is_kept, (local, datagrams, server)))
+
+
+def test_a_descriptor_that_is_no_socket_is_none() -> None:
+    reading, writing = os.pipe()
+    try:
+        assert not {reading, writing} & set(open_sockets().values())
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_one"),
+    [
+        ("Read error [10.77.0.2]:58033: Connection timed out", True),
+        ("writev [10.77.0.2]:65240: No route to host", True),
+        ("Connection closed by peer [10.77.0.2]:33950", False),
+        ("Application timeout caused pair closure", False),
+        ("Timed out waiting 2000ms for recv operation to complete", False),
+    ],
+)
+def test_an_outage_is_told_from_other_ends(told: str, *, is_one: bool) -> None:
+    assert (cause_of(told) == HOST_LOST) is is_one

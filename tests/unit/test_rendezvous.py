@@ -1,0 +1,89 @@
+"""The meeting, on threads and a store of this process."""
+
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from objcomm.transport import rendezvous
+from objcomm.transport.rendezvous import GivenUpError, Progress, meet
+
+_LIMIT_S = 20.0
+
+# Each thread's own host; a rank says on which it is when it says hello.
+_here = threading.local()
+
+
+def met(store: dist.Store, hosts: list[str], attempts: list[Progress]) -> list[tuple[int, ...]]:
+    def attend(rank: int) -> tuple[int, ...]:
+        _here.name = hosts[rank]
+        while rank and not all(store.check([f"objcomm/hello/{each}"]) for each in later(rank)):
+            time.sleep(0.01)  # the last one says hello first
+        return meet(store, rank, len(hosts), attempts[rank])
+
+    def later(rank: int) -> range:
+        return range(rank + 1, len(hosts))
+
+    with ThreadPoolExecutor(len(hosts)) as ranks:
+        return list(ranks.map(attend, range(len(hosts))))
+
+
+def attempts(size: int) -> list[Progress]:
+    """One for each rank; they are given up when that takes too long."""
+    found = [Progress(rank, tuple(range(size))) for rank in range(size)]
+
+    def give_up() -> None:
+        for each in found:
+            each.is_over = True
+
+    late = threading.Timer(_LIMIT_S, give_up)
+    late.daemon = True
+    late.start()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "machine", lambda: _here.name)
+
+
+def test_every_rank_learns_the_name_and_who_shares_a_host() -> None:
+    progress = attempts(4)
+    told = met(dist.HashStore(), ["b", "a", "b", "c"], progress)
+    assert told == [(0, 1, 0, 2)] * 4
+    assert len({each.nonce for each in progress} - {""}) == 1
+
+
+def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one() -> None:
+    """Its writer had given up while the store was out of reach."""
+    store, progress = dist.HashStore(), attempts(2)
+
+    class Late(threading.Thread):
+        def run(self) -> None:
+            while not store.check(["objcomm/hello/1"]):
+                pass
+            store.set("objcomm/hello/1", f"{uuid.uuid4().hex} a")
+
+    late = Late(daemon=True)
+    late.start()
+    with ThreadPoolExecutor(1) as guest:
+        _here.name = "a"
+
+        def attend() -> tuple[int, ...]:
+            _here.name = "b"
+            return meet(store, 1, 2, progress[1])
+
+        told = guest.submit(attend)
+        late.join(_LIMIT_S)
+        assert meet(store, 0, 2, progress[0]) == (0, 1) == told.result(_LIMIT_S)
+
+
+def test_a_meeting_that_was_given_up_ends() -> None:
+    store, progress = dist.HashStore(), attempts(2)
+    progress[1].is_over = True
+    _here.name = "a"
+    with pytest.raises(GivenUpError):
+        meet(store, 1, 2, progress[1])
