@@ -192,7 +192,7 @@ class Exchange(Transfers):
             for piece in itertools.chain.from_iterable(ended([each]) for each in cut(mine)):
                 self._send(piece, right, self._payload_tag, mine)
             for (message, unit), pendings in zip(rest, arriving, strict=True):
-                self._take(unit, pendings, left, has_receipt=False)
+                self._take(unit, pendings, left)
                 for piece in unit if message is not messages[right] else ():
                     self._send(piece, right, self._payload_tag, message)
             self.rounds += bool(rest)
