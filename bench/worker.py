@@ -42,6 +42,12 @@ def main(plan_file: Path) -> None:
             if dist.get_rank() == 0:
                 rows.write(json.dumps(row) + "\n")
     dist.destroy_process_group()
+    if plan.mpi:
+        from mpi4py import MPI  # noqa: PLC0415  # as in ``_join``
+
+        # Ranks wait for each other in it. By itself it runs when the interpreter has ended, and a
+        # thread that comes back from C++ after that aborts the process.
+        MPI.Finalize()
 
 
 def _join(plan: Plan, scratch: Path) -> None:

@@ -46,7 +46,7 @@ def evaluate(model: nn.Module, dataset: TensorDataset) -> tuple[torch.Tensor | N
     """Each image's answer, in the data set's order, on the main rank; the mean loss on all."""
     loader = objcomm.loader(dataset, batch_size=64)
     answers, loss = [], 0.0
-    for images, labels in loader:  # some ranks take one step more: no collective in here
+    for images, labels in loader:  # some take a step more: no collective, nor DDP's forward
         scores = model(images)
         loss += nn.functional.cross_entropy(scores, labels, reduction="sum").item()
         answers.append(scores.argmax(dim=1))

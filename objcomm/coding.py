@@ -1,5 +1,6 @@
 """How one call encodes its objects and decodes what arrives: codec, options and device."""
 
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,9 +10,11 @@ from objcomm.codecs import codec_named, copy, decode, encode
 from objcomm.config import Allowed, settings_with, using
 from objcomm.errors import WireError
 from objcomm.frames import Header, Status
-from objcomm.memory import parse_device
+from objcomm.memory import parse_device, readable
 from objcomm.message import Message, compose
 from objcomm.spans import span
+
+_DIGEST_NBYTES = 32
 
 
 class Coding:
@@ -56,6 +59,16 @@ class Coding:
         with span("encode"):
             encoded = encode(self._codec, obj, device_type=device_type)
             return compose(header, encoded.meta, encoded.buffers, codec=self.codec_name)
+
+    def digest(self, obj: object) -> bytes:
+        """Equal for two objects only if they would be sent as the same bytes."""
+        with span("encode"):
+            encoded = encode(self._codec, obj)
+            digest = hashlib.blake2b(self.codec_name.encode(), digest_size=_DIGEST_NBYTES)
+            for part in (encoded.meta, *(readable(each.flat) for each in encoded.buffers)):
+                digest.update(len(part).to_bytes(8, "little"))
+                digest.update(part)
+            return digest.digest()
 
     def copy(self, obj: object) -> Any:
         """An independent copy of an object."""

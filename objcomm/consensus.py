@@ -1,5 +1,6 @@
 """What all ranks have or want: the same value, a yes of any or of all, one seed."""
 
+import functools
 import secrets
 from collections.abc import Iterable
 from typing import TypeVar
@@ -11,7 +12,7 @@ from objcomm.frames import Operation
 from objcomm.group import Timeout
 from objcomm.outcome import DisagreementError, named
 from objcomm.sameness import difference
-from objcomm.world import GroupLike
+from objcomm.world import GroupLike, resolve
 
 T = TypeVar("T")
 
@@ -32,7 +33,8 @@ def agree(
     Every rank of ``group`` must call this. Values are the same if their types are and their content
     is: nan is the same as nan, ``1`` is neither ``1.0`` nor ``True``, and the order of a dict's
     keys does not count. Tensors and arrays are compared by dtype, shape and elements, wherever
-    they lie, and objects without an ``==`` of their own by what pickle would save of them.
+    they lie, and objects without an ``==`` of their own by what pickle would save of them. Values
+    that are encoded alike are not sent at all, only their digests.
 
     Args:
         value: anything that can be encoded.
@@ -57,11 +59,24 @@ def agree(
         >>> objcomm.agree({"lr": 0.1, "layers": (64, 10)})
         {'lr': 0.1, 'layers': (64, 10)}
     """
-    call = Call(
-        Operation.AGREE, group=group, timeout=timeout, codec=codec, accept=accept, allow=allow
+    deadline = resolve(group).deadline("agree", timeout)
+    begin = functools.partial(
+        Call, Operation.AGREE, group=group, codec=codec, accept=accept, allow=allow
     )
+    call = begin(timeout=deadline.seconds_left, must_agree="digests")
+    if call.is_alone:
+        call.carry_out(decide_in(call, lambda: value, _same_on_all))
+        return value
+    if call.carry_out(decide_in(call, lambda: call.digest(value), _are_all_equal)):
+        return value
+    # Equal values may have other bytes, such as dicts whose keys came in another order.
+    call = begin(timeout=deadline.seconds_left, must_agree="values")
     call.carry_out(decide_in(call, lambda: value, _same_on_all))
     return value
+
+
+def _are_all_equal(digests: list[bytes]) -> bool:
+    return len(set(digests)) == 1
 
 
 def _same_on_all(values: list[object]) -> None:

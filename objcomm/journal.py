@@ -5,17 +5,20 @@ As any logger that nobody configures, it shows warnings on standard error, and n
 
 import contextlib
 import logging
+import os
 from collections.abc import MutableMapping
 from typing import Any
 
 import torch.distributed as dist
 
+from objcomm.environment import standing_in
+
 
 class _Ranked(logging.LoggerAdapter[logging.Logger]):
     """Gives each record ``rank`` and ``world_size`` of this process, and ``group``.
 
-    Where torch.distributed is not initialised that is rank 0 of 1. ``group`` is the name of the
-    group concerned, as in ``objcomm.recorder.dump``; empty if it is none.
+    Before the ranks have joined, a launcher's variables tell, as with ``objcomm.rank``. ``group``
+    is the name of the group concerned, as in ``objcomm.recorder.dump``; empty if it is none.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
@@ -27,8 +30,10 @@ class _Ranked(logging.LoggerAdapter[logging.Logger]):
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
         """See ``logging.LoggerAdapter``."""
-        is_joined = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+        if dist.is_available() and dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, world_size, _ = standing_in(os.environ)
         own = {"rank": rank, "world_size": world_size, "group": ""}
         return msg, {**kwargs, "extra": own | (kwargs.get("extra") or {})}
 

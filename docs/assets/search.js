@@ -26,7 +26,7 @@ const messagesIn = (html) =>
   );
 
 // How many fixed words of a message a text has, unbroken between the gaps and in order.
-function countIn(words, message) {
+function fixedWordsIn(words, message) {
   let at = 0;
   let count = 0;
   let piece = [];
@@ -54,7 +54,7 @@ function queryFor(text, sections) {
   for (const section of sections) {
     for (const { message, query } of section) {
       const fixed = message.filter((word) => word !== GAP).length;
-      const count = countIn(words, message);
+      const count = fixedWordsIn(words, message);
       const share = count / fixed;
       const isBetter = count > best.count || (count === best.count && share > best.share);
       if (count >= FEWEST_WORDS && share >= SHARE && isBetter) best = { count, share, query };

@@ -29,6 +29,8 @@ _TRY_SECONDS = 3.0
 _GRACE_SECONDS = 2.0
 # A rank sees that all is over as soon as rank 0 says so; its store lives no longer than it must.
 _LEAVE_SECONDS = 3.0
+# For a store that does not answer, and for a machine that is busy.
+_MARGIN_SECONDS = 30.0
 
 Tell = Callable[[str], None]
 
@@ -60,7 +62,7 @@ class Limits:
     @property
     def all(self) -> float:
         """When the command must have ended, whatever happens."""
-        return 3 * self.meet + 4 * _GRACE_SECONDS + _LEAVE_SECONDS
+        return 3 * self.meet + _MARGIN_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _LABELLED = 12
+_SPAN = 4
 
 
 def draw(evidence: Evidence, path: Path) -> None:
@@ -36,8 +37,8 @@ def draw(evidence: Evidence, path: Path) -> None:
         raise MissingDependencyError("matplotlib", "doctor") from error
     figure = Figure(figsize=(11, 5), layout="constrained")
     links = evidence.links
-    left = figure.add_subplot(1, 2, 1, title="latency, ms")
-    right = figure.add_subplot(1, 2, 2, title="bandwidth, MB/s")
+    left = figure.add_subplot(1, 2, 1, title="latency, ms (dark: slow)")
+    right = figure.add_subplot(1, 2, 2, title="bandwidth, MB/s (dark: slow)")
     ranks = sorted(evidence.reports)
     # Dark is bad in both: a slow cable is a dark row and a dark column.
     _map(left, ranks, {_ends(link): link.latency_seconds * 1e3 for link in links}, "viridis_r")
@@ -53,8 +54,9 @@ def _map(
     axes: "Axes", ranks: Sequence[int], figures: Mapping[tuple[int, int], float], colours: str
 ) -> None:
     cells = [[figures.get((rank, peer), math.nan) for peer in ranks] for rank in ranks]
-    # From zero: what differs by little looks alike.
-    most = max(figures.values())
+    # Wide enough that links which differ by little look alike, and none of them slow.
+    least, most = min(figures.values()), max(figures.values())
+    most = max(most, _SPAN * least) if colours.endswith("_r") else most
     image = axes.imshow(cells, cmap=colours, vmin=0.0, vmax=most)
     axes.set_xlabel("to rank")
     axes.set_ylabel("from rank")

@@ -10,12 +10,17 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from objcomm.message import compose
+from objcomm.transport import routes
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.reduction import Part
 
 # What travels together, so that small parts cost no transfer of their own; packed memory is
 # about three times as large.
 _BAG_MAX_NBYTES = 64 << 20
+
+# Torch takes memory from the device in blocks of 2 MiB or more, and has so much at hand.
+_SURELY_THERE_NBYTES = 1 << 20
 
 
 def reduce_on_device(exchange: Exchange, parts: Iterable[Part]) -> None:
@@ -54,10 +59,14 @@ def _reduce(exchange: Exchange, bag: list[Part]) -> None:
     share = -(-numel // exchange.size)
     operand = _packed(bag, share * exchange.size)
     arrived = torch.empty_like(operand)
-    exchange.device.all_to_all(operand.view(torch.uint8), arrived.view(torch.uint8))
     mine = torch.empty(share, dtype=about.result_dtype, device=operand.device)
-    about.combine(arrived.split(share), mine)
     whole = torch.empty(share * exchange.size, dtype=about.result_dtype, device=operand.device)
+    if operand.nbytes > _SURELY_THERE_NBYTES:
+        # A device without room raises here, and so on all ranks: nothing would wake those that
+        # wait for it in the device link.
+        routes.all_meet(exchange, compose(exchange.header, b""))
+    exchange.device.all_to_all(operand.view(torch.uint8), arrived.view(torch.uint8))
+    about.combine(arrived.split(share), mine)
     exchange.device.all_gather(mine.view(torch.uint8), whole.view(torch.uint8))
     results = [part.result for part in bag if part.result is not None]
     if results:

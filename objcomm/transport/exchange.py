@@ -138,13 +138,13 @@ class Exchange(Transfers):
         if message.is_all_head:
             return
         rest = self._body_units(message) + self._payload_units(message)
-        for peer in peers:
-            for piece in itertools.chain.from_iterable(rest):
-                self._send(piece, peer, self._payload_tag, message)
         if is_paced(message):
             self._meter.expect(nbytes_of(rest))
             self._expect_receipts(rest, peers)
-        elif self._is_noticed(message):
+        for peer in peers:
+            for piece in itertools.chain.from_iterable(rest):
+                self._send(piece, peer, self._payload_tag, message)
+        if not is_paced(message) and self._is_noticed(message):
             self.confirm((), peers)
 
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
@@ -192,7 +192,7 @@ class Exchange(Transfers):
             for piece in itertools.chain.from_iterable(ended([each]) for each in cut(mine)):
                 self._send(piece, right, self._payload_tag, mine)
             for (message, unit), pendings in zip(rest, arriving, strict=True):
-                self._take(unit, pendings, left, has_receipt=False)
+                self._take(unit, pendings, left)
                 for piece in unit if message is not messages[right] else ():
                     self._send(piece, right, self._payload_tag, message)
             self.rounds += bool(rest)
@@ -243,30 +243,28 @@ class Exchange(Transfers):
         parent, children, _ = place
         has_receipts = isinstance(owner, Message) and is_paced(owner)
         relayed = [ended([piece]) for piece in pieces]
-        arriving = [] if parent is None else [self._posted(parent, unit) for unit in relayed]
         self._meter.expect(nbytes_of(relayed))
-        for at, unit in enumerate(relayed):
-            if parent is not None:
-                self._take(unit, arriving[at], parent, has_receipt=has_receipts)
+        if has_receipts:
+            self._expect_receipts(relayed, children, is_counted=parent is None)
+        arriving = iter(relayed)
+        if parent is not None:
+            arriving = self._stream(relayed, parent, is_paced=has_receipts)
+        for unit in arriving:
             for child in children:
                 for piece in unit:
                     self._send(piece, child, self._payload_tag, owner)
-        if has_receipts:
-            self._expect_receipts(relayed, children, is_counted=parent is None)
 
     def _wait_for(self, arriving: Sequence[tuple[int, Message, list[Unit]]]) -> None:
         if not any(rest for _, _, rest in arriving):
             return
         self.rounds += 1
-        columns = [
-            [(unit, self._posted(peer, unit), peer, is_paced(message)) for unit in rest]
-            for peer, message, rest in arriving
+        streams = [
+            self._stream(rest, peer, is_paced=is_paced(message)) for peer, message, rest in arriving
         ]
         self._meter.expect(sum(nbytes_of(rest) for _, _, rest in arriving))
         # Of all peers in turn, because they send at the same time.
-        for row in itertools.zip_longest(*columns):
-            for unit, pendings, peer, has_receipt in filter(None, row):
-                self._take(unit, pendings, peer, has_receipt=has_receipt)
+        for _ in itertools.zip_longest(*streams):
+            pass
 
 
 #: See ``Exchange._place``.

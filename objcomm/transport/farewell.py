@@ -17,6 +17,9 @@ from objcomm.transport.verdict import PROGRAM_ENDED, Cause, Verdict
 FAREWELL_SECONDS = 2.0
 _PAUSE_SECONDS = 0.01
 
+# Names of threads that connect a mesh, or listen on one.
+_OF_A_MESH = frozenset({"objcomm-connect", "objcomm-listen"})
+
 
 def end_waits(look: Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]]) -> None:
     """Let threads come back from C++: connections close, and the other ranks are told why.
@@ -32,9 +35,17 @@ def end_waits(look: Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Th
         occupied |= {mesh for mesh, listener in listeners if listener.is_alive()}
         for mesh in occupied:
             mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending()))
-        if time.monotonic() > until or not (occupied or are_hands_busy()):
+        if time.monotonic() > until or not (occupied or are_hands_busy() or _are_any_leaving()):
             return
         time.sleep(_PAUSE_SECONDS)
+
+
+def _are_any_leaving() -> bool:
+    """Whether threads live that belong to a mesh.
+
+    One whose mesh is no more may be in that mesh's destructor, in C++.
+    """
+    return any(each.name in _OF_A_MESH for each in threading.enumerate())
 
 
 def _is_occupied(mesh: Mesh) -> bool:

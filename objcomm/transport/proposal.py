@@ -1,5 +1,7 @@
 """What a rank says of an error that ended its wait, if nobody has said anything before."""
 
+import torch
+
 from objcomm.errors import (
     CodecError,
     DesyncError,
@@ -21,7 +23,7 @@ def proposal_for(error: BaseException, rank: int) -> Verdict:
         return Verdict.of(Cause.TIMEOUT, ranks=error.missing, seconds=error.seconds)
     if isinstance(error, TransportError):
         return Verdict.of(Cause.LOST, ranks=error.peers, reason=error.reason)
-    if isinstance(error, (WireError, CodecError)):
+    if isinstance(error, (WireError, CodecError, MemoryError, torch.OutOfMemoryError)):
         return Verdict.of(Cause.REFUSED, failures=(failure_of(error, rank),))
     reason = f"it left after {text_of(error)}"
     return Verdict.of(Cause.LEFT, ranks=(rank,), reason=reason)

@@ -57,6 +57,8 @@ COLLECTIVES = [
 POINT_TO_POINT = ["send", "isend", "recv", "irecv", "recv from any", "probe", "sendrecv"]
 #: What makes groups.
 DIVISIONS = ["split", "dup", "node_group", "leaders"]
+#: One of each family of helpers, and more where one sends otherwise; tried, but in no table.
+HELPERS = ["run_on_main", "main_first", "average_metrics", "agree", "sync_gradients", "sync_model"]
 OPERATIONS = [*COLLECTIVES, *POINT_TO_POINT, *DIVISIONS]
 #: What torch calls the same.
 TORCHS = {
@@ -161,10 +163,14 @@ class Case(NamedTuple):
         )
 
 
+#: What returns nothing.
+_EMPTY = {"barrier", "main_first", "sync_gradients", "sync_model"}
+
+
 def expected(case: Case, rank: int) -> Any:
     """What the operation returns on one rank if nothing is wrong."""
     size = range(case.world_size)
-    if case.operation in DIVISIONS or case.operation == "barrier":
+    if case.operation in DIVISIONS or case.operation in _EMPTY:
         return list(size) if case.operation in DIVISIONS else None
     if case.operation in {"all_gather", "all_to_all"}:
         return [contribution(case, each) for each in size]
@@ -289,4 +295,16 @@ _CHOSEN = [
     Case("all_gather", Fault.ABSENT, Phase.BEFORE, victim=2, nbytes=SMALL_NBYTES),
     Case("barrier", Fault.STORE_STOPPED, Phase.BEFORE, victim=0),
     Case("all_gather", Fault.INTERRUPTED, Phase.IN_CALL),
+    # Helpers: where only the first rank gives something, it is the victim.
+    Case("run_on_main", Fault.KILLED, Phase.PAYLOAD, victim=0),
+    Case("run_on_main", Fault.KILLED, Phase.CALLBACK, victim=0),
+    Case("main_first", Fault.KILLED, Phase.CALLBACK, victim=0),
+    Case("main_first", Fault.EXITS, Phase.CALLBACK, victim=2),
+    Case("average_metrics", Fault.KILLED, Phase.IN_CALL, nbytes=SMALL_NBYTES),
+    Case("average_metrics", Fault.ABSENT, Phase.BEFORE, victim=2, nbytes=SMALL_NBYTES),
+    Case("agree", Fault.KILLED, Phase.IN_CALL),
+    Case("sync_gradients", Fault.KILLED, Phase.PAYLOAD),
+    Case("sync_gradients", Fault.ABSENT, Phase.BEFORE, nbytes=SMALL_NBYTES),
+    Case("sync_model", Fault.KILLED, Phase.IN_CALL, victim=0, nbytes=SMALL_NBYTES),
+    Case("sync_model", Fault.RESUMED, Phase.PAYLOAD),
 ]

@@ -21,8 +21,17 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import subgroups
-from tests.faults import pairs
-from tests.faults.plan import DIVISIONS, FAR_SECONDS, Case, Fault, Phase, contribution, expected
+from tests.faults import helpers, pairs
+from tests.faults.plan import (
+    DIVISIONS,
+    FAR_SECONDS,
+    HELPERS,
+    Case,
+    Fault,
+    Phase,
+    contribution,
+    expected,
+)
 from tests.faults.victim import armed, sockets, strike_for
 from tests.group.operations import OPERATIONS, ROOTED, first
 
@@ -130,6 +139,8 @@ def _call_of(case: Case, rank: int) -> Callable[[], Any]:
         return pairs.call_of(case, rank)
     if case.operation in DIVISIONS:
         return _division(case, rank)
+    if case.operation in HELPERS:
+        return lambda: helpers.call(case, lambda: None)
     obj = contribution(case, rank)
     if case.library == "torch":
         return lambda: _TORCH_CALLS[case.operation](case, obj)
@@ -163,7 +174,8 @@ def _suffer(
             raise AssertionError("the interrupt has lost a message")
         return
     if case.phase is Phase.CALLBACK:
-        call = lambda: _with_callback(case, strike)  # noqa: E731  # it takes the other's place
+        made = helpers.call if case.operation in HELPERS else _with_callback
+        call = lambda: made(case, strike)  # noqa: E731  # it takes the other's place
     with armed(case, strike):
         seen = _seen(case, case.victim, call)
     pipe.send(seen)

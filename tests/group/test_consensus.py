@@ -27,6 +27,26 @@ def test_what_all_ranks_have_comes_back() -> None:
     assert objcomm.stats()["agree"].calls >= len(VALUES)
 
 
+@ranks(2, 3)
+def test_large_values_are_sent_only_where_their_bytes_differ() -> None:
+    rank = objcomm.rank()
+    large: dict[str, Any] = {
+        "w": torch.arange(300_000),
+        "n": np.arange(300_000),
+        "text": "x" * 1_000_000,
+    }
+    objcomm.reset_stats()
+    assert objcomm.agree(large) is large
+    assert objcomm.stats()["agree"].sent_nbytes < 10_000
+    turned = dict(reversed(large.items())) if rank == 1 else large
+    assert objcomm.agree(turned) is turned  # equal all the same
+    assert rank == 0 or objcomm.stats()["agree"].sent_nbytes > 1_000_000
+    large["w"][-1] += rank == 1
+    with pytest.raises(CollectiveError, match=r"value\['w'\]"):
+        objcomm.agree(large)
+    assert_group_works()
+
+
 @ranks(2, 4)
 def test_who_has_something_else_is_named_on_all_ranks() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm import CollectiveError
+from objcomm.transport import device_reduction
 from objcomm.transport.nccl import NcclLink
 from tests.group.helpers import assert_group_works
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
@@ -184,6 +186,27 @@ def test_trees_on_the_device_are_combined_there_and_as_on_the_host() -> None:
         got = objcomm.all_reduce(some, "mean", missing="skip", group=group)
         assert bool((got["rare"] == 1).all())
         assert link.moved_nbytes == before
+
+
+@ranks(2, 3)
+def test_who_has_no_room_on_the_device_says_so_before_others_wait_there() -> None:
+    rank, last = objcomm.rank(), objcomm.world_size() - 1
+    tensor = torch.ones(20 * LARGE)
+    with group_with_device_link() as (group, link), pytest.MonkeyPatch.context() as patch:
+        if rank == last:
+            patch.setattr(device_reduction, "_packed", lambda *_: _no_room())
+        with pytest.raises(torch.OutOfMemoryError if rank == last else CollectiveError) as caught:
+            objcomm.all_reduce(tensor, group=group)
+        assert "no room" in str(caught.value)
+        assert link.moved_nbytes == 0
+        patch.undo()
+        patch.setattr("objcomm.group.device_link", lambda _: link)
+        assert bool((objcomm.all_reduce(tensor, group=group) == last + 1).all())
+        assert link.moved_nbytes > 0
+
+
+def _no_room() -> torch.Tensor:
+    raise torch.OutOfMemoryError("no room")
 
 
 @ranks(2)

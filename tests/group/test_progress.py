@@ -178,13 +178,13 @@ def _source_is_told() -> None:
 
 @ranks(2)
 def test_a_source_counts_while_bytes_move_and_not_at_the_end() -> None:
-    # The receiver stops after the third piece until the source has counted three.
+    # The receiver stops at the fourth piece until the source has counted three.
     with recording(Telling()) as meter:
         if here().rank == 0:
             objcomm.broadcast(large(), progress=True)
             assert len(meter.pieces) > 3
         else:
-            with after_pieces(3, _source_is_told):
+            with after_pieces(4, _source_is_told):
                 objcomm.broadcast(None, progress=True)
 
 
@@ -195,7 +195,7 @@ def test_a_sender_counts_while_bytes_move_and_not_at_the_end() -> None:
             objcomm.gather(large(), 1, progress=True)
             assert len(meter.pieces) > 3
         else:
-            with after_pieces(3, _source_is_told):
+            with after_pieces(4, _source_is_told):
                 objcomm.gather(None, 1, progress=True)
 
 

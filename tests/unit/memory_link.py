@@ -16,6 +16,7 @@ from objcomm.transport.base import Deadline, DeviceLink
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane
+from objcomm.transport.pieces import Meter
 
 JOIN_SECONDS = 20.0
 
@@ -175,6 +176,7 @@ def exchange_on(
     device_link: DeviceLink | None = None,
     seconds: float = JOIN_SECONDS,
     chosen: Settings | None = None,
+    meter: Meter | None = None,
     **fields: Any,
 ) -> Exchange:
     return Exchange(
@@ -184,6 +186,7 @@ def exchange_on(
         deadline=Deadline(seconds),
         gate=Gate(chosen or Settings(max_nbytes=1 << 30), "a mesh", link.rank),
         device=DevicePath(device_link),
+        meter=meter,
     )
 
 

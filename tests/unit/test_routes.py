@@ -108,6 +108,65 @@ def test_an_all_gather_brings_every_message_to_every_rank(
         ]
 
 
+class Counting:
+    """A meter that remembers."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self.pieces: list[int] = []
+
+    def expect(self, nbytes: int) -> None:
+        self.expected += nbytes
+
+    def moved(self, nbytes: int) -> None:
+        self.pieces.append(nbytes)
+
+
+PACED: dict[str, Callable[[Exchange, Message], object]] = {
+    "broadcast": lambda exchange, mine: routes.broadcast(
+        exchange, mine if exchange.rank == 1 else None, 1
+    ),
+    "gather": lambda exchange, mine: routes.gather(exchange, mine, 1),
+    "all_gather": routes.all_gather,
+}
+
+
+@pytest.mark.parametrize("shape", ["body", "both"])
+@pytest.mark.parametrize("operation", PACED)
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_what_is_paced_arrives_whole_and_is_counted_once(
+    size: int, operation: str, shape: str
+) -> None:
+    meters = [Counting() for _ in range(size)]
+    wires = Wires(size)
+
+    def on_rank(rank: int) -> object:
+        exchange = exchange_on(MemoryLink(wires, rank), new_lane(), meter=meters[rank])
+        result = PACED[operation](exchange, message_of(rank, shape, flags=Flag.PACED))
+        exchange.finish()
+        return result
+
+    results = on_every_rank(size, on_rank)
+    assert wires.left_over() == 0
+    rest = [each.header.body_nbytes + each.header.payload_nbytes for each in sizes_of(size, shape)]
+    for rank, meter in enumerate(meters):
+        assert sum(meter.pieces) == meter.expected
+        if operation == "broadcast":
+            assert content_of(results[rank]) == content_of(message_of(1, shape))
+            assert meter.expected == rest[1]
+        elif operation == "gather":
+            assert meter.expected == (sum(rest) - rest[1] if rank == 1 else rest[rank])
+        else:
+            assert meter.expected >= sum(rest)  # with nine ranks the bundle of heads is counted
+            assert [content_of(each) for each in results[rank]] == [
+                content_of(message_of(peer, shape)) for peer in range(size)
+            ]
+
+
+def sizes_of(size: int, shape: str) -> list[Message]:
+    return [message_of(rank, shape) for rank in range(size)]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_scatter_gives_each_rank_its_own(shape: str) -> None:
     def body(exchange: Exchange) -> Message:

@@ -1,0 +1,63 @@
+"""The helpers of several families, each called in one way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import objcomm
+from tests.faults.plan import Case, contribution
+
+_Call = Callable[[Case, Callable[[], None]], Any]
+
+
+def call(case: Case, callback: Callable[[], None]) -> Any:
+    """Carry the case's helper out; ``callback`` is what this rank's own part of it begins with."""
+    return _CALLS[case.operation](case, callback)
+
+
+def _run_on_main(case: Case, callback: Callable[[], None]) -> bytes:
+    def compute() -> bytes:
+        callback()
+        return contribution(case, 0)
+
+    return objcomm.run_on_main(compute, timeout=case.limit_seconds)
+
+
+def _main_first(case: Case, callback: Callable[[], None]) -> None:
+    with objcomm.main_first(timeout=case.limit_seconds):
+        callback()
+
+
+def _average_metrics(case: Case, _: Callable[[], None]) -> bytes:
+    means = objcomm.average_metrics({"loss": 0.5}, 64, timeout=case.limit_seconds)
+    return contribution(case, 0) if means == {"loss": 0.5} else b""
+
+
+def _agree(case: Case, _: Callable[[], None]) -> bytes:
+    return objcomm.agree(contribution(case, 0), timeout=case.limit_seconds)
+
+
+def _sync_gradients(case: Case, _: Callable[[], None]) -> None:
+    objcomm.sync_gradients(_model(case).parameters(), timeout=case.limit_seconds)
+
+
+def _sync_model(case: Case, _: Callable[[], None]) -> None:
+    objcomm.sync_model(_model(case), timeout=case.limit_seconds)
+
+
+def _model(case: Case) -> torch.nn.Module:
+    model = torch.nn.BatchNorm1d(case.nbytes // 4)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    return model
+
+
+_CALLS: dict[str, _Call] = {
+    "run_on_main": _run_on_main,
+    "main_first": _main_first,
+    "average_metrics": _average_metrics,
+    "agree": _agree,
+    "sync_gradients": _sync_gradients,
+    "sync_model": _sync_model,
+}
