@@ -1,6 +1,8 @@
 """Ranks on several hosts, started by torchrun: what carries, and what is seen of a lost host."""
 
+import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -62,9 +64,10 @@ class Job:
     def results(self) -> tuple["Results", ...]:
         """What each rank kept, once all have ended."""
         self._wait(lambda: all(each.poll() is not None for each in self._processes), "the end")
-        files = [self._folder / f"result.{rank}" for rank in range(self.size)]
-        if not all(each.exists() for each in files):
-            self._fail("a rank has left no result")
+        return self._kept()
+
+    def _kept(self) -> tuple["Results", ...]:
+        files = sorted(self._folder.glob("result.*"))
         return tuple(Results(*pickle.loads(each.read_bytes())) for each in files)  # noqa: S301  # our own
 
     def _path(self, name: str) -> bool:
@@ -80,7 +83,8 @@ class Job:
 
     def _fail(self, why: str) -> None:
         logs = [f"--- {each.name}\n{each.read_text()}" for each in self._folder.glob("*.log")]
-        pytest.fail("\n".join([why, *logs]), pytrace=False)
+        kept = [f"--- rank {rank}: {each.given}" for rank, each in enumerate(self._kept())]
+        pytest.fail("\n".join([why, *logs, *kept]), pytrace=False)
 
 
 class Results(NamedTuple):
@@ -141,6 +145,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         job = Job(hosts, "two", 2, tmp_path_factory.mktemp("two"))
         carried = _calls(job)
 
+        job.reached("first use")
+        hosts.cut(1)
+        job.go("first use")
+        job.reached("first used")
+        hosts.mend(1)
+        job.go("first used")
+
         job.reached("waiting")
         hosts.cut(1)
         job.go("waiting")
@@ -157,12 +168,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         time.sleep(1)
         hosts.mend(1)
 
-        job.reached("first use")
-        hosts.cut(1)
-        job.go("first use")
-        job.reached("first used")
-        hosts.mend(1)
-        job.go("first used")
         _pass(job, "end")
         yield Finished([host.name for host in hosts], job.results(), carried)
 
@@ -301,6 +306,26 @@ def test_hosts_that_cannot_reach_each_other_are_named_on_all(four: Finished) -> 
     assert len({str(error) for error in errors}) == 1
     assert all(isinstance(each, BrokenGroupError) for each in four.all_gave("parted: after"))
     assert four.all_gave("joined") == [[0, 1, 2, 3]] * 4
+
+
+def test_the_guides_commands_work(tmp_path: Path) -> None:
+    """In namespaces of their own, so that theirs are seen by nobody else."""
+    guide = Path(__file__).parents[1] / "docs" / "guide" / "multi-host.md"
+    text = guide.read_text()
+    (script,) = re.findall(r"^```bash \{hosts\}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (told,) = re.findall(r"^```text\n(rank 0 of 4.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    with Hosts(1) as hosts:  # skips where there can be none; as a host it may make its own
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        process = hosts[0].popen(
+            ["sh", "-ec", "mount -t tmpfs none /run\n" + script],
+            {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        printed, errors = process.communicate(timeout=DEADLINE_S)
+    assert sorted(printed.splitlines()) == told.splitlines(), errors
 
 
 REACH = "import socket; print(socket.create_connection(('{}', {}), timeout={}) and 'reached')"
