@@ -1,4 +1,4 @@
-"""Short forms of the soak: 40 seconds of random operations, and some thousand broadcasts."""
+"""Short forms of the soak: some thousand random operations, and as many broadcasts."""
 
 import functools
 
@@ -6,15 +6,15 @@ import pytest
 
 from tests.soak import launch
 
-_SECONDS = 40.0
+_LIMIT_SECONDS = 240.0  # of a hang: a quiet machine takes 40 for either
 _CHECKPOINT_SECONDS = 3.0
 _BROADCASTS = 3000
 
 # The allocator, Gloo's pools and each operation with each kind of payload need some thousand turns
 # to settle, however long a shared machine takes for them.
 _WARM_UP_TURNS = 4000
-_WARM_UP = 4
-_JUDGED_AT_LEAST = 3
+_TURNS = 6500
+_WARM_UP = 4  # measurements of the broadcasts
 
 
 def test_two_threads_may_be_the_first_to_use_two_groups() -> None:
@@ -24,14 +24,14 @@ def test_two_threads_may_be_the_first_to_use_two_groups() -> None:
 
 @functools.cache
 def _soaked() -> launch.Outcome:
-    given = {"seed": 1, "seconds": _SECONDS, "checkpoint_seconds": _CHECKPOINT_SECONDS}
-    return launch.run_on_ranks(4, "run.soak", given, seconds=_SECONDS)
+    given = {"seed": 1, "seconds": 0, "turns": _TURNS, "checkpoint_seconds": _CHECKPOINT_SECONDS}
+    return launch.run_on_ranks(4, "run.soak", given, seconds=_LIMIT_SECONDS)
 
 
 @functools.cache
 def _broadcast() -> launch.Outcome:
     given = {"count": _BROADCASTS}
-    return launch.run_on_ranks(2, "broadcasts.broadcasts", given, seconds=_SECONDS)
+    return launch.run_on_ranks(2, "broadcasts.broadcasts", given, seconds=_LIMIT_SECONDS)
 
 
 def _texts(outcome: launch.Outcome) -> str:
@@ -50,8 +50,7 @@ def test_every_result_of_random_operations_is_the_models() -> None:
 @pytest.mark.parametrize("figure", launch.JUDGED)
 def test_random_operations_leave_nothing_behind(figure: str) -> None:
     figures = _soaked().figures
-    unsettled = sum(each.turns < _WARM_UP_TURNS for each in figures[0])
-    warm_up = min(max(_WARM_UP, unsettled), len(figures[0]) - _JUDGED_AT_LEAST)
+    warm_up = sum(each.turns < _WARM_UP_TURNS for each in figures[0])
     assert not launch.complaints(figure, figures, warm_up)
 
 

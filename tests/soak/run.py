@@ -73,23 +73,24 @@ class Soak:
         self._turns = self._errors = 0
         self._began = time.monotonic()
 
-    def run(self, seconds: float, checkpoint_seconds: float) -> None:
-        """Go from round to round until the time is over; every rank calls this.
+    def run(self, seconds: float, turns: int, checkpoint_seconds: float) -> None:
+        """Go from round to round until both are over; every rank calls this.
 
         Args:
-            seconds: how long.
+            seconds: how long at least.
+            turns: how many of rank 0's at least.
             checkpoint_seconds: how often to stop, destroy all subgroups and measure.
         """
         number, due = 0, 0.0
-        elapsed = 0.0
-        while elapsed < seconds:
+        elapsed, taken = 0.0, 0
+        while elapsed < seconds or taken < turns:
             if elapsed >= due:
                 self._checkpoint()
-                due += checkpoint_seconds
+                due = elapsed + checkpoint_seconds
             self._do(round_of(self._seed, number, here().world_size))
             number += 1
-            # One clock decides for all ranks.
-            elapsed = objcomm.broadcast(time.monotonic() - self._began)
+            # One clock and one count decide for all ranks.
+            elapsed, taken = objcomm.broadcast((time.monotonic() - self._began, self._turns))
         self._checkpoint()
 
     def _do(self, work: Round) -> None:
@@ -190,11 +191,19 @@ def _check_error(caught: Exception | None, wanted: Expected, party: Party) -> No
         assert (caught.__cause__ is not None) == (party.rank == wanted.failed), str(caught)
 
 
-def soak(*, seed: int, port: int, record: str, seconds: float, checkpoint_seconds: float) -> None:
+def soak(
+    *,
+    seed: int,
+    port: int,
+    record: str,
+    seconds: float,
+    checkpoint_seconds: float,
+    turns: int = 0,
+) -> None:
     """The order that each worker gets."""
     running = Soak(seed, port, Path(record))
     try:
-        running.run(seconds, checkpoint_seconds)
+        running.run(seconds, turns, checkpoint_seconds)
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
