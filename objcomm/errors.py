@@ -345,7 +345,8 @@ class LaunchError(ObjcommError, RuntimeError):
 
     Attributes:
         name: of the function that they ran.
-        failures: what happened, by rank, on each that did not return; the first failure first.
+        failures: what happened, by rank, on each that did not return; the first failure first,
+            what ranks heard of others' after it, and last those that had to be ended.
     """
 
     def __init__(self, name: str, failures: Mapping[int, RankFailure]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 
+from objcomm.errors import CollectiveError, TransportError, TransportTimeout
 from objcomm.outcome import failure_of
 from objcomm.start import init, shutdown
 
@@ -36,13 +37,30 @@ def main() -> int:
         except BaseException as error:  # noqa: BLE001  # all of them are told
             failure = failure_of(error, rank)
             told = (failure.type_name, failure.message, failure.traceback)
-            _leave(folder / f"failure{rank}", json.dumps(told).encode())
+            _leave(folder / f"failure{rank}", json.dumps((is_heard(error), told)).encode())
             return 1
         finally:
             # Now that its own failure is told: others that wait for this rank hear of its end.
             shutdown()
             faulthandler.unregister(signal.SIGUSR1)
     return 0
+
+
+def is_heard(error: BaseException) -> bool:
+    """Whether a failure is what this rank heard of another's, and so never the first.
+
+    A time limit that has passed is this rank's own: the others may only be slow.
+    """
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        if isinstance(at, TransportError):
+            return not isinstance(at, TransportTimeout)
+        if isinstance(at, CollectiveError):
+            return at.__cause__ is None
+        seen.add(id(at))
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return False
 
 
 def _run(folder: Path) -> Any:

@@ -30,7 +30,8 @@ Ts = TypeVarTuple("Ts")
 # After one rank has failed the others hear of it by themselves within 2 s, and tell what they saw.
 _GRACE_SECONDS = 4.0
 _POLL_SECONDS = 0.05
-_STACK_SECONDS = 0.5
+_STACK_SECONDS = 4.0
+_STACK_POLL_SECONDS = 0.25
 
 # Of what torch says there, errors alone are news: that ranks are ended, the caller's error tells.
 _CHATTER = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -220,9 +221,10 @@ class _Job:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
                 reason = f"it had not ended {_GRACE_SECONDS:g} s after another rank failed"
             if time.monotonic() > deadline:
-                # Who has left a result has only been slow to end.
-                late = [rank for rank in running if not self._path("result", rank).exists()]
-                self._ask_for_stacks(late)
+                # Who has told how it went has only been slow to end.
+                self._ask_for_stacks([rank for rank in running if not self._has_told(rank)])
+                # Decided before they are ended: what one then hears of another's end is no news.
+                late = [rank for rank in running if not self._has_told(rank)]
                 self.failed = dict.fromkeys(late, reason)
                 return
             time.sleep(_POLL_SECONDS)
@@ -237,11 +239,22 @@ class _Job:
         has_told = any(self._path("failure", rank).exists() for rank in range(self._nproc))
         return has_told or any(each.poll() for each in self._processes().values())
 
+    def _has_told(self, rank: int) -> bool:
+        return any(self._path(kind, rank).exists() for kind in ("result", "failure"))
+
     def _ask_for_stacks(self, ranks: list[int]) -> None:
-        for rank in ranks:
-            if self._path("stacks", rank).exists():  # so it listens
-                self._processes()[rank].send_signal(signal.SIGUSR1)
-        time.sleep(_STACK_SECONDS)
+        """Let ranks write where they stand, and return when they have, or soon if they can't."""
+        paths = {rank: self._path("stacks", rank) for rank in ranks}
+        asked = {rank: path for rank, path in paths.items() if path.exists()}  # so it listens
+        for rank in asked:
+            self._processes()[rank].send_signal(signal.SIGUSR1)
+        expires = time.monotonic() + _STACK_SECONDS
+        written = [0] * len(asked)
+        while time.monotonic() < expires:
+            time.sleep(_STACK_POLL_SECONDS)
+            before, written = written, [path.stat().st_size for path in asked.values()]
+            if all(written) and written == before:
+                return
 
     def _path(self, kind: str, rank: int) -> Path:
         return self._folder / f"{kind}{rank}"
@@ -266,20 +279,30 @@ class _Job:
             raise LaunchError(self._name, {rank: failures[rank] for rank in in_order})
         return results
 
-    def _when(self, rank: int) -> tuple[bool, int]:
-        """When a rank failed; a death comes before all that it may have caused, an end last."""
+    def _when(self, rank: int) -> tuple[int, int]:
+        """A failure's place in the order of causes, then of time.
+
+        What a rank heard of another comes after all that may have been its cause, whoever told
+        first; what had to be ended comes last. A death, which nobody told, comes before what was.
+        """
         path = self._path("failure", rank)
-        return rank in self.failed, path.stat().st_mtime_ns if path.exists() else 0
+        if rank in self.failed:
+            return 2, 0
+        if not path.exists():
+            return 0, 0
+        is_heard, _ = json.loads(path.read_text(encoding="utf-8"))
+        return int(is_heard), path.stat().st_mtime_ns
 
     def _result(self, rank: int) -> object:
-        if rank not in self.failed and self._path("result", rank).exists():
+        ended = self.failed.get(rank)
+        if not ended and self._path("result", rank).exists():
             return pickle.loads(self._path("result", rank).read_bytes())  # noqa: S301  # our own rank's
-        if self._path("failure", rank).exists():
-            told = json.loads(self._path("failure", rank).read_text(encoding="utf-8"))
+        if not ended and self._path("failure", rank).exists():
+            _, told = json.loads(self._path("failure", rank).read_text(encoding="utf-8"))
             raise _Failed(RankFailure(rank, *told))
         status = self._processes()[rank].returncode or 0
         how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        reason = self.failed.get(rank, f"its process ended without a word: {how}")
+        reason = ended or f"its process ended without a word: {how}"
         stacks = self._path("stacks", rank)
         text = stacks.read_text(errors="replace") if stacks.exists() else ""
         raise _Failed(RankFailure(rank, "ChildProcessError", reason, text))

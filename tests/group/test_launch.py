@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import objcomm
-from objcomm import LaunchError, UsageError
+from objcomm import LaunchError, UsageError, launched, launching
 from tests.faults.exiting import without_gloo
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE")
@@ -45,6 +46,17 @@ def assert_ended(pids: list[int]) -> None:
     while any(map(is_alive, pids)) and time.monotonic() < expires:
         time.sleep(0.05)
     assert not [pid for pid in pids if is_alive(pid)]
+
+
+def await_paths(*paths: Path) -> None:
+    """Wait until other ranks have left all of these."""
+    while not all(path.exists() for path in paths):
+        time.sleep(0.05)
+
+
+def _chained(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
 
 
 def test_what_each_rank_returns_comes_back_in_rank_order(tmp_path: Path) -> None:
@@ -79,36 +91,6 @@ def test_what_each_rank_returns_comes_back_in_rank_order(tmp_path: Path) -> None
     assert_ended([int((tmp_path / str(rank)).read_text()) for rank in (0, 1)])
 
 
-def test_all_ranks_failures_are_one_error_that_pickles(tmp_path: Path) -> None:
-    def fail() -> object:
-        rank = objcomm.rank()
-        (tmp_path / str(rank)).write_text(str(os.getpid()))
-        objcomm.barrier()
-        if rank == 0:
-            raise LookupError("no batch")
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 2:
-            threading.Event().wait()
-        return threading.Lock()
-
-    with pytest.raises(LaunchError) as caught:
-        objcomm.launch(fail, 4)
-    error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # our own
-    assert sorted(error.failures) == [0, 1, 2, 3]
-    assert str(error) == str(caught.value)
-    assert error.failures[0].type_name == "LookupError"
-    assert "in fail" in error.failures[0].traceback
-    assert error.failures[1].message.endswith("ended by SIGKILL")
-    assert "another rank failed" in error.failures[2].message
-    assert "in fail" in error.failures[2].traceback  # where it stood
-    assert "pickle" in error.failures[3].message  # a lock stays where it is
-    assert list(error.failures)[-1] == 2  # what was ended is no cause
-    for told in ("LookupError: no batch", "Traceback of rank 0", "Traceback of rank 2"):
-        assert told in str(error)
-    assert_ended([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
-
-
 class SlowToTellError(Exception):
     """Takes longer to say what happened than others take to hear that its rank has left."""
 
@@ -117,11 +99,49 @@ class SlowToTellError(Exception):
         return "no batches"
 
 
+def test_all_ranks_failures_are_one_error_that_pickles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> object:
+        rank = objcomm.rank()
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        objcomm.barrier()
+        if rank == 0:
+            await_paths(tmp_path / "heard")
+            raise SlowToTellError
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            try:
+                objcomm.recv(1)
+            finally:
+                (tmp_path / "heard").touch()
+        return threading.Lock()
+
+    # Nobody has to be ended here, however slow the machine is.
+    monkeypatch.setattr(launching, "_GRACE_SECONDS", _DEADLINE_S)
+    with pytest.raises(LaunchError) as caught:
+        objcomm.launch(fail, 4)
+    error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # our own
+    assert sorted(error.failures) == [0, 1, 2, 3]
+    assert str(error) == str(caught.value)
+    assert error.failures[0].type_name.endswith("SlowToTellError")
+    assert "in fail" in error.failures[0].traceback
+    assert error.failures[1].message.endswith("ended by SIGKILL")
+    assert error.failures[2].type_name == "objcomm.errors.TransportError"
+    assert "pickle" in error.failures[3].message  # a lock stays where it is
+    assert next(iter(error.failures)) == 1  # nobody told of it, so nobody was sooner
+    assert list(error.failures)[-1] == 2  # what was heard of others is no cause
+    for told in ("SlowToTellError: no batches", "Traceback of rank 0", "Traceback of rank 2"):
+        assert told in str(error)
+    assert_ended([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
+
+
 def test_the_failure_that_caused_others_comes_first() -> None:
     def work() -> None:
         if objcomm.rank() == 1:
             raise SlowToTellError
-        objcomm.barrier()
+        dist.barrier()  # torch's own: whether it is a cause, only the time can tell
 
     with pytest.raises(LaunchError) as caught:
         objcomm.launch(work, 2, timeout=_DEADLINE_S)
@@ -129,16 +149,63 @@ def test_the_failure_that_caused_others_comes_first() -> None:
     assert caught.value.failures[1].message == "no batches"
 
 
+def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(tmp_path: Path) -> None:
+    def work() -> None:
+        if int(os.environ["RANK"]) == 0:
+            (tmp_path / "waits").touch()
+            threading.Event().wait()
+        await_paths(tmp_path / "waits")
+        threading.Thread(target=time.sleep, args=(1000,)).start()  # keeps the process
+        raise LookupError("no batches")
+
+    with pytest.raises(LaunchError) as caught:
+        objcomm.launch(work, 2, joined=False)
+    assert list(caught.value.failures) == [1, 0]
+    ended = caught.value.failures[0]
+    assert "another rank failed" in ended.message
+    assert "in work" in ended.traceback  # where it stood
+    assert "Traceback of rank 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LookupError("own"),
+        objcomm.TransportTimeout("gather", (1,), 3.0),
+        _chained(objcomm.CollectiveError("gather", {}), LookupError("own")),
+    ],
+)
+def test_what_may_be_a_cause(error: BaseException) -> None:
+    assert not launched.is_heard(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        objcomm.TransportError("gather", (1,), "it ended"),
+        objcomm.BrokenGroupError("gather", "it ended"),
+        objcomm.CollectiveError("gather", {}),
+        _chained(LookupError("no result"), objcomm.TransportError("gather", (1,), "it ended")),
+    ],
+)
+def test_what_a_rank_heard_of_others_is_no_cause(error: BaseException) -> None:
+    assert launched.is_heard(error)
+
+
 def test_a_rank_may_exit_and_time_may_run_out(tmp_path: Path) -> None:
+    def stay() -> None:
+        threading.main_thread().join()
+        (tmp_path / "left").touch()  # so the result is told
+        time.sleep(1000)
+
     def leave() -> None:
         assert not objcomm.is_initialized()
         rank = int(os.environ["RANK"])
-        (tmp_path / str(rank)).touch()
-        while not (tmp_path / str(1 - rank)).exists():  # else one might be ended before it begins
-            time.sleep(0.05)
         if rank == 0:
-            thread = threading.Thread(target=time.sleep, args=(1000,))
+            thread = threading.Thread(target=stay)
             thread.start()  # keeps the process, and does not cost the result
+        else:
+            await_paths(tmp_path / "left")  # else rank 0 might be ended before it is through
         sys.exit(3 * rank)
 
     with pytest.raises(LaunchError, match="SystemExit: 3") as caught:
