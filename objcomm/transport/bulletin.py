@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from objcomm.errors import WireError
+from objcomm.transport.outage import open_sockets, other_ends
 from objcomm.transport.verdict import Verdict
 from objcomm.transport.whereabouts import Conflict, Whereabouts
 
@@ -46,11 +47,15 @@ class Board:
 
     Attributes:
         rank: this process's global rank.
+        addresses: where the store is, if it is on a network.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        # Any: torch's stubs leave out clone, and that keys hold bytes.
-        self._store: Any = dist.PrefixStore(_PREFIX, store.clone())  # type: ignore[attr-defined]
+        before = open_sockets()
+        own = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        self.addresses = _addresses_of(own, before)
+        # Any: torch's stubs leave out that keys hold bytes.
+        self._store: Any = dist.PrefixStore(_PREFIX, own)
         self.rank = rank
         self.answered = 0
         self._circles: deque[Conflict] = deque(maxlen=_CIRCLES)
@@ -111,8 +116,19 @@ class Board:
         self._store.delete_key(f"known/{key}")
 
 
+def _addresses_of(store: Any, before: dict[int, int]) -> set[Any]:
+    """Where a store is to which this process has just connected."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return other_ends(before, store.port) if isinstance(store, dist.TCPStore) else set()
+
+
 class Bulletin:
-    """The thread that talks to one world's store."""
+    """The thread that talks to one world's store.
+
+    Attributes:
+        addresses: where the store is, once the thread is connected to it over a network.
+    """
 
     def __init__(
         self,
@@ -137,6 +153,7 @@ class Bulletin:
         self._pause = max(IDLE_SECONDS, size / _LOOKS_PER_SECOND)
         self._describe = describe
         self._is_alive = is_alive
+        self.addresses: set[Any] = set()
         self._thread = threading.Thread(target=self._run, name="objcomm-bulletin", daemon=True)
         self._thread.start()
 
@@ -178,11 +195,12 @@ class Bulletin:
             while True:
                 take(self._jobs.get_nowait())
 
-    def close(self, seconds: float) -> None:
-        """End the thread, and wait for it so long; a blocked one is left behind."""
+    def close(self, seconds: float) -> bool:
+        """End the thread, and wait for it so long; whether it has ended, or still is blocked."""
         self._is_alive = lambda: False
         self._jobs.put(lambda _: None)
         self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         store, self._store = self._store, None
@@ -191,6 +209,7 @@ class Bulletin:
         # A store whose host is gone raises; then nobody can be told, and each job says so.
         with contextlib.suppress(RuntimeError):
             board = Board(store, self._rank)
+            self.addresses = board.addresses
             del store
             while self._is_alive():
                 try:

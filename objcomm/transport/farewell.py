@@ -6,27 +6,58 @@ A thread that comes back from C++ while the interpreter ends would abort the pro
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from objcomm.errors import text_of
+from objcomm.transport.bulletin import Bulletin
+from objcomm.transport.line import are_lines_busy
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.order import are_hands_busy
+from objcomm.transport.outage import hang_up
 from objcomm.transport.verdict import PROGRAM_ENDED, Cause, Verdict
 
-#: Usually threads end at once; a machine that is busy gets its time, a stopped store no more.
+#: Usually threads end at once; a machine that is busy gets its time, and a slow store does.
 FAREWELL_SECONDS = 2.0
 _PAUSE_SECONDS = 0.01
 
 # Names of threads that connect a mesh, or listen on one.
 _OF_A_MESH = frozenset({"objcomm-connect", "objcomm-listen"})
 
+_Look: TypeAlias = Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]]
 
-def end_waits(look: Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]]) -> None:
+
+def bring_back(look: _Look, bulletins: Sequence[Bulletin]) -> None:
+    """End what threads do in C++, and the bulletins'.
+
+    A store that is stopped, or behind a network that fails, holds a thread for as long as it gives
+    no answer; one that came while the interpreter ends would abort the process. So who has not come
+    back in time is cut off from the store.
+
+    Args:
+        look: as ``end_waits`` takes it.
+        bulletins: all of this process's.
+    """
+    if not _are_all_back(look, bulletins):
+        hang_up({address for bulletin in bulletins for address in bulletin.addresses})
+        _are_all_back(look, bulletins)
+
+
+def _are_all_back(look: _Look, bulletins: Sequence[Bulletin]) -> bool:
+    are_back = [end_waits(look)]
+    are_back += [bulletin.close(FAREWELL_SECONDS) for bulletin in bulletins]
+    return all(are_back)
+
+
+def end_waits(look: _Look) -> bool:
     """Let threads come back from C++: connections close, and the other ranks are told why.
 
     Args:
         look: gives all of this process's meshes, and the threads that wait for messages, each with
             its mesh; asked again and again, because a thread may just be about to begin.
+
+    Returns:
+        Whether all have come back in time.
     """
     until = time.monotonic() + FAREWELL_SECONDS
     while True:
@@ -35,8 +66,9 @@ def end_waits(look: Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Th
         occupied |= {mesh for mesh, listener in listeners if listener.is_alive()}
         for mesh in occupied:
             mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending()))
-        if time.monotonic() > until or not (occupied or are_hands_busy() or _are_any_leaving()):
-            return
+        is_any_away = bool(occupied) or are_hands_busy() or are_lines_busy() or _are_any_leaving()
+        if not is_any_away or time.monotonic() > until:
+            return not is_any_away
         time.sleep(_PAUSE_SECONDS)
 
 

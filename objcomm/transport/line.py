@@ -36,7 +36,7 @@ class Line:
         """
         with self._changed:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread = _Runner(self, self._run, self._name)
                 thread.start()
                 self._thread = thread
             self._jobs.append(job)
@@ -59,3 +59,18 @@ class Line:
                 job = self._jobs.popleft()
             job()
             del job  # it holds the caller's objects
+
+
+class _Runner(threading.Thread):
+    """The thread of a line."""
+
+    def __init__(self, line: Line, target: Callable[[], None], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self.line = line
+
+
+def are_lines_busy() -> bool:
+    """Whether any line of this process has a job, or lets go of what one has held."""
+    return any(
+        isinstance(each, _Runner) and not each.line.is_idle for each in threading.enumerate()
+    )

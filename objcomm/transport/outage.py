@@ -12,8 +12,9 @@ import math
 import os
 import socket
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 #: Why a connection has ended that the kernel gave up.
 HOST_LOST = "its host, or the network on the way there, has failed"
@@ -57,6 +58,33 @@ def notice_outages(before: Collection[int], seconds: float) -> None:
         if inode not in before:
             with contextlib.suppress(OSError):
                 _limit(inode, os.dup(descriptor), seconds)
+
+
+def other_ends(before: Collection[int], port: int) -> set[Any]:
+    """Addresses of this port to which new connections of this process lead.
+
+    Args:
+        before: inodes of sockets that are not new.
+        port: of the other ends.
+    """
+    found = {address for inode, address, _ in _connections() if inode not in before}
+    return {address for address in found if address[1] == port}
+
+
+def hang_up(addresses: Collection[Any]) -> None:
+    """End this process's connections that lead to these addresses: who waits for one hears so."""
+    for _, address, end in _connections():
+        if address in addresses:
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def _connections() -> Iterator[tuple[int, Any, socket.socket]]:
+    """This process's connections over a network: inode, the other end's address, and a copy."""
+    for inode, descriptor in open_sockets().items():
+        # Closed meanwhile, or it leads nowhere.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
+            if end.family in {socket.AF_INET, socket.AF_INET6}:
+                yield inode, end.getpeername(), end
 
 
 def cause_of(told: str) -> str:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from objcomm.history import Entry
 from objcomm.transport.bulletin import Board, Bulletin
 from objcomm.transport.creation import store_of
-from objcomm.transport.farewell import FAREWELL_SECONDS, end_waits
+from objcomm.transport.farewell import FAREWELL_SECONDS, bring_back
 from objcomm.transport.inquiry import (
     Waiting,
     expire,
@@ -232,9 +232,7 @@ class Watcher(threading.Thread):
     def _close(self) -> None:
         if self.pid != os.getpid():
             return
-        end_waits(self._look)
-        for bulletin in list(self.bulletins):
-            bulletin.close(FAREWELL_SECONDS)
+        bring_back(self._look, list(self.bulletins))
         self._is_closing = True
         self._nudge()
         self.join(FAREWELL_SECONDS)

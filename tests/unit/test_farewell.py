@@ -1,10 +1,13 @@
 """The end of the program waits for threads that are about to come back from C++."""
 
+import functools
 import threading
 
 import pytest
 
+from objcomm.transport import farewell
 from objcomm.transport.farewell import end_waits
+from objcomm.transport.line import Line
 
 
 @pytest.mark.parametrize("name", ["objcomm-listen", "objcomm-connect"])
@@ -22,7 +25,7 @@ def test_a_thread_whose_mesh_is_no_more_is_waited_for(name: str) -> None:
     thread = threading.Thread(target=leave.wait, args=(30,), name=name)
     thread.start()
     try:
-        end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
+        assert end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
         assert len(looks) > 1
         assert not thread.is_alive()
     finally:
@@ -37,5 +40,44 @@ def test_without_such_threads_nothing_waits() -> None:
         looks.append(1)
         return [], []
 
-    end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
+    assert end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
     assert looks == [1]
+
+
+def test_a_line_that_lets_go_of_a_job_is_waited_for() -> None:
+    """What the job held may be the last of a mesh."""
+    line, leave, looks = Line("objcomm-line"), threading.Event(), []
+
+    class Held:
+        def __del__(self) -> None:
+            leave.wait(30)
+
+    def look() -> tuple[list[object], list[object]]:
+        looks.append(1)
+        if len(looks) > 1:
+            leave.set()
+        return [], []
+
+    line.submit(functools.partial(_do_nothing, Held()))
+    try:
+        assert end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
+        assert len(looks) > 1
+    finally:
+        leave.set()
+        line.drain()
+
+
+def test_who_does_not_come_back_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(farewell, "FAREWELL_SECONDS", 0.0)
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait, args=(30,), name="objcomm-listen")
+    thread.start()
+    try:
+        assert not end_waits(lambda: ([], []))
+    finally:
+        leave.set()
+        thread.join()
+
+
+def _do_nothing(_: object) -> None:
+    """A job that only holds something."""

@@ -8,7 +8,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from objcomm.transport.outage import HOST_LOST, cause_of, notice_outages, open_sockets
+from objcomm.transport.outage import (
+    HOST_LOST,
+    cause_of,
+    hang_up,
+    notice_outages,
+    open_sockets,
+    other_ends,
+)
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -100,3 +107,23 @@ def test_a_descriptor_that_is_no_socket_is_none() -> None:
 )
 def test_an_outage_is_told_from_other_ends(told: str, *, is_one: bool) -> None:
     assert (cause_of(told) == HOST_LOST) is is_one
+
+
+def test_only_new_connections_to_a_port_tell_its_address(
+    pairs: tuple[Pair, set[int], Pair],
+) -> None:
+    old, before, new = pairs
+    port = new[1].getsockname()[1]
+    assert other_ends(before, port) == {("127.0.0.1", port)}
+    assert other_ends(before, old[1].getsockname()[1]) == set()
+    assert other_ends(set(), old[1].getsockname()[1]) == {old[1].getsockname()}
+
+
+def test_who_waits_for_what_was_hung_up_hears_so(pairs: tuple[Pair, set[int], Pair]) -> None:
+    old, _, new = pairs
+    new[0].settimeout(30)
+    hang_up({new[1].getsockname()})
+    assert new[0].recv(1) == b""
+    assert new[1].recv(1) == b""
+    old[0].sendall(b"open")
+    assert old[1].recv(4) == b"open"
