@@ -18,6 +18,8 @@ from bench.peers import PEERS
 from bench.report import amount, one_line, page
 from bench.results import Results
 
+pytestmark = pytest.mark.alone
+
 _REPOSITORY = Path(__file__).parent.parent
 _ABOUT = {"about": {"processor": "abacus", "cores": "2"}}
 

@@ -20,6 +20,8 @@ from objcomm.demo.config import SAMPLE, ConfigError, read_config
 from objcomm.demo.digits import CLASSES, load_shards
 from objcomm.demo.evaluation import ConfusionMatrix, Predictions
 
+pytestmark = pytest.mark.alone
+
 # Two ranks that import torch and scikit-learn at once, on a machine that does other things, too.
 _DEADLINE_S = 100.0
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

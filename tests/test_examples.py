@@ -22,6 +22,8 @@ from sklearn.datasets import load_digits
 from examples.best_checkpoint import RATES
 from tests.ahead import begun_ahead
 
+pytestmark = pytest.mark.alone
+
 _ROOT = Path(__file__).parents[1]
 _EXAMPLES = _ROOT / "examples"
 NAMES = sorted(path.stem for path in _EXAMPLES.glob("[!_]*.py"))

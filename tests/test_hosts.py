@@ -18,6 +18,8 @@ from objcomm.transport.outage import HOST_LOST
 from tests.across import DEADLINE_S, FIRST_USE_S, LARGE_NBYTES
 from tests.hosts import Hosts
 
+pytestmark = pytest.mark.alone
+
 _PAUSE_S = 0.01
 _PORT = 29400  # each network of hosts has all ports for itself
 _REACH_S = 0.5

@@ -6,6 +6,8 @@ import pytest
 
 from tests.soak import launch
 
+pytestmark = pytest.mark.alone
+
 _LIMIT_SECONDS = 240.0  # of a hang: a quiet machine takes 40 for either
 _CHECKPOINT_SECONDS = 3.0
 _BROADCASTS = 3000
