@@ -138,7 +138,7 @@ def test_a_written_record_is_logged(tmp_path: Path) -> None:
     assert any(caught.value.recorded in text for text in handler.texts(logging.INFO))
 
 
-@ranks(2)
+@ranks(2, disposable=True)  # other tests' programs may have set up logging in a shared process
 def test_split_says_what_it_makes() -> None:
     with logged() as handler:
         objcomm.split(0)
