@@ -103,7 +103,6 @@ def test_json_has_all_but_the_tokens() -> None:
 
 
 def test_a_picture_of_the_links_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     whole = evidence()
     draw(replace(whole, links=links(whole)), tmp_path / "links.png")
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
