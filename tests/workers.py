@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,7 +54,8 @@ class Place:
     """Where a worker stands.
 
     Attributes:
-        folder: a folder that all workers of the pool share.
+        folder: a folder that all workers of the pool share, and that each order finds empty: what
+            one test told its ranks there must not answer the next.
         joined: whether the worker joined a process group before its first order.
         environment: variables to set.
     """
@@ -66,7 +67,7 @@ class Place:
     environment: Mapping[str, str]
 
     def store(self, name: str) -> dist.FileStore:
-        """A store that all workers of the pool reach under ``name``, as often as they like."""
+        """A store that all workers reach under ``name`` while they carry out one order."""
         # Told how many workers there are, a store deletes its file when that many objects died.
         return dist.FileStore(str(self.folder / name))
 
@@ -234,7 +235,9 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
     with _asserts_that_explain():
         if place.joined:
             join(place, "rendezvous")
-        for order in iter(orders.recv, None):
+        for number, order in enumerate(iter(orders.recv, None)):
+            _place = replace(place, folder=place.folder / f"order{number}")
+            _place.folder.mkdir(exist_ok=True)
             orders.send(_carry_out(order, place.rank))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -127,7 +127,8 @@ def _concluded(outcome: Outcome, evidence: Evidence, options: Options, began: fl
     found = findings(evidence)
     ends = status(found)
     if ends:
-        _leave_for_torchrun("\n".join(conclusions(found)), began)
+        # torchrun counts whole seconds: a rank that met this one may end in that in which it began.
+        _leave_for_torchrun("\n".join(conclusions(found)), began - 1)
     if outcome.report.rank == 0:
         _show(report(evidence, found))
         _files(evidence, found, ends, options)

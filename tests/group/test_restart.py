@@ -39,9 +39,10 @@ def test_a_process_group_made_again_under_its_name_starts_clean(*, same_store: b
         forget_torchs_own_keys(f"turn {turn}", place.store(name))
 
 
-@ranks(2, disposable=True)
+@ranks(2, joined=False)
 def test_a_process_group_that_broke_can_be_made_again_under_its_name() -> None:
     place = here()
+    join(place, "rendezvous")
     objcomm.barrier()
     if place.rank == 0:
         with pytest.raises(TransportTimeout):
@@ -53,8 +54,9 @@ def test_a_process_group_that_broke_can_be_made_again_under_its_name() -> None:
     assert_group_works()
 
 
-@ranks(2, disposable=True)
+@ranks(2, joined=False)
 def test_a_subgroup_made_again_under_its_name_starts_clean() -> None:
+    join(here(), "rendezvous")
     names = set()
     for turn in range(4):
         group: Any = dist.new_group([0, 1], use_local_synchronization=True)
