@@ -94,7 +94,8 @@ def broadcast(
         CollectiveError: the source could not encode its object. Every rank. With ``confirm``
             also: some rank could not decode it.
         DecodeError: the object could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation. The rank that sees it.
+        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
+            next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -194,7 +195,8 @@ def gather(
             traffic.
         CollectiveError: some rank could not encode its object. The destination and that rank.
         DecodeError: an object could not be rebuilt. The destination, after the traffic.
-        DesyncError: another rank is in another operation. The rank that sees it.
+        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
+            next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -282,7 +284,8 @@ def all_gather(
             traffic.
         CollectiveError: some rank could not encode its object. Every rank.
         DecodeError: an object could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation. The rank that sees it.
+        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
+            next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -345,9 +348,9 @@ def barrier(
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
         NotInGroupError: this rank is no member of ``group``.
-        DesyncError: another rank is in another operation, or in a barrier of another name. The
-            rank that sees it; the others raise TransportError.
-        TransportTimeout: the limit passed; the group's first rank names all that are missing.
+        DesyncError: ranks are in different operations, or in barriers of different names. Every
+            rank, once: where it waits, or in its next call.
+        TransportTimeout: the limit passed. Every rank that still waited, with all that are missing.
         TransportError: a rank died. Every rank that waited for it.
 
     Examples:

@@ -49,7 +49,8 @@ def broadcast_tensors(
         CollectiveError: two ranks have other tensors, and the error names the first difference and
             the two; or some rank's can't be changed in place (sparse, expanded, without memory).
             Every rank, and nothing has changed.
-        DesyncError: another rank is in another operation. The rank that sees it.
+        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
+            next call.
         TransportTimeout: the limit passed. Every rank that still waited; what its tensors hold
             is undefined.
         TransportError: a rank died. Every rank that waited for it, and likewise.

@@ -93,7 +93,8 @@ def scatter(
         CollectiveError: the source gave another number of objects, or could not encode one.
             Every rank.
         DecodeError: the object could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation. The rank that sees it.
+        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
+            next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -193,7 +194,8 @@ def all_to_all(
         CollectiveError: a rank gave another number of objects, or could not encode one. Every
             rank.
         DecodeError: an object could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation. The rank that sees it.
+        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
+            next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
