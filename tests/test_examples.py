@@ -217,3 +217,9 @@ def test_the_notebook_shows_what_it_gives_when_it_is_run() -> None:
     nbclient.NotebookClient(afresh, timeout=_DEADLINE_S, kernel_name="python3").execute()
     assert len(shown(stored)) == 3
     assert shown(afresh) == shown(stored)
+
+
+def test_the_page_shows_every_program() -> None:
+    """MkDocs includes a file where this mark stands exactly so, and shows anything else as text."""
+    page = (_ROOT / "docs" / "examples.md").read_text()
+    assert sorted(re.findall(r'^--8<-- "examples/(\w+)\.py"$', page, re.MULTILINE)) == NAMES

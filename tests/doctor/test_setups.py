@@ -1,8 +1,6 @@
 """`python -m objcomm doctor` on set-ups that work and on broken ones, with real processes."""
 
-import contextlib
 import json
-import random
 import socket
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from tests.doctor.job import (
     arrived,
     clean_environment,
     findings,
+    free_port,
     on_hosts,
     place,
     said,
@@ -43,14 +42,6 @@ def agent() -> Agent:
 @pytest.fixture
 def told(tmp_path: Path) -> Path:
     return tmp_path / "doctor.json"
-
-
-def free_port() -> int:
-    """A port that is free, and below those that the kernel gives to whoever asks for any."""
-    while True:
-        port = random.randrange(20000, 30000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def is_there(port: int) -> bool:

@@ -1,0 +1,49 @@
+"""What torchrun does besides starting ranks: it starts them again when one has died."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.doctor.job import clean_environment, free_port
+
+_PROGRAM = """
+import os
+import sys
+import objcomm
+
+objcomm.init(timeout=60)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+rank = objcomm.rank()
+group = objcomm.split(0)
+assert objcomm.all_gather(rank, group=group) == [0, 1, 2]
+assert objcomm.sendrecv(rank, (rank + 1) % 3, (rank - 1) % 3) == (rank - 1) % 3
+if attempt == 0 and rank == 1:
+    os._exit(3)
+told = objcomm.all_gather((attempt, rank))
+objcomm.barrier(group=group)
+sys.stdout.write(f"{told}\\n")  # in one piece: three ranks write
+sys.stdout.flush()
+objcomm.shutdown()
+"""
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_ranks_that_torchrun_starts_again_begin_anew(rendezvous: str, tmp_path: Path) -> None:
+    """The store outlives the ranks, and has what the first ones left in it."""
+    program = tmp_path / "train.py"
+    program.write_text(_PROGRAM)
+    meeting = f"--master-port={free_port()}" if rendezvous == "static" else "--standalone"
+    command = [sys.executable, "-m", "torch.distributed.run", meeting, "--nproc-per-node=3"]
+    done = subprocess.run(
+        [*command, "--max-restarts=1", str(program)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[(1, 0), (1, 1), (1, 2)]"] * 3
+    assert "exitcode: 3" in done.stderr
