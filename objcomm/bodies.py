@@ -3,7 +3,6 @@
 Each is a generator for ``call.run``, of a call that was already begun.
 """
 
-import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -90,13 +89,10 @@ def decide_in(
     shared: list[B] = []
     mine = call.message(lambda: kept(own, produce()))
     yield
-    with call.traffic() as exchange:
-        messages = routes.gather(exchange, mine, routes.HUB)
-        answer = None
-        if messages is not None:
-            values = functools.partial(decode_others, call, messages, *own)
-            answer = call.failures(messages) or call.message(lambda: kept(shared, decide(values())))
-        message = routes.broadcast(exchange, answer, routes.HUB)
+    with call.traffic():
+        message = call.answered(
+            mine, lambda messages: kept(shared, decide(decode_others(call, messages, *own)))
+        )
     call.raise_failures([message])
     result: B = shared[0] if shared else call.decode(message)
     return result

@@ -128,7 +128,7 @@ def _desync(mesh: Mesh, conflict: Conflict) -> Verdict:
 
 def settle(board: Board, mesh: Mesh, proposal: Verdict) -> None:
     """End a mesh by ``proposal``, or by what another rank has posted before."""
-    mesh.stop(board.propose(mesh.nonce, proposal) if mesh.nonce else proposal)
+    mesh.settle_on(board, proposal)
 
 
 def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> None:

@@ -199,6 +199,7 @@ class Mesh:
             entry.end(error, time.time() - entry.began)
             raise
         finally:
+            deadline.pause()
             lane.end(entry)
         entry.header = header._replace(group=self.number)
         entry.end(None, time.time() - entry.began)
@@ -271,15 +272,15 @@ class Mesh:
             return self.verdict
         if not self.nonce:
             return self.stop(proposal)
+        return self.stop(self._posted(proposal, lambda board: self.settle_on(board, proposal)))
 
-        def post(board: Board) -> Verdict:
-            # Two threads may settle at once: who comes second must neither post nor acknowledge,
-            # or its word stays in the store when all ranks have read the first one's.
-            if self.verdict is not None:
-                return self.verdict
-            return self.stop(board.propose(self.nonce, proposal))
-
-        return self.stop(self._posted(proposal, post))
+    def settle_on(self, board: Board, proposal: Verdict) -> Verdict:
+        """``settle``, by the bulletin's own thread."""
+        # Two threads may settle at once: who comes second must neither post nor acknowledge, or its
+        # word stays in the store when all ranks have read the first one's.
+        if self.verdict is not None:
+            return self.verdict
+        return self.stop(board.propose(self.nonce, proposal) if self.nonce else proposal)
 
     def absolve(self, thread: threading.Thread) -> bool:
         """A thread raises the verdict, for all its lanes. Whether one of them still had to."""
@@ -291,7 +292,8 @@ class Mesh:
 
         def post(board: Board) -> Verdict:
             winner = board.propose(key, proposal)
-            if self.verdict is None:  # else all ranks may have read it, and nobody removes another
+            # With a verdict all ranks may have read it, and nobody removes another.
+            if self.nonce and self.verdict is None:
                 board.propose(self.nonce, winner)
             return winner
 

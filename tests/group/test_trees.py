@@ -575,3 +575,19 @@ def test_a_leaf_that_a_rank_lacks_is_held_to_its_limit() -> None:
     with objcomm.configure(max_nbytes=20_000), pytest.raises(objcomm.ObjcommError, match="limit"):
         objcomm.all_reduce(mine, "sum", missing="skip")
     assert_group_works()
+
+
+@ranks(2, 3)
+def test_who_has_no_room_for_a_result_fails_like_any_other() -> None:
+    rank, last = here().rank, objcomm.world_size() - 1
+    tensor = torch.ones(LARGE)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == last:
+            patch.setattr(trees, "room_for", lambda *_: torch.empty(2**60))
+        kind = RuntimeError if rank == last else CollectiveError
+        with pytest.raises(kind, match=r"memory|size") as caught:
+            objcomm.all_reduce(tensor, timeout=20)
+    if isinstance(caught.value, CollectiveError):
+        assert list(caught.value.failures) == [last]
+    assert not isinstance(caught.value, TransportError)
+    assert bool((objcomm.all_reduce(tensor) == last + 1).all())
