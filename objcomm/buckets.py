@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from objcomm import elementwise
+from objcomm.bodies import answered
 from objcomm.call import Call
 from objcomm.manifests import Bundle, Kind, Manifest, Rule, is_repeated, manifest_of, merged
 from objcomm.memory import COPIED_MAX_NBYTES
@@ -90,7 +91,7 @@ class _Agreement:
         if len({call.decode(message) for message in messages}) == 1:
             return (), mine
         described = call.message(lambda: (list(mine.lines), mine.present, mine.linked))
-        message = call.answered(described, self._merged)
+        message = answered(call, exchange, described, self._merged)
         if call.failures([message]) is not None:
             return [message], None
         present, linked = call.decode(message)

@@ -137,11 +137,10 @@ class Call:
             attach(error, self._group)
             raise
         self._lane = lane
-        device_link = self._group.device_link
-        self._device_type = None if device_link is None else device_link.device.type
+        path = DevicePath(self._group.device_link)
         gate = Gate(self._coding.settings, mesh.nonce, self.rank)
         device = self._coding.device
-        is_staged = device is not None and device.type == self._device_type
+        is_staged = device is not None and device.type == path.linked
         header = Header(
             status=Status.VALUE,
             flags=Flag.STAGED * is_staged | Flag.PACED * is_paced,
@@ -161,7 +160,7 @@ class Call:
             entry=entry,
             deadline=self._deadline,
             gate=gate,
-            device=DevicePath(device_link),
+            device=path,
             meter=self._bar,
         )
         lane.sequence += 1
@@ -202,7 +201,8 @@ class Call:
         afterwards.
         """
         try:
-            return self._coding.message(self.exchange.header, produce, self._device_type)
+            exchange = self.exchange
+            return self._coding.message(exchange.header, produce, exchange.device.linked or None)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error)
 
@@ -219,28 +219,6 @@ class Call:
         """One message that tells of all the failures in some others, if there are any."""
         failures = failures_in(messages)
         return failure_message(self.exchange.header, failures.values()) if failures else None
-
-    def answered(
-        self,
-        mine: Message,
-        decide: Callable[[list[Message]], object],
-        hub: int = routes.HUB,
-    ) -> Message:
-        """One rank's answer to the messages of all; every rank calls this in its traffic.
-
-        Args:
-            mine: this rank's.
-            decide: gives the answer; called on ``hub`` with all messages in rank order, and only if
-                none of them tells of a failure. An error of it travels instead: as that rank's, or
-                as that of the ranks that differ.
-            hub: which rank; the same on all.
-        """
-        exchange = self.exchange
-        messages = routes.gather(exchange, mine, hub)
-        answer = None
-        if messages is not None:
-            answer = self.failures(messages) or self.message(lambda: decide(messages))
-        return routes.broadcast(exchange, answer, hub)
 
     def alone(self, produce: Callable[[], R]) -> R:
         """What ``produce`` returns; in a world of one an error has the same form as in a group.
@@ -305,27 +283,23 @@ class Call:
         turn = self.traffic()
         if not turn.is_confirmed:
             return conclude()
-        known: CollectiveError | None = None
+        results: list[R] = []
         try:
-            result = conclude()
-        except CollectiveError as error:  # the ranks that failed say so themselves
-            known = error
+            results.append(conclude())
+        except CollectiveError:
+            pass  # the ranks that failed say so themselves
         except BaseException as error:  # noqa: BLE001  # raised by raise_failures
             self._own_error = error
         own = self._own_error
         header = turn.exchange.header
         turn.exchange.header = header._replace(flags=header.flags | Flag.ACKNOWLEDGEMENT)
         mine = self.announcement(Status.VALUE) if own is None else self.failure(own)
-        try:
-            turn.is_confirmed = False
-            with turn as exchange:
-                acknowledged = routes.all_gather(exchange, mine)
-            self.raise_failures(acknowledged)
-            if known is not None:  # nobody has failed: what ranks gave does not fit together
-                raise known
-        finally:
-            known = None  # its traceback holds this frame
-        return result
+        turn.is_confirmed = False
+        with turn as exchange:
+            acknowledged = routes.all_gather(exchange, mine)
+        self.raise_failures(acknowledged)
+        # Where no rank has failed, but what they gave does not fit together, it raises again.
+        return results[0] if results else conclude()
 
     def run(self, body: Generator[None, None, R], *, async_op: bool = False) -> R | Work[R]:
         """Carry the operation out.

@@ -330,7 +330,8 @@ def reduce_scatter(
 
 def _reduce_scatter(call: Call, operator: Operator, objs: Sequence[T]) -> Generator[None, None, T]:
     if call.is_alone:
-        return call.alone(lambda: operator.alone(_one_each(call, objs)[0]))
+        alone: T = call.alone(lambda: operator.alone(_one_each(call, objs)[0]))
+        return alone
     own: list[Any] = []
     messages = _encode_each(call, lambda: objs, own, operator)
     yield

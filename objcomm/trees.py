@@ -13,6 +13,7 @@ import torch
 
 from objcomm import elementwise, structures
 from objcomm.answers import Answer, Place, operand, received
+from objcomm.bodies import answered
 from objcomm.call import Call
 from objcomm.config import settings
 from objcomm.errors import UsageError
@@ -122,7 +123,7 @@ class TreeReduction:
             # Folded results are of no use to ranks that get none.
             return tuple(found if root is None else found._replace(folded=()))
 
-        message = self._call.answered(self._mine, answer, hub)
+        message = answered(self._call, exchange, self._mine, answer, hub)
         if self._may_follow and message.header.status == Status.VALUE:
             self._follow(exchange, self._read(message), root)
         return message

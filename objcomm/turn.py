@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from objcomm.errors import TransportError
 from objcomm.spans import Span, span
-from objcomm.transport import routes
+from objcomm.transport import blame, routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane
@@ -132,11 +132,11 @@ class Turn:
         self._absolve()
         proposal = proposal_for(error, self._mesh.rank)
         if proposal.cause is Cause.LOST:
-            proposal = mesh.blamed(proposal)
+            proposal = blame.blamed(mesh, proposal)
         verdict = mesh.settle(proposal)
         # On a line's thread it is raised for the one that called.
         end_elsewhere(verdict, None if self._lane.order else self._lane.owner)
         if isinstance(error, TransportError):
-            raise mesh.local(verdict, error).error(operation, position) from error
+            raise blame.local(mesh, verdict, error).error(operation, position) from error
         if verdict.name != proposal.name and isinstance(error, Exception):
             raise verdict.error(operation, position) from error
