@@ -89,12 +89,12 @@ def decide_in(
     own: list[A] = []
     shared: list[B] = []
     mine = call.message(lambda: kept(own, produce()))
+
+    def answer(messages: list[Message]) -> B:
+        return kept(shared, decide(decode_others(call, messages, *own)))
+
     yield
     with call.traffic() as exchange:
-
-        def answer(messages: list[Message]) -> B:
-            return kept(shared, decide(decode_others(call, messages, *own)))
-
         message = answered(call, exchange, mine, answer)
     call.raise_failures([message])
     result: B = shared[0] if shared else call.decode(message)

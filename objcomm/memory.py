@@ -129,7 +129,7 @@ def empty(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")
     except RuntimeError as error:
-        raise WireError(f"no memory for a buffer of {nbytes} bytes that a peer sends") from error
+        raise WireError(f"no memory for a buffer of {nbytes} bytes") from error
 
 
 def room(nbytes: int) -> bytearray:
@@ -191,7 +191,7 @@ def _allocate_or_wire_error(make: Callable[[], T], nbytes: int) -> T:
     try:
         return make()
     except (MemoryError, OverflowError) as error:
-        raise WireError(f"no memory for a buffer of {nbytes} bytes that a peer sends") from error
+        raise WireError(f"no memory for a buffer of {nbytes} bytes") from error
 
 
 def _aligned_bytearray(nbytes: int) -> memoryview:

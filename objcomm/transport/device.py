@@ -108,5 +108,7 @@ def _landing(
 def _naming(*peers: int) -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # this rank's failure, and no peer's
     except RuntimeError as error:
         raise TransportError("device link", peers, str(error)) from error

@@ -1,6 +1,7 @@
 """How long a call waits, and what ends its wait: limits, proposals and the verdicts that stand."""
 
 import time
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from objcomm.history import Entry, History
 from objcomm.transport import inquiry
 from objcomm.transport.base import Deadline
 from objcomm.transport.bulletin import Board
+from objcomm.transport.device import DevicePath
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.proposal import proposal_for
 from objcomm.transport.verdict import Cause, Verdict
@@ -65,6 +67,19 @@ def test_missing_memory_is_a_ranks_failure_and_an_interrupt_its_end() -> None:
     for end in (KeyboardInterrupt(), SystemExit(1)):
         proposal = proposal_for(end, 1)
         assert (proposal.cause, proposal.ranks) == (Cause.LEFT, (1,))
+
+
+def test_missing_memory_on_a_device_is_no_peers_end() -> None:
+    link: Any = unittest.mock.Mock(device=torch.device("cpu"))
+    path = DevicePath(link)
+    for error, kind in (
+        (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError),
+        (RuntimeError("NCCL error"), TransportError),
+    ):
+        link.broadcast.side_effect = error
+        with pytest.raises(kind) as caught:
+            path.broadcast_flat(torch.ones(1), 1)
+        assert type(caught.value) is kind
 
 
 def board_on(path: Path) -> tuple[Board, dist.Store]:
