@@ -125,7 +125,7 @@ def _check_following(
             _refuse(f"leaf {at} is to follow, but is no tensor")
         if not _are_ranks(ranks, place.size) or (place.rank in ranks) != is_own:
             _refuse(f"leaf {at} follows from ranks {ranks!r}")
-        nbytes += 0 if is_own else _nbytes(about)
+        nbytes += 0 if is_own else about.nbytes
     if nbytes > place.most_nbytes:
         _refuse(
             f"leaves of {nbytes} bytes are to follow, more than the limit of {place.most_nbytes}; "
@@ -140,13 +140,6 @@ def _are_ranks(ranks: Any, size: int) -> bool:
         and all(type(rank) is int and 0 <= rank < size for rank in ranks)
         and list(ranks) == sorted(set(ranks))
     )
-
-
-def _nbytes(about: Tensors) -> int:
-    count = 1
-    for length in about.shape:
-        count *= length
-    return count * about.dtype.itemsize
 
 
 def _tensors_of(description: Any) -> Tensors | None:

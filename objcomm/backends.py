@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from objcomm.environment import Place
 from objcomm.errors import UsageError
+from objcomm.memory import DeviceLike
 
 
 def default_backend() -> str:
@@ -50,7 +51,7 @@ def check_backend(backend: str) -> None:
             )
 
 
-def cuda_device(place: Place, device: torch.device | str | int | None) -> torch.device:
+def cuda_device(place: Place, device: DeviceLike) -> torch.device:
     """Which CUDA device is this rank's.
 
     Args:

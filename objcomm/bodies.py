@@ -3,13 +3,13 @@
 Each is a generator for ``call.run``, of a call that was already begun.
 """
 
-import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from objcomm.call import Call
 from objcomm.message import Message
 from objcomm.transport import routes
+from objcomm.transport.exchange import Exchange
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -89,17 +89,41 @@ def decide_in(
     own: list[A] = []
     shared: list[B] = []
     mine = call.message(lambda: kept(own, produce()))
+
+    def answer(messages: list[Message]) -> B:
+        return kept(shared, decide(decode_others(call, messages, *own)))
+
     yield
     with call.traffic() as exchange:
-        messages = routes.gather(exchange, mine, routes.HUB)
-        answer = None
-        if messages is not None:
-            values = functools.partial(decode_others, call, messages, *own)
-            answer = call.failures(messages) or call.message(lambda: kept(shared, decide(values())))
-        message = routes.broadcast(exchange, answer, routes.HUB)
+        message = answered(call, exchange, mine, answer)
     call.raise_failures([message])
     result: B = shared[0] if shared else call.decode(message)
     return result
+
+
+def answered(
+    call: Call,
+    exchange: Exchange,
+    mine: Message,
+    decide: Callable[[list[Message]], object],
+    hub: int = routes.HUB,
+) -> Message:
+    """One rank's answer to the messages of all; every rank calls this in its traffic.
+
+    Args:
+        call: the call.
+        exchange: its traffic.
+        mine: this rank's message.
+        decide: gives the answer; called on ``hub`` with all messages in rank order, and only if
+            none of them tells of a failure. An error of it travels instead: as that rank's, or, a
+            ``DisagreementError`` or ``DifferenceError``, as that of the ranks that it blames.
+        hub: which rank; the same on all.
+    """
+    messages = routes.gather(exchange, mine, hub)
+    answer = None
+    if messages is not None:
+        answer = call.failures(messages) or call.message(lambda: decide(messages))
+    return routes.broadcast(exchange, answer, hub)
 
 
 def decode_others(call: Call, messages: Sequence[Message], own: T) -> list[T]:

@@ -13,20 +13,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from objcomm import elementwise
+from objcomm.bodies import answered
 from objcomm.call import Call
-from objcomm.manifests import (
-    SMALL_MAX_NBYTES,
-    Bundle,
-    Kind,
-    Manifest,
-    Rule,
-    is_repeated,
-    manifest_of,
-    merged,
-)
+from objcomm.manifests import Bundle, Kind, Manifest, Rule, is_repeated, manifest_of, merged
+from objcomm.memory import COPIED_MAX_NBYTES
 from objcomm.message import Message
-from objcomm.outcome import DisagreementError
-from objcomm.structures import DifferenceError
 from objcomm.transport import reduction, routes
 from objcomm.transport.device_reduction import reduce_on_device
 from objcomm.transport.exchange import Exchange
@@ -51,15 +42,18 @@ def synchronise(
         return
     agreement = _Agreement(call, make)
     yield
-    manifest = agreement.reach()
-    if not moves:
-        return
     made: dict[int, torch.Tensor] = {}
-    with torch.inference_mode(mode=False):  # what is made here must serve autograd
-        buckets = _buckets(agreement.bundles, manifest, agreement.kinds, made)
-    # In this mode those tensors can be changed, too, that were made in it; and none is traced.
-    with torch.inference_mode(), call.traffic() as exchange:
-        _Moving(call, exchange).move(buckets, manifest.linked)
+    # One turn for all of it: a rank for which memory is missing must tell the others.
+    with call.traffic() as exchange:
+        told, manifest = agreement.reach(exchange)
+        if moves and manifest is not None:
+            with torch.inference_mode(mode=False):  # what is made here must serve autograd
+                buckets = _buckets(agreement.bundles, manifest, agreement.kinds, made)
+            # In this mode those tensors can be changed, too, that were made in it; and none is
+            # traced.
+            with torch.inference_mode():
+                _Moving(call, exchange).move(buckets, manifest.linked)
+    call.raise_failures(told)
     likes = [like for bundle in agreement.bundles for like in bundle.likes]
     for at, gradient in made.items():
         likes[at].grad = gradient
@@ -81,50 +75,31 @@ class _Agreement:
         self._mine = call.message(lambda: self._describe(make()))
 
     def _describe(self, bundles: Sequence[Bundle]) -> bytes:
-        device = self._call.exchange.device.device
         self.bundles = bundles
-        linked = "" if device is None else device.type
-        self._manifest, self.kinds = manifest_of(bundles, linked)
+        self._manifest, self.kinds = manifest_of(bundles, self._call.exchange.device.linked)
         return self._manifest.digest
 
-    def reach(self) -> Manifest:
-        """What holds for all ranks.
+    def reach(self, exchange: Exchange) -> tuple[Sequence[Message], Manifest | None]:
+        """What holds for all ranks, or None; and the messages that tell of what is wrong then.
 
-        Raises:
-            CollectiveError: they have other tensors, or some rank's can't be changed.
+        They have other tensors, or some rank's can't be changed.
         """
-        call = self._call
-        with call.traffic() as exchange:
-            messages = routes.all_gather(exchange, self._mine)
-            are_equal = False
-            if call.failures(messages) is None:
-                digests = {call.decode(message) for message in messages}
-                are_equal = len(digests) == 1
-        call.raise_failures(messages)
-        return self._manifest if are_equal else self._merge()
-
-    def _merge(self) -> Manifest:
         call, mine = self._call, self._manifest
-        with call.traffic() as exchange:
-            described = call.message(lambda: (list(mine.lines), mine.present, mine.linked))
-            messages = routes.gather(exchange, described, routes.HUB)
-            answer = None if messages is None else self._answer(messages)
-            message = routes.broadcast(exchange, answer, routes.HUB)
-            if call.failures([message]) is None:
-                present, linked = call.decode(message)
-        call.raise_failures([message])
-        return Manifest(mine.lines, present, linked)
+        messages = routes.all_gather(exchange, self._mine)
+        if call.failures(messages) is not None:
+            return messages, None
+        if len({call.decode(message) for message in messages}) == 1:
+            return (), mine
+        described = call.message(lambda: (list(mine.lines), mine.present, mine.linked))
+        message = answered(call, exchange, described, self._merged)
+        if call.failures([message]) is not None:
+            return [message], None
+        present, linked = call.decode(message)
+        return (), Manifest(mine.lines, present, linked)
 
-    def _answer(self, messages: Sequence[Message]) -> Message:
-        call = self._call
-        failures = call.failures(messages)
-        if failures is not None:
-            return failures
-        try:
-            found = merged([Manifest(*call.decode(message)) for message in messages])
-        except DifferenceError as error:
-            return call.failure(DisagreementError({error.ranks[1]: str(error)}))
-        return call.message(lambda: (found.present, found.linked))
+    def _merged(self, messages: Sequence[Message]) -> tuple[bytes, str]:
+        found = merged([Manifest(*self._call.decode(message)) for message in messages])
+        return found.present, found.linked
 
 
 class _Bucket:
@@ -198,7 +173,7 @@ def _buckets(
     tensors = [tensor for bundle in bundles for tensor in bundle.tensors]
     for at, (kind, own) in enumerate(zip(kinds, tensors, strict=True)):
         tensor, nbytes = own, kind.nbytes
-        is_large = nbytes > SMALL_MAX_NBYTES
+        is_large = nbytes > COPIED_MAX_NBYTES
         if is_large and is_repeated(manifest.lines[at]):
             continue
         if own is None and manifest.present[at]:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import torch
-
 from objcomm.absence import acts_alone
 from objcomm.admission import Gate
 from objcomm.coding import Coding
@@ -19,6 +17,7 @@ from objcomm.errors import CollectiveError, ObjcommError, WireError
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
+from objcomm.memory import DeviceLike
 from objcomm.message import Message, compose
 from objcomm.outcome import (
     DisagreementError,
@@ -30,6 +29,7 @@ from objcomm.outcome import (
 from objcomm.progress import bar_for
 from objcomm.recorder import attach, conclude
 from objcomm.spans import Span, span
+from objcomm.structures import DifferenceError
 from objcomm.transport import routes
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
@@ -45,7 +45,11 @@ R = TypeVar("R")
 
 
 class Call:
-    """The context of one operation; constructing it checks the arguments and starts nothing.
+    """The context of one operation, which it begins.
+
+    Constructing it checks the arguments, connects the group's ranks if this is their first call,
+    for which it waits until the limit, and takes the next number on this thread's lane. So an error
+    after that is told to the others: see ``Turn.give_up``.
 
     Attributes:
         rank: this rank, within the group.
@@ -62,7 +66,7 @@ class Call:
         group: GroupLike,
         timeout: Timeout = None,
         codec: str | None = None,
-        device: torch.device | str | int | None = None,
+        device: DeviceLike = None,
         global_root: int | None = None,
         group_root: int | None = None,
         has_root: bool = False,
@@ -109,7 +113,6 @@ class Call:
         self._is_confined = acts_alone(self.name, whole.ranks, whole.rank)
         self._group = solo_group() if self._is_confined else whole
         self.rank, self.size = self._group.rank, self._group.size
-        self._confirm = confirm
         self._bar = bar_for(self.name, self.rank) if progress else None
         self._own_error: BaseException | None = None
         self._turn: Turn | None = None
@@ -119,6 +122,7 @@ class Call:
         if self.size > 1:
             must_agree += "\0confirm" * confirm + "\0check" * self._coding.settings.is_checked
             self._turn = self._begin(operation, root, must_agree, is_paced=progress)
+            self._turn.is_confirmed = confirm
         else:
             number = self._group.history.next_number()
             header = Header(operation=operation, root=root, sequence=number, call_site=call_site())
@@ -133,11 +137,10 @@ class Call:
             attach(error, self._group)
             raise
         self._lane = lane
-        device_link = self._group.device_link
-        self._device_type = None if device_link is None else device_link.device.type
+        path = DevicePath(self._group.device_link)
         gate = Gate(self._coding.settings, mesh.nonce, self.rank)
         device = self._coding.device
-        is_staged = device is not None and device.type == self._device_type
+        is_staged = device is not None and device.type == path.linked
         header = Header(
             status=Status.VALUE,
             flags=Flag.STAGED * is_staged | Flag.PACED * is_paced,
@@ -157,7 +160,7 @@ class Call:
             entry=entry,
             deadline=self._deadline,
             gate=gate,
-            device=DevicePath(device_link),
+            device=path,
             meter=self._bar,
         )
         lane.sequence += 1
@@ -198,12 +201,15 @@ class Call:
         afterwards.
         """
         try:
-            return self._coding.message(self.exchange.header, produce, self._device_type)
+            exchange = self.exchange
+            return self._coding.message(exchange.header, produce, exchange.device.linked or None)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error)
 
     def failure(self, error: BaseException) -> Message:
         """The message that tells the others of this rank's error, or in which ranks disagree."""
+        if isinstance(error, DifferenceError):
+            error = DisagreementError({error.ranks[1]: str(error)})
         if isinstance(error, DisagreementError):
             return failure_message(self.exchange.header, error.failures())
         self._own_error = error
@@ -259,31 +265,41 @@ class Call:
         """
         return self._coding.decode(message)
 
-    def settle(self, conclude: Callable[[], R], *, together: bool = False) -> R:
+    def confirm(self) -> None:
+        """Let ``settle`` do as if the caller had said ``confirm=True``.
+
+        Every rank calls this in its traffic, or none.
+        """
+        self.traffic().is_confirmed = True
+
+    def settle(self, conclude: Callable[[], R]) -> R:
         """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.
 
         Every rank calls this after the traffic.
 
         Args:
             conclude: raises or decodes.
-            together: whether all learn of it in any case; the same on every rank.
         """
-        if not (self._confirm or together):
+        turn = self.traffic()
+        if not turn.is_confirmed:
             return conclude()
+        results: list[R] = []
         try:
-            result = conclude()
+            results.append(conclude())
         except CollectiveError:
             pass  # the ranks that failed say so themselves
         except BaseException as error:  # noqa: BLE001  # raised by raise_failures
             self._own_error = error
         own = self._own_error
-        blank = self.exchange.header
-        self.exchange.header = blank._replace(flags=blank.flags | Flag.ACKNOWLEDGEMENT)
+        header = turn.exchange.header
+        turn.exchange.header = header._replace(flags=header.flags | Flag.ACKNOWLEDGEMENT)
         mine = self.announcement(Status.VALUE) if own is None else self.failure(own)
-        with self.traffic() as exchange:
+        turn.is_confirmed = False
+        with turn as exchange:
             acknowledged = routes.all_gather(exchange, mine)
         self.raise_failures(acknowledged)
-        return result
+        # Where no rank has failed, but what they gave does not fit together, it raises again.
+        return results[0] if results else conclude()
 
     def run(self, body: Generator[None, None, R], *, async_op: bool = False) -> R | Work[R]:
         """Carry the operation out.

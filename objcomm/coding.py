@@ -4,13 +4,11 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from objcomm.codecs import codec_named, copy, decode, encode
 from objcomm.config import Allowed, settings_with, using
 from objcomm.errors import WireError
 from objcomm.frames import Header, Status
-from objcomm.memory import parse_device, readable
+from objcomm.memory import DeviceLike, parse_device, readable
 from objcomm.message import Message, compose
 from objcomm.spans import span
 
@@ -31,7 +29,7 @@ class Coding:
     def __init__(
         self,
         codec: str | None,
-        device: torch.device | str | int | None,
+        device: DeviceLike,
         accept: Iterable[str] | None,
         allow: Iterable[Allowed] | None,
     ) -> None:

@@ -15,8 +15,6 @@ from objcomm.work import Work
 from objcomm.world import GroupLike
 
 T = TypeVar("T")
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 @overload

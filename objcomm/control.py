@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
-import torch
-
 from objcomm.absence import Region, acts_alone, inside
 from objcomm.call import Call
 from objcomm.collectives import broadcast
 from objcomm.config import Allowed
 from objcomm.frames import Operation
 from objcomm.group import Timeout
+from objcomm.memory import DeviceLike
 from objcomm.sharing import (
     bound,
     computed_in,
@@ -61,7 +60,7 @@ def compute_and_broadcast(
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
-    device: torch.device | str | int | None = None,
+    device: DeviceLike = None,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
 ) -> T:

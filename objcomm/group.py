@@ -239,7 +239,7 @@ class Group:
 
     def pair(self, peer: int) -> Pair:
         """This rank and another one, for messages from rank to rank."""
-        self._check_process("send")
+        self._check_process("a message from rank to rank")
         pair = self._pairs.get(peer)
         if pair is None:
             with self._lock:

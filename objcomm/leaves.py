@@ -3,6 +3,7 @@
 Knows torch and numpy's dtypes; knows no containers, and no ranks.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,16 @@ class Tensors(NamedTuple):
     shape: tuple[int, ...]
     device_type: str
     is_array: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements: a number of Python's, because a peer may name any shape."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.dtype.itemsize
 
 
 def described(leaf: Any) -> tuple[Any, Any] | None:

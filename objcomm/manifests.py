@@ -13,11 +13,8 @@ import torch
 from objcomm import elementwise
 from objcomm.codecs.tensors import dtype_name, is_plain_tensor
 from objcomm.errors import UsageError
+from objcomm.memory import COPIED_MAX_NBYTES
 from objcomm.structures import DifferenceError
-
-#: Larger tensors in CPU memory travel from their own memory: copying them costs more than messages.
-SMALL_MAX_NBYTES = 120 << 10
-
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
@@ -216,7 +213,7 @@ def _mark_repeated(bundle: Bundle, kinds: Sequence[Kind], texts: list[str]) -> N
     """
     places: dict[tuple[bool, int], int] = {}
     for at, (kind, tensor) in enumerate(zip(kinds, bundle.tensors, strict=True)):
-        if kind.nbytes > SMALL_MAX_NBYTES:
+        if kind.nbytes > COPIED_MAX_NBYTES:
             lacking = tensor is None
             key = id(bundle.likes[at]) if tensor is None else tensor.data_ptr()
             first = places.setdefault((lacking, key), at)

@@ -10,13 +10,19 @@ import functools
 import os
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from objcomm.errors import UsageError, WireError
 
 T = TypeVar("T")
+
+#: What ``device=`` takes.
+DeviceLike: TypeAlias = torch.device | str | int | None
+
+#: Copying so many bytes costs less than a message of their own.
+COPIED_MAX_NBYTES = 120 << 10
 
 _ALIGNMENT = 64  # as torch's own allocator gives
 _MADV_HUGEPAGE = 14  # Linux, <asm-generic/mman-common.h>
@@ -123,7 +129,7 @@ def empty(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")
     except RuntimeError as error:
-        raise WireError(f"no memory for a buffer of {nbytes} bytes that a peer sends") from error
+        raise WireError(f"no memory for a buffer of {nbytes} bytes") from error
 
 
 def room(nbytes: int) -> bytearray:
@@ -185,7 +191,7 @@ def _allocate_or_wire_error(make: Callable[[], T], nbytes: int) -> T:
     try:
         return make()
     except (MemoryError, OverflowError) as error:
-        raise WireError(f"no memory for a buffer of {nbytes} bytes that a peer sends") from error
+        raise WireError(f"no memory for a buffer of {nbytes} bytes") from error
 
 
 def _aligned_bytearray(nbytes: int) -> memoryview:
@@ -201,7 +207,7 @@ def physical_nbytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def parse_device(device: torch.device | str | int | None) -> torch.device | None:
+def parse_device(device: DeviceLike) -> torch.device | None:
     """What ``device=`` means.
 
     Raises:

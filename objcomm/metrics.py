@@ -11,6 +11,7 @@ from objcomm.call import Call
 from objcomm.config import Allowed
 from objcomm.frames import Operation
 from objcomm.group import Timeout
+from objcomm.memory import DeviceLike
 from objcomm.work import Work
 from objcomm.world import GroupLike
 
@@ -23,7 +24,7 @@ class _Options(TypedDict, total=False):
     group: GroupLike
     timeout: Timeout
     codec: str | None
-    device: torch.device | str | int | None
+    device: DeviceLike
     accept: Iterable[str] | None
     allow: Iterable[Allowed] | None
 
@@ -186,7 +187,7 @@ def gather_from_all_ranks(
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
-    device: torch.device | str | int | None = None,
+    device: DeviceLike = None,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
 ) -> list[T] | None:
@@ -332,7 +333,7 @@ def reduce_and_broadcast(
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
-    device: torch.device | str | int | None = None,
+    device: DeviceLike = None,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,

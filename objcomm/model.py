@@ -1,7 +1,7 @@
 """A model's tensors on all ranks: shared from one, or averaged, in place."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -62,16 +62,13 @@ def broadcast_tensors(
         >>> counts
         tensor([3, 4])
     """
-    call = Call(
+    _synchronise(
         Operation.BROADCAST_TENSORS,
-        group=group,
-        timeout=timeout,
-        codec="msgpack",
-        global_root=src,
-        group_root=group_src,
-        has_root=True,
+        lambda: [_bundle(Rule.SHARE, tensors)],
+        group,
+        timeout,
+        root=(src, group_src),
     )
-    call.run(synchronise(call, lambda: [_bundle(Rule.SHARE, tensors)]))
 
 
 def average_tensors(tensors: Tensors, *, group: GroupLike = None, timeout: Timeout = None) -> None:
@@ -97,8 +94,9 @@ def average_tensors(tensors: Tensors, *, group: GroupLike = None, timeout: Timeo
         >>> weights
         tensor([1.5000, 2.0000])
     """
-    call = Call(Operation.AVERAGE_TENSORS, group=group, timeout=timeout, codec="msgpack")
-    call.run(synchronise(call, lambda: [_bundle(Rule.AVERAGE, tensors)]))
+    _synchronise(
+        Operation.AVERAGE_TENSORS, lambda: [_bundle(Rule.AVERAGE, tensors)], group, timeout
+    )
 
 
 def sync_buffers(
@@ -123,9 +121,8 @@ def sync_buffers(
         >>> import objcomm, torch
         >>> objcomm.sync_buffers(torch.nn.BatchNorm1d(4).named_buffers())
     """
-    call = Call(Operation.SYNC_BUFFERS, group=group, timeout=timeout, codec="msgpack")
     rule = Rule.AVERAGE if average else Rule.SHARE
-    call.run(synchronise(call, lambda: [_bundle(rule, buffers)]))
+    _synchronise(Operation.SYNC_BUFFERS, lambda: [_bundle(rule, buffers)], group, timeout)
 
 
 #: encodec's name for it.
@@ -163,8 +160,7 @@ def sync_gradients(params: Tensors, *, group: GroupLike = None, timeout: Timeout
         >>> model.bias.grad
         tensor([3.])
     """
-    call = Call(Operation.SYNC_GRADIENTS, group=group, timeout=timeout, codec="msgpack")
-    call.run(synchronise(call, lambda: [_gradients(params)]))
+    _synchronise(Operation.SYNC_GRADIENTS, lambda: [_gradients(params)], group, timeout)
 
 
 #: encodec's name for it.
@@ -236,14 +232,13 @@ def sync_model(
         >>> model(torch.ones(3, 2)).sum().backward()
         >>> objcomm.sync_model(model)
     """
-    call = Call(Operation.SYNC_MODEL, group=group, timeout=timeout, codec="msgpack")
     rule = Rule.AVERAGE if average_buffers else Rule.SHARE
 
     def bundles() -> Sequence[Bundle]:
         buffers = model.named_buffers() if sync_buffers else ()
         return [_gradients(model.named_parameters()), _bundle(rule, buffers)]
 
-    call.run(synchronise(call, bundles))
+    _synchronise(Operation.SYNC_MODEL, bundles, group, timeout)
 
 
 @contextlib.contextmanager
@@ -314,21 +309,12 @@ def broadcast_model(
         >>> import objcomm, torch
         >>> objcomm.broadcast_model(torch.nn.Linear(2, 1))
     """
-    call = Call(
-        Operation.BROADCAST_MODEL,
-        group=group,
-        timeout=timeout,
-        codec="msgpack",
-        global_root=src,
-        group_root=group_src,
-        has_root=True,
-    )
 
     def bundles() -> Sequence[Bundle]:
         parts = (model.named_parameters(), model.named_buffers())
         return [_bundle(Rule.SHARE, part) for part in parts]
 
-    call.run(synchronise(call, bundles))
+    _synchronise(Operation.BROADCAST_MODEL, bundles, group, timeout, root=(src, group_src))
 
 
 def wrap(
@@ -365,7 +351,6 @@ def wrap(
     taken = sorted(options.keys() & {"module", "device_ids", "process_group"})
     if taken:
         raise UsageError(f"wrap: {taken[0]}= is what this finds out; call torch's own instead")
-    call = Call(Operation.WRAP, group=group, timeout=timeout, codec="msgpack")
     trained: list[tuple[str, torch.Tensor]] = []
 
     def bundles() -> Sequence[Bundle]:
@@ -377,7 +362,7 @@ def wrap(
         parts = (others, marked, model.named_buffers())
         return [_bundle(Rule.SHARE, part) for part in parts]
 
-    call.run(synchronise(call, bundles, moves=False))
+    call = _synchronise(Operation.WRAP, bundles, group, timeout, moves=False)
     if call.is_alone or not trained:
         return model
     devices = {parameter.device for parameter in model.parameters()}
@@ -388,6 +373,30 @@ def wrap(
         process_group=process_group_of(group),
         **options,
     )
+
+
+def _synchronise(
+    operation: Operation,
+    make: Callable[[], Sequence[Bundle]],
+    group: GroupLike,
+    timeout: Timeout,
+    *,
+    root: tuple[int | None, int | None] | None = None,
+    moves: bool = True,
+) -> Call:
+    """One call on the tensors of some bundles; a root is given as ``src`` and ``group_src``."""
+    src, group_src = root or (None, None)
+    call = Call(
+        operation,
+        group=group,
+        timeout=timeout,
+        codec="msgpack",
+        global_root=src,
+        group_root=group_src,
+        has_root=root is not None,
+    )
+    call.run(synchronise(call, make, moves=moves))
+    return call
 
 
 def _bundle(rule: Rule, tensors: Tensors) -> Bundle:

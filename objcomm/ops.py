@@ -102,6 +102,10 @@ class Operator:
     is_slow: bool = False
     identity: Any = None
 
+    def alone(self, obj: Any) -> Any:
+        """The result in a world of one."""
+        return self.present(self.finish(self.prepare(obj, 0), 1))
+
 
 class Extreme(NamedTuple):
     """What ``argmin`` and ``argmax`` give.
@@ -116,7 +120,7 @@ class Extreme(NamedTuple):
 
 
 #: What torch's own collectives call them.
-_REDUCE_OPS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "mean"}
+REDUCE_OPS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "mean"}
 
 
 def _is_reduce_op(op: object) -> bool:
@@ -142,7 +146,7 @@ def operator_for(op: Callable[[Any, Any], Any] | Op[Any] | str) -> Operator:
         )
     given: object = op  # whatever the caller passed
     if _is_reduce_op(op):
-        given = _REDUCE_OPS.get(getattr(op, "name", ""))
+        given = REDUCE_OPS.get(getattr(op, "name", ""))
     if callable(given):
         return Operator("callable", given)
     named = _NAMED.get(given) if isinstance(given, str) else None

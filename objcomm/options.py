@@ -3,13 +3,12 @@
 from collections.abc import Iterable
 from typing import TypedDict
 
-import torch
-
 from objcomm.config import Allowed
 from objcomm.group import Timeout
+from objcomm.memory import DeviceLike
 from objcomm.world import GroupLike
 
-DeviceLike = torch.device | str | int | None
+__all__ = ["DeviceLike", "Options", "ShownOptions"]
 
 
 class Options(TypedDict, total=False):

@@ -15,6 +15,7 @@ from objcomm.config import Allowed
 from objcomm.folding import Folding
 from objcomm.frames import Operation
 from objcomm.group import Timeout
+from objcomm.memory import DeviceLike
 from objcomm.ops import Extreme, Op, Operator, operator_for
 from objcomm.options import Options
 from objcomm.trees import Leafwise, TreeReduction, alone, options_for
@@ -114,7 +115,7 @@ def reduce(
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
-    device: torch.device | str | int | None = None,
+    device: DeviceLike = None,
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
@@ -279,7 +280,7 @@ def all_reduce(
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
-    device: torch.device | str | int | None = None,
+    device: DeviceLike = None,
     confirm: bool = False,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
@@ -361,9 +362,6 @@ def _all_reduce(
 
 
 def _alone(operator: Operator, obj: T, leafwise: Leafwise) -> T:
-    finished: T
-    if operator.is_leafwise:
-        finished = alone(operator, obj, leafwise)
-    else:
-        finished = operator.present(operator.finish(operator.prepare(obj, 0), 1))
-    return finished
+    result: T
+    result = alone(operator, obj, leafwise) if operator.is_leafwise else operator.alone(obj)
+    return result

@@ -225,14 +225,12 @@ def _scanned(
         answer = scan.at_hub(exchange) if may_meet else None
         if answer is None:
             scan.by_all(exchange)
-    # A rank that only sends upwards hears of no other's error before it is told.
-    return call.settle(lambda: scan.value(answer), together=answer is None)
+            call.confirm()  # a rank that only sends upwards hears of no other's error
+    return call.settle(lambda: scan.value(answer))
 
 
 def _alone(operator: Operator, obj: Any, first: int) -> Any:
-    if first:
-        return operator.identity
-    return operator.present(operator.finish(operator.prepare(obj, 0), 1))
+    return operator.identity if first else operator.alone(obj)
 
 
 class _Scan:

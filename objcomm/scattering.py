@@ -330,26 +330,25 @@ def reduce_scatter(
 
 def _reduce_scatter(call: Call, operator: Operator, objs: Sequence[T]) -> Generator[None, None, T]:
     if call.is_alone:
-        return call.alone(lambda: _alone(operator, _one_each(call, objs)[0]))
+        alone: T = call.alone(lambda: operator.alone(_one_each(call, objs)[0]))
+        return alone
     own: list[Any] = []
     messages = _encode_each(call, lambda: objs, own, operator)
     yield
     with call.traffic() as exchange:
         arrived = routes.all_to_all(exchange, messages)
         can_fold = not any(each.header.status == Status.FAILURE for each in arrived)
-        folded: Any = _folded(call, operator, arrived, own[0]) if can_fold else None
+        folded: Any = None
+        if can_fold:
+            folded = _folded(call, operator, arrived, own[0])
+            call.confirm()
 
     def conclude() -> T:
         call.raise_failures(arrived)
         result: T = folded
         return result
 
-    return call.settle(conclude, together=can_fold)
-
-
-def _alone(operator: Operator, obj: T) -> T:
-    finished: T = operator.present(operator.finish(operator.prepare(obj, 0), 1))
-    return finished
+    return call.settle(conclude)
 
 
 def _folded(call: Call, operator: Operator, arrived: Sequence[Message], own: Any) -> Any:
@@ -404,7 +403,7 @@ def _encode_each(
             if peer == call.rank:
                 # An operator may change it, and from now on the caller what was passed in.
                 own.append(obj if operator is None else call.copy(prepared))
-    except Exception as error:  # noqa: BLE001  # it travels, and is raised afterwards
+    except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
         return [call.failure(error)] * call.size
     return messages
 

@@ -11,7 +11,7 @@ from objcomm.codecs import codec_named, decode, encode
 from objcomm.config import Allowed, settings, settings_with, using
 from objcomm.errors import UsageError, WireError
 from objcomm.frames import HEADER_NBYTES, Header, Operation, Status
-from objcomm.memory import parse_device, readable, to_bytes, view
+from objcomm.memory import DeviceLike, parse_device, readable, to_bytes, view
 from objcomm.message import Message, compose, open_body
 
 _HEADER = Header(status=Status.VALUE, operation=Operation.NONE)
@@ -58,7 +58,7 @@ def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
 def from_tensor(
     tensor: torch.Tensor,
     *,
-    device: torch.device | str | int | None = None,
+    device: DeviceLike = None,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
 ) -> Any:

@@ -34,6 +34,8 @@ from objcomm.world import is_initialized, is_reachable, resolve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from objcomm.memory import DeviceLike
+
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
 
 # In torchrun's store, once all ranks have joined.
@@ -79,7 +81,7 @@ def init(
     backend: str | None = None,
     *,
     timeout: Timeout = None,
-    device: torch.device | str | int | None = None,
+    device: DeviceLike = None,
 ) -> Start:
     """Join the ranks that a launcher has started, and say what was chosen.
 
@@ -200,7 +202,7 @@ def _joined(
     place: Place,
     backend: str | None,
     limit: timedelta | None,
-    device: torch.device | str | int | None,
+    device: DeviceLike,
 ) -> Start:
     if not place.host:
         raise UsageError(

@@ -86,7 +86,8 @@ class _Block:
         with self._call("begin") as call:
             self._key = call.place
         self._group = resolve(group_like)
-        regions.set((*regions.get(), self._key))
+        if self._key:  # in a group of one nobody else fails
+            regions.set((*regions.get(), self._key))
 
     def _call(self, part: str) -> Call:
         return Call(

@@ -13,6 +13,7 @@ import torch
 
 from objcomm import elementwise, structures
 from objcomm.answers import Answer, Place, operand, received
+from objcomm.bodies import answered
 from objcomm.call import Call
 from objcomm.config import settings
 from objcomm.errors import UsageError
@@ -20,7 +21,6 @@ from objcomm.frames import Status
 from objcomm.leaves import Tensors, flat_of, room_for, tensors_of
 from objcomm.message import Message
 from objcomm.ops import Operator
-from objcomm.outcome import DisagreementError
 from objcomm.structures import ABSENT, DifferenceError, Leaf
 from objcomm.transport import reduction, routes
 from objcomm.transport.device_reduction import reduce_on_device
@@ -103,29 +103,27 @@ class TreeReduction:
         # Containers of its own: an asynchronous call's caller may change theirs meanwhile.
         self._own = structures.rebuild(structure, self._own, leaves)
         abouts = [tensors_of(each) for _, each in structures.leaves_of(structure)]
-        nbytes = sum(_nbytes(about) for about in abouts if about is not None)
+        nbytes = sum(about.nbytes for about in abouts if about is not None)
         # What travels outside of messages is not signed.
         if nbytes <= _INLINE_NBYTES or self._call.exchange.gate.signer is not None:
-            return structure, leaves, self._linked
+            return structure, leaves, self._call.exchange.device.linked
         self._mine_follows = True
         small = [
             value if about is None else None for value, about in zip(leaves, abouts, strict=True)
         ]
-        return structure, small, self._linked
-
-    @property
-    def _linked(self) -> str:
-        """What this rank's device link joins."""
-        device = self._call.exchange.device.device
-        return "" if device is None else device.type
+        return structure, small, self._call.exchange.device.linked
 
     def run(self, exchange: Exchange, root: int | None) -> Message:
         """The traffic: all results to ``root``, or to all ranks if it is None."""
         hub = routes.HUB if root is None else root
         self._is_taker = root in {None, exchange.rank}
-        messages = routes.gather(exchange, self._mine, hub)
-        answer = None if messages is None else self._answer_to(messages, root)
-        message = routes.broadcast(exchange, answer, hub)
+
+        def answer(messages: list[Message]) -> tuple[Any, ...]:
+            found = self._answer = self._merged(messages)
+            # Folded results are of no use to ranks that get none.
+            return tuple(found if root is None else found._replace(folded=()))
+
+        message = answered(self._call, exchange, self._mine, answer, hub)
         if self._may_follow and message.header.status == Status.VALUE:
             self._follow(exchange, self._read(message), root)
         return message
@@ -160,28 +158,13 @@ class TreeReduction:
             size=self._call.size,
             is_taker=self._is_taker,
             may_follow=self._may_follow,
-            linked=self._linked,
+            linked=self._call.exchange.device.linked,
             most_nbytes=settings().max_nbytes,
         )
 
-    def _answer_to(self, messages: list[Message], root: int | None) -> Message:
-        failures = self._call.failures(messages)
-        if failures is not None:
-            return failures
-        try:
-            answer = self._merged(messages)
-        except DifferenceError as error:
-            return self._call.failure(DisagreementError({error.ranks[1]: str(error)}))
-        except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
-            return self._call.failure(error)
-        self._answer = answer
-        # Folded results are of no use to ranks that get none.
-        sent = answer if root is None else answer._replace(folded=())
-        return self._call.message(lambda: tuple(sent))
-
     def _merged(self, messages: list[Message]) -> Answer:
         found: list[tuple[Any, list[Any], str]] = [
-            (self._structure, self._own_leaves(), self._linked)
+            (self._structure, self._own_leaves(), self._call.exchange.device.linked)
             if message is self._mine
             else operand(self._call.decode(message))
             for message in messages
@@ -265,7 +248,7 @@ class TreeReduction:
             flat,
             dtype,
             elementwise.result_dtype(op, about.dtype),
-            _numel(about),
+            about.numel,
             ranks,
             lambda operands, into: elementwise.combine(op, operands, into, wide),
             (dtype, wide, ranks),
@@ -279,14 +262,6 @@ def _path(structure: Any, at: int) -> str:
 
 def _is_large(leaf: Leaf) -> bool:
     return tensors_of(leaf.description) is not None
-
-
-def _numel(about: Tensors) -> int:
-    return torch.Size(about.shape).numel()
-
-
-def _nbytes(about: Tensors) -> int:
-    return _numel(about) * about.dtype.itemsize
 
 
 def _folded(operator: Operator, leaf: Leaf, values: Sequence[Any], options: Leafwise) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from objcomm.errors import TransportError
 from objcomm.spans import Span, span
-from objcomm.transport import routes
+from objcomm.transport import blame, routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 
 class Turn:
-    """See the module; entered as a context, any number of times, in which Ctrl-C ends a wait.
+    """See the module; a context in which Ctrl-C ends a wait, entered again if it is confirmed.
 
     Attributes:
         exchange: the traffic.
-        has_met: whether the other ranks have met this rank in this call.
+        is_confirmed: whether ranks tell each other afterwards how it went, in a turn of its own.
+        is_over: whether no other rank waits for this one in this call any more.
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class Turn:
             mesh: joins the ranks.
             lane: whose turn it is.
             exchange: the call's traffic.
-            deadline: for all waits together; counts from the turn's beginning, because a limit is
-                for waiting, not for encoding or callbacks.
+            deadline: for all waits together; it counts in turns only, because a limit is for
+                waiting, not for encoding or callbacks.
             meeting: any small message, if all ranks are to agree on the call before it begins.
         """
         self.exchange = exchange
+        self.is_confirmed = False
+        self.is_over = False
         self._meeting = meeting
-        self.has_met = False
         self._mesh = mesh
         self._lane = lane
         self._entry = exchange.entry
@@ -98,12 +100,12 @@ class Turn:
             except BaseException as failure:
                 self._leave(failure)
                 raise
-            self.has_met = True
+            self.is_over = not self.is_confirmed
         self._leave(error)
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others of an error outside of the traffic, if they wait for this call."""
-        if not self.has_met:
+        if not self.is_over:
             self._absolve()
             # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
             self._mesh.settle(proposal_for(error, self._mesh.rank))
@@ -116,6 +118,7 @@ class Turn:
         if self._span is not None:
             self._span.__exit__(None, None, None)
         self._interruptible.__exit__(None, None, None)
+        self._deadline.pause()
         try:
             if error is not None:
                 self._raise_verdict(error)
@@ -129,11 +132,11 @@ class Turn:
         self._absolve()
         proposal = proposal_for(error, self._mesh.rank)
         if proposal.cause is Cause.LOST:
-            proposal = mesh.blamed(proposal)
+            proposal = blame.blamed(mesh, proposal)
         verdict = mesh.settle(proposal)
         # On a line's thread it is raised for the one that called.
         end_elsewhere(verdict, None if self._lane.order else self._lane.owner)
         if isinstance(error, TransportError):
-            raise mesh.local(verdict, error).error(operation, position) from error
+            raise blame.local(mesh, verdict, error).error(operation, position) from error
         if verdict.name != proposal.name and isinstance(error, Exception):
             raise verdict.error(operation, position) from error

@@ -65,6 +65,7 @@ FLOORS: list[list[str]] = [
     ["transport.exchange", "transport.gloo"],
     ["transport.mesh", "transport.reduction", "transport.routes"],
     [
+        "transport.blame",
         "transport.device_reduction",
         "transport.farewell",
         "transport.location",
@@ -78,7 +79,8 @@ FLOORS: list[list[str]] = [
     ["absence", "turn", "work", "world"],
     ["exporting", "options", "recorder"],
     ["call"],
-    ["bodies", "buckets", "errand", "folding", "start", "together", "trees"],
+    ["bodies", "errand", "folding", "start", "together"],
+    ["buckets", "trees"],
     [
         "averages",
         "collectives",

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import objcomm
 from objcomm.errors import UsageError
+from objcomm.ops import REDUCE_OPS
 from objcomm.world import is_main, rank, world_size
 
 __all__ = [
@@ -47,8 +48,6 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _Tensors = Iterable[torch.Tensor]
-
-_NAMES = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "mean"}
 
 
 def init(backend: str | None = None) -> None:
@@ -86,9 +85,9 @@ def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
         UsageError: ``op`` has no name in objcomm, or is the mean of integers. Every rank that gave
             it, before any traffic.
     """
-    name = _NAMES.get(str(op).rpartition(".")[2])
+    name = REDUCE_OPS.get(str(op).rpartition(".")[2])
     if name is None:
-        raise UsageError(f"all_reduce: op={op!r} is none of {', '.join(_NAMES)}")
+        raise UsageError(f"all_reduce: op={op!r} is none of {', '.join(REDUCE_OPS)}")
     if name == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(f"all_reduce: the mean of {tensor.dtype} is none; call objcomm.all_reduce")
     result = objcomm.all_reduce(tensor, name)

@@ -135,7 +135,7 @@ class DeviceLink(Protocol):
 
 
 class Deadline:
-    """A time limit that all waits of one operation share.
+    """A time limit that all waits of one operation share; between them it does not count.
 
     Attributes:
         seconds: how long it is.
@@ -147,19 +147,24 @@ class Deadline:
         self.seconds = seconds
         self.lost_seconds = settings().lost_after
         self._report_seconds = settings().report_after
-        self._end = 0.0
+        self._left = self._end = 0.0
         self.restart()
 
     def restart(self) -> None:
-        """Count from now."""
-        self._end = time.monotonic() + min(self.seconds, FOREVER_SECONDS)
+        """Count from now, all of it."""
+        self._left = min(self.seconds, FOREVER_SECONDS)
+        self._end = time.monotonic() + self._left
 
     def apply(self, entry: Entry) -> None:
-        """Count from now, and let the watcher know that ``entry`` waits, and until when."""
+        """Count what is left, and let the watcher know that ``entry`` waits, and until when."""
         now = entry.waits_since = time.monotonic()
-        self._end = entry.waits_until = now + min(self.seconds, FOREVER_SECONDS)
+        self._end = entry.waits_until = now + self._left
         entry.limit_seconds = self.seconds
         entry.report_at = now + self._report_seconds
+
+    def pause(self) -> None:
+        """End a wait that ``apply`` began; the next one has what is left."""
+        self._left = max(0.0, self._end - time.monotonic())
 
     @property
     def has_passed(self) -> bool:

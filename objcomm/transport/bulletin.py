@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from objcomm.errors import WireError
 from objcomm.transport.outage import open_sockets, other_ends
-from objcomm.transport.verdict import Verdict
+from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import Conflict, Whereabouts
 
 if TYPE_CHECKING:
@@ -97,13 +97,13 @@ class Board:
 
     def propose(self, key: str, verdict: Verdict) -> Verdict:
         """Write a verdict unless there is one; returns the one that stands."""
-        return Verdict.unpack(self._store.compare_set(f"verdict/{key}", "", verdict.pack()))
+        return _verdict_in(key, self._store.compare_set(f"verdict/{key}", "", verdict.pack()))
 
     def look(self, key: str) -> Verdict | None:
         """The verdict that stands, if there is one."""
         if not self._store.check([f"verdict/{key}"]):
             return None
-        return Verdict.unpack(self._store.get(f"verdict/{key}"))
+        return _verdict_in(key, self._store.get(f"verdict/{key}"))
 
     def acknowledge(self, key: str, awaited: int) -> None:
         """Say that this rank knows a verdict; the last of ``awaited`` ranks removes it."""
@@ -114,6 +114,14 @@ class Board:
         """Remove a verdict that no rank will look for."""
         self._store.delete_key(f"verdict/{key}")
         self._store.delete_key(f"known/{key}")
+
+
+def _verdict_in(key: str, raw: bytes) -> Verdict:
+    """The verdict on ``key``; one that can't be read says no more than that there is one."""
+    try:
+        return Verdict.unpack(raw)
+    except WireError as error:
+        return Verdict(Cause.LEFT, f"unread/{key}", reason=str(error))
 
 
 def _addresses_of(store: Any, before: dict[int, int]) -> set[Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # All members are here, and only have to connect: one that dies now must not hold the others for
 # as long as a call.
-_CONNECT_MAX = timedelta(seconds=60)
+CONNECT_MAX = timedelta(seconds=60)
 
 
 def create(
@@ -63,7 +63,7 @@ def create(
             dist.get_backend(parent),
             store,
             name,  # type: ignore[arg-type]  # a NewType of str
-            timeout=min(limit, _CONNECT_MAX),
+            timeout=min(limit, CONNECT_MAX),
             group_desc=f"objcomm.{purpose}",
         )
     order = {rank: place for place, rank in enumerate(ranks)}

@@ -26,11 +26,13 @@ class DevicePath:
 
     Attributes:
         device: where members that stay on the accelerator are received; ``None`` without a link.
+        linked: the type of device that the link joins; empty without one.
     """
 
     def __init__(self, link: DeviceLink | None = None) -> None:
         self._link = link
         self.device = None if link is None else link.device
+        self.linked = "" if link is None else link.device.type
 
     def not_carried(self, message: Message) -> list[torch.Tensor]:
         """Flat tensors of ``message`` that must go over the CPU's link."""
@@ -106,5 +108,7 @@ def _landing(
 def _naming(*peers: int) -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # this rank's failure, and no peer's
     except RuntimeError as error:
         raise TransportError("device link", peers, str(error)) from error

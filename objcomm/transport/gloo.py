@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from objcomm.memory import empty
 from objcomm.transport.base import POKE_TAG, Deadline, Pending
+from objcomm.transport.creation import CONNECT_MAX
 from objcomm.transport.outage import notice_outages, open_sockets
 from objcomm.transport.rendezvous import Progress, forget, meet
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 # What Gloo says of connections that it closed because a wait of this rank's own timed out.
 _OWN_DOING = "Application timeout"
-_CONNECT_MAX = timedelta(seconds=60)
 
 _profiler = torch.autograd.profiler
 
@@ -70,7 +70,7 @@ class GlooLink:
         self.hosts = meet(own, place, size, progress)
         prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", own)
         # All ranks are here: one that dies now must not hold this thread for as long as a call.
-        limit = min(deadline.left(), _CONNECT_MAX)
+        limit = min(deadline.left(), CONNECT_MAX)
         before = open_sockets()
         # Any: torch's stubs leave out point-to-point of a backend.
         self._mesh: Any = dist.ProcessGroupGloo(prefixed, place, size, limit)

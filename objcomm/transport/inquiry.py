@@ -12,6 +12,7 @@ from objcomm.errors import Position
 from objcomm.frames import operation_name
 from objcomm.history import Entry
 from objcomm.journal import log
+from objcomm.transport import blame
 from objcomm.transport.bulletin import Board
 from objcomm.transport.conflict import find_conflict
 from objcomm.transport.lane import Lane
@@ -60,7 +61,7 @@ def _heed(board: Board, mesh: Mesh, entry: Entry) -> bool:
 
 def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry) -> bool:
     """End a mesh whose ranks have not met, if one of them can't come any more."""
-    missing = mesh.missing(board) or _dead(board, mesh, meshes, entry)
+    missing = blame.missing(mesh, board) or _dead(board, mesh, meshes, entry)
     if missing:
         mesh.is_deserted = True
         reason = "it died, exited or lost its network before it sent to or received from this rank"
@@ -76,7 +77,7 @@ def _dead(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry) -> tup
     if mesh.link is not None or time.monotonic() - entry.waits_since < _SURELY_ANSWERED_SECONDS:
         return ()
     worlds = [each for each in meshes if each.is_world and each is not mesh]
-    lost = {rank for world in worlds for rank in world.lost(board)}
+    lost = {rank for world in worlds for rank in blame.lost(world, board)}
     return tuple(
         peer
         for peer in mesh.others
@@ -128,7 +129,7 @@ def _desync(mesh: Mesh, conflict: Conflict) -> Verdict:
 
 def settle(board: Board, mesh: Mesh, proposal: Verdict) -> None:
     """End a mesh by ``proposal``, or by what another rank has posted before."""
-    mesh.stop(board.propose(mesh.nonce, proposal) if mesh.nonce else proposal)
+    mesh.settle_on(board, proposal)
 
 
 def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> None:

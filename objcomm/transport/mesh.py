@@ -12,13 +12,12 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
+from objcomm.errors import ObjcommError, text_of
 from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
 from objcomm.journal import log
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
-from objcomm.transport.outage import HOST_LOST
 from objcomm.transport.regions import regions
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
@@ -34,11 +33,6 @@ if TYPE_CHECKING:
     from objcomm.transport.lane import Lane
 
 
-# A rank that loses one peer and a rank that loses all see it at the same time.
-_OTHERS_FIRST_SECONDS = 0.02
-_ALONE = "all of its connections ended at once: it lost its network, or all others ended"
-
-
 class Mesh:
     """See the module; every method may be called from any thread.
 
@@ -48,6 +42,7 @@ class Mesh:
         ranks: global ranks of the group.
         rank: this process's rank within the group.
         members: those of the group's ranks that it joins, as ranks within the group.
+        whole: gives the whole group's mesh, if there is one, where this one joins two ranks.
         history: the group's calls on this rank.
         bulletin: where verdicts are posted.
         lanes: by name.
@@ -77,6 +72,7 @@ class Mesh:
         self.ranks = ranks
         self.rank = rank
         self.members = members
+        self.whole = whole
         self.history = history
         self.bulletin = bulletin
         self.lanes: dict[str, Lane] = {}
@@ -86,7 +82,6 @@ class Mesh:
         self.is_deserted = False
         self.outlives = ""
         self.failed_meeting = ""
-        self._whole = whole
         self._progress = Progress(rank, members, is_pair=whole is not None)
         self._meeting: threading.Thread | None = None
         self._connected: Future[Connections] = Future()
@@ -124,35 +119,6 @@ class Mesh:
             return False
         return self.verdict.is_recoverable or self.link is None
 
-    def missing(self, board: Board) -> tuple[int, ...]:
-        """The members that can't come to meet this rank, because the whole group has lost them.
-
-        Args:
-            board: to ask whether the group's connections were closed for another reason.
-        """
-        whole = None if self._whole is None else self._whole()
-        if self.link is not None or whole is None:
-            return ()
-        gone = whole.lost(board)
-        return tuple(peer for peer in self.others if self.ranks[peer] in gone)
-
-    def lost(self, board: Board) -> set[int]:
-        """The global ranks whose connections of this mesh ended because they died or left.
-
-        Args:
-            board: to ask whether they were closed for another reason.
-        """
-        if self.link is None:
-            return set()
-        verdict = self.verdict
-        if verdict is None:
-            gone = {self.ranks[peer] for peer in self.others if self.link.is_closed(peer)}
-            verdict = board.look(self.nonce) if gone else None
-            if verdict is None:
-                return gone
-        is_loss = verdict.cause is Cause.LOST or verdict.reason in FAREWELLS
-        return {self.ranks[peer] for peer in verdict.ranks} if is_loss else set()
-
     def connect(
         self,
         store: dist.Store,
@@ -179,7 +145,7 @@ class Mesh:
             ObjcommError: the verdict, for instance that some ranks did not come.
         """
         header = Header(sender=self.rank, sequence=MEETING, lane=lane.number, call_site=call_site)
-        if self._whole is not None:
+        if self.whole is not None:
             header = header._replace(root=self.others[0])
         entry = Entry(header, operation, lane=lane.name)
         entry.caller = caller
@@ -199,6 +165,7 @@ class Mesh:
             entry.end(error, time.time() - entry.began)
             raise
         finally:
+            deadline.pause()
             lane.end(entry)
         entry.header = header._replace(group=self.number)
         entry.end(None, time.time() - entry.began)
@@ -237,7 +204,7 @@ class Mesh:
 
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
-        self._progress.heed = None if self._whole is not None else self._heed
+        self._progress.heed = None if self.whole is not None else self._heed
         try:
             link = GlooLink(store, self.rank, self.members, deadline, self._progress)
             log.debug(
@@ -271,15 +238,15 @@ class Mesh:
             return self.verdict
         if not self.nonce:
             return self.stop(proposal)
+        return self.stop(self._posted(proposal, lambda board: self.settle_on(board, proposal)))
 
-        def post(board: Board) -> Verdict:
-            # Two threads may settle at once: who comes second must neither post nor acknowledge,
-            # or its word stays in the store when all ranks have read the first one's.
-            if self.verdict is not None:
-                return self.verdict
-            return self.stop(board.propose(self.nonce, proposal))
-
-        return self.stop(self._posted(proposal, post))
+    def settle_on(self, board: Board, proposal: Verdict) -> Verdict:
+        """``settle``, by the bulletin's own thread."""
+        # Two threads may settle at once: who comes second must neither post nor acknowledge, or its
+        # word stays in the store when all ranks have read the first one's.
+        if self.verdict is not None:
+            return self.verdict
+        return self.stop(board.propose(self.nonce, proposal) if self.nonce else proposal)
 
     def absolve(self, thread: threading.Thread) -> bool:
         """A thread raises the verdict, for all its lanes. Whether one of them still had to."""
@@ -291,7 +258,8 @@ class Mesh:
 
         def post(board: Board) -> Verdict:
             winner = board.propose(key, proposal)
-            if self.verdict is None:  # else all ranks may have read it, and nobody removes another
+            # With a verdict all ranks may have read it, and nobody removes another.
+            if self.nonce and self.verdict is None:
                 board.propose(self.nonce, winner)
             return winner
 
@@ -344,34 +312,4 @@ class Mesh:
             text_of(verdict.error("a call")),
             extra=self.labels,
         )
-        return verdict
-
-    def blamed(self, proposal: Verdict) -> Verdict:
-        """``proposal`` of a lost peer, or of this rank if all its connections have ended by itself.
-
-        If others have ended them, their verdict stands already, and this one will not be used. With
-        a host its other ranks are lost, though their connections may end a moment later.
-        """
-        others = len(self.others)
-        if self.verdict is not None or self.link is None or others == 1:
-            return proposal
-        if HOST_LOST in proposal.reason:
-            return proposal._replace(ranks=tuple(self.link.beside(proposal.ranks)))
-        time.sleep(_OTHERS_FIRST_SECONDS)
-        if len(self.link.closed()) < others:
-            return proposal
-        try:
-            self.bulletin.call(lambda board: board.look(self.nonce))
-        except StoreSilentError:
-            return proposal  # then all may have ended because each rank has closed its own
-        return proposal._replace(ranks=(self.rank,), reason=_ALONE)
-
-    def local(self, verdict: Verdict, error: TransportError) -> Verdict:
-        """A verdict that no store confirmed, with what this rank's own connections tell."""
-        if not verdict.is_store_silent:
-            return verdict
-        if isinstance(error, TransportTimeout):
-            return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *error.missing})))
-        if verdict.cause is Cause.LOST and self.link is not None:
-            return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *self.link.closed_by()})))
         return verdict

@@ -1,15 +1,6 @@
 """What a rank says of an error that ended its wait, if nobody has said anything before."""
 
-import torch
-
-from objcomm.errors import (
-    CodecError,
-    DesyncError,
-    TransportError,
-    TransportTimeout,
-    WireError,
-    text_of,
-)
+from objcomm.errors import DesyncError, TransportError, TransportTimeout, text_of
 from objcomm.outcome import failure_of
 from objcomm.transport.verdict import Cause, Verdict
 
@@ -23,7 +14,9 @@ def proposal_for(error: BaseException, rank: int) -> Verdict:
         return Verdict.of(Cause.TIMEOUT, ranks=error.missing, seconds=error.seconds)
     if isinstance(error, TransportError):
         return Verdict.of(Cause.LOST, ranks=error.peers, reason=error.reason)
-    if isinstance(error, (WireError, CodecError, MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, Exception):
+        # A message was refused, or memory is missing, of which torch says so by a RuntimeError: the
+        # connections are at fault in none of these, because what they raise has its name by now.
         return Verdict.of(Cause.REFUSED, failures=(failure_of(error, rank),))
     reason = f"it left after {text_of(error)}"
     return Verdict.of(Cause.LEFT, ranks=(rank,), reason=reason)

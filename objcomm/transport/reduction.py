@@ -6,7 +6,7 @@ to rank). So each element is computed once, in the order of the ranks, and is th
 What travels is a message's payload without a message: the ranks have agreed on it before.
 
 The transfers are this library's own and not ``dist.all_reduce``: Gloo does not wake a receive that
-is being filled when its peer dies, and ``Exchange.arrived`` does; two lanes cannot mix.
+is being filled when its peer dies, which ``pieces.ended`` is for; two lanes cannot mix.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from objcomm.memory import empty
+from objcomm.memory import COPIED_MAX_NBYTES, empty
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.transfers import Arriving
 
@@ -24,8 +24,6 @@ from objcomm.transport.transfers import Arriving
 # among 4 ranks on 2 cores: in pieces of 1 MiB 228 ms, of 4 MiB 268, of 512 KiB 250.
 _PIECE_MIN_NBYTES = 256 << 10
 _PIECE_MAX_NBYTES = 1 << 20
-# Parts of at most this size share a piece: copying them costs less than messages of their own.
-_SHARED_MAX_NBYTES = 120 << 10
 # So many pieces for each owner let it combine one while the next arrives. 4 MiB among 2 and 4 ranks
 # on 2 cores: with 2 pieces 10.2 and 22.8 ms, with 4 12.1 and 24.5, with 1 10.2 and 20.2.
 _PIECES_FOR_EACH_OWNER = 2
@@ -128,7 +126,7 @@ def _pieces(parts: list[Part], limit: int) -> list[_Piece]:
     open_bags: dict[object, _Piece] = {}
     for part in parts:
         most = limit // max(part.dtype.itemsize, part.result_dtype.itemsize)
-        if part.numel * part.dtype.itemsize > _SHARED_MAX_NBYTES:
+        if part.numel * part.dtype.itemsize > COPIED_MAX_NBYTES:
             count = -(-part.numel // most)
             cuts = [part.numel * at // count for at in range(count + 1)]
             pieces += [

@@ -1,6 +1,6 @@
 """The patterns of traffic: one to all, all to one, one to each, each to each, one to one.
 
-Each function is called by every rank of the group (the last two by the two ranks concerned) and
+Each function is called by every rank of the group (``send`` and ``recv`` by the two concerned) and
 reads as the protocol. What a message means is the callers' business.
 """
 

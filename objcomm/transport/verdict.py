@@ -24,11 +24,11 @@ class Cause(IntEnum):
     """What happened."""
 
     DESYNC = 1  # ranks are in different operations
-    REFUSED = 2  # a rank refused a message after its header; others would wait for its payload
+    REFUSED = 2  # a rank refused a message after its header, or failed while others wait for it
     FAILED = 3  # an error inside of fail_together
     TIMEOUT = 4  # a limit passed
     LOST = 5  # a connection closed, and nobody had said why
-    LEFT = 6  # a rank gave its call up: Ctrl-C, or an error of objcomm's own
+    LEFT = 6  # a rank gave its call up, by Ctrl-C for instance, and may be gone
 
 
 #: The reason of a rank that has left because it had nothing more to do.

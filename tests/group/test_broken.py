@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout, WireError
+from objcomm.call import Call
+from objcomm.transport.creation import store_of
+from objcomm.world import resolve
 from tests.group.helpers import (
     assert_group_works,
     exit_at_once,
@@ -201,6 +204,38 @@ def test_a_message_beyond_the_receivers_limit_is_refused_before_it_is_allocated(
         assert caught_here.value.failures[1].type_name.endswith("WireError")
         assert "more than the limit" in caught_here.value.failures[1].message
     assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_an_interrupt_before_ranks_confirm_reaches_those_that_wait_for_it() -> None:
+    objcomm.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if here().rank == 1:
+            patch.setattr(Call, "announcement", _interrupted)
+        with pytest.raises(KeyboardInterrupt if here().rank == 1 else TransportError) as caught:
+            objcomm.broadcast("x", confirm=True)
+    assert here().rank == 1 or "left after KeyboardInterrupt" in str(caught.value)
+
+
+def _interrupted(*_: object) -> Any:
+    raise KeyboardInterrupt
+
+
+@ranks(2, disposable=True)
+def test_a_verdict_that_nobody_can_read_ends_all_waits() -> None:
+    objcomm.barrier()
+    mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public writes to its place
+    assert mesh is not None
+    if here().rank == 0:
+        store_of(dist.group.WORLD).set(f"objcomm/verdict/{mesh.nonce}", "of another program")
+    tell_all("it is written", "")
+    with (
+        objcomm.configure(max_nbytes=1_000 if here().rank == 1 else 1 << 30),
+        pytest.raises(TransportError, match="the store holds a verdict that can't be read"),
+    ):
+        objcomm.broadcast(bytes(1_000_000))
+    with pytest.raises(BrokenGroupError):
+        objcomm.barrier()
 
 
 @ranks(2)

@@ -146,3 +146,14 @@ def test_a_device_that_this_machine_lacks_is_told_and_leaves_nobody_waiting() ->
     with pytest.raises(objcomm.ObjcommError, match=r"(?i)xpu"):
         objcomm.all_gather(torch.ones(2), device="xpu")
     assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", ["reduce", "all_reduce"])
+def test_with_confirm_structures_that_differ_are_everybodys_error(name: str) -> None:
+    mine = {"b" if objcomm.rank() == 1 else "a": 1}
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="differs between rank 0 and rank 1") as caught:
+            getattr(objcomm, name)(mine, "sum", confirm=True)
+        assert list(caught.value.failures) == [1]
+    assert_group_works()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError
 from objcomm.transport.creation import store_of
+from objcomm.transport.verdict import Cause, Verdict
 from tests.group.helpers import assert_group_works, keys_of_verdicts, subgroup, tell_all
 from tests.ranks import ranks, solo
 from tests.workers import here
@@ -217,6 +218,20 @@ def test_blocks_leave_no_keys_behind() -> None:
     while left := keys_of_verdicts(store) - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+@ranks(2)
+def test_a_block_of_one_rank_is_looked_up_by_no_other() -> None:
+    with subgroup(0) as zero, subgroup(1) as one, subgroup(0, 1) as both:
+        store = store_of(dist.group.WORLD)
+        if here().rank == 0:
+            stray = Verdict.of(Cause.FAILED, operation="fail_together").pack().decode("latin-1")
+            store.set("objcomm/verdict/", stray)
+        objcomm.barrier()
+        with objcomm.fail_together(group=(zero, one)[here().rank]):
+            assert objcomm.all_gather("first use", group=both) == ["first use"] * 2
+        if here().rank == 0:
+            store.delete_key("objcomm/verdict/")
 
 
 @solo()

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -493,6 +493,37 @@ def test_everything_works_in_inference_mode_and_on_tensors_of_it() -> None:
         small = torch.full((2,), float(objcomm.rank()))
     objcomm.average_tensors([small])
     assert small.tolist() == [0.5, 0.5]
+
+
+#: What torch says where memory is missing, and what comes from outside.
+NO_ROOM: dict[str, BaseException] = {
+    "on a device": torch.OutOfMemoryError("CUDA out of memory"),
+    "in CPU memory": RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("where", NO_ROOM)
+@pytest.mark.parametrize("numel", [3, LARGE])
+def test_who_has_no_room_for_a_gradient_says_so_before_others_wait(where: str, numel: int) -> None:
+    parameter = nn.Parameter(torch.ones(numel))
+    is_failing = objcomm.rank() == 1
+    if not is_failing:
+        parameter.grad = torch.ones(numel)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_failing:
+            patch.setattr(torch, "zeros_like", lambda _: _raise(NO_ROOM[where]))
+        kind = type(NO_ROOM[where]) if is_failing else CollectiveError
+        with pytest.raises(kind, match="memory") as caught:
+            objcomm.sync_gradients([parameter], timeout=20)
+    if isinstance(caught.value, CollectiveError):
+        assert list(caught.value.failures) == [1]
+    assert (parameter.grad is None) == is_failing
+    assert_group_works()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 @ranks(3, disposable=True, expect_dead={2})

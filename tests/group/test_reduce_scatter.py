@@ -168,6 +168,32 @@ def test_reductions_in_flight_may_be_waited_for_in_any_order() -> None:
         assert works[turn].wait() == [(turn, peer, rank) for peer in range(size)]
 
 
+class InterruptsItsCopy:
+    """Raises as Ctrl-C does when it is encoded a second time."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __reduce__(self) -> Any:
+        self.times += 1
+        if self.times > 1:
+            raise KeyboardInterrupt
+        return InterruptsItsCopy, ()
+
+
+@ranks(2, 3)
+def test_an_interrupt_while_operands_are_encoded_is_that_ranks_failure() -> None:
+    rank, size = here().rank, objcomm.world_size()
+    objs: list[Any] = [""] * size
+    if rank == 1:
+        objs[rank] = InterruptsItsCopy()
+    with pytest.raises(KeyboardInterrupt if rank == 1 else CollectiveError) as caught:
+        objcomm.reduce_scatter(objs, join)
+    if isinstance(caught.value, CollectiveError):
+        assert caught.value.failures[1].type_name == "KeyboardInterrupt"
+    assert_group_works()
+
+
 @ranks(2, 3)
 def test_what_is_signed_is_reduced() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()

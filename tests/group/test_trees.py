@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportError, UsageError, elementwise, trees
+from objcomm.bodies import answered
 from tests.group.helpers import assert_group_works, exit_at_once, subgroup
 from tests.ranks import ranks, run_on_ranks
 from tests.same import assert_same
@@ -555,15 +556,17 @@ def test_any_tree_gives_what_one_process_gives(world_size: int, plan: Any, op: s
 @pytest.mark.parametrize("missing", ["error", "skip"])
 def test_a_wrong_answer_harms_no_rank(missing: Any) -> None:
     """Of a first rank that says what is not so: nothing is built of it, and the group works."""
-    answer_to = trees.TreeReduction._answer_to  # noqa: SLF001  # what is sent, and nothing else
 
-    def lie(self: Any, *given: Any) -> Any:
-        answer_to(self, *given)
-        return self._call.message(lambda: (None, (1, 2, 3, 4), ((17, (0, 1)),)))
+    def lie(call: Any, exchange: Any, mine: Any, decide: Any, hub: int) -> Any:
+        def wrong(messages: Any) -> Any:
+            decide(messages)
+            return None, (1, 2, 3, 4), ((17, (0, 1)),)
+
+        return answered(call, exchange, mine, wrong, hub)
 
     with pytest.MonkeyPatch.context() as patch:
         if here().rank == 0:
-            patch.setattr(trees.TreeReduction, "_answer_to", lie)
+            patch.setattr(trees, "answered", lie)  # what is sent, and nothing else
         with pytest.raises(objcomm.ObjcommError):
             objcomm.all_reduce({"a": torch.ones(9000), "b": 1}, "sum", missing=missing)
     assert_group_works()
@@ -575,3 +578,19 @@ def test_a_leaf_that_a_rank_lacks_is_held_to_its_limit() -> None:
     with objcomm.configure(max_nbytes=20_000), pytest.raises(objcomm.ObjcommError, match="limit"):
         objcomm.all_reduce(mine, "sum", missing="skip")
     assert_group_works()
+
+
+@ranks(2, 3)
+def test_who_has_no_room_for_a_result_fails_like_any_other() -> None:
+    rank, last = here().rank, objcomm.world_size() - 1
+    tensor = torch.ones(LARGE)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == last:
+            patch.setattr(trees, "room_for", lambda *_: torch.empty(2**60))
+        kind = RuntimeError if rank == last else CollectiveError
+        with pytest.raises(kind, match=r"memory|size") as caught:
+            objcomm.all_reduce(tensor, timeout=20)
+    if isinstance(caught.value, CollectiveError):
+        assert list(caught.value.failures) == [last]
+    assert not isinstance(caught.value, TransportError)
+    assert bool((objcomm.all_reduce(tensor) == last + 1).all())

@@ -1,0 +1,126 @@
+"""How long a call waits, and what ends its wait: limits, proposals and the verdicts that stand."""
+
+import time
+import unittest.mock
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from objcomm.config import Settings
+from objcomm.errors import TransportError, WireError
+from objcomm.history import Entry, History
+from objcomm.transport import inquiry
+from objcomm.transport.base import Deadline
+from objcomm.transport.bulletin import Board
+from objcomm.transport.device import DevicePath
+from objcomm.transport.mesh import Mesh
+from objcomm.transport.proposal import proposal_for
+from objcomm.transport.verdict import Cause, Verdict
+from tests.unit.memory_link import header_of
+
+REPORT_AFTER_S = Settings().report_after
+
+
+class Clock:
+    """Stands for ``time.monotonic``; an hour passes only when a test says so."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        patch.setattr(time, "monotonic", lambda: self.now)
+
+
+def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    deadline, entry = Deadline(10.0), Entry(header_of(0), "broadcast", "pickle")
+    clock.now += 100  # its object is encoded
+    deadline.apply(entry)
+    assert entry.waits_until == clock.now + 10
+    assert entry.report_at == clock.now + REPORT_AFTER_S
+    clock.now += 4
+    deadline.pause()
+    clock.now += 100  # what came is decoded
+    deadline.apply(entry)
+    assert (entry.waits_until, entry.limit_seconds) == (clock.now + 6, 10.0)
+    clock.now += 5
+    assert not deadline.has_passed
+    clock.now += 1
+    assert deadline.has_passed
+    deadline.pause()
+    deadline.apply(entry)
+    assert entry.waits_until == clock.now
+    deadline.restart()
+    deadline.apply(entry)
+    assert entry.waits_until == clock.now + 10
+
+
+def test_missing_memory_is_a_ranks_failure_and_an_interrupt_its_end() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    for error in (caught.value, torch.OutOfMemoryError(), MemoryError(), WireError("no")):
+        assert proposal_for(error, 1).cause is Cause.REFUSED
+    assert proposal_for(TransportError("gather", (2,), "it died"), 1).cause is Cause.LOST
+    for end in (KeyboardInterrupt(), SystemExit(1)):
+        proposal = proposal_for(end, 1)
+        assert (proposal.cause, proposal.ranks) == (Cause.LEFT, (1,))
+
+
+def test_missing_memory_on_a_device_is_no_peers_end() -> None:
+    link: Any = unittest.mock.Mock(device=torch.device("cpu"))
+    path = DevicePath(link)
+    for error, kind in (
+        (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError),
+        (RuntimeError("NCCL error"), TransportError),
+    ):
+        link.broadcast.side_effect = error
+        with pytest.raises(kind) as caught:
+            path.broadcast_flat(torch.ones(1), 1)
+        assert type(caught.value) is kind
+
+
+def board_on(path: Path) -> tuple[Board, dist.Store]:
+    store = dist.FileStore(str(path / "store"), 1)
+    return Board(store, 0), dist.PrefixStore("objcomm", store)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    ["of another program", Verdict.of(Cause.LOST).pack().decode("latin-1") + "\x01"],
+    ids=["other bytes", "more bytes"],
+)
+def test_a_verdict_that_can_not_be_read_is_one(raw: str, tmp_path: Path) -> None:
+    board, store = board_on(tmp_path)
+    store.set("verdict/n", raw)
+    mine = Verdict.of(Cause.TIMEOUT, ranks=(1,), seconds=1.0)
+    found = board.look("n")
+    assert found is not None
+    assert board.propose("n", mine) == found
+    assert "the store holds a verdict that can't be read" in str(found.error("gather"))
+    assert not found.is_recoverable
+    assert board.look("m") is None
+    assert board.propose("m", mine) == mine
+
+
+def test_what_has_ended_already_is_neither_told_nor_acknowledged_again(tmp_path: Path) -> None:
+    board, store = board_on(tmp_path)
+    no_bulletin: Any = None
+    mesh = Mesh(
+        name="world",
+        is_world=True,
+        ranks=(0, 1),
+        rank=0,
+        history=History(),
+        bulletin=no_bulletin,
+        members=(0, 1),
+        whole=None,
+    )
+    mesh._progress.nonce = "n"  # noqa: SLF001  # as when the ranks have met
+    silent = Verdict.of(Cause.LOST, ranks=(1,), is_store_silent=True)
+    mesh.stop(silent)
+    inquiry.settle(board, mesh, Verdict.of(Cause.TIMEOUT, ranks=(1,)))
+    assert mesh.verdict is silent
+    assert not store.check(["verdict/n"])
