@@ -77,8 +77,8 @@ FLOORS: list[list[str]] = [
     ["group"],
     ["absence", "turn", "work", "world"],
     ["exporting", "options", "recorder"],
-    ["call"],
-    ["bodies", "buckets", "errand", "folding", "start", "together", "trees"],
+    ["call", "errand"],
+    ["bodies", "buckets", "folding", "receiving", "sending", "start", "together", "trees"],
     [
         "averages",
         "collectives",

@@ -125,9 +125,9 @@ def test_what_is_given_back_serves_who_waits() -> None:
 def test_a_withdrawn_request_takes_nothing() -> None:
     box = filled()
     asked = ask(box, 1)
-    assert box.withdraw(asked.request, LOST)
+    box.withdraw(asked.request, LOST)
+    box.withdraw(asked.request, DESYNC)
     assert asked.request.verdict is LOST
-    assert not box.withdraw(asked.request, DESYNC)
     box.deliver(arrival(1, 0, "a"))
     assert len(asked.ends) == 1
     assert asked.request.arrival is None
@@ -208,7 +208,7 @@ def test_a_sender_waits_while_its_share_is_full_until_somebody_asks(
     assert not has_room(1)
     wanted = ask(box, 1)
     assert has_room(1)
-    box.withdraw(wanted.request, None)
+    box.cancel(wanted.request)
     assert not has_room(1)
     ask(box, 1, 7)
     assert has_room(1)
@@ -281,9 +281,10 @@ def test_any_sequence_gives_what_a_simple_model_gives(
             assert (found and found.obj) == (want and want[2])
         elif asked:
             chosen = sorted(asked)[(who or 0) % len(asked)]
-            was_waiting = box.withdraw(asked[chosen].request, None)
+            verdict = LOST._replace(reason=f"step {number}")
+            box.withdraw(asked[chosen].request, verdict)
             still = [each for each in model.requests if each[0] == chosen]
-            assert was_waiting == bool(still)
+            assert (asked[chosen].request.verdict is verdict) == bool(still)
             model.requests = [each for each in model.requests if each[0] != chosen]
     served = {
         number: each.got
