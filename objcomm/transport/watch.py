@@ -31,7 +31,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from objcomm.history import Entry
-from objcomm.journal import log
+from objcomm.journal import logged
 from objcomm.transport.bulletin import Board, Bulletin
 from objcomm.transport.creation import store_of
 from objcomm.transport.farewell import FAREWELL_SECONDS, bring_back
@@ -177,7 +177,8 @@ class Watcher(threading.Thread):
             self._report(bulletin, waiting)
         for due, end in self._fallbacks:
             if due <= now:
-                _do(end)
+                with logged("a wait that is over could not be ended"):  # the others still can
+                    end()
         self._fallbacks = [each for each in self._fallbacks if each[0] > now]
 
     def _waiting(self) -> list[Waiting]:
@@ -240,14 +241,6 @@ class Watcher(threading.Thread):
         if not self.is_alive():
             self._receiving.close()
             self._sending.close()
-
-
-def _do(end: Callable[[], object]) -> None:
-    """End something; one that fails must not keep the others waiting, for good."""
-    try:
-        end()
-    except Exception:  # noqa: BLE001  # see above; the log has it
-        log.exception("a call whose time was over could not be ended")
 
 
 class _Watchers:

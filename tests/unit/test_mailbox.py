@@ -1,6 +1,7 @@
 """Which message goes to whom, without any rank: matching, probes, ends, and what one may keep."""
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +123,55 @@ def test_what_is_given_back_serves_who_waits() -> None:
     assert waiting.got == "a"
 
 
+@pytest.mark.parametrize("is_here_before", [False, True])
+def test_what_was_given_before_an_interrupt_and_told_to_nobody_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, *, is_here_before: bool
+) -> None:
+    def interrupted(_: Request) -> bool:
+        raise KeyboardInterrupt
+
+    box, asked = filled(), Asked(1)
+    steps = [lambda: box.ask(asked.request), lambda: box.deliver(arrival(1, 0, "a"))]
+    first, second = reversed(steps) if is_here_before else steps
+    first()
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            second()
+    box.cancel(asked.request)
+    assert asked.ends == []
+    assert ask(box, 1).got == "a"
+    assert ask(box, 1).ends == []
+
+
+def test_what_one_cannot_take_goes_to_the_next_however_many_there_are() -> None:
+    box = filled()
+    refused: list[int] = []
+
+    def refuse() -> bool:
+        refused.append(1)
+        return False
+
+    probe = ask(box, 1, is_probe=True)
+    for _ in range(2000):
+        box.ask(Request(1, 0, on_end=refuse))
+    last = ask(box, 1)
+    box.deliver(arrival(1, 0, "a"))
+    assert last.got == probe.got == "a"
+    box.deliver(arrival(1, 0, "b"))
+    box.ask(Request(1, 0, on_end=refuse))
+    assert len(refused) == 2001
+    assert ask(box, 1).got == "b"
+
+
+def test_a_cancelled_probe_gives_nothing_back() -> None:
+    box = filled(arrival(1, 0, "a"))
+    probe = ask(box, 1, is_probe=True)
+    box.cancel(probe.request)
+    assert ask(box, 1).got == "a"
+    assert ask(box, 1).ends == []
+
+
 def test_a_withdrawn_request_takes_nothing() -> None:
     box = filled()
     asked = ask(box, 1)
@@ -213,6 +263,35 @@ def test_a_sender_waits_while_its_share_is_full_until_somebody_asks(
     ask(box, 1, 7)
     assert has_room(1)
     assert asked.ends == []
+
+
+@pytest.mark.parametrize("src", [1, None])
+def test_each_look_in_vain_lets_one_message_more_come(
+    monkeypatch: pytest.MonkeyPatch, src: int | None
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
+    box = filled(Arrival(1, 7, 0, raw=bytes(40)))
+    may_end = threading.Event()
+    came: list[int] = []
+
+    def send() -> None:
+        while not may_end.is_set():
+            box.await_room(1, may_end.is_set, 0.01)
+            came.append(1)
+
+    sender = threading.Thread(target=send)
+    assert box.poll(src, 7) is not None
+    sender.start()
+    for count in range(1, 4):
+        assert box.poll(src, 8) is None
+        until = time.monotonic() + 20
+        while len(came) < count:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(came) == 3
+    may_end.set()
+    sender.join(20)
 
 
 def test_a_request_wakes_a_sender_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from objcomm.transport import order as module
-from objcomm.transport.order import Crew, Order, Place
+from objcomm.transport.order import Crew, Order, Place, Single
 
 _PATIENCE_S = 20.0
 
@@ -87,6 +87,42 @@ def test_a_place_that_was_never_taken_is_left_like_any_other() -> None:
     assert order.waiting == 1
     first.leave()
     assert placed(order).enter(0)
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_start_that_failed_is_made_again_and_one_that_did_not_is_not(
+    error: BaseException, *, has_started: bool
+) -> None:
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if has_started:
+            start(thread)
+        raise error
+
+    single = Single("of a test")
+    done: list[int] = []
+    may_end = threading.Event()
+
+    def job() -> None:
+        done.append(1)
+        may_end.wait(_PATIENCE_S)
+
+    with mock.patch.object(threading.Thread, "start", fail), pytest.raises(type(error)):
+        single.start(job)
+    single.start(job)
+    until = time.monotonic() + _PATIENCE_S
+    while not single.is_alive:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    single.start(job)
+    may_end.set()
+    while single.is_alive:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert done == [1]
+    assert single.has_begun
 
 
 def test_jobs_that_wait_for_each_other_are_done_at_the_same_time() -> None:
