@@ -106,7 +106,10 @@ class Errand:
         return Work(self._name, self.entry.header.call_site, self.entry)
 
     def claim(self) -> bool:
-        """Whether nobody else has: the thread that began it, or one that goes on, concludes it."""
+        """Whether this thread is the one to conclude it, as the first that asks is.
+
+        Where Ctrl-C comes while it is handed over to another thread, both have it.
+        """
         return self._claim.acquire(blocking=False)
 
     def conclude(self, error: BaseException | None) -> None:

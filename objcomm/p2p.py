@@ -5,7 +5,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from objcomm.coding import Coding
 from objcomm.config import Allowed
-from objcomm.errors import BrokenGroupError, ObjcommError, UsageError
+from objcomm.errors import BrokenGroupError, ObjcommError
 from objcomm.group import Timeout
 from objcomm.options import DeviceLike
 from objcomm.receiving import Receive
@@ -97,7 +97,8 @@ def send(
         NotInGroupError: this rank is no member of ``group``.
         CollectiveError: the object can't be encoded, or the receiver refused it. Both ranks.
         DesyncError: the receiver waits for this rank elsewhere. Both ranks.
-        TransportTimeout: the limit passed; the connection of these two ranks ends.
+        TransportTimeout: the limit passed; the connection of these two ranks ends. Where this send
+            still waited for one before it only this one does.
         TransportError: the receiver died. Later calls between the two raise BrokenGroupError.
 
     Examples:
@@ -106,27 +107,7 @@ def send(
         >>> objcomm.recv(0)
         {'step': 3}
     """
-    errand = _outgoing(dst, group_dst=group_dst, tag=tag, group=group, timeout=timeout, codec=codec)
-    if async_op:
-        return errand.launch(obj)
-    errand.run(obj)
-    return None
-
-
-def _outgoing(
-    dst: int | None,
-    *,
-    group_dst: int | None,
-    tag: int,
-    group: GroupLike,
-    timeout: Timeout,
-    codec: str | None,
-) -> Send:
-    if dst is None and group_dst is None:
-        raise UsageError("send: give dst= or group_dst=")
-    if tag is None:
-        raise UsageError("send: a message has a tag; only a receiver takes any")
-    return Send(
+    errand = Send(
         group=group,
         timeout=timeout,
         coding=Coding(codec, None, None, None),
@@ -134,6 +115,10 @@ def _outgoing(
         global_peer=dst,
         group_peer=group_dst,
     )
+    if async_op:
+        return errand.launch(obj)
+    errand.run(obj)
+    return None
 
 
 @overload
@@ -347,8 +332,13 @@ def sendrecv(
         >>> objcomm.sendrecv("around", 0, 0)
         'around'
     """
-    outgoing = _outgoing(
-        dst, group_dst=group_dst, tag=tag, group=group, timeout=timeout, codec=codec
+    outgoing = Send(
+        group=group,
+        timeout=timeout,
+        coding=Coding(codec, None, None, None),
+        tag=tag,
+        global_peer=dst,
+        group_peer=group_dst,
     )
     incoming = Receive(  # before anything is sent: its arguments may be wrong, too
         group=group,

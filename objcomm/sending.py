@@ -3,7 +3,7 @@
 import threading
 
 from objcomm.errand import Errand
-from objcomm.errors import TransportTimeout
+from objcomm.errors import TransportTimeout, UsageError
 from objcomm.frames import Operation
 from objcomm.message import Message
 from objcomm.outcome import failure_message, failure_of, raise_together
@@ -59,9 +59,16 @@ class Send(Errand):
                 self._transmit(pair, place, message)
 
     def _pair(self) -> Pair | None:
-        """This rank and the receiver; None if they are the same."""
-        receiver = self.entry.header.root
-        return None if receiver == self.group.rank else self.group.pair(receiver)
+        """This rank and the receiver; None if they are the same.
+
+        Raises:
+            UsageError: there is no receiver or no tag, which a receive may do without.
+        """
+        if self.peer is None:
+            raise UsageError(f"{self._name}: give dst= or group_dst=")
+        if self.tag is None:
+            raise UsageError(f"{self._name}: a message has a tag; only a receiver takes any")
+        return None if self.peer == self.group.rank else self.group.pair(self.peer)
 
     def _keep(self, obj: object) -> None:
         """Send to this rank itself; an error has the form that it has between two ranks."""

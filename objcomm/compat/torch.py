@@ -324,8 +324,6 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
     errand = _errand(Send, name, group, dst, group_dst)
     if errand is None:
         return
-    if errand.peer is None:
-        raise UsageError(f"{name}: give dst= or group_dst=")
     errand.run(list(lists.entries(name, object_list)))
 
 

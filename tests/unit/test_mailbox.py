@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +132,10 @@ def test_what_was_given_before_an_interrupt_and_told_to_nobody_is_given_back(
         raise KeyboardInterrupt
 
     box, asked = filled(), Asked(1)
-    steps = [lambda: box.ask(asked.request), lambda: box.deliver(arrival(1, 0, "a"))]
+    steps: list[Callable[[], None]] = [
+        lambda: box.ask(asked.request),
+        lambda: box.deliver(arrival(1, 0, "a")),
+    ]
     first, second = reversed(steps) if is_here_before else steps
     first()
     with monkeypatch.context() as patch:
