@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,7 +131,7 @@ def test_what_was_given_before_an_interrupt_and_told_to_nobody_is_given_back(
         raise KeyboardInterrupt
 
     box, asked = filled(), Asked(1)
-    steps: list[Callable[[], None]] = [
+    steps: list[Any] = [
         lambda: box.ask(asked.request),
         lambda: box.deliver(arrival(1, 0, "a")),
     ]
