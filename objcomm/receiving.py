@@ -28,7 +28,7 @@ class Receive(Errand):
     _lanes: Sequence[Lane] = ()  # on which the watcher sees it wait
     _timer: threading.Timer | None = None
     _is_wait_over = False
-    _job: Callable[[], None] | None = None  # of a work: what is to be done when the wait is over
+    _job: Callable[[], None] | None = None  # of a work: what is to be done after the wait
 
     def run(self) -> Any:
         """Wait for a message; returns its object."""
@@ -39,40 +39,43 @@ class Receive(Errand):
         """Ask for a message; when it has come another thread takes it in."""
         self.begin()
         work = self.work()
-        request = Request(self.peer, self.tag, on_end=self._go_on)
+        request = Request(self.peer, self.tag, on_end=self._hand_over)
         self._job = work.job(lambda: self._rest(request))
         try:
             self._ask(request)
         except BaseException as error:
             if self.claim():
                 self.group.mailbox.cancel(request)
-                self._end_by(error)
+                self._finish(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 work.disown()
                 raise
         return work
 
-    def _go_on(self) -> bool:
-        """The wait is over, as some thread knows that must not wait itself.
+    def _hand_over(self) -> bool:
+        """The wait is over, as some thread knows that must not wait itself: another one goes on.
 
         Returns:
-            False if there can be no more threads: the work has ended so, the message has not.
+            False if there can be no more threads: the work has ended so, the message is left.
         """
-        if not self.claim():
-            return True  # who began it has it back
         try:
-            self.group.crew.submit(self._job or _nothing)
+            self.group.crew.submit(self._go_on)
         except RuntimeError as error:
-            self._end_by(error.with_traceback(None))  # which would hold the work, and so itself
-            return False
-        self._job = None
+            if self.claim():
+                self._finish(error.with_traceback(None))  # it would hold the work, and so itself
+                return False
         return True
 
-    def _end_by(self, error: BaseException) -> None:
-        """Do the rest here: all of it is to raise ``error``."""
+    def _go_on(self) -> None:
+        if self.claim():
+            self._finish(None)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Do the rest on this thread; if there is an error, it is to raise that in the work."""
         self._own_error = error
-        job, self._job = self._job or _nothing, None
-        job()
+        job, self._job = self._job, None
+        if job is not None:
+            job()
 
     def _rest(self, request: Request) -> Any:
         with self:
@@ -237,10 +240,6 @@ class _Signal:
     def wait(self) -> None:
         """Return when ``set`` was called; once."""
         self._lock.acquire()
-
-
-def _nothing() -> None:
-    """The job of what is over."""
 
 
 def _ignore(_: object) -> None:

@@ -36,6 +36,20 @@ def no_new_threads(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def interrupted(*, after: bool) -> Iterator[None]:
+    """Ctrl-C comes right before, or after, a call is handed over to another thread."""
+    submit = Crew.submit
+
+    def interrupt(crew: Crew, job: Callable[[], None]) -> None:
+        if after:
+            submit(crew, job)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(Crew, "submit", interrupt):
+        yield
+
+
+@contextlib.contextmanager
 def pair_that_has_met() -> Iterator[dist.ProcessGroup]:
     """A group whose ranks 0 and 1 have sent, and have no idle threads yet."""
     with subgroup(0, 1) as group:
@@ -49,6 +63,13 @@ def pair_that_has_met() -> Iterator[dist.ProcessGroup]:
 def under_way(group: dist.ProcessGroup) -> list[str]:
     entries = objcomm.recorder.dump(group=group)["groups"][0]["entries"]
     return [each["operation"] for each in entries if each["outcome"] == "under way"]
+
+
+def await_the_end_of_all(group: dist.ProcessGroup) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while under_way(group):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 # Sends
@@ -71,22 +92,12 @@ def test_a_send_that_no_thread_can_carry_out_keeps_nobody_behind_it() -> None:
 def test_a_send_that_is_interrupted_as_it_begins_keeps_nobody_behind_it(
     *, is_handed_over: bool
 ) -> None:
-    submit = Crew.submit
-
-    def interrupted(crew: Crew, job: Callable[[], None]) -> None:
-        if is_handed_over:
-            submit(crew, job)
-        raise KeyboardInterrupt
-
     with pair_that_has_met() as group:
         if here().rank == 0:
-            with mock.patch.object(Crew, "submit", interrupted), pytest.raises(KeyboardInterrupt):
+            with interrupted(after=is_handed_over), pytest.raises(KeyboardInterrupt):
                 objcomm.isend("interrupted", 1, group=group)
             objcomm.send("next", 1, group=group)
-            until = time.monotonic() + PATIENCE_S
-            while under_way(group):
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            await_the_end_of_all(group)
         else:
             got = objcomm.recv(0, group=group)
             assert got == "next" or (is_handed_over and objcomm.recv(0, group=group) == "next")
@@ -129,6 +140,27 @@ def test_a_receive_that_cannot_begin_takes_nothing_and_the_next_one_can(
             assert under_way(group) == []
             assert [objcomm.recv(src, group=group) for _ in range(2)] == ["first", "second"]
         else:
+            objcomm.send("first", 0, group=group)
+            objcomm.send("second", 0, group=group)
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_a_receive_that_is_interrupted_as_it_begins_leaves_the_message(
+    *, is_handed_over: bool
+) -> None:
+    with pair_that_has_met() as group:
+        if here().rank == 0:
+            objcomm.send("now", 1, group=group)
+            objcomm.probe(1, group=group)
+            with interrupted(after=is_handed_over), pytest.raises(KeyboardInterrupt):
+                objcomm.irecv(1, group=group)
+            got = objcomm.recv(1, group=group)
+            assert got == "first" or (is_handed_over and got == "second")
+            assert got == "second" or objcomm.recv(1, group=group) == "second"
+            await_the_end_of_all(group)
+        else:
+            assert objcomm.recv(0, group=group) == "now"
             objcomm.send("first", 0, group=group)
             objcomm.send("second", 0, group=group)
 
