@@ -6,7 +6,7 @@ As any logger that nobody configures, it shows warnings on standard error, and n
 import contextlib
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch.distributed as dist
@@ -39,3 +39,16 @@ class _Ranked(logging.LoggerAdapter[logging.Logger]):
 
 
 log = _Ranked(logging.getLogger("objcomm"))
+
+
+@contextlib.contextmanager
+def logged(failed: str) -> Iterator[None]:
+    """A block whose errors are logged and go no further, in a thread that must go on.
+
+    Args:
+        failed: what an error in it means.
+    """
+    try:
+        yield
+    except Exception:
+        log.exception(failed)

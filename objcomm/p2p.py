@@ -1,19 +1,15 @@
 """Messages from one rank to another: send, recv and what belongs to them."""
 
-import contextlib
-import functools
-import threading
 from collections.abc import Iterable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from objcomm.coding import Coding
 from objcomm.config import Allowed
-from objcomm.errand import Errand
-from objcomm.errors import BrokenGroupError, ObjcommError, UsageError
-from objcomm.frames import Operation
+from objcomm.errors import BrokenGroupError, ObjcommError
 from objcomm.group import Timeout
 from objcomm.options import DeviceLike
-from objcomm.transport.mailbox import Request
+from objcomm.receiving import Receive
+from objcomm.sending import Send
 from objcomm.work import Work
 from objcomm.world import GroupLike
 
@@ -101,7 +97,8 @@ def send(
         NotInGroupError: this rank is no member of ``group``.
         CollectiveError: the object can't be encoded, or the receiver refused it. Both ranks.
         DesyncError: the receiver waits for this rank elsewhere. Both ranks.
-        TransportTimeout: the limit passed; the connection of these two ranks ends.
+        TransportTimeout: the limit passed; the connection of these two ranks ends. Where this send
+            still waited for one before it only this one does.
         TransportError: the receiver died. Later calls between the two raise BrokenGroupError.
 
     Examples:
@@ -110,12 +107,7 @@ def send(
         >>> objcomm.recv(0)
         {'step': 3}
     """
-    if dst is None and group_dst is None:
-        raise UsageError("send: give dst= or group_dst=")
-    if tag is None:
-        raise UsageError("send: a message has a tag; only a receiver takes any")
-    errand = Errand(
-        Operation.SEND,
+    errand = Send(
         group=group,
         timeout=timeout,
         coding=Coding(codec, None, None, None),
@@ -123,30 +115,10 @@ def send(
         global_peer=dst,
         group_peer=group_dst,
     )
-    return send_by(errand, obj, async_op=async_op)
-
-
-def send_by(errand: Errand, obj: object, *, async_op: bool = False) -> Work[None] | None:
-    """``send`` by an errand that was made and not begun."""
-    pairs = errand.pairs()
-    errand.begin()
-    if not pairs:
-        if not async_op:
-            errand.keep(obj)
-            return None
-        work = errand.work()
-        work.carry_out(lambda: errand.keep(obj))
-        return work
-    (pair,) = pairs
-    message = errand.message(obj)
-    place = pair.order.take()
-    if not async_op:
-        errand.entry.waiter = threading.get_ident()
-        errand.transmit(pair, place, message)
-        return None
-    work = errand.work()
-    work.carry_out_on(errand.group.crew, lambda: errand.transmit(pair, place, message))
-    return work
+    if async_op:
+        return errand.launch(obj)
+    errand.run(obj)
+    return None
 
 
 @overload
@@ -209,8 +181,7 @@ def recv(
         >>> objcomm.recv(tag=7)
         'ready'
     """
-    errand = Errand(
-        Operation.RECV,
+    errand = Receive(
         group=group,
         timeout=timeout,
         coding=Coding(None, device, accept, allow),
@@ -218,36 +189,7 @@ def recv(
         global_peer=src,
         group_peer=group_src,
     )
-    errand.begin()
-    if async_op:
-        return _begin_recv(errand)
-    with errand:
-        return errand.take_in(errand.awaited())
-
-
-def _begin_recv(errand: Errand) -> Work[Any]:
-    work = errand.work()
-
-    def conclude() -> Any:
-        with errand:
-            waits[0].end()
-            return errand.take_in(errand.found(request))
-
-    waits = []
-    jobs = [work.job(conclude)]
-    request = Request(errand.peer, errand.tag, on_end=lambda: errand.group.crew.submit(ready))
-    is_asked = threading.Event()
-
-    def ready() -> None:
-        is_asked.wait()
-        jobs.pop()()  # an error's traceback holds this frame
-
-    try:
-        waits.append(errand.ask(request))
-    except ObjcommError as error:
-        work.carry_out(functools.partial(errand.fail, error))
-    is_asked.set()
-    return work
+    return errand.launch() if async_op else errand.run()
 
 
 def isend(
@@ -390,31 +332,25 @@ def sendrecv(
         >>> objcomm.sendrecv("around", 0, 0)
         'around'
     """
-    sending = send(
-        obj,
-        dst,
-        group_dst=group_dst,
-        tag=tag,
+    outgoing = Send(
         group=group,
         timeout=timeout,
-        codec=codec,
-        async_op=True,
+        coding=Coding(codec, None, None, None),
+        tag=tag,
+        global_peer=dst,
+        group_peer=group_dst,
     )
+    incoming = Receive(  # before anything is sent: its arguments may be wrong, too
+        group=group,
+        timeout=timeout,
+        coding=Coding(None, device, accept, allow),
+        tag=tag if recv_tag is None else recv_tag,
+        global_peer=src,
+        group_peer=group_src,
+    )
+    sending = outgoing.launch(obj)
     try:
-        received = recv(
-            src,
-            group_src=group_src,
-            tag=tag if recv_tag is None else recv_tag,
-            group=group,
-            timeout=timeout,
-            device=device,
-            accept=accept,
-            allow=allow,
-        )
-    except KeyboardInterrupt:  # not kept waiting; and the caller has no work to wait for
-        with contextlib.suppress(TimeoutError, ObjcommError):
-            sending.wait(0)
-        raise
+        received = incoming.run()
     except ObjcommError as error:
         try:
             sending.wait()
@@ -422,6 +358,9 @@ def sendrecv(
             # Of two that fail for one reason, one says only that the other did.
             if isinstance(error, BrokenGroupError):
                 raise other from error
+        raise
+    except BaseException:  # Ctrl-C is not kept waiting
+        sending.disown()
         raise
     sending.wait()
     return received

@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 from objcomm.coding import Coding
-from objcomm.errand import Errand
-from objcomm.frames import Operation
 from objcomm.group import Timeout
-from objcomm.transport.mailbox import Arrival, Request
+from objcomm.receiving import Receive
+from objcomm.transport.mailbox import Arrival
 from objcomm.world import GroupLike
 
 
@@ -57,8 +56,7 @@ def probe(
         >>> objcomm.recv(found.src, tag=found.tag)
         'which?'
     """
-    errand = Errand(
-        Operation.RECV,
+    errand = Receive(
         group=group,
         timeout=timeout,
         coding=Coding(None, None, None, None),
@@ -67,7 +65,6 @@ def probe(
         group_peer=group_src,
         name="probe",
     )
-    errand.begin()
     with errand:
         return _envelope(errand, errand.awaited(is_probe=True))
 
@@ -100,8 +97,7 @@ def iprobe(
         >>> print(objcomm.iprobe(tag=9))
         None
     """
-    errand = Errand(
-        Operation.RECV,
+    errand = Receive(
         group=group,
         timeout=None,
         coding=Coding(None, None, None, None),
@@ -111,15 +107,9 @@ def iprobe(
         name="iprobe",
     )
     # Neither counted nor recorded: a program that asks again and again would see nothing else.
-    request = Request(errand.peer, errand.tag, is_probe=True, on_end=_nothing)
-    errand.ask(request).end()
-    errand.group.mailbox.withdraw(request, None)
-    return None if request.arrival is None else _envelope(errand, request.arrival)
+    found = errand.peek()
+    return None if found is None else _envelope(errand, found)
 
 
-def _nothing() -> None:
-    """For a request that is looked at once."""
-
-
-def _envelope(errand: Errand, arrival: Arrival) -> Envelope:
+def _envelope(errand: Receive, arrival: Arrival) -> Envelope:
     return Envelope(errand.group.ranks[arrival.peer], arrival.peer, arrival.tag, arrival.nbytes)

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from concurrent import futures
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -160,9 +161,13 @@ class Work(Generic[T_co]):
         self._line = line if isinstance(line, Line) else None
         try:
             line.submit(self.job(body))
-        except RuntimeError:  # there can be no more threads
-            self._is_asked = True  # the caller gets no work
+        except BaseException:  # Ctrl-C, or there can be no more threads
+            self.disown()
             raise
+
+    def disown(self) -> None:
+        """The caller gets no work: that nobody waits for it is no fault."""
+        self._is_asked = True
 
     def job(self, body: Callable[[], T_co]) -> Callable[[], None]:
         """What another thread is to do later, with this thread's context, modes and stream."""
@@ -256,7 +261,7 @@ def _limit_of(name: str, timeout: Timeout) -> float | None:
     """A limit in seconds; unlike an operation's it may be 0."""
     if timeout is None:
         return None
-    return 0.0 if timeout == 0 else seconds_of(name, timeout)
+    return 0.0 if timeout in (0, timedelta(0)) else seconds_of(name, timeout)
 
 
 def _checked(name: str, works: Iterable[Work[T]]) -> list[Work[T]]:

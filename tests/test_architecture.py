@@ -78,8 +78,8 @@ FLOORS: list[list[str]] = [
     ["group"],
     ["absence", "turn", "work", "world"],
     ["exporting", "options", "recorder"],
-    ["call"],
-    ["bodies", "errand", "folding", "start", "together"],
+    ["call", "errand"],
+    ["bodies", "folding", "receiving", "sending", "start", "together"],
     ["buckets", "trees"],
     [
         "averages",

@@ -19,7 +19,7 @@ ranks or on none. A thread in ``objcomm.lane`` has that lane's sequence.
 import warnings
 from collections.abc import Callable, Generator, MutableSequence, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ from objcomm.errand import Errand
 from objcomm.errors import NotInGroupError, UsageError
 from objcomm.frames import Operation
 from objcomm.group import Group
-from objcomm.p2p import send_by
+from objcomm.receiving import Receive
 from objcomm.scattering import scatter_in
+from objcomm.sending import Send
 from objcomm.world import GroupLike, is_reachable, rank, resolve
 
 __all__ = [
@@ -48,6 +49,8 @@ __all__ = [
     "scatter_object_list",
     "send_object_list",
 ]
+
+E = TypeVar("E", bound=Errand)
 
 _CODEC = "pickle"
 
@@ -318,12 +321,10 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
     """
     del device, use_batch, weights_only
     name = "send_object_list"
-    errand = _errand(Operation.SEND, name, group, dst, group_dst)
+    errand = _errand(Send, name, group, dst, group_dst)
     if errand is None:
         return
-    if errand.peer is None:
-        raise UsageError(f"{name}: give dst= or group_dst=")
-    send_by(errand, list(lists.entries(name, object_list)))
+    errand.run(list(lists.entries(name, object_list)))
 
 
 def recv_object_list(  # noqa: PLR0917  # torch's signature
@@ -366,11 +367,10 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     """
     del device, use_batch
     name = "recv_object_list"
-    errand = _errand(Operation.RECV, name, group, src, group_src, weights_only=weights_only)
+    errand = _errand(Receive, name, group, src, group_src, weights_only=weights_only)
     if errand is None:
         return -1
     lists.entries(name, object_list)
-    errand.begin()
     with errand:
         arrival = errand.awaited()
         lists.replace_all(name, arrival.peer, object_list, errand.take_in(arrival))
@@ -408,14 +408,14 @@ def _carry_out(
 
 
 def _errand(
-    operation: Operation,
+    kind: type[E],
     name: str,
     group: GroupLike,
     peer: int | None,
     group_peer: int | None,
     *,
     weights_only: bool = False,
-) -> Errand | None:
+) -> E | None:
     """A message to or from another rank; None where this rank is not in the group.
 
     Raises:
@@ -423,8 +423,7 @@ def _errand(
     """
     if _joined(name, group) is None:
         return None
-    errand = Errand(
-        operation,
+    errand = kind(
         group=group,
         timeout=None,
         coding=Coding(_CODEC, None, None, _safe(weights_only)),

@@ -80,7 +80,7 @@ class Request:
         tag: int | None,
         *,
         is_probe: bool = False,
-        on_end: Callable[[], None],
+        on_end: Callable[[], bool | None],
     ) -> None:
         """Begin.
 
@@ -88,7 +88,8 @@ class Request:
             src: from this rank; None from any.
             tag: of this tag; None of any.
             is_probe: whether the message stays for somebody else.
-            on_end: called once when ``arrival`` or ``verdict`` is there, on whichever thread.
+            on_end: called once when ``arrival`` or ``verdict`` is there, on whichever thread. Must
+                not raise; returns False if the message can't be taken: the next request gets it.
         """
         self.src = src
         self.tag = tag
@@ -101,11 +102,10 @@ class Request:
         """Whether a message will do."""
         return self.src in (None, peer) and self.tag in (None, tag)
 
-    def end(self, arrival: Arrival | None, verdict: Verdict | None) -> None:
-        """Let its maker know."""
-        self.arrival, self.verdict = arrival, verdict
+    def tell(self) -> bool:
+        """Let its maker know that it has ended; returns whether a message can be taken."""
         on_end, self._on_end = self._on_end, _nothing  # it may hold this request
-        on_end()
+        return on_end() is not False
 
 
 class Mailbox:
@@ -125,6 +125,7 @@ class Mailbox:
         self._arrived: list[Arrival] = []
         self._requests: list[Request] = []
         self._kept_nbytes: dict[int, int] = {}
+        self._credited: set[int] = set()  # who may send one message more than there is room for
 
     def expect(self, peer: int, source: object) -> None:
         """A rank can send again, after its connection had ended.
@@ -142,29 +143,49 @@ class Mailbox:
         with self._changed:
             return self._first(Request(src, tag, on_end=_nothing))
 
+    def poll(self, src: int | None, tag: int | None) -> Arrival | None:
+        """As ``look``; where there is none, one more message may come although there is no room.
+
+        Else who polls for a message behind more than is kept would never see it.
+        """
+        with self._changed:
+            found = self._first(Request(src, tag, on_end=_nothing))
+            if found is None:
+                self._credited |= self._expected if src is None else {src}
+                self._changed.notify_all()
+            return found
+
     def meet(self, request: Request) -> bool:
         """Give ``request`` a message that is here; returns whether there was one."""
         with self._changed:
-            found = self._found(request)
-        if found is not None:
-            request.end(found, None)
-        return found is not None
+            is_met = self._serve(request)
+        if is_met:
+            self._tell(request)
+        return is_met
 
     def ask(self, request: Request) -> None:
         """Give ``request`` a message that is here, or the first that comes and it admits."""
         with self._changed:
-            found = self._found(request)
-            if found is None:
+            is_met = self._serve(request)
+            if not is_met:
                 self._requests.append(request)
                 self._changed.notify_all()
-        if found is not None:
-            request.end(found, None)
+        if is_met:
+            self._tell(request)
 
-    def _found(self, request: Request) -> Arrival | None:
+    def _serve(self, request: Request) -> bool:
+        """Give ``request`` a message that is here, without telling anybody."""
         found = self._first(request)
         if found is not None and not request.is_probe:
             self._take(found)
-        return found
+        # Under the lock, like the next: where Ctrl-C comes before anybody is told, it is known
+        # what to give back.
+        request.arrival = found
+        return found is not None
+
+    def _tell(self, request: Request) -> None:
+        if not request.tell() and request.arrival is not None:
+            self.give_back(request.arrival)
 
     def deliver(self, arrival: Arrival) -> None:
         """Take a message in."""
@@ -174,6 +195,13 @@ class Mailbox:
 
     def give_back(self, arrival: Arrival) -> None:
         """Give a message to whoever waits for it, or put it before all that came later."""
+        is_placed = False
+        while not is_placed:
+            told = [request.tell() for request in self._served(arrival)]
+            is_placed = all(told)  # else who was to take it can't: the next one
+
+    def _served(self, arrival: Arrival) -> list[Request]:
+        """The requests that a message ends; where none of them takes it, it is kept."""
         with self._changed:
             met = [each for each in self._requests if each.admits(arrival.peer, arrival.tag)]
             takers = [each for each in met if not each.is_probe]
@@ -181,20 +209,33 @@ class Mailbox:
             served = met[: met.index(takers[0]) + 1] if takers else met
             for request in served:
                 self._requests.remove(request)
+                request.arrival = arrival
             if not takers:
                 bisect.insort(self._arrived, arrival, key=_number)
                 self._count(arrival, len(arrival.raw))
-        for request in served:
-            request.end(arrival, None)
+            return served
 
-    def withdraw(self, request: Request, verdict: Verdict | None) -> bool:
-        """End a request without a message; returns whether it was still waiting."""
+    def withdraw(self, request: Request, verdict: Verdict) -> None:
+        """End a request by a verdict, if it still waits."""
         with self._changed:
-            if request not in self._requests:
-                return False
+            is_waiting = self._remove(request)
+            if is_waiting:
+                request.verdict = verdict
+        if is_waiting:
+            request.tell()
+
+    def cancel(self, request: Request) -> None:
+        """Take a request back, and with it a message that it was given; its maker knows."""
+        with self._changed:
+            self._remove(request)
+        if request.arrival is not None and not request.is_probe:
+            self.give_back(request.arrival)
+
+    def _remove(self, request: Request) -> bool:
+        is_waiting = request in self._requests
+        if is_waiting:
             self._requests.remove(request)
-        request.end(None, verdict)
-        return True
+        return is_waiting
 
     def fail(self, peer: int, source: object, verdict: Verdict, *, is_for_any: bool) -> None:
         """End the requests that wait for ``peer`` alone, or also those for any rank.
@@ -229,17 +270,20 @@ class Mailbox:
             ]
             for request in ended:
                 self._requests.remove(request)
+                request.verdict = verdict
         for request in ended:
-            request.end(None, verdict)
+            request.tell()
 
     def await_room(self, peer: int, is_over: Callable[[], bool], seconds: float) -> None:
         """Block while ``peer``'s messages fill their share and nobody asks for another one."""
         with self._changed:
             while not is_over() and self._is_full(peer):
                 self._changed.wait(seconds)
+            self._credited.discard(peer)
 
     def _is_full(self, peer: int) -> bool:
-        is_wanted = any(each.src in (None, peer) for each in self._requests)
+        is_wanted = peer in self._credited
+        is_wanted |= any(each.src in (None, peer) for each in self._requests)
         return self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and not is_wanted
 
     def _first(self, request: Request) -> Arrival | None:

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 from objcomm.errors import ObjcommError, text_of
@@ -18,6 +19,7 @@ from objcomm.history import Entry
 from objcomm.journal import log
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
+from objcomm.transport.order import Single
 from objcomm.transport.regions import regions
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
@@ -83,7 +85,7 @@ class Mesh:
         self.outlives = ""
         self.failed_meeting = ""
         self._progress = Progress(rank, members, is_pair=whole is not None)
-        self._meeting: threading.Thread | None = None
+        self._meeting = Single("objcomm-connect")
         self._connected: Future[Connections] = Future()
         self._lock = threading.Lock()
 
@@ -110,7 +112,7 @@ class Mesh:
     @property
     def is_meeting(self) -> bool:
         """Whether a thread is about to connect the members, or to give up."""
-        return self._meeting is not None and self._meeting.is_alive()
+        return self._meeting.is_alive
 
     @property
     def can_be_replaced(self) -> bool:
@@ -155,8 +157,8 @@ class Mesh:
         entry.regions = regions.get()
         entry.waiter = threading.get_ident()
         lane.begin(entry)  # last: the watcher reads all the rest of it
-        self.begin_meeting(store, deadline)
         try:
+            self.begin_meeting(store, deadline)
             link = self._connected.result()
             self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
@@ -172,15 +174,12 @@ class Mesh:
         return link
 
     def begin_meeting(self, store: dist.Store, deadline: Deadline) -> None:
-        """Let a thread meet the other members, unless one has begun to; returns at once."""
-        with self._lock:
-            if not self._progress.has_begun:
-                self._progress.has_begun = True
-                args = (store, deadline)
-                self._meeting = threading.Thread(
-                    target=self._meet, args=args, name="objcomm-connect", daemon=True
-                )
-                self._meeting.start()
+        """Let a thread meet the other members, unless one has begun to; returns at once.
+
+        Raises:
+            RuntimeError: this process can start no more threads; the next call tries again.
+        """
+        self._meeting.start(partial(self._meet, store, deadline))
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
         """Raise what has failed in blocks around a call, before it can pair with one outside."""

@@ -1,62 +1,71 @@
-"""Threads one after another, and threads that wait to be useful."""
+"""Threads one after another, a thread that is needed once, and threads that wait to be useful."""
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+from typing import Self
 
 # A crew's idle thread waits so long for its next job.
 _IDLE_SECONDS = 5.0
 
 
 class Order:
-    """Lets threads do something one after another, in the order in which they asked.
-
-    Attributes:
-        waiting: how many have asked and are not through.
-    """
+    """Lets threads do something one after another, in the order in which they took their places."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last = threading.Event()
-        self._last.set()
-        self.waiting = 0
+        self._places: deque[Place] = deque()
 
-    def take(self) -> "Place":
-        """A place behind all that were taken before; every one must be entered once."""
-        with self._lock:
-            before, self._last = self._last, threading.Event()
-            self.waiting += 1
-            return Place(self, before, self._last)
+    @property
+    def waiting(self) -> int:
+        """How many have a place and are not through."""
+        return len(self._places)
 
-    def left(self) -> None:
-        """One is through."""
+    def append(self, place: "Place") -> None:
+        """Put a place behind all others."""
         with self._lock:
-            self.waiting -= 1
+            self._places.append(place)
+            self._places[0].turn.set()
+
+    def remove(self, place: "Place") -> None:
+        """Let those behind go on without it; nothing happens if it is not there."""
+        with self._lock:
+            if place in self._places:
+                self._places.remove(place)
+            if self._places:
+                self._places[0].turn.set()
 
 
 class Place:
-    """A place in an order; entered as a context it waits for its turn."""
+    """A place in an order: whoever takes it must leave it, whether its turn has come or not.
 
-    def __init__(self, order: Order, before: threading.Event, mine: threading.Event) -> None:
+    A context at whose end it is left.
+
+    Attributes:
+        turn: set when all that were taken before have been left.
+    """
+
+    def __init__(self, order: Order) -> None:
+        """Begin; nothing is taken yet, so that nobody can be interrupted between the two."""
         self._order = order
-        self._before = before
-        self._mine = mine
+        self.turn = threading.Event()
 
-    def __enter__(self) -> None:
-        try:
-            self._before.wait()
-        except BaseException:  # Ctrl-C
-            threading.Thread(target=self._skip, name="objcomm-order", daemon=True).start()
-            raise
+    def take(self) -> None:
+        """Queue behind all places that were taken before."""
+        self._order.append(self)
 
-    def _skip(self) -> None:
-        self._before.wait()
-        self._end()
+    def enter(self, seconds: float) -> bool:
+        """Wait so long for its turn; returns whether it has come."""
+        return self.turn.wait(seconds)
 
-    def _end(self) -> None:
-        self._mine.set()
-        self._order.left()
+    def leave(self) -> None:
+        """Let the next one in, at once or when it would be this one's turn; once is enough."""
+        self._order.remove(self)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self,
@@ -64,7 +73,44 @@ class Place:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._end()
+        self.leave()
+
+
+class Single:
+    """At most one thread, whatever interrupts those who start it.
+
+    A start that Ctrl-C has interrupted may have succeeded. So it is made again when the next one
+    asks, and of two threads the second does nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._claim = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the thread has come."""
+        return self._thread is not None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has come and not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Let the thread do ``job``, unless it has begun to; returns at once.
+
+        Raises:
+            RuntimeError: this process can start no more threads; the next call tries again.
+        """
+        if self._thread is None:
+            threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._claim.acquire(blocking=False):
+            self._thread = threading.current_thread()
+            job()
 
 
 class Crew:

@@ -11,6 +11,7 @@ from __future__ import annotations  # torch may be built without distributed
 import contextlib
 import threading
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from objcomm.admission import Gate
@@ -20,7 +21,7 @@ from objcomm.frames import Header, Operation
 from objcomm.transport.base import FOREVER_SECONDS, Deadline, reason_of
 from objcomm.transport.bulletin import Board, StoreSilentError
 from objcomm.transport.mailbox import Arrival, Mailbox
-from objcomm.transport.order import Order
+from objcomm.transport.order import Order, Single
 from objcomm.transport.proposal import proposal_for
 from objcomm.transport.regions import regions
 from objcomm.transport.verdict import DESTROYED, FAREWELLS, Cause, Verdict
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from objcomm.transport.mesh import Mesh
 
 _LOOK_SECONDS = 0.5
+_LISTENER = "objcomm-listen"
 
 
 class Pair:
@@ -61,7 +63,7 @@ class Pair:
         self._mailbox = mailbox
         self._lock = threading.Lock()
         self._current: Mesh | None = None
-        self._is_listening = False
+        self._listener = Single(_LISTENER)
 
     @property
     def channel(self) -> Channel:
@@ -82,7 +84,7 @@ class Pair:
             if former is None or (former is not mesh and former.verdict is not None):
                 if former is not None and former.verdict is not None:
                     _fail(self._mailbox, self.peer, former, former.verdict)
-                self._current, self._is_listening = mesh, False
+                self._current, self._listener = mesh, Single(_LISTENER)
                 self._mailbox.expect(self.peer, mesh)
         return mesh, lane
 
@@ -118,29 +120,24 @@ class Pair:
             self._channel.connect(mesh, lane, call.operation, deadline, place, caller=call)
         return mesh, lane
 
-    def listen(self, mesh: Mesh, lane: Lane) -> bool:
+    def listen(self, mesh: Mesh, lane: Lane) -> Verdict | None:
         """See to it that what the other rank sends is taken in, or said to be lost.
 
         Returns:
-            False if that mesh has ended, and another one stands in its place.
+            What has ended that mesh, if another one stands in its place.
+
+        Raises:
+            RuntimeError: this process can start no more threads; the next call tries again.
         """
         with self._lock:
-            is_current = self._current is mesh
-            begins = is_current and not self._is_listening
-            self._is_listening |= begins
-        if begins:
+            is_current, listener = self._current is mesh, self._listener
+        if is_current and not listener.has_begun:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
-            listener = threading.Thread(
-                target=_listen,
-                args=(mesh, lane, self.peer, self._mailbox, settings(), regions.get()),
-                name="objcomm-listen",
-                daemon=True,
-            )
-            listener.start()
-            expect(mesh, listener)
+            told = (settings(), regions.get())
+            listener.start(partial(_listen, mesh, lane, self.peer, self._mailbox, *told))
         elif mesh.verdict is not None:
             _fail(self._mailbox, self.peer, mesh, mesh.verdict)
-        return is_current
+        return None if is_current else mesh.verdict
 
     def absolve(self, verdict: Verdict) -> None:
         """A call has raised a verdict: the next one need not."""
@@ -181,6 +178,7 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
     blocks: tuple[str, ...],
 ) -> None:
     """Until the connection ends; keeps no group alive."""
+    expect(mesh, threading.current_thread())
     try:
         link = mesh.connections
         told = mesh.met_too_late(blocks)

@@ -49,7 +49,6 @@ class Progress:
     Attributes:
         nonce: the name, once this rank knows it.
         is_over: set from outside to end the meeting.
-        has_begun: whether a thread is at it.
         is_pair: whether two meet for messages from rank to rank.
         heed: given the blocks around the calls that wait, sets ``is_over`` if one has failed.
     """
@@ -66,7 +65,6 @@ class Progress:
         self._members = members
         self.nonce = ""
         self.is_over = False
-        self.has_begun = False
         self.heed: Callable[[set[str]], None] | None = None
         self._entries: list[Entry] = []
         self._awaits = members[1 if rank == members[0] else 0]

@@ -31,6 +31,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from objcomm.history import Entry
+from objcomm.journal import logged
 from objcomm.transport.bulletin import Board, Bulletin
 from objcomm.transport.creation import store_of
 from objcomm.transport.farewell import FAREWELL_SECONDS, bring_back
@@ -176,7 +177,8 @@ class Watcher(threading.Thread):
             self._report(bulletin, waiting)
         for due, end in self._fallbacks:
             if due <= now:
-                end()
+                with logged("a wait that is over could not be ended"):  # the others still can
+                    end()
         self._fallbacks = [each for each in self._fallbacks if each[0] > now]
 
     def _waiting(self) -> list[Waiting]:

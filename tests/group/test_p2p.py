@@ -340,6 +340,9 @@ WRONG: dict[str, Any] = {
     "a limit of zero": lambda: objcomm.recv(0, timeout=0),
     "an unknown codec": lambda: objcomm.send(1, 0, codec="morse"),
     "no receiver of both": lambda: objcomm.sendrecv(1),
+    "a device that is none for both": lambda: objcomm.sendrecv(1, 1, 1, device="cudaa"),
+    "a tag that is none for both": lambda: objcomm.sendrecv(1, 1, 1, recv_tag=-1),
+    "no such sender of both": lambda: objcomm.sendrecv(1, 1, 7),
     "a probe of no rank": lambda: objcomm.iprobe(-1),
 }
 

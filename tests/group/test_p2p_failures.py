@@ -79,6 +79,21 @@ def test_an_object_that_cannot_be_encoded_raises_on_both(*, is_async: bool) -> N
     assert_group_works()
 
 
+@ranks(1, 2)
+def test_a_rank_that_sends_to_itself_raises_alike() -> None:
+    own = here().rank
+    bad = RefusesToPickle(ValueError("not this one"))
+    for call in (
+        lambda: objcomm.send(bad, own),
+        lambda: objcomm.isend(bad, own).wait(),
+        lambda: objcomm.send(RefusesToArrive(own), own),
+    ):
+        error = error_in(CollectiveError, call)
+        assert list(error.failures) == [own]
+        assert error.__cause__ is not None
+    assert objcomm.iprobe(own) is None
+
+
 @ranks(2)
 def test_an_object_that_cannot_be_rebuilt_raises_on_the_receiver_alone() -> None:
     for obj in (RefusesToArrive(1), (RefusesToArrive(1), LARGE)):

@@ -1,6 +1,7 @@
 """Which message goes to whom, without any rank: matching, probes, ends, and what one may keep."""
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,12 +123,64 @@ def test_what_is_given_back_serves_who_waits() -> None:
     assert waiting.got == "a"
 
 
+@pytest.mark.parametrize("is_here_before", [False, True])
+def test_what_was_given_before_an_interrupt_and_told_to_nobody_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, *, is_here_before: bool
+) -> None:
+    def interrupted(_: Request) -> bool:
+        raise KeyboardInterrupt
+
+    box, asked = filled(), Asked(1)
+    steps: list[Any] = [
+        lambda: box.ask(asked.request),
+        lambda: box.deliver(arrival(1, 0, "a")),
+    ]
+    first, second = reversed(steps) if is_here_before else steps
+    first()
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            second()
+    box.cancel(asked.request)
+    assert asked.ends == []
+    assert ask(box, 1).got == "a"
+    assert ask(box, 1).ends == []
+
+
+def test_what_one_cannot_take_goes_to_the_next_however_many_there_are() -> None:
+    box = filled()
+    refused: list[int] = []
+
+    def refuse() -> bool:
+        refused.append(1)
+        return False
+
+    probe = ask(box, 1, is_probe=True)
+    for _ in range(2000):
+        box.ask(Request(1, 0, on_end=refuse))
+    last = ask(box, 1)
+    box.deliver(arrival(1, 0, "a"))
+    assert last.got == probe.got == "a"
+    box.deliver(arrival(1, 0, "b"))
+    box.ask(Request(1, 0, on_end=refuse))
+    assert len(refused) == 2001
+    assert ask(box, 1).got == "b"
+
+
+def test_a_cancelled_probe_gives_nothing_back() -> None:
+    box = filled(arrival(1, 0, "a"))
+    probe = ask(box, 1, is_probe=True)
+    box.cancel(probe.request)
+    assert ask(box, 1).got == "a"
+    assert ask(box, 1).ends == []
+
+
 def test_a_withdrawn_request_takes_nothing() -> None:
     box = filled()
     asked = ask(box, 1)
-    assert box.withdraw(asked.request, LOST)
+    box.withdraw(asked.request, LOST)
+    box.withdraw(asked.request, DESYNC)
     assert asked.request.verdict is LOST
-    assert not box.withdraw(asked.request, DESYNC)
     box.deliver(arrival(1, 0, "a"))
     assert len(asked.ends) == 1
     assert asked.request.arrival is None
@@ -208,11 +261,40 @@ def test_a_sender_waits_while_its_share_is_full_until_somebody_asks(
     assert not has_room(1)
     wanted = ask(box, 1)
     assert has_room(1)
-    box.withdraw(wanted.request, None)
+    box.cancel(wanted.request)
     assert not has_room(1)
     ask(box, 1, 7)
     assert has_room(1)
     assert asked.ends == []
+
+
+@pytest.mark.parametrize("src", [1, None])
+def test_each_look_in_vain_lets_one_message_more_come(
+    monkeypatch: pytest.MonkeyPatch, src: int | None
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
+    box = filled(Arrival(1, 7, 0, raw=bytes(40)))
+    may_end = threading.Event()
+    came: list[int] = []
+
+    def send() -> None:
+        while not may_end.is_set():
+            box.await_room(1, may_end.is_set, 0.01)
+            came.append(1)
+
+    sender = threading.Thread(target=send)
+    assert box.poll(src, 7) is not None
+    sender.start()
+    for count in range(1, 4):
+        assert box.poll(src, 8) is None
+        until = time.monotonic() + 20
+        while len(came) < count:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(came) == 3
+    may_end.set()
+    sender.join(20)
 
 
 def test_a_request_wakes_a_sender_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +363,10 @@ def test_any_sequence_gives_what_a_simple_model_gives(
             assert (found and found.obj) == (want and want[2])
         elif asked:
             chosen = sorted(asked)[(who or 0) % len(asked)]
-            was_waiting = box.withdraw(asked[chosen].request, None)
+            verdict = LOST._replace(reason=f"step {number}")
+            box.withdraw(asked[chosen].request, verdict)
             still = [each for each in model.requests if each[0] == chosen]
-            assert was_waiting == bool(still)
+            assert (asked[chosen].request.verdict is verdict) == bool(still)
             model.requests = [each for each in model.requests if each[0] != chosen]
     served = {
         number: each.got

@@ -8,19 +8,26 @@ from unittest import mock
 import pytest
 
 from objcomm.transport import order as module
-from objcomm.transport.order import Crew, Order
+from objcomm.transport.order import Crew, Order, Place, Single
 
 _PATIENCE_S = 20.0
 
 
+def placed(order: Order) -> Place:
+    place = Place(order)
+    place.take()
+    return place
+
+
 def test_places_are_entered_in_the_order_in_which_they_were_taken() -> None:
     order = Order()
-    places = [order.take() for _ in range(20)]
+    places = [placed(order) for _ in range(20)]
     assert order.waiting == 20
     done: list[int] = []
 
     def enter(number: int) -> None:
-        with places[number]:
+        with places[number] as place:
+            assert place.enter(_PATIENCE_S)
             done.append(number)
 
     with ThreadPoolExecutor(20) as pool:
@@ -28,7 +35,8 @@ def test_places_are_entered_in_the_order_in_which_they_were_taken() -> None:
             pool.submit(enter, number)
     assert done == list(range(20))
     assert order.waiting == 0
-    with order.take():
+    with placed(order) as place:
+        assert place.enter(0)
         assert order.waiting == 1
 
 
@@ -38,7 +46,8 @@ def test_only_one_thread_at_a_time_is_inside() -> None:
     most: list[int] = []
 
     def work(number: int) -> None:
-        with order.take():
+        with placed(order) as place:
+            assert place.enter(_PATIENCE_S)
             inside.append(number)
             most.append(len(inside))
             time.sleep(0.001)
@@ -52,53 +61,68 @@ def test_only_one_thread_at_a_time_is_inside() -> None:
 
 def test_an_error_inside_lets_the_next_one_in() -> None:
     order = Order()
-    with pytest.raises(KeyError), order.take():
+    with pytest.raises(KeyError), placed(order):
         raise KeyError
-    with order.take():
+    assert placed(order).enter(0)
+
+
+def test_who_leaves_before_its_turn_keeps_nobody_behind_it_and_overtakes_nobody() -> None:
+    order = Order()
+    first, second, third = placed(order), placed(order), placed(order)
+    assert first.enter(0)
+    assert not second.enter(0.01)
+    second.leave()
+    assert not third.enter(0.01)  # the first one is inside
+    for _ in range(2):
+        first.leave()
+    assert third.enter(0)
+    assert order.waiting == 1
+
+
+def test_a_place_that_was_never_taken_is_left_like_any_other() -> None:
+    order = Order()
+    first = placed(order)
+    with Place(order):
         pass
-    assert order.waiting == 0
+    assert order.waiting == 1
+    first.leave()
+    assert placed(order).enter(0)
 
 
-class InterruptedEvent(threading.Event):
-    """Ctrl-C comes as soon as anybody waits."""
+@pytest.mark.parametrize("has_started", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_start_that_failed_is_made_again_and_one_that_did_not_is_not(
+    error: BaseException, *, has_started: bool
+) -> None:
+    start = threading.Thread.start
 
-    def wait(self, timeout: float | None = None) -> bool:
-        if threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt
-        return super().wait(timeout)
+    def fail(thread: threading.Thread) -> None:
+        if has_started:
+            start(thread)
+        raise error
 
+    single = Single("of a test")
+    done: list[int] = []
+    may_end = threading.Event()
 
-def test_an_interrupted_wait_keeps_nobody_behind_it_and_overtakes_nobody() -> None:
-    with mock.patch("threading.Event", InterruptedEvent):
-        order = Order()
-        first, second, third = order.take(), order.take(), order.take()
-    is_in = threading.Event()
-    may_leave = threading.Event()
+    def job() -> None:
+        done.append(1)
+        may_end.wait(_PATIENCE_S)
 
-    def hold() -> None:
-        with first:
-            is_in.set()
-            may_leave.wait()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    is_in.wait()
-    with pytest.raises(KeyboardInterrupt), second:
-        pass
-    entered = threading.Event()
-
-    def follow() -> None:
-        with third:
-            entered.set()
-
-    follower = threading.Thread(target=follow)
-    follower.start()
-    assert not entered.wait(0.1)  # the first one is inside
-    may_leave.set()
-    follower.join(_PATIENCE_S)
-    holder.join(_PATIENCE_S)
-    assert entered.is_set()
-    assert order.waiting == 0
+    with mock.patch.object(threading.Thread, "start", fail), pytest.raises(type(error)):
+        single.start(job)
+    single.start(job)
+    until = time.monotonic() + _PATIENCE_S
+    while not single.is_alive:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    single.start(job)
+    may_end.set()
+    while single.is_alive:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert done == [1]
+    assert single.has_begun
 
 
 def test_jobs_that_wait_for_each_other_are_done_at_the_same_time() -> None:
