@@ -9,7 +9,8 @@ from objcomm.config import Allowed
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
-from objcomm.options import DeviceLike, ShownOptions
+from objcomm.memory import DeviceLike
+from objcomm.options import ShownOptions
 from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike

@@ -8,7 +8,7 @@ from objcomm.group import Timeout
 from objcomm.memory import DeviceLike
 from objcomm.world import GroupLike
 
-__all__ = ["DeviceLike", "Options", "ShownOptions"]
+__all__ = ["Options", "ShownOptions"]
 
 
 class Options(TypedDict, total=False):

@@ -7,7 +7,7 @@ from objcomm.coding import Coding
 from objcomm.config import Allowed
 from objcomm.errors import BrokenGroupError, ObjcommError
 from objcomm.group import Timeout
-from objcomm.options import DeviceLike
+from objcomm.memory import DeviceLike
 from objcomm.receiving import Receive
 from objcomm.sending import Send
 from objcomm.work import Work

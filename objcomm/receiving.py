@@ -28,7 +28,7 @@ class Receive(Errand):
     _lanes: Sequence[Lane] = ()  # on which the watcher sees it wait
     _timer: threading.Timer | None = None
     _is_wait_over = False
-    _job: Callable[[], None] | None = None  # of a work: what is to be done after the wait
+    _jobs: list[Callable[[], None]]  # of a work: what is to be done after the wait
 
     def run(self) -> Any:
         """Wait for a message; returns its object."""
@@ -40,7 +40,7 @@ class Receive(Errand):
         self.begin()
         work = self.work()
         request = Request(self.peer, self.tag, on_end=self._hand_over)
-        self._job = work.job(lambda: self._rest(request))
+        self._jobs = [work.job(lambda: self._rest(request))]
         try:
             self._ask(request)
         except BaseException as error:
@@ -73,9 +73,9 @@ class Receive(Errand):
     def _finish(self, error: BaseException | None) -> None:
         """Do the rest on this thread; if there is an error, it is to raise that in the work."""
         self._own_error = error
-        job, self._job = self._job, None
-        if job is not None:
-            job()
+        if self._jobs:
+            # In no variable: an error's traceback would hold that, and so the work.
+            self._jobs.pop()()
 
     def _rest(self, request: Request) -> Any:
         with self:

@@ -16,9 +16,10 @@ from objcomm.call import Call
 from objcomm.config import Allowed
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
+from objcomm.memory import DeviceLike
 from objcomm.message import Message
 from objcomm.ops import Op, Operator, operator_for
-from objcomm.options import DeviceLike, Options
+from objcomm.options import Options
 from objcomm.transport import routes, topology
 from objcomm.transport.exchange import Exchange
 from objcomm.work import Work

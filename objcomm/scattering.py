@@ -9,9 +9,10 @@ from objcomm.config import Allowed
 from objcomm.errors import UsageError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
+from objcomm.memory import DeviceLike
 from objcomm.message import Message
 from objcomm.ops import Op, Operator, operator_for
-from objcomm.options import DeviceLike, Options, ShownOptions
+from objcomm.options import Options, ShownOptions
 from objcomm.transport import routes
 from objcomm.work import Work
 from objcomm.world import GroupLike

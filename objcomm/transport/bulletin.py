@@ -78,7 +78,8 @@ class Board:
 
     def tell_circle(self, circle: Conflict) -> None:
         """Add to what is published: this rank raises because of ``circle``."""
-        self._circles.append(circle)
+        if circle not in self._circles:
+            self._circles.append(circle)
 
     def leave(self) -> None:
         """Take back what this process has told."""
@@ -97,13 +98,13 @@ class Board:
 
     def propose(self, key: str, verdict: Verdict) -> Verdict:
         """Write a verdict unless there is one; returns the one that stands."""
-        return _verdict_in(key, self._store.compare_set(f"verdict/{key}", "", verdict.pack()))
+        return self._verdict_in(key, self._store.compare_set(f"verdict/{key}", "", verdict.pack()))
 
     def look(self, key: str) -> Verdict | None:
         """The verdict that stands, if there is one."""
         if not self._store.check([f"verdict/{key}"]):
             return None
-        return _verdict_in(key, self._store.get(f"verdict/{key}"))
+        return self._verdict_in(key, self._store.get(f"verdict/{key}"))
 
     def acknowledge(self, key: str, awaited: int) -> None:
         """Say that this rank knows a verdict; the last of ``awaited`` ranks removes it."""
@@ -115,13 +116,19 @@ class Board:
         self._store.delete_key(f"verdict/{key}")
         self._store.delete_key(f"known/{key}")
 
+    def _verdict_in(self, key: str, raw: bytes) -> Verdict:
+        """The verdict on ``key``; one that can't be read says no more than that there is one.
 
-def _verdict_in(key: str, raw: bytes) -> Verdict:
-    """The verdict on ``key``; one that can't be read says no more than that there is one."""
-    try:
-        return Verdict.unpack(raw)
-    except WireError as error:
-        return Verdict(Cause.LEFT, f"unread/{key}", reason=str(error))
+        A circle is passed on: whoever awaits this rank in it looks here, and may share no mesh with
+        the rank that has found it.
+        """
+        try:
+            verdict = Verdict.unpack(raw)
+            if verdict.circle:
+                self.tell_circle(Conflict.unpack(verdict.circle))
+        except WireError as error:
+            return Verdict(Cause.LEFT, f"unread/{key}", reason=str(error))
+        return verdict
 
 
 def _addresses_of(store: Any, before: dict[int, int]) -> set[Any]:

@@ -124,6 +124,7 @@ def _desync(mesh: Mesh, conflict: Conflict) -> Verdict:
         reason=conflict.reason,
         positions=tuple(positions),
         meshes=tuple(sorted(meshes)),
+        circle=b"" if conflict.is_of_one_lane else conflict.pack(),
     )
 
 

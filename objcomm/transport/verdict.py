@@ -59,6 +59,7 @@ class Verdict(NamedTuple):
         is_store_silent: whether the store did not answer; other ranks do not know this verdict.
         operation: what failed, where it is not the operation that a rank is in.
         meshes: the nonces of all meshes that it ends, where there are several.
+        circle: who waited for whom, as ``Conflict.pack`` gives it, where ranks waited in a circle.
     """
 
     cause: Cause
@@ -72,6 +73,7 @@ class Verdict(NamedTuple):
     is_store_silent: bool = False
     operation: str = ""
     meshes: tuple[str, ...] = ()
+    circle: bytes = b""
 
     @classmethod
     def of(cls, cause: Cause, **fields: Any) -> Self:
@@ -137,4 +139,5 @@ class Verdict(NamedTuple):
             failures=tuple(RankFailure(*each) for each in fields.failures),  # type: ignore[misc]  # plain lists travel
             silent=tuple(fields.silent),
             meshes=tuple(fields.meshes),
+            circle=bytes(memoryview(fields.circle)),  # of a number bytes() would make as many
         )

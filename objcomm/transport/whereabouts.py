@@ -94,6 +94,19 @@ class Conflict(NamedTuple):
             for other, state, _ in self.found
         )
 
+    def pack(self) -> bytes:
+        """As bytes for the store."""
+        return record.pack(self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "Conflict":
+        """The inverse of ``pack``.
+
+        Raises:
+            WireError: another program wrote it.
+        """
+        return record.unpack(raw, _conflict, "a circle")
+
 
 class Whereabouts(NamedTuple):
     """One process.

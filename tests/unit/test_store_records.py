@@ -19,7 +19,13 @@ POSITIONS = (
 FAILURE = RankFailure(1, "ValueError", "no \udce9", "Traceback …")
 VERDICTS = {
     Cause.DESYNC: (
-        Verdict.of(Cause.DESYNC, reason="other roots", positions=POSITIONS, meshes=("a", "b")),
+        Verdict.of(
+            Cause.DESYNC,
+            reason="other roots",
+            positions=POSITIONS,
+            meshes=("a", "b"),
+            circle=b"\x00\xff",
+        ),
         errors.DesyncError,
     ),
     Cause.REFUSED: (Verdict.of(Cause.REFUSED, failures=(FAILURE,)), errors.CollectiveError),

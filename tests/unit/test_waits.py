@@ -19,6 +19,7 @@ from objcomm.transport.device import DevicePath
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.proposal import proposal_for
 from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.whereabouts import Conflict, LaneState, Step, Whereabouts
 from tests.unit.memory_link import header_of
 
 REPORT_AFTER_S = Settings().report_after
@@ -103,6 +104,26 @@ def test_a_verdict_that_can_not_be_read_is_one(raw: str, tmp_path: Path) -> None
     assert not found.is_recoverable
     assert board.look("m") is None
     assert board.propose("m", mine) == mine
+
+
+def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> None:
+    """Rank 2 hears of it by a verdict on the world; rank 1, which awaits it, shares no mesh yet."""
+    board, other = (board_on(tmp_path)[0] for _ in range(2))
+    state = LaneState("a", "", 0, 1, 1, 1, -1, Step(0, 1, 2, 0, "a.py:1"), 2, 5.0, 1.0, ())
+    circle = Conflict("each waits for another", ((1, state, Step(0, 1, 2, 0, "a.py:1")),))
+    found = Verdict.of(Cause.DESYNC, reason=circle.reason, circle=circle.pack())
+    other.propose("n", found)
+    for _ in range(2):
+        assert board.look("n") == found
+    board.publish(Whereabouts(1, 1, ()))
+    read = board.read(0, 1)
+    assert read is not None
+    assert read.circles == (circle,)
+    assert read.circles[0].holds(1, state)
+    other.propose("m", found._replace(circle=b"\x91\x01"))
+    told = board.look("m")
+    assert told is not None
+    assert not told.is_recoverable
 
 
 def test_what_has_ended_already_is_neither_told_nor_acknowledged_again(tmp_path: Path) -> None:
