@@ -24,6 +24,9 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"
 
 #: Who has not said anything by then hangs.
 HANG_SECONDS = 20.0
+#: A process that has ended, but how was not told (CPython's ``popen_forkserver.Popen.poll``). Seen
+#: once in some thousand cases, with a rank that had done all it was asked for.
+EXIT_UNKNOWN = 255
 _END_SECONDS = 5.0
 _MADE_GROUP = re.compile(r"objcomm/[0-9a-f]{16}/")
 _STACKS_SECONDS = 0.5
