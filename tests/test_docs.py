@@ -21,6 +21,8 @@ from tests.ranks import run_on_fresh_ranks, solo
 from tests.workers import here, join
 
 _ROOT = Path(__file__).parents[1]
+# Blocks that launch ranks import torch anew, beside other files of tests that do so.
+_DEADLINE_S = 200.0
 _FENCE = re.compile(r"^```python(?P<tags>[^\n]*)\n(?P<source>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -61,6 +63,7 @@ def run(
         run_on_fresh_ranks(
             block.ranks,
             run_block,
+            deadline=_DEADLINE_S,
             where=block.where,
             source=block.source,
             folder=folder,

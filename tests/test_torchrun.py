@@ -8,6 +8,9 @@ import pytest
 
 from tests.doctor.job import clean_environment, free_port
 
+# Where much is read from disk at once, six processes that import torch have taken three minutes.
+pytestmark = pytest.mark.alone
+
 _PROGRAM = """
 import os
 import sys
