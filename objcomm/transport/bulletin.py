@@ -162,7 +162,7 @@ class Bulletin:
             describe: tells where this process is, given the number of the question.
             is_alive: whether the world still exists; the thread ends with it.
         """
-        self._jobs: queue.SimpleQueue[Callable[[Board], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[Board], object]] = queue.SimpleQueue()
         self._store: dist.Store | None = store
         self._rank = rank
         self._pause = max(IDLE_SECONDS, size / _LOOKS_PER_SECOND)
@@ -172,7 +172,7 @@ class Bulletin:
         self._thread = threading.Thread(target=self._run, name="objcomm-bulletin", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[Board], None]) -> None:
+    def submit(self, job: Callable[[Board], object]) -> None:
         """Have ``job`` done soon, on the bulletin's thread."""
         self._jobs.put(job)
         self._forget_if_over()
@@ -205,7 +205,7 @@ class Bulletin:
         if not self._thread.is_alive():
             self._take_all(lambda _: None)
 
-    def _take_all(self, take: Callable[[Callable[[Board], None]], None]) -> None:
+    def _take_all(self, take: Callable[[Callable[[Board], object]], None]) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 take(self._jobs.get_nowait())
@@ -236,7 +236,7 @@ class Bulletin:
             self._take_all(lambda job: self._do(job, board))
             board.leave()
 
-    def _do(self, job: Callable[[Board], None], board: Board) -> None:
+    def _do(self, job: Callable[[Board], object], board: Board) -> None:
         # The store's host is gone, or a stranger wrote to it: the thread must go on, because an
         # error here may not keep others from being told.
         with contextlib.suppress(Exception):

@@ -50,7 +50,7 @@ def _heed(board: Board, mesh: Mesh, entry: Entry) -> bool:
     """End the mesh if another rank has said so, or has failed in a block around this call."""
     posted = board.look(mesh.nonce) if mesh.nonce else None
     if posted is not None:
-        settle(board, mesh, posted)
+        mesh.settle_on(board, posted)
         return True
     for region in entry.regions:
         posted = posted or board.look(region)
@@ -65,7 +65,7 @@ def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry)
     if missing:
         mesh.is_deserted = True
         reason = "it died, exited or lost its network before it sent to or received from this rank"
-        settle(board, mesh, Verdict.of(Cause.LOST, ranks=missing, reason=reason))
+        mesh.settle_on(board, Verdict.of(Cause.LOST, ranks=missing, reason=reason))
     return bool(missing)
 
 
@@ -109,7 +109,7 @@ def _look_for_conflict(
         for other in meshes:  # before any connection closes: the others look there
             if other is not mesh and other.verdict is None and other.nonce in verdict.meshes:
                 board.propose(other.nonce, _desync(other, conflict))
-        settle(board, mesh, verdict)
+        mesh.settle_on(board, verdict)
 
 
 def _desync(mesh: Mesh, conflict: Conflict) -> Verdict:
@@ -126,11 +126,6 @@ def _desync(mesh: Mesh, conflict: Conflict) -> Verdict:
         meshes=tuple(sorted(meshes)),
         circle=b"" if conflict.is_of_one_lane else conflict.pack(),
     )
-
-
-def settle(board: Board, mesh: Mesh, proposal: Verdict) -> None:
-    """End a mesh by ``proposal``, or by what another rank has posted before."""
-    mesh.settle_on(board, proposal)
 
 
 def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> None:
@@ -245,7 +240,7 @@ def _known(mesh: Mesh, answers: dict[int, Whereabouts]) -> dict[int, Whereabouts
 def end(board: Board, mesh: Mesh, entry: Entry, verdict: Verdict) -> None:
     """End one call, and with it its mesh unless it can be withdrawn."""
     if entry.withdraw is None:
-        settle(board, mesh, verdict)
+        mesh.settle_on(board, verdict)
     else:
         entry.withdraw(verdict)
 

@@ -41,7 +41,6 @@ from objcomm.transport.inquiry import (
     investigate,
     report,
     report_silence,
-    settle,
     timeout_verdict,
 )
 from objcomm.transport.location import whereabouts
@@ -140,7 +139,7 @@ class Watcher(threading.Thread):
         target, forward_to = self.target, self.forward_to
         if signal.SIGINT in numbers and target is not None:
             verdict = Verdict.of(Cause.LEFT, ranks=(target.rank,), reason="it was interrupted")
-            target.bulletin.submit(functools.partial(settle, mesh=target, proposal=verdict))
+            target.bulletin.submit(functools.partial(target.settle_on, proposal=verdict))
             self._fall_back(_INTERRUPT_SECONDS, target, verdict)
         if forward_to != -1 and (signals := numbers.replace(_NUDGE, b"")):
             with contextlib.suppress(OSError):  # its owner may have closed it

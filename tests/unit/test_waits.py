@@ -12,7 +12,6 @@ import torch.distributed as dist
 from objcomm.config import Settings
 from objcomm.errors import TransportError, WireError
 from objcomm.history import Entry, History
-from objcomm.transport import inquiry
 from objcomm.transport.base import Deadline
 from objcomm.transport.bulletin import Board
 from objcomm.transport.device import DevicePath
@@ -142,6 +141,6 @@ def test_what_has_ended_already_is_neither_told_nor_acknowledged_again(tmp_path:
     mesh._progress.nonce = "n"  # noqa: SLF001  # as when the ranks have met
     silent = Verdict.of(Cause.LOST, ranks=(1,), is_store_silent=True)
     mesh.stop(silent)
-    inquiry.settle(board, mesh, Verdict.of(Cause.TIMEOUT, ranks=(1,)))
+    mesh.settle_on(board, Verdict.of(Cause.TIMEOUT, ranks=(1,)))
     assert mesh.verdict is silent
     assert not store.check(["verdict/n"])
