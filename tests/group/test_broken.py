@@ -215,6 +215,7 @@ def test_an_interrupt_before_ranks_confirm_reaches_those_that_wait_for_it() -> N
         with pytest.raises(KeyboardInterrupt if here().rank == 1 else TransportError) as caught:
             objcomm.broadcast("x", confirm=True)
     assert here().rank == 1 or "left after KeyboardInterrupt" in str(caught.value)
+    assert_group_works(dist.new_group())
 
 
 def _interrupted(*_: object) -> Any:
@@ -236,6 +237,7 @@ def test_a_verdict_that_nobody_can_read_ends_all_waits() -> None:
         objcomm.broadcast(bytes(1_000_000))
     with pytest.raises(BrokenGroupError):
         objcomm.barrier()
+    assert_group_works(dist.new_group())
 
 
 @ranks(2)
