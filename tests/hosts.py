@@ -12,11 +12,13 @@ Knows nothing of torch or of ranks.
 
 import json
 import os
+import random
 import secrets
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -105,6 +107,14 @@ class _Room:
         # The kernel kills its child, too, and with the first process of a namespace all others.
         self._holder.kill()
         self._holder.communicate(timeout=_LIMIT_S)
+
+
+def free_port() -> int:
+    """A port that is free, and below those that the kernel gives to whoever asks for any."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _first_child(pid: int) -> int:

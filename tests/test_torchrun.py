@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.job import clean_environment, free_port
+from tests.doctor.job import clean_environment
+from tests.hosts import free_port
 
 # Where much is read from disk at once, six processes that import torch have taken three minutes.
 pytestmark = pytest.mark.alone

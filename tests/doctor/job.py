@@ -1,10 +1,7 @@
 """Starts doctors as processes of one job, and gives back what each said and how it ended."""
 
-import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -43,14 +40,6 @@ def clean_environment() -> dict[str, str]:
         if not name.startswith(_OF_A_JOB) and name not in _OF_A_RANK
     }
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def free_port() -> int:
-    """A port that is free, and below those that the kernel gives to whoever asks for any."""
-    while True:
-        port = random.randrange(20000, 30000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 class Agent:

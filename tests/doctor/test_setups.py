@@ -17,14 +17,13 @@ from tests.doctor.job import (
     arrived,
     clean_environment,
     findings,
-    free_port,
     on_hosts,
     place,
     said,
     start,
     until,
 )
-from tests.hosts import Hosts
+from tests.hosts import Hosts, free_port
 
 # A rank may take long to import torch where others do so, too; who is waited for in vain makes a
 # test last as long as the first of these.

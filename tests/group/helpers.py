@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
+from tests.hosts import free_port
 from tests.workers import here
 
 
@@ -41,6 +42,11 @@ def tell_all(topic: str, text: str) -> list[str]:
     store = place.store("tell_all")
     store.set(f"{topic}{place.rank}", text)
     return [store.get(f"{topic}{rank}").decode() for rank in range(place.world_size)]
+
+
+def shared_port(topic: str = "port") -> int:
+    """A port that was free a moment ago, the same on all ranks; another one for each topic."""
+    return int(tell_all(topic, str(free_port()))[0])
 
 
 def keys_in(store: dist.Store) -> list[str]:

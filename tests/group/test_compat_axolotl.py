@@ -1,7 +1,6 @@
 """``objcomm.compat.axolotl``: axolotl's functions, and what is cured in them."""
 
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import objcomm
 from objcomm import CollectiveError, StartError, UsageError
 from objcomm.compat import axolotl as distributed
-from tests.group.helpers import assert_group_works, tell_all
+from tests.group.helpers import assert_group_works, shared_port, tell_all
 from tests.ranks import ranks, solo
 from tests.same import assert_same
 from tests.workers import here
@@ -146,9 +145,7 @@ def _launch_as(rank: int, size: int) -> None:
 @ranks(2, joined=False, deadline=60)
 def test_questions_have_no_side_effect_and_calls_join_by_themselves() -> None:
     rank = here().rank
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = tell_all("port", str(probe.getsockname()[1]))[0]
+    port = str(shared_port())
     _launch_as(rank, 2)
     os.environ["MASTER_PORT"] = port
     os.environ["LOCAL_RANK"] = "0"  # each on a host of its own, as far as it is told

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,16 +17,9 @@ import objcomm
 from objcomm import StartError, TransportError, TransportTimeout, UsageError
 from objcomm.transport.rendezvous import await_all
 from objcomm.world import resolve
-from tests.group.helpers import assert_group_works, tell_all
+from tests.group.helpers import assert_group_works, shared_port, tell_all
 from tests.ranks import ranks, solo
 from tests.workers import here
-
-
-def free_port(topic: str = "port") -> int:
-    """A port that was free a moment ago, the same on all ranks; another one for each topic."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(tell_all(topic, str(probe.getsockname()[1]))[0])
 
 
 def torchrun(rank: int, size: int) -> dict[str, str]:
@@ -65,7 +57,7 @@ def test_ranks_join_by_a_launchers_variables(
     launcher: str,
 ) -> None:
     rank = here().rank
-    os.environ.update(LAUNCHERS[launcher](rank, 2), MASTER_PORT=str(free_port()))
+    os.environ.update(LAUNCHERS[launcher](rank, 2), MASTER_PORT=str(shared_port()))
     before = dict(os.environ)
     told: list[str] = []
     handler = logging.Handler()
@@ -93,7 +85,7 @@ def test_ranks_join_by_a_launchers_variables(
     objcomm.shutdown()
     objcomm.shutdown()
     assert not objcomm.is_initialized()
-    os.environ["MASTER_PORT"] = str(free_port("second port"))
+    os.environ["MASTER_PORT"] = str(shared_port("second port"))
     assert objcomm.ddp_init_group({"distributed_backend": "gloo", "device": "cpu"}).rank == rank
     assert_group_works()
 
@@ -125,7 +117,7 @@ def test_nobody_leaves_before_all_have_joined() -> None:
             time.sleep(1)
             marks.set("late", "")
 
-    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(free_port()))
+    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(shared_port()))
     dist.init_process_group = slowly
     try:
         objcomm.init(timeout=30)
@@ -138,7 +130,7 @@ def test_nobody_leaves_before_all_have_joined() -> None:
 @ranks(3, joined=False, deadline=60, expect_dead=[1])
 def test_a_death_before_the_first_call_is_heard_of() -> None:
     rank = here().rank
-    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(free_port()))
+    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(shared_port()))
     objcomm.init(timeout=60)
     unused = dist.new_group([0, 1, 2])
     tell_all("joined", "")
@@ -167,7 +159,7 @@ def test_a_rank_that_lost_its_connections_may_still_come() -> None:
 
 @ranks(2, joined=False, deadline=60)
 def test_any_thread_may_make_the_first_call_after_init() -> None:
-    os.environ.update(torchrun(here().rank, 2), MASTER_PORT=str(free_port()))
+    os.environ.update(torchrun(here().rank, 2), MASTER_PORT=str(shared_port()))
     leave = threading.Event()
 
     def joins() -> None:
@@ -217,7 +209,7 @@ def test_without_a_launcher_nothing_is_initialised() -> None:
 
 @solo()
 def test_a_launchers_world_of_one_is_initialised() -> None:
-    os.environ.update(slurm(0, 1), MASTER_PORT=str(free_port()))
+    os.environ.update(slurm(0, 1), MASTER_PORT=str(shared_port()))
     assert objcomm.init().launcher == "SLURM"
     assert dist.get_world_size() == 1
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
@@ -246,7 +238,7 @@ def test_what_cannot_start_is_said_before_any_wait() -> None:
 
 @solo()
 def test_ranks_that_do_not_come_are_an_error_with_the_address() -> None:
-    port = free_port()
+    port = shared_port()
     os.environ.update(torchrun(1, 2), MASTER_PORT=str(port))
     with pytest.raises(StartError) as caught:
         objcomm.init(timeout=1)
