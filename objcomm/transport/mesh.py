@@ -284,10 +284,14 @@ class Mesh:
         """Say that this rank leaves the block ``key`` by its verdict."""
         self.bulletin.submit(lambda board: board.acknowledge(key, len(self.members)))
 
-    def stop(self, verdict: Verdict) -> Verdict:
+    def stop(self, verdict: Verdict, board: Board | None = None) -> Verdict:
         """Close the connections because of a verdict that is known to the other ranks.
 
         The first one holds; it is returned.
+
+        Args:
+            verdict: why; one that the store was too slow for is known here only.
+            board: given on the bulletin's own thread, where that may do no further job.
         """
         with self._lock:
             if self.verdict is not None:
@@ -299,10 +303,13 @@ class Mesh:
                 self._connected.exception()  # taken: nobody may be waiting for it
         if self.link is not None:
             self.link.abort()
-        lost = verdict.ranks if verdict.cause is Cause.LOST else ()
-        if self.nonce and not verdict.is_store_silent and self.rank not in lost:
-            key, awaited = self.nonce, len(self.members) - len(lost)
-            self.bulletin.submit(lambda board: board.acknowledge(key, awaited))
+        if self.nonce:
+            # Not the mesh itself: a job that waits would keep its connections open.
+            job = partial(_acknowledge, self.nonce, self.rank, len(self.members), verdict)
+            if board is None:
+                self.bulletin.submit(job)
+            else:
+                job(board)
         log.log(
             logging.DEBUG if verdict.reason in FAREWELLS else logging.INFO,
             "group %r: its connections were closed, %s: %s",
@@ -312,3 +319,15 @@ class Mesh:
             extra=self.labels,
         )
         return verdict
+
+
+def _acknowledge(nonce: str, rank: int, size: int, verdict: Verdict, board: Board) -> None:
+    """Say that ``rank`` knows what ended its mesh, so that the last to do so clears the store."""
+    standing: Verdict | None = verdict
+    if verdict.is_store_silent:  # nobody knows it, but another rank may have posted one
+        standing = board.look(nonce)
+    if standing is None:
+        return
+    lost = standing.ranks if standing.cause is Cause.LOST else ()
+    if rank not in lost:
+        board.acknowledge(nonce, size - len(lost))

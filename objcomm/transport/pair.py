@@ -157,9 +157,7 @@ def say_farewell(channels: Iterable[Channel]) -> None:
     def tell(board: Board) -> None:
         for mesh, verdict in verdicts.items():
             if mesh.link is not None and mesh.verdict is None:
-                board.propose(mesh.nonce, verdict)
-                mesh.stop(verdict._replace(is_store_silent=True))
-                board.acknowledge(mesh.nonce, len(mesh.members))
+                mesh.stop(board.propose(mesh.nonce, verdict), board)
 
     # All in one: where the world has gone as well, the bulletin does no second job.
     for bulletin in {mesh.bulletin for mesh in verdicts}:

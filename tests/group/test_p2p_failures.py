@@ -24,11 +24,13 @@ from objcomm import (
     TransportTimeout,
 )
 from objcomm.transport.creation import store_of
+from objcomm.transport.watch import bulletin_of
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,
     assert_group_works,
     keys_in,
+    keys_of_verdicts,
     subgroup,
     tell_all,
     when_main_thread_waits,
@@ -487,6 +489,25 @@ def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
         time.sleep(0.1)
     tell_all("settled", "")
     assert len([key for key in keys_in(store) if "objcomm" in key]) <= keys + 2
+
+
+@ranks(2)
+def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
+    store, other = store_of(dist.group.WORLD), 1 - here().rank
+    objcomm.barrier()
+    for late in range(2):
+        group: Any = dist.new_group([0, 1])
+        assert objcomm.sendrecv(here().rank, other, other, group=group) == other
+        if here().rank == late:  # so long may questions take; who says farewell waits for less
+            world: Any = dist.group.WORLD
+            bulletin_of(world).submit(lambda _: time.sleep(1.0))
+        dist.destroy_process_group(group)
+        del group
+    until = time.monotonic() + SOON_S
+    while left := keys_of_verdicts(store):
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+    tell_all("settled", "")
 
 
 @ranks(2)

@@ -35,6 +35,8 @@ class _Raising(threading.Thread):
             self._body()
         except BaseException as error:  # noqa: BLE001  # raised again by join
             self._error = error
+        finally:
+            del self._body  # a lane keeps its last thread, which should keep nothing
 
     def join(self, timeout: float | None = None) -> None:
         super().join(timeout)

@@ -280,8 +280,13 @@ def _send_to_root(turn: Turn, party: Party) -> Any:
     return [by_rank[each] for each in range(turn.size)]
 
 
+def world_colors(rank: int) -> tuple[int, int]:
+    """The rank's colours in the two ways in which groups are split."""
+    return rank % 2, (rank >> 1) % 2
+
+
 def _color(turn: Turn, rank: int) -> int:
-    return (rank >> turn.seed % 2) % 2
+    return world_colors(rank)[turn.seed % 2]
 
 
 def _split(turn: Turn, party: Party) -> Any:
