@@ -125,7 +125,14 @@ def on_hosts(hosts: Hosts, variables: Sequence[Mapping[str, str]], *arguments: s
     return said(processes)
 
 
-def findings(path: Path) -> dict[str, Any]:
-    """The findings of a report, by name."""
+class Findings(dict[str, Any]):
+    """The findings of a report, by name; one that is missing shows those that are there."""
+
+    def __missing__(self, name: str) -> Any:
+        raise AssertionError(f"no {name} among {[*self.values()]}")
+
+
+def findings(path: Path) -> Findings:
+    """The findings of a report."""
     told = json.loads(path.read_text(encoding="utf-8"))
-    return {each["name"]: each for each in told["findings"]}
+    return Findings({each["name"]: each for each in told["findings"]})

@@ -2,7 +2,9 @@
 
 import time
 import unittest.mock
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,22 +127,46 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
     assert not told.is_recoverable
 
 
-def test_what_has_ended_already_is_neither_told_nor_acknowledged_again(tmp_path: Path) -> None:
-    board, store = board_on(tmp_path)
-    no_bulletin: Any = None
+def _mesh_that_has_met(jobs: list[Callable[[Board], object]]) -> Mesh:
+    bulletin: Any = SimpleNamespace(submit=jobs.append)
     mesh = Mesh(
         name="world",
         is_world=True,
         ranks=(0, 1),
         rank=0,
         history=History(),
-        bulletin=no_bulletin,
+        bulletin=bulletin,
         members=(0, 1),
         whole=None,
     )
     mesh._progress.nonce = "n"  # noqa: SLF001  # as when the ranks have met
+    return mesh
+
+
+def test_what_has_ended_already_is_neither_told_nor_acknowledged_again(tmp_path: Path) -> None:
+    board, store = board_on(tmp_path)
+    jobs: list[Callable[[Board], object]] = []
+    mesh = _mesh_that_has_met(jobs)
     silent = Verdict.of(Cause.LOST, ranks=(1,), is_store_silent=True)
     mesh.stop(silent)
     mesh.settle_on(board, Verdict.of(Cause.TIMEOUT, ranks=(1,)))
+    for job in jobs:
+        job(board)
     assert mesh.verdict is silent
     assert not store.check(["verdict/n"])
+    assert not store.check(["known/n"])
+
+
+@pytest.mark.parametrize("lost", [(), (1,), (0,)])
+def test_who_ends_without_the_store_acknowledges_what_it_finds_there_later(
+    tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    board, store = board_on(tmp_path)
+    jobs: list[Callable[[Board], object]] = []
+    _mesh_that_has_met(jobs).stop(Verdict.of(Cause.LEFT, ranks=(0,), is_store_silent=True))
+    board.propose("n", Verdict.of(Cause.LOST if lost else Cause.LEFT, ranks=lost or (1,)))
+    for job in jobs:
+        job(board)
+    # It is one of two that know, the only one, or the one that the others have given up.
+    assert store.check(["verdict/n"]) == (lost != (1,))
+    assert store.check(["known/n"]) == (not lost)
