@@ -20,6 +20,7 @@ from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, Usage
 from objcomm.frames import Header, Operation
 from objcomm.transport.base import FOREVER_SECONDS, Deadline, reason_of
 from objcomm.transport.bulletin import Board, StoreSilentError
+from objcomm.transport.farewell import FAREWELL_SECONDS
 from objcomm.transport.mailbox import Arrival, Mailbox
 from objcomm.transport.order import Order, Single
 from objcomm.transport.proposal import proposal_for
@@ -162,7 +163,7 @@ def say_farewell(channels: Iterable[Channel]) -> None:
     # All in one: where the world has gone as well, the bulletin does no second job.
     for bulletin in {mesh.bulletin for mesh in verdicts}:
         with contextlib.suppress(StoreSilentError):
-            bulletin.call(tell)
+            bulletin.call(tell, FAREWELL_SECONDS)  # a question keeps it for more than a second
     for mesh, verdict in verdicts.items():
         mesh.stop(verdict._replace(is_store_silent=True))
 
