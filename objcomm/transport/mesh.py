@@ -323,9 +323,8 @@ class Mesh:
 
 def _acknowledge(nonce: str, rank: int, size: int, verdict: Verdict, board: Board) -> None:
     """Say that ``rank`` knows what ended its mesh, so that the last to do so clears the store."""
-    standing: Verdict | None = verdict
-    if verdict.is_store_silent:  # nobody knows it, but another rank may have posted one
-        standing = board.look(nonce)
+    # Nobody knows one that the store was too slow for, but another rank may have posted its own.
+    standing = board.look(nonce) if verdict.is_store_silent else verdict
     if standing is None:
         return
     lost = standing.ranks if standing.cause is Cause.LOST else ()

@@ -163,7 +163,7 @@ def say_farewell(channels: Iterable[Channel]) -> None:
     # All in one: where the world has gone as well, the bulletin does no second job.
     for bulletin in {mesh.bulletin for mesh in verdicts}:
         with contextlib.suppress(StoreSilentError):
-            bulletin.call(tell, FAREWELL_SECONDS)  # a question keeps it for more than a second
+            bulletin.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
     for mesh, verdict in verdicts.items():
         mesh.stop(verdict._replace(is_store_silent=True))
 

@@ -493,13 +493,13 @@ def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
 
 @ranks(2)
 def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
-    store, other = store_of(dist.group.WORLD), 1 - here().rank
+    world: Any = dist.group.WORLD
+    store, other = store_of(world), 1 - here().rank
     objcomm.barrier()
     for late in range(2):
         group: Any = dist.new_group([0, 1])
         assert objcomm.sendrecv(here().rank, other, other, group=group) == other
-        if here().rank == late:  # so long may questions take; who says farewell waits for less
-            world: Any = dist.group.WORLD
+        if here().rank == late:  # as a question to the other ranks keeps it
             bulletin_of(world).submit(lambda _: time.sleep(1.0))
         dist.destroy_process_group(group)
         del group
@@ -508,6 +508,7 @@ def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
         assert time.monotonic() < until, left
         time.sleep(0.1)
     tell_all("settled", "")
+    assert_group_works()
 
 
 @ranks(2)

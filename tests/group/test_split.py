@@ -374,9 +374,8 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
         assert caught.value.missing == (1,)
         assert caught.value.operation == "split"
     tell_all("given up", "")
-    time.sleep(
-        0.3
-    )  # a send in the moment in which its connection ends is not woken: see failures.md
+    # A send in the moment in which its connection ends is not woken: see failures.md.
+    time.sleep(0.3)
     with pytest.raises(objcomm.TransportError):
         objcomm.split(0, group=group)
     dist.destroy_process_group(group)

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import history
+from objcomm.transport.creation import store_of
 from tests.group.test_threads import in_thread
 from tests.same import assert_same
 from tests.soak import measure
@@ -50,8 +52,10 @@ def ask_once() -> None:
 
     They do when somebody waits for half a second, which else happens at any time, or never.
     """
-    if not dist.get_rank():
-        time.sleep(1.0)
+    if not dist.get_rank():  # the others wait for it in the barrier, and so ask
+        answers = [f"where/{rank}" for rank in range(dist.get_world_size())]
+        board = dist.PrefixStore("objcomm", store_of(dist.group.WORLD))
+        board.wait(answers, timedelta(seconds=60))
     objcomm.barrier("all have asked")
 
 
