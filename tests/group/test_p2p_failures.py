@@ -491,7 +491,7 @@ def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
     assert len([key for key in keys_in(store) if "objcomm" in key]) <= keys + 2
 
 
-@ranks(2, disposable=True)  # another test's ranks may leave keys, where one never hears of a failure
+@ranks(2, disposable=True)  # in other tests a rank may never hear of a verdict, and its keys stay
 def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
     world: Any = dist.group.WORLD
     store, other = store_of(world), 1 - here().rank
