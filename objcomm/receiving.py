@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from objcomm.errand import Errand
 from objcomm.errors import UsageError
@@ -196,9 +196,7 @@ class Receive(Errand):
                 pair.absolve(request.verdict)
             end_elsewhere(request.verdict)
             raise request.verdict.error(self._name, self.entry.header.position)
-        if request.arrival is None:
-            raise UsageError(f"{self._name}: it was interrupted")
-        return request.arrival
+        return cast("Arrival", request.arrival)  # a wait ends by a message or by a verdict
 
     def take_in(self, arrival: Arrival) -> Any:
         """The object of a message whose first part is here.
