@@ -1,0 +1,378 @@
+"""Errors of operations in flight: who hears of them, and when."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError, DecodeError, DesyncError, UsageError, Work
+from tests.group.helpers import (
+    RefusesToArrive,
+    RefusesToPickle,
+    assert_group_works,
+    tell_all,
+    when_main_thread_waits,
+)
+from tests.group.in_flight import LIMIT_S, SOON_S, in_thread, own, soon
+from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS, is_told
+from tests.ranks import ranks
+from tests.workers import here
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_wrong_arguments_raise_at_the_call(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UsageError):
+            OPERATIONS[name](own(name), async_op=True, timeout=-1)
+    assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", OBJECT_OPERATIONS)
+def test_what_cannot_be_encoded_raises_at_the_wait(name: str) -> None:
+    mine: Any = RefusesToPickle(LookupError("not me")) if here().rank == 0 else 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        work = OPERATIONS[name](mine, async_op=True)
+        if is_told(name, 0, here().rank):
+            with pytest.raises(CollectiveError, match="not me") as caught:
+                work.wait()
+            assert work.exception() is caught.value
+            assert caught.value.failures[0].rank == 0
+        else:
+            assert work.wait() in (None, 1)
+    assert_group_works()
+
+
+@ranks(1, 2, 3)
+def test_an_op_that_raises_is_told_at_every_wait() -> None:
+    def divide(_left: int, _right: int) -> int:
+        raise ZeroDivisionError("by design")
+
+    works = [objcomm.all_reduce(1, divide, async_op=True), objcomm.all_reduce(1, async_op=True)]
+    if here().world_size == 1:
+        assert works[0].wait() == 1
+    else:
+        with pytest.raises(CollectiveError, match="by design"):
+            works[0].wait()
+    assert works[1].wait() == here().world_size
+    assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("confirm", [False, True])
+def test_what_cannot_be_decoded_raises_at_the_wait(*, confirm: bool) -> None:
+    works = [
+        objcomm.broadcast(RefusesToArrive(1), async_op=True, confirm=confirm),
+        objcomm.all_gather(here().rank, async_op=True),
+    ]
+    if here().rank == 1 and not confirm:
+        with pytest.raises(DecodeError):
+            works[0].wait()
+    elif confirm:
+        with pytest.raises(CollectiveError, match="cannot be rebuilt"):
+            works[0].wait()
+    else:
+        works[0].wait()
+    assert works[1].wait() == list(range(here().world_size))
+    assert_group_works()
+
+
+@ranks(2, 3)
+def test_an_operations_limit_counts_from_its_turn_and_ends_it() -> None:
+    group: Any = dist.new_group()
+    objcomm.barrier(group=group)
+    if here().rank == 0:
+        works = [
+            objcomm.all_gather(1, timeout=0.4, group=group, async_op=True),
+            objcomm.all_gather(2, group=group, async_op=True),
+        ]
+        with pytest.raises(objcomm.TransportTimeout, match="all_gather"):
+            works[0].wait()
+        with pytest.raises(objcomm.TransportError):
+            works[1].wait()
+    tell_all("over", "")
+    with pytest.raises(objcomm.TransportError):
+        objcomm.barrier(group=group)
+    dist.destroy_process_group(group)
+    assert_group_works()
+
+
+@ranks(2, 3)
+def test_ranks_that_differ_in_flight_hear_of_it_and_the_group_works_on() -> None:
+    objcomm.barrier()
+    works: list[Work[Any]] = [objcomm.all_gather(1, async_op=True)]
+    if here().rank == 1:
+        works.append(objcomm.all_gather("other", async_op=True))
+    else:
+        works.append(objcomm.all_reduce(1, async_op=True))
+    works.append(objcomm.all_gather(3, async_op=True))
+    works[0].wait()
+    error = soon(works[1])
+    assert isinstance(error, DesyncError)
+    assert "all_reduce" in str(error)
+    assert "all_gather" in str(error)
+    assert isinstance(soon(works[2]), DesyncError)
+    tell_all("all have heard", "")
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_circle_through_a_wait_is_found() -> None:
+    """Each rank waits for the other one in another group, one of them in a work's wait."""
+    one: Any = dist.new_group([0, 1])
+    two: Any = dist.new_group([0, 1])
+    for group in (one, two):
+        objcomm.barrier(group=group)
+    if here().rank == 0:
+        assert isinstance(soon(objcomm.barrier(group=one, async_op=True)), DesyncError)
+    else:
+        with pytest.raises(DesyncError):
+            objcomm.barrier(group=two)
+    tell_all("all have heard", "")
+    for group in (one, two):
+        assert_group_works(group)
+        dist.destroy_process_group(group)
+
+
+@ranks(2)
+def test_a_circle_through_a_synchronous_call_behind_a_work_is_found() -> None:
+    one: Any = dist.new_group([0, 1])
+    two: Any = dist.new_group([0, 1])
+    for group in (one, two):
+        objcomm.barrier(group=group)
+    began = time.monotonic()
+    if here().rank == 0:
+        work = objcomm.barrier(group=one, async_op=True)
+        with pytest.raises(DesyncError):
+            objcomm.barrier(group=one)  # waits for the one before it
+        assert isinstance(soon(work), DesyncError)
+    else:
+        with pytest.raises(DesyncError):
+            objcomm.barrier(group=two)
+    assert time.monotonic() - began < SOON_S
+    tell_all("all have heard", "")
+    for group in (one, two):
+        assert_group_works(group)
+        dist.destroy_process_group(group)
+
+
+@ranks(2)
+def test_a_wait_with_a_limit_closes_no_circle() -> None:
+    """Rank 0 waits for rank 1, which waits for rank 0 elsewhere; but rank 0 can go there."""
+    one: Any = dist.new_group([0, 1])
+    two: Any = dist.new_group([0, 1])
+    for group in (one, two):
+        objcomm.barrier(group=group)
+    if here().rank == 0:
+        work = objcomm.barrier(group=one, async_op=True)
+        with pytest.raises(TimeoutError, match="still in flight"):
+            work.wait(2.5)
+        objcomm.barrier(group=two)
+        work.wait()
+    else:
+        objcomm.barrier(group=two)
+        objcomm.barrier(group=one)
+    for group in (one, two):
+        dist.destroy_process_group(group)
+
+
+@ranks(2)
+def test_what_is_in_flight_on_several_groups_is_no_circle() -> None:
+    one: Any = dist.new_group([0, 1])
+    two: Any = dist.new_group([0, 1])
+    for group in (one, two):
+        objcomm.barrier(group=group)
+    groups = [one, two] if here().rank == 0 else [two, one]
+    works = []
+    for group in groups:
+        works.append(objcomm.barrier(group=group, async_op=True))
+        time.sleep(1.2)  # long enough to be investigated
+    objcomm.wait_all(works)
+    for group in (one, two):
+        dist.destroy_process_group(group)
+
+
+@ranks(3, expect_dead=[2])
+def test_a_death_ends_what_is_in_flight() -> None:
+    objcomm.barrier()
+    tell_all("alive", "")
+    if here().rank == 2:
+        os._exit(1)
+    works = [objcomm.all_gather(1, async_op=True), objcomm.barrier(async_op=True)]
+    for work in works:
+        assert isinstance(soon(work), objcomm.TransportError)
+    with pytest.raises(objcomm.BrokenGroupError):
+        objcomm.barrier(async_op=True)
+
+
+@ranks(2)
+def test_messages_of_a_group_of_two_meet_apart_from_its_collectives() -> None:
+    """Whichever of the two is begun first on each rank."""
+    for _ in range(3):
+        group: Any = dist.new_group([0, 1])
+        if here().rank == 0:
+            sending = objcomm.isend("message", 1, group=group)
+            assert objcomm.all_gather(0, group=group) == [0, 1]
+            sending.wait()
+        else:
+            assert objcomm.all_gather(1, group=group) == [0, 1]
+            assert objcomm.recv(0, group=group) == "message"
+        dist.destroy_process_group(group)
+
+
+@ranks(2, disposable=True)
+def test_an_interrupt_ends_the_wait_and_not_the_work() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        work = objcomm.all_gather(0, async_op=True)
+        when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        assert not work.done()
+    tell_all("interrupted", "")
+    if here().rank == 1:
+        work = objcomm.all_gather(1, async_op=True)
+    assert work.wait() == [0, 1]
+    assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_an_interrupt_of_a_call_that_waits_for_those_before_it_leaves_nobody_waiting() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        work = objcomm.all_gather(0, async_op=True)
+        when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            objcomm.barrier()
+        assert isinstance(soon(work), objcomm.TransportError)
+    tell_all("interrupted", "")
+    if here().rank == 1:
+        with pytest.raises(objcomm.TransportError):
+            objcomm.all_gather(1)
+
+
+@ranks(2, 3)
+def test_a_block_that_fails_ends_what_is_in_flight_inside_it() -> None:
+    before = objcomm.all_gather("before", async_op=True)
+    works: list[Work[Any]] = []
+
+    def block() -> None:
+        with objcomm.fail_together():
+            if here().rank == 0:
+                raise LookupError("no such shard")
+            works.append(objcomm.all_gather("inside", async_op=True))
+            works.append(objcomm.barrier(async_op=True))
+            works[0].wait()
+
+    with pytest.raises(CollectiveError, match="no such shard"):
+        block()
+    assert before.wait() == ["before"] * here().world_size
+    for work in works:
+        assert "no such shard" in str(soon(work))
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_block_ends_when_what_is_in_flight_has_ended() -> None:
+    with objcomm.fail_together():
+        work = objcomm.all_gather(bytes(300_000), async_op=True)
+    assert work.done()
+    assert len(work.wait()) == 2
+
+
+@ranks(2, 3)
+def test_a_callback_on_the_lines_thread_that_communicates_is_refused() -> None:
+    def nested(left: Any, right: Any) -> Any:
+        objcomm.barrier()
+        return left + right
+
+    def in_flight(left: Any, right: Any) -> Any:
+        objcomm.barrier(async_op=True)
+        return left + right
+
+    for op in (nested, in_flight):
+        work = objcomm.all_reduce(1, op, async_op=True)
+        with pytest.raises(CollectiveError, match="communicate before or after") as caught:
+            work.wait(LIMIT_S)
+        assert list(caught.value.failures) == [0]
+        assert_group_works()
+
+
+class Talkative:
+    """Communicates when it arrives."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        objcomm.barrier()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"any": 1}
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_thread_over", [False, True])
+def test_an_object_that_communicates_when_it_arrives_is_refused(*, is_thread_over: bool) -> None:
+    works: list[Work[Any]] = []
+
+    def call() -> None:
+        with objcomm.lane(f"talkative {is_thread_over}"):
+            works.append(objcomm.all_gather(Talkative(), async_op=True))
+
+    if is_thread_over:  # so nobody owns the lane when it arrives
+        objcomm.barrier()
+        if here().rank == 0:
+            with in_thread(call):
+                pass
+        tell_all("over", "")
+        if here().rank == 1:
+            with in_thread(call):
+                pass
+    else:
+        call()
+    with pytest.raises(DecodeError):
+        works[0].wait(LIMIT_S)
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_callback_that_waits_for_a_later_work_is_refused() -> None:
+    is_begun = threading.Event()
+    works: list[Work[Any]] = []
+
+    def impatient(left: Any, right: Any) -> Any:
+        assert is_begun.wait(LIMIT_S)
+        works[1].wait()
+        return left + right
+
+    works.append(objcomm.all_reduce(1, impatient, async_op=True))
+    works.append(objcomm.all_gather(1, async_op=True))
+    is_begun.set()
+    with pytest.raises(CollectiveError, match="comes after"):
+        works[0].wait(LIMIT_S)
+    assert works[1].wait(LIMIT_S) == [1, 1]
+
+
+@ranks(2, disposable=True)
+def test_without_a_thread_for_it_the_call_fails_on_every_rank() -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with objcomm.lane("no thread"):
+        objcomm.barrier()
+        if here().rank == 0:
+            with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+                warnings.simplefilter("error")
+                patch.setattr(threading.Thread, "start", refuse)
+                with pytest.raises(RuntimeError, match="new thread"):
+                    objcomm.all_gather(0, async_op=True)
+        else:
+            with pytest.raises(objcomm.ObjcommError):
+                objcomm.all_gather(1)

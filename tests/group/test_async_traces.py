@@ -1,0 +1,213 @@
+"""What operations in flight leave behind, and what is seen of them."""
+
+import gc
+import linecache
+import time
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import objcomm
+from objcomm import CollectiveError, DecodeError
+from objcomm.transport import line as line_module
+from tests.group.helpers import RefusesToArrive, RefusesToPickle, assert_group_works, tell_all
+from tests.group.in_flight import LIMIT_S, lines
+from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
+from tests.ranks import ranks
+from tests.workers import here
+
+# What is left behind
+
+
+@ranks(1, 2)
+def test_what_is_never_waited_for_is_reported_at_its_line() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        objcomm.all_gather(1, async_op=True)
+        objcomm.barrier()
+        objcomm.all_reduce(RefusesToPickle(LookupError("lost")), "max", async_op=True)
+        objcomm.barrier()
+        _end_lines()
+    told = [(each.category, each.filename, str(each.message)) for each in caught]
+    assert [each[:2] for each in told] == [(RuntimeWarning, __file__)] * 2
+    assert "async_op=True" in linecache.getline(__file__, caught[0].lineno)
+    assert told[0][2] == "all_gather was begun here but never waited for"
+    assert "lost" in told[1][2] or here().world_size == 1
+
+
+def _end_lines() -> None:
+    """Wait until no line's thread is left: it lets go of a work last."""
+    until = time.monotonic() + LIMIT_S
+    while lines():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@ranks(2)
+def test_only_asynchronous_calls_get_a_thread_and_it_ends_when_idle() -> None:
+    _end_lines()
+    objcomm.all_gather(1)
+    with objcomm.lane("quiet"):
+        objcomm.all_gather(1)
+    assert lines() == []
+    works = [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
+    assert [thread.name for thread in lines()] == ["objcomm-line"]
+    with objcomm.lane("loud"):
+        works += [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
+    assert len(lines()) == 2
+    assert {"objcomm-line", "objcomm-line loud"} == {thread.name for thread in lines()}
+    objcomm.wait_all(works)
+    assert line_module._LINGER_SECONDS < LIMIT_S  # noqa: SLF001  # or the next line can't end
+    _end_lines()
+    assert_group_works()
+
+
+class Held:
+    def __init__(self) -> None:
+        self.tensor = torch.ones(100_000)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("name", OBJECT_OPERATIONS)
+def test_neither_what_was_sent_nor_what_arrived_is_kept(name: str) -> None:
+    gc.disable()
+    try:
+        mine = Held()
+        work: Any = OPERATIONS[name](mine, async_op=True)
+        got = work.wait()
+        several = got if isinstance(got, list) else [got]
+        kept = [weakref.ref(obj) for obj in (mine, work, *several) if obj is not None]
+        objcomm.barrier(async_op=True).wait()
+        objcomm.barrier()
+        del mine, got, several, work
+        assert [ref() for ref in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
+@ranks(2)
+def test_what_failed_in_flight_keeps_nothing() -> None:
+    def fail(_left: Any, _right: Any) -> Any:
+        raise LookupError("by design")
+
+    gc.disable()
+    try:
+        mine = Held()
+        work = objcomm.all_reduce(mine, fail, async_op=True)
+        with pytest.raises(CollectiveError):
+            work.wait()
+        kept: list[weakref.ref[Any]] = [weakref.ref(mine), weakref.ref(work)]
+        objcomm.barrier(async_op=True).wait()
+        objcomm.barrier()
+        del mine, work
+        assert [ref() for ref in kept] == [None] * 2
+    finally:
+        gc.enable()
+
+
+@ranks(2)
+def test_a_receive_that_failed_in_flight_keeps_nothing() -> None:
+    objcomm.barrier()
+    gc.disable()
+    try:
+        if here().rank == 0:
+            objcomm.send(RefusesToArrive(1), 1)
+        else:
+            work = objcomm.irecv(0)
+            with pytest.raises(DecodeError):
+                work.wait()
+            kept = weakref.ref(work)
+            del work
+            until = time.monotonic() + LIMIT_S
+            while kept() is not None:  # its thread lets go of it last
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        objcomm.barrier()
+    finally:
+        gc.enable()
+
+
+@ranks(2)
+def test_memory_does_not_grow_with_the_number_of_works() -> None:
+    def call_often() -> int:
+        for turn in range(100):
+            works = [
+                objcomm.all_gather((turn, bytes(100_000)), async_op=True),
+                objcomm.all_reduce(torch.ones(20_000), async_op=True),
+            ]
+            objcomm.wait_all(works)
+        del works
+        gc.collect()
+        return len(gc.get_objects())
+
+    call_often()
+    before = call_often()
+    assert call_often() - before < 50
+
+
+# What is seen of it
+
+
+@ranks(2)
+def test_the_recorder_shows_what_is_in_flight() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        work = objcomm.all_gather(1, async_op=True)
+        with pytest.raises(TimeoutError):
+            work.wait(0.3)
+        entry = _recorded()[-1]
+        assert (entry["operation"], entry["outcome"], entry["ms"]) == (
+            "all_gather",
+            "under way",
+            None,
+        )
+        assert entry["awaits"] == 1
+        assert entry["call_site"] == work.call_site
+    tell_all("looked", "")
+    if here().rank == 1:
+        work = objcomm.all_gather(1, async_op=True)
+    work.wait()
+    assert _recorded()[-1]["outcome"] == "returned"
+
+
+def _recorded() -> list[dict[str, Any]]:
+    told = objcomm.recorder.dump()
+    (group,) = [each for each in told["groups"] if each["size"] == here().world_size]
+    entries: list[dict[str, Any]] = group["entries"]
+    return entries
+
+
+@ranks(2)
+def test_works_are_counted_as_calls() -> None:
+    objcomm.reset_stats()
+    objcomm.wait_all([objcomm.all_gather(bytes(1000), async_op=True) for _ in range(3)])
+    counted = objcomm.stats()["all_gather"]
+    assert counted.calls == 3
+    assert counted.received_nbytes > 3000
+
+
+@ranks(2)
+def test_the_profiler_shows_works_where_it_looks_at_all_threads() -> None:
+    with _profile(torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profiler:  # noqa: SLF001  # torch has no public name for it
+        objcomm.all_gather(1, async_op=True).wait()
+        objcomm.barrier()
+    names = [event.name for event in profiler.events()]
+    assert "objcomm::barrier" in names
+    assert "objcomm::all_gather" in names
+
+
+def _profile(config: Any = None) -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return torch.profiler.profile(activities=activities, experimental_config=config)
+
+
+@ranks(2)
+def test_works_may_outlive_a_profiler() -> None:
+    for _ in range(10):
+        with _profile():
+            works = [objcomm.all_gather(bytes(100_000), async_op=True) for _ in range(3)]
+        objcomm.wait_all(works)
+    assert_group_works()
