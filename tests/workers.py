@@ -44,7 +44,13 @@ _LAUNCHER_VARIABLES = (
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "MPI_LOCAL", "SLURM_", "JSM_")
 
 #: Modules besides ``test_*`` whose asserts show their values.
-EXPLAINED = ("tests.same", "tests.contracts", "tests.group.helpers", "tests.group.in_flight")
+EXPLAINED = (
+    "tests.same",
+    "tests.contracts",
+    "tests.group.helpers",
+    "tests.group.in_flight",
+    "tests.group.pairs",
+)
 
 # After one rank has failed, the others get this long to report: they may wait for that rank.
 _GRACE_S = 5.0

@@ -1,0 +1,120 @@
+"""What messages from rank to rank leave behind: nothing, of a group that is no more."""
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import objcomm
+from objcomm import TransportError
+from objcomm.transport.creation import store_of
+from objcomm.transport.watch import bulletin_of
+from tests.group.helpers import assert_group_works, keys_in, keys_of_verdicts, subgroup, tell_all
+from tests.group.pairs import LARGE, SOON_S, error_in
+from tests.ranks import ranks
+from tests.workers import here
+
+
+def _left_over() -> tuple[int, int]:
+    own = Path("/proc/self")
+    return len(list(own.joinpath("fd").iterdir())), len(list(own.joinpath("task").iterdir()))
+
+
+def _use_and_destroy(turns: int) -> None:
+    other = 1 - here().rank
+    for _ in range(turns):
+        group: Any = dist.new_group([0, 1])
+        assert objcomm.sendrecv(here().rank, other, other, group=group) == other
+        objcomm.send("never taken", other, tag=9, group=group)
+        work: Any = objcomm.irecv(other, tag=8, group=group)
+        objcomm.barrier(group=group)
+        dist.destroy_process_group(group)
+        del group
+        error_in(TransportError, work.wait)
+        del work
+        gc.collect()
+
+
+@ranks(2, disposable=True)
+def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
+    objcomm.barrier()
+    _use_and_destroy(3)
+    store: Any = store_of(dist.group.WORLD)
+
+    def is_settled(descriptors: int, tasks: int) -> bool:
+        """Gloo closes in a thread of its own, so the last group's may still be there."""
+        own = _left_over()
+        keys = [key for key in keys_in(store) if "verdict" in key or "known" in key]
+        return own[0] <= descriptors + 4 and own[1] <= tasks + 2 and not keys
+
+    time.sleep(1.0)
+    before = _left_over()
+    keys = len([key for key in keys_in(store) if "objcomm" in key])
+    tell_all("counted", "")
+    _use_and_destroy(12)
+    until = time.monotonic() + SOON_S
+    while not is_settled(*before):
+        assert time.monotonic() < until, (before, _left_over(), keys_in(store))
+        time.sleep(0.1)
+    tell_all("settled", "")
+    assert len([key for key in keys_in(store) if "objcomm" in key]) <= keys + 2
+
+
+@ranks(2, disposable=True)  # in other tests a rank may never hear of a verdict, and its keys stay
+def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
+    world: Any = dist.group.WORLD
+    store, other = store_of(world), 1 - here().rank
+    objcomm.barrier()
+    for late in range(2):
+        group: Any = dist.new_group([0, 1])
+        assert objcomm.sendrecv(here().rank, other, other, group=group) == other
+        if here().rank == late:  # as a question to the other ranks keeps it
+            bulletin_of(world).submit(lambda _: time.sleep(1.0))
+        dist.destroy_process_group(group)
+        del group
+    until = time.monotonic() + SOON_S
+    while left := keys_of_verdicts(store):
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+    tell_all("settled", "")
+    assert_group_works()
+
+
+@ranks(2)
+def test_nothing_of_a_destroyed_group_reaches_the_next() -> None:
+    other = 1 - here().rank
+    for turn in range(3):
+        with subgroup(0, 1) as group:
+            assert objcomm.iprobe(tag=None, group=group) is None
+            assert objcomm.sendrecv(turn, other, other, group=group) == turn
+            objcomm.send("stale", other, group=group)
+            objcomm.send("stale", here().rank, group=group)
+            objcomm.barrier(group=group)
+
+
+class Held:
+    """Something that can be watched."""
+
+
+@ranks(1, 2)
+def test_neither_what_was_sent_nor_what_arrived_is_kept() -> None:
+    import weakref  # noqa: PLC0415  # for this test alone
+
+    other = (here().rank + 1) % here().world_size
+    for is_async in (False, True):
+        mine = Held()
+        if is_async:
+            sending = objcomm.isend((mine, LARGE), other)
+            got = objcomm.irecv(other).wait()
+            sending.wait()
+            del sending
+        else:
+            got = objcomm.sendrecv((mine, "small"), other, other)
+        kept = [weakref.ref(mine), weakref.ref(got[0])]
+        del mine, got
+        until = time.monotonic() + SOON_S
+        while any(each() is not None for each in kept):
+            assert time.monotonic() < until
+            time.sleep(0.01)
