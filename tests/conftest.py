@@ -13,7 +13,7 @@ pytest.register_assert_rewrite(*EXPLAINED)
 from tests.ranks import close_pools  # noqa: E402  # what it imports is to be rewritten
 
 # Tests on ranks have deadlines of their own; this one is for a hang of pytest's own process.
-_DEADLINE_S = 300.0
+_DEADLINE_S = 400.0
 _STDERR = pytest.StashKey[int]()
 
 
