@@ -4,15 +4,20 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import objcomm
 from tests.hosts import free_port
 from tests.workers import here
+
+# Promised within 2 s; a loaded machine gets more.
+SOON_S = 6.0
 
 
 @contextlib.contextmanager
@@ -62,6 +67,26 @@ def keys_of_verdicts(store: dist.Store) -> set[str]:
     return {key for key in keys_in(store) if "verdict" in key or "known" in key}
 
 
+def assert_no_verdict_stays(store: dist.Store) -> None:
+    """Wait until the last rank has read each verdict, and so removed it.
+
+    For worlds of a test's own: where a rank never hears of a verdict, its keys stay.
+    """
+    until = time.monotonic() + 5
+    while left := keys_of_verdicts(store):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+def error_in(kind: type[Exception], call: Callable[[], object]) -> Any:
+    """The error that a call must raise, soon."""
+    began = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    assert time.monotonic() - began < SOON_S
+    return caught.value
+
+
 def outcome_of(call: Callable[[], object]) -> str:
     """The name of the error that a call raises, or ``"returned"``."""
     try:
@@ -69,6 +94,33 @@ def outcome_of(call: Callable[[], object]) -> str:
     except objcomm.ObjcommError as error:
         return type(error).__name__
     return "returned"
+
+
+def in_thread(body: Callable[[], object]) -> threading.Thread:
+    """Start a thread whose `join` raises what it raised."""
+    thread = _Raising(body)
+    thread.start()
+    return thread
+
+
+class _Raising(threading.Thread):
+    def __init__(self, body: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._body = body
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._body()
+        except BaseException as error:  # noqa: BLE001  # raised again by join
+            self._error = error
+        finally:
+            del self._body  # a lane keeps its last thread, which should keep nothing
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(timeout)
+        if self._error is not None:
+            raise self._error
 
 
 def when_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
@@ -88,6 +140,13 @@ def when_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
+
+
+class Held:
+    """Something that can be watched, too large to wait for the garbage collector."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(100_000)
 
 
 class RefusesToPickle:

@@ -2,18 +2,15 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 import objcomm
 from objcomm import Work
+from tests.group.helpers import error_in, in_thread, subgroup
 
-# Promised within 2 s; a loaded machine gets more.
-SOON_S = 6.0
 LIMIT_S = 15.0
 
 
@@ -29,29 +26,24 @@ def lines() -> list[threading.Thread]:
 
 
 @contextlib.contextmanager
-def in_thread(body: Callable[[], object]) -> Iterator[None]:
-    """Run `body` meanwhile, and raise what it raised."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            body()
-        except BaseException as error:  # noqa: BLE001  # raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+def meanwhile(body: Callable[[], object]) -> Iterator[None]:
+    """Run `body` in a thread, and raise what it raised."""
+    thread = in_thread(body)
     yield
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    for error in errors:
-        raise error
 
 
 def soon(work: Work[Any]) -> BaseException:
     """The error of a work that fails soon."""
-    began = time.monotonic()
-    with pytest.raises(objcomm.ObjcommError) as caught:
-        work.wait()
-    assert time.monotonic() - began < SOON_S
-    return caught.value
+    error: BaseException = error_in(objcomm.ObjcommError, work.wait)
+    return error
+
+
+@contextlib.contextmanager
+def two_groups() -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    """Two groups of ranks 0 and 1, which have met in both."""
+    with subgroup(0, 1) as one, subgroup(0, 1) as two:
+        for group in (one, two):
+            objcomm.barrier(group=group)
+        yield one, two

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, DecodeError, Work
 from tests.group.helpers import RefusesToPickle, assert_group_works, subgroup, tell_all
-from tests.group.in_flight import LIMIT_S, in_thread, own
+from tests.group.in_flight import LIMIT_S, meanwhile, own
 from tests.group.operations import OPERATIONS, ROOTED
 from tests.ranks import ranks
 from tests.workers import here
@@ -152,7 +152,7 @@ def test_lanes_and_threads_each_have_an_order_of_their_own() -> None:
         for turn, work in enumerate(works):
             assert work.wait() == [(name, turn, rank) for rank in range(size)]
 
-    with in_thread(lambda: talk("a")), in_thread(lambda: talk("b")):
+    with meanwhile(lambda: talk("a")), meanwhile(lambda: talk("b")):
         works = [objcomm.all_gather(turn, async_op=True) for turn in range(50)]
         assert objcomm.wait_all(works) == [[turn] * size for turn in range(50)]
     assert_group_works()
@@ -171,7 +171,7 @@ def test_the_lane_is_that_of_the_call() -> None:
 def test_any_thread_may_wait() -> None:
     works = [objcomm.all_gather(turn, async_op=True) for turn in range(5)]
     got: list[object] = []
-    with in_thread(lambda: got.extend(work.wait() for work in works)):
+    with meanwhile(lambda: got.extend(work.wait() for work in works)):
         assert works[4].wait() == [4, 4]
     assert got == [[turn] * 2 for turn in range(5)]
 
@@ -190,7 +190,7 @@ def test_another_thread_takes_the_lane_over_with_what_is_in_flight() -> None:
             assert objcomm.all_gather("d") == ["d", "d"]
 
     for body in (first, second):
-        with in_thread(body):
+        with meanwhile(body):
             pass
     assert [work.wait()[0][0] for work in works] == ["a", "b", "c"]
 
@@ -227,7 +227,7 @@ def test_background_gathers_beside_barriers_and_torchs_reductions(turns: int) ->
             for turn, work in enumerate(works, turns - 10):
                 assert work.wait() == [("background", turn, r) for r in range(size)]
 
-    with in_thread(gather):
+    with meanwhile(gather):
         for turn in range(turns):
             gradients = [torch.full((500,), float(mine + turn + each)) for each in range(2)]
             reducing = [dist.all_reduce(each, async_op=True) for each in gradients]

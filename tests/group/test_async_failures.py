@@ -13,13 +13,14 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, DecodeError, DesyncError, UsageError, Work
 from tests.group.helpers import (
+    SOON_S,
     RefusesToArrive,
     RefusesToPickle,
     assert_group_works,
     tell_all,
     when_main_thread_waits,
 )
-from tests.group.in_flight import LIMIT_S, SOON_S, in_thread, own, soon
+from tests.group.in_flight import LIMIT_S, meanwhile, own, soon, two_groups
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS, is_told
 from tests.ranks import ranks
 from tests.workers import here
@@ -128,77 +129,59 @@ def test_ranks_that_differ_in_flight_hear_of_it_and_the_group_works_on() -> None
 @ranks(2)
 def test_a_circle_through_a_wait_is_found() -> None:
     """Each rank waits for the other one in another group, one of them in a work's wait."""
-    one: Any = dist.new_group([0, 1])
-    two: Any = dist.new_group([0, 1])
-    for group in (one, two):
-        objcomm.barrier(group=group)
-    if here().rank == 0:
-        assert isinstance(soon(objcomm.barrier(group=one, async_op=True)), DesyncError)
-    else:
-        with pytest.raises(DesyncError):
-            objcomm.barrier(group=two)
-    tell_all("all have heard", "")
-    for group in (one, two):
-        assert_group_works(group)
-        dist.destroy_process_group(group)
+    with two_groups() as (one, two):
+        if here().rank == 0:
+            assert isinstance(soon(objcomm.barrier(group=one, async_op=True)), DesyncError)
+        else:
+            with pytest.raises(DesyncError):
+                objcomm.barrier(group=two)
+        tell_all("all have heard", "")
+        for group in (one, two):
+            assert_group_works(group)
 
 
 @ranks(2)
 def test_a_circle_through_a_synchronous_call_behind_a_work_is_found() -> None:
-    one: Any = dist.new_group([0, 1])
-    two: Any = dist.new_group([0, 1])
-    for group in (one, two):
-        objcomm.barrier(group=group)
-    began = time.monotonic()
-    if here().rank == 0:
-        work = objcomm.barrier(group=one, async_op=True)
-        with pytest.raises(DesyncError):
-            objcomm.barrier(group=one)  # waits for the one before it
-        assert isinstance(soon(work), DesyncError)
-    else:
-        with pytest.raises(DesyncError):
-            objcomm.barrier(group=two)
-    assert time.monotonic() - began < SOON_S
-    tell_all("all have heard", "")
-    for group in (one, two):
-        assert_group_works(group)
-        dist.destroy_process_group(group)
+    with two_groups() as (one, two):
+        began = time.monotonic()
+        if here().rank == 0:
+            work = objcomm.barrier(group=one, async_op=True)
+            with pytest.raises(DesyncError):
+                objcomm.barrier(group=one)  # waits for the one before it
+            assert isinstance(soon(work), DesyncError)
+        else:
+            with pytest.raises(DesyncError):
+                objcomm.barrier(group=two)
+        assert time.monotonic() - began < SOON_S
+        tell_all("all have heard", "")
+        for group in (one, two):
+            assert_group_works(group)
 
 
 @ranks(2)
 def test_a_wait_with_a_limit_closes_no_circle() -> None:
     """Rank 0 waits for rank 1, which waits for rank 0 elsewhere; but rank 0 can go there."""
-    one: Any = dist.new_group([0, 1])
-    two: Any = dist.new_group([0, 1])
-    for group in (one, two):
-        objcomm.barrier(group=group)
-    if here().rank == 0:
-        work = objcomm.barrier(group=one, async_op=True)
-        with pytest.raises(TimeoutError, match="still in flight"):
-            work.wait(2.5)
-        objcomm.barrier(group=two)
-        work.wait()
-    else:
-        objcomm.barrier(group=two)
-        objcomm.barrier(group=one)
-    for group in (one, two):
-        dist.destroy_process_group(group)
+    with two_groups() as (one, two):
+        if here().rank == 0:
+            work = objcomm.barrier(group=one, async_op=True)
+            with pytest.raises(TimeoutError, match="still in flight"):
+                work.wait(2.5)
+            objcomm.barrier(group=two)
+            work.wait()
+        else:
+            objcomm.barrier(group=two)
+            objcomm.barrier(group=one)
 
 
 @ranks(2)
 def test_what_is_in_flight_on_several_groups_is_no_circle() -> None:
-    one: Any = dist.new_group([0, 1])
-    two: Any = dist.new_group([0, 1])
-    for group in (one, two):
-        objcomm.barrier(group=group)
-    groups = [one, two] if here().rank == 0 else [two, one]
-    works = []
-    for group in groups:
-        works.append(objcomm.barrier(group=group, async_op=True))
-        time.sleep(1.2)  # long enough to be investigated
-    objcomm.wait_all(works)
-    for group in (one, two):
-        dist.destroy_process_group(group)
+    with two_groups() as (one, two):
+        groups = [one, two] if here().rank == 0 else [two, one]
+        works = []
+        for group in groups:
+            works.append(objcomm.barrier(group=group, async_op=True))
+            time.sleep(1.2)  # long enough to be investigated
+        objcomm.wait_all(works)
 
 
 @ranks(3, expect_dead=[2])
@@ -329,11 +312,11 @@ def test_an_object_that_communicates_when_it_arrives_is_refused(*, is_thread_ove
     if is_thread_over:  # so nobody owns the lane when it arrives
         objcomm.barrier()
         if here().rank == 0:
-            with in_thread(call):
+            with meanwhile(call):
                 pass
         tell_all("over", "")
         if here().rank == 1:
-            with in_thread(call):
+            with meanwhile(call):
                 pass
     else:
         call()

@@ -13,7 +13,7 @@ import torch
 import objcomm
 from objcomm import CollectiveError, DecodeError
 from objcomm.transport import line as line_module
-from tests.group.helpers import RefusesToArrive, RefusesToPickle, assert_group_works, tell_all
+from tests.group.helpers import Held, RefusesToArrive, RefusesToPickle, assert_group_works, tell_all
 from tests.group.in_flight import LIMIT_S, lines
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
@@ -63,11 +63,6 @@ def test_only_asynchronous_calls_get_a_thread_and_it_ends_when_idle() -> None:
     assert line_module._LINGER_SECONDS < LIMIT_S  # noqa: SLF001  # or the next line can't end
     _end_lines()
     assert_group_works()
-
-
-class Held:
-    def __init__(self) -> None:
-        self.tensor = torch.ones(100_000)
 
 
 @ranks(1, 2, 3)

@@ -21,12 +21,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, UsageError
-from tests.group.helpers import RefusesToArrive, assert_group_works, exit_at_once, subgroup
+from tests.group.helpers import SOON_S, RefusesToArrive, assert_group_works, exit_at_once, subgroup
 from tests.ranks import ranks, solo
 from tests.workers import here
-
-# Promised within 2 s; a loaded machine gets more.
-SOON_S = 6.0
 
 
 class TwoArgumentsError(Exception):

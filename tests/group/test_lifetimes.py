@@ -10,13 +10,9 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from tests.group.helpers import Held
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
-
-
-class Held:
-    def __init__(self) -> None:
-        self.tensor = torch.ones(100_000)
 
 
 @ranks(1, 2, 3)

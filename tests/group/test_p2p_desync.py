@@ -11,8 +11,8 @@ import pytest
 
 import objcomm
 from objcomm import DesyncError
-from tests.group.helpers import assert_group_works, subgroup, tell_all
-from tests.group.pairs import LARGE, assert_pair_works, error_in
+from tests.group.helpers import assert_group_works, error_in, subgroup, tell_all
+from tests.group.pairs import LARGE, assert_pair_works
 from tests.ranks import ranks
 from tests.workers import here
 

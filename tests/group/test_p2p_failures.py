@@ -15,14 +15,16 @@ import torch.distributed as dist
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DecodeError, TransportError, TransportTimeout
 from tests.group.helpers import (
+    SOON_S,
     RefusesToArrive,
     RefusesToPickle,
     assert_group_works,
+    error_in,
     subgroup,
     tell_all,
     when_main_thread_waits,
 )
-from tests.group.pairs import LARGE, SOON_S, assert_pair_works, error_in
+from tests.group.pairs import LARGE, assert_pair_works
 from tests.ranks import ranks
 from tests.workers import here
 

@@ -14,11 +14,10 @@ import pytest
 
 import objcomm
 from objcomm.transport import bulletin
-from tests.group.helpers import assert_group_works, subgroup, tell_all
+from tests.group.helpers import SOON_S, assert_group_works, subgroup, tell_all
 from tests.ranks import ranks
 from tests.workers import here
 
-SOON_S = 6.0
 HERE = Path(__file__).name
 
 

@@ -1,7 +1,6 @@
 """Lanes: what keeps the calls of two threads apart, and who may use which."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,39 +8,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError, UsageError
-from tests.group.helpers import assert_group_works, subgroup
+from tests.group.helpers import SOON_S, assert_group_works, in_thread, subgroup
 from tests.ranks import ranks
 from tests.workers import here
-
-# A loaded machine gets more than the 2 s that are promised.
-SOON_S = 6.0
-
-
-def in_thread(body: Callable[[], object]) -> threading.Thread:
-    """Start a thread whose `join` raises what it raised."""
-    thread = _Raising(body)
-    thread.start()
-    return thread
-
-
-class _Raising(threading.Thread):
-    def __init__(self, body: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
-        self._body = body
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._body()
-        except BaseException as error:  # noqa: BLE001  # raised again by join
-            self._error = error
-        finally:
-            del self._body  # a lane keeps its last thread, which should keep nothing
-
-    def join(self, timeout: float | None = None) -> None:
-        super().join(timeout)
-        if self._error is not None:
-            raise self._error
 
 
 @ranks(2, 3)

@@ -16,12 +16,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportTimeout
-from tests.group.helpers import assert_group_works, subgroup, tell_all
+from tests.group.helpers import SOON_S, assert_group_works, subgroup, tell_all
 from tests.ranks import ranks, solo
 from tests.workers import here
-
-# Promised within 2 s; a loaded machine gets more.
-SOON_S = 6.0
 
 
 def hold_the_interpreter(seconds: float) -> None:

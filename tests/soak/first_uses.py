@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 import objcomm
-from tests.group.test_threads import in_thread
+from tests.group.helpers import in_thread
 from tests.soak.run import join
 from tests.workers import here
 

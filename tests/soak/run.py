@@ -15,7 +15,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import history
 from objcomm.transport.creation import store_of
-from tests.group.test_threads import in_thread
+from tests.group.helpers import in_thread
 from tests.same import assert_same
 from tests.soak import measure
 from tests.soak.faults import expected
