@@ -5,6 +5,7 @@ show, so a call that ends soon does not pay for it.
 """
 
 import contextlib
+import sys
 import time
 from importlib.util import find_spec
 from typing import Any
@@ -90,4 +91,33 @@ def _opened(operation: str, moved: int, total: int) -> Any:
         unit_divisor=1024,
         dynamic_ncols=True,
         leave=None,  # stays unless it is below a bar of the program's own
+        file=_Unfailing(sys.stderr),
     )
+
+
+class _Unfailing:
+    """A stream of whose errors nobody hears.
+
+    When one comes out of a write, tqdm keeps its lock, for which the next bar of every other thread
+    would then wait for ever.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(Exception):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(Exception):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __eq__(self, other: object) -> bool:  # tqdm.write asks, to clear the bars of a terminal
+        return bool(self._stream == other)
+
+    def __hash__(self) -> int:
+        return hash(self._stream)
