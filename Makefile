@@ -10,29 +10,32 @@ OUT ?= demo-out
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet \
 	--disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint format types docs bench bench-smoke package clean
+.PHONY: help demo test test-long lint format types docs bench bench-smoke package clean
 
 help:
 	@echo 'make demo    four ranks train and evaluate on real data; results in $(OUT)/'
-	@echo 'make test    the whole test suite'
+	@echo 'make test    what tells that a change broke something, in minutes'
+	@echo 'make test-long   the rest: every fault, the soak, hosts, examples, the package'
 	@echo 'make lint    ruff and codespell          make format   let ruff mend what it can'
 	@echo 'make types   mypy, strict                make docs     build the site into site/'
 	@echo 'make bench   measure everything and write docs/benchmarks.md; takes long'
 	@echo 'make bench-smoke shows within a minute that the benchmarks run'
-	@echo 'make package build dist/, and try it in an environment that has nothing else'
+	@echo 'make package build dist/, and try it where nothing else is installed; test-long does it'
 	@echo 'make clean   remove .venv and all that was built'
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m objcomm.demo --config objcomm/demo/digits.toml --nproc 4 --out $(OUT)
 
-# Much of the suite waits: for limits to pass, for processes to begin. Three files at a time take
-# two thirds of the time of one; loadfile keeps a file's tests and their pools in one process.
-# What is marked `alone` fills the machine by itself, and comes last. Exit status 5 of pytest says
-# that PYTEST_ARGS chose no test of that kind.
+# Tests wait more than they compute, so more of them run side by side than there are cores. Each
+# process has its own ranks, so it may take any test; who is done first takes over from the others.
+SIDE_BY_SIDE := -n 4 --dist worksteal
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone" \
-		$(PYTEST_ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not long" $(PYTEST_ARGS)
+
+test-long: $(VENV)/.dev $(VENV)/.package
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m long $(PYTEST_ARGS)
+	$(BIN)/python -m tests.package
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -4,22 +4,48 @@ import faulthandler
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# torch's TCPStore looks up the name of each client that connects, and where a resolver loses a
+# query that takes 5 s, as often as it is asked; so it takes 1 s. Processes inherit this.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from tests.workers import EXPLAINED
 
+pytest_plugins = ["tests.second_tries"]
+
+# By default an example that takes 200 ms fails: here the clock decides nothing. The examples are
+# the same in each run; what looks for new ones is ``tests.fuzz``.
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    max_examples=100,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("suite")
+
 pytest.register_assert_rewrite(*EXPLAINED)
 
+from tests.leftovers import OPTION, VARIABLE, Leftovers  # noqa: E402  # the same
 from tests.ranks import close_pools  # noqa: E402  # what it imports is to be rewritten
 
 # Tests on ranks have deadlines of their own; this one is for a hang of pytest's own process.
-_DEADLINE_S = 400.0
+_DEADLINE_S = 900.0
 _STDERR = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Offer a run that looks for what tests leave behind."""
+    parser.addoption(OPTION, action="store_true", help="fail tests that leave something behind")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the real stderr, which each test finds captured."""
     config.stash[_STDERR] = os.dup(2)
+    if config.getoption(OPTION):
+        os.environ[VARIABLE] = "1"
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +54,19 @@ def _deadline(pytestconfig: pytest.Config) -> Iterator[None]:
     faulthandler.dump_traceback_later(_DEADLINE_S, exit=True, file=pytestconfig.stash[_STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--leftovers``, fail what leaves something in pytest's own process.
+
+    What runs on ranks is looked at there; here it may have begun a pool.
+    """
+    is_here = not hasattr(request.function, "body")
+    before = Leftovers() if is_here and request.config.getoption(OPTION) else None
+    yield
+    found = before.find() if before else []
+    assert not found, "this was left:\n" + "\n".join(found)
 
 
 @pytest.fixture(params=["pickle", "msgpack"])

@@ -17,7 +17,7 @@ __all__ = ["close_pools", "ranks", "run_on_fresh_ranks", "run_on_ranks", "solo"]
 
 Body = Callable[..., None]
 
-DEADLINE_S = 60.0  # only a hang takes so long, even with other files of tests beside it
+DEADLINE_S = 120.0  # only a hang takes so long, even beside two other suites
 
 _pools: dict[int, Pool] = {}
 

@@ -1,11 +1,13 @@
 """Processes that stand for ranks, and the messages that drive them.
 
 Knows pipes, deadlines and how to join a process group; knows nothing of pytest's collection, and
-nothing of objcomm. A fork server that has torch imported makes a process cost some 10 ms.
+nothing of objcomm but what it may leave behind. A fork server that has torch imported makes a
+process cost some 10 ms.
 """
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -25,6 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from tests import leftovers
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What a worker need not import again; objcomm only defines when it is imported.
@@ -47,13 +51,18 @@ _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "MPI_LOCAL", "SLURM_", "JSM_")
 EXPLAINED = (
     "tests.same",
     "tests.contracts",
+    "tests.group.control",
     "tests.group.helpers",
     "tests.group.in_flight",
     "tests.group.pairs",
 )
 
-# After one rank has failed, the others get this long to report: they may wait for that rank.
-_GRACE_S = 5.0
+# After one rank has failed, the others get this long to report: they may wait for that rank. So
+# long also has a process that is asked to end, or to write its stacks.
+_GRACE_S = 20.0
+
+# How often ranks were asked where they are: one key for each store, however often.
+_COUNTER = "objcomm/asked"
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ class Worker:
             received = self.orders.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(_GRACE_S)
-            text = f"exit code {self._process.exitcode}\n{self._written()}"
+            text = f"exit code {self._process.exitcode}\n{self._written(wait_s=0.0)}"
             return Report(self.place.rank, "died", text)
         if not isinstance(received, Report):
             raise TypeError(f"rank {self.place.rank} sent {received!r}")
@@ -165,10 +174,10 @@ class Worker:
         self._stacks.close()
         return ended
 
-    def _written(self, wait_s: float = 1.0) -> str:
+    def _written(self, wait_s: float = _GRACE_S) -> str:
         """What faulthandler wrote to its pipe, and the end of what the worker printed."""
         stacks = b""
-        while self._stacks.poll(0.2 if stacks else wait_s):
+        while self._stacks.poll(0.5 if stacks else wait_s):
             chunk = os.read(self._stacks.fileno(), 65536)
             if not chunk:
                 break
@@ -213,7 +222,7 @@ class Pool:
             reports += arrived
             if any(report.outcome not in {"passed", "skipped"} for report in arrived):
                 self.ruined = True
-                expires = min(expires, time.monotonic() + max(_GRACE_S, deadline / 4))
+                expires = min(expires, time.monotonic() + _GRACE_S)
         return sorted(reports, key=lambda report: report.rank)
 
     def close(self) -> list[int]:
@@ -239,14 +248,19 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
     torch.set_num_threads(1)
+    gc.freeze()  # torch's own objects: tests that collect garbage would look at them each time
     with _asserts_that_explain():
         if place.joined:
             join(place, "rendezvous")
         for number, order in enumerate(iter(orders.recv, None)):
             _place = replace(place, folder=place.folder / f"order{number}")
             _place.folder.mkdir(exist_ok=True)
-            _destroy_subgroups()
-            orders.send(_carry_out(order, place.rank))
+            if leftovers.VARIABLE in os.environ and place.joined:
+                report = _carry_out_and_look(order, _place)
+            else:
+                _destroy_subgroups()
+                report = _carry_out(order, place.rank)
+            orders.send(report)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -280,6 +294,36 @@ def _carry_out(order: Order, rank: int) -> Report:
     finally:
         sys.stdout.flush()
     return Report(rank, "passed")
+
+
+def _carry_out_and_look(order: Order, place: Place) -> Report:
+    """Carry it out in a world of its own, and fail where something is left of it afterwards."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # What a process has one of, such as the watcher's thread, is there after a first barrier.
+    for name, wanted in (("first", Order("objcomm", "barrier", {})), ("second", order)):
+        before = leftovers.Leftovers()
+        join(place, f"{name} world")
+        report = _carry_out(wanted, place.rank)
+        if report.outcome != "passed":
+            return report
+        store = place.store(f"{name} world")
+        _meet(store, "carried out", place.world_size)  # others may use these groups until then
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        found = before.find()
+    _meet(store, "destroyed", place.world_size)
+    keys = [key for key in store.list_keys() if "objcomm" in key and not key.endswith(_COUNTER)]
+    found += [f"key: {key}" for key in keys]
+    if found:
+        return Report(place.rank, "failed", "\n".join(["this was left:", *found]))
+    return report
+
+
+def _meet(store: dist.Store, what: str, count: int) -> None:
+    store.add(what, 1)
+    while store.add(what, 0) < count:
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

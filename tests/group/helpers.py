@@ -2,10 +2,11 @@
 
 import contextlib
 import os
+import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -13,11 +14,19 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm.history import LENGTH
 from tests.hosts import free_port
+from tests.waits import wait_until
 from tests.workers import here
 
-# Promised within 2 s; a loaded machine gets more.
-SOON_S = 6.0
+#: Operations in which rank 0 can do nothing without rank 1, and what they take for that.
+AWAIT_RANK_1: dict[str, dict[str, Any]] = {
+    "broadcast": {"src": 1},
+    "gather": {},
+    "all_gather": {},
+    "barrier": {},
+    "all_reduce": {},
+}
 
 
 @contextlib.contextmanager
@@ -31,6 +40,14 @@ def subgroup(*members: int) -> Iterator[dist.ProcessGroup]:
     finally:
         if dist.get_rank() in members:
             dist.destroy_process_group(group)
+
+
+def groups_that_await_rank_1() -> dict[str, Any]:
+    """A group of ranks 0 and 1 for each such operation, in which they have met."""
+    groups = {name: dist.new_group([0, 1]) for name in AWAIT_RANK_1}
+    for group in groups.values():
+        objcomm.barrier(group=group)
+    return groups
 
 
 def assert_group_works(group: dist.ProcessGroup | None = None) -> None:
@@ -47,6 +64,22 @@ def tell_all(topic: str, text: str) -> list[str]:
     store = place.store("tell_all")
     store.set(f"{topic}{place.rank}", text)
     return [store.get(f"{topic}{rank}").decode() for rank in range(place.world_size)]
+
+
+def say(topic: str, text: str = "") -> None:
+    """Tell the other ranks, without objcomm; whoever wants to know calls `hear`."""
+    here().store("said").set(topic, text)
+
+
+def hear(topic: str) -> str:
+    """Wait until some rank has said it, and return what."""
+    text: bytes = here().store("said").get(topic)
+    return text.decode()
+
+
+def is_said(topic: str) -> bool:
+    """Whether some rank has said it by now."""
+    return bool(here().store("said").check([topic]))
 
 
 def shared_port(topic: str = "port") -> int:
@@ -72,19 +105,27 @@ def assert_no_verdict_stays(store: dist.Store) -> None:
 
     For worlds of a test's own: where a rank never hears of a verdict, its keys stay.
     """
-    until = time.monotonic() + 5
-    while left := keys_of_verdicts(store):
-        assert time.monotonic() < until, left
-        time.sleep(0.05)
+    wait_until(lambda: not keys_of_verdicts(store), "the last rank to remove a verdict's keys")
 
 
 def error_in(kind: type[Exception], call: Callable[[], object]) -> Any:
-    """The error that a call must raise, soon."""
-    began = time.monotonic()
+    """The error that a call must raise."""
     with pytest.raises(kind) as caught:
         call()
-    assert time.monotonic() - began < SOON_S
     return caught.value
+
+
+def fill_history() -> None:
+    """Make as many calls on the world as are remembered: from then on each replaces another."""
+    for _ in range(LENGTH):
+        objcomm.barrier()
+
+
+def is_waiting(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the last call that this rank made on a group now waits for another rank."""
+    (told,) = objcomm.recorder.dump(group=group or dist.group.WORLD)["groups"]
+    last = told["entries"][-1]
+    return bool(last["outcome"] == "under way" and last["awaits"] >= 0)
 
 
 def outcome_of(call: Callable[[], object]) -> str:
@@ -125,14 +166,17 @@ class _Raising(threading.Thread):
 
 def when_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
     """Run `action` in a thread as soon as the main thread has stopped moving."""
+    main = threading.main_thread().ident
+    state = Path(f"/proc/self/task/{os.getpid()}/stat")  # the main thread's number is the process's
 
     def watch() -> None:
-        main = threading.main_thread().ident
         last, still = None, 0
         while still < 15:
             frame = sys._current_frames()[main or 0]  # noqa: SLF001  # documented, if not public
             now = (id(frame), frame.f_lasti)
-            still = still + 1 if now == last else 0
+            # A thread that a busy machine keeps waiting for its turn stands still, too, but is "R".
+            is_asleep = state.read_text().rpartition(")")[2].split()[0] == "S"
+            still = still + 1 if now == last and is_asleep else 0
             last = now
             threading.Event().wait(0.01)
         action()
@@ -140,6 +184,16 @@ def when_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Give a process no time meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 class Held:

@@ -1,0 +1,78 @@
+"""What tests share that ask what the watcher finds, and not how soon.
+
+They run on the ranks themselves, and change the watcher of the process in which they are entered.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from objcomm.transport import inquiry, watch
+from objcomm.transport.bulletin import Board, Bulletin
+from objcomm.transport.inquiry import Waiting, investigate
+from objcomm.transport.mesh import Mesh
+from tests.waits import PATIENCE_S
+
+_OVERDUE_S = 0.05
+_TICK_S = 0.02
+
+
+@contextlib.contextmanager
+def closely() -> Iterator[None]:
+    """Investigate each wait after a tenth of the time, a dozen times as often, and answer so."""
+    with (
+        mock.patch.object(watch, "OVERDUE_SECONDS", _OVERDUE_S),
+        mock.patch.object(watch, "_TICK_SECONDS", _TICK_S),
+        answering_every(_TICK_S),
+    ):
+        watch._watchers.watcher()._nudge()  # noqa: SLF001  # or it sleeps out its old pause
+        yield
+
+
+@contextlib.contextmanager
+def answering_every(seconds: float) -> Iterator[None]:
+    """How often this rank looks whether it is asked, while it waits for nobody."""
+    if not dist.is_initialized():
+        yield
+        return
+    world: Any = dist.group.WORLD
+    bulletin = watch.bulletin_of(world)
+    with mock.patch.object(bulletin, "_pause", seconds):
+        bulletin.submit(lambda _: None)  # or it sleeps out its old pause
+        yield
+
+
+@contextlib.contextmanager
+def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
+    """Wait for the store and for the other ranks' answers however late a busy machine makes them.
+
+    Args:
+        answers_s: how long to wait for the answers of ranks; of one that is stopped none comes.
+    """
+    with (
+        mock.patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers_s),
+        mock.patch.object(watch, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
+        mock.patch.object(Bulletin.call, "__defaults__", (PATIENCE_S,)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def after_looks(times: int, action: Callable[[], object]) -> Iterator[None]:
+    """Watch closely, and run `action` when this rank's waits have been investigated so often.
+
+    A conflict would be found in the second look for which the others have answered.
+    """
+    looks = itertools.count(1)
+
+    def counted(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
+        investigate(board, meshes, waiting)
+        if next(looks) == times:
+            action()
+
+    with mock.patch.object(watch, "investigate", counted), closely():
+        yield

@@ -1,0 +1,124 @@
+"""What a test leaves behind in its process; looked at after each test with ``--leftovers``.
+
+A pool's ranks leave their world and join a new one between two tests then, so whatever objcomm and
+torch keep for a group must be gone as well: threads, descriptors, keys in the store.
+"""
+
+import collections
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+import objcomm.config
+
+__all__ = ["OPTION", "VARIABLE", "Leftovers"]
+
+OPTION = "--leftovers"
+#: By which ranks know of the option.
+VARIABLE = "OBJCOMM_TESTS_LEFTOVERS"
+
+# A thread without work goes after a second; a busy machine gets more.
+_SETTLE_S = 15.0
+_LOOK_S = 0.02
+
+Census = Mapping[str, collections.Counter[str]]
+
+
+class Leftovers:
+    """What there is in this process now, to be compared with what there is later."""
+
+    def __init__(self) -> None:
+        self._before = {kind: look() for kind, look in _KINDS.items()}
+
+    def find(self) -> list[str]:
+        """What is there now and was not then, or is gone, after time to settle."""
+        gc.collect()  # an error that a test caught holds what its frames held
+        until = time.monotonic() + _SETTLE_S
+        while (found := self._compare()) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        return found
+
+    def _compare(self) -> list[str]:
+        found = []
+        for kind, look in _KINDS.items():
+            before, now = self._before[kind], look()
+            found += [f"{kind}: {name} ({count} more)" for name, count in (now - before).items()]
+            # Threads and descriptors may end late that stood here from before the test.
+            if kind in _MUST_STAY:
+                found += [f"{kind}: {name} is gone" for name in before - now]
+        return found
+
+
+def _descriptors() -> collections.Counter[str]:
+    kinds: collections.Counter[str] = collections.Counter()
+    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208  # names only; entries come and go
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")  # noqa: PTH115  # not a path of a file
+        except OSError:  # the listing's own
+            continue
+        kinds[target.partition(":")[0] if ":" in target else target] += 1
+    return kinds
+
+
+def _threads() -> collections.Counter[str]:
+    names = collections.Counter(
+        thread.name.rstrip("0123456789-_") for thread in threading.enumerate()
+    )
+    native = sum(1 for _ in Path("/proc/self/task").iterdir()) - threading.active_count()
+    names["outside Python"] = max(0, native)
+    return names
+
+
+def _children() -> collections.Counter[str]:
+    pids: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            pids += (task / "children").read_text().split()
+    return collections.Counter({"of this process": len(pids)})
+
+
+def _environment() -> collections.Counter[str]:
+    return collections.Counter(
+        f"{name}={value!r}" for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    )
+
+
+def _settings() -> collections.Counter[str]:
+    """What a process has one of."""
+    log = logging.getLogger("objcomm")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    return collections.Counter(
+        {
+            f"folder {os.getcwd()}": 1,  # noqa: PTH109  # as a string
+            f"arguments {sys.argv}": 1,
+            f"import path {sys.path}": 1,
+            f"default dtype {torch.get_default_dtype()}": 1,
+            f"default device {torch.get_default_device()}": 1,
+            f"gradients {torch.is_grad_enabled()}": 1,
+            f"handlers {handlers}": 1,
+            f"filters of warnings {warnings.filters}": 1,
+            f"excepthook of threads {threading.excepthook}": 1,
+            f"options of objcomm {objcomm.config.settings()}": 1,
+            f"log of objcomm {log.level} {log.propagate} {log.handlers} {log.filters}": 1,
+        }
+    )
+
+
+_KINDS: Mapping[str, Callable[[], collections.Counter[str]]] = {
+    "descriptors": _descriptors,
+    "threads": _threads,
+    "children": _children,
+    "environment": _environment,
+    "settings": _settings,
+}
+_MUST_STAY = {"environment", "settings"}

@@ -1,0 +1,35 @@
+"""What several tests look at is made by the first of them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.once import once
+
+
+def test_what_is_made_once_is_given_to_all(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folders: list[Path] = []
+
+    def make(folder: Path) -> str:
+        folders.append(folder)
+        return "value"
+
+    for _ in range(2):
+        assert once(tmp_path_factory, "made", make) == "value"
+    (folder,) = folders
+    assert folder.is_dir()
+
+
+def test_what_cannot_be_made_is_tried_once_and_each_hears_why(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tried: list[Path] = []
+
+    def make(folder: Path) -> str:
+        tried.append(folder)
+        raise LookupError("no such host")
+
+    for _ in range(2):
+        with pytest.raises(pytest.fail.Exception, match="LookupError: no such host"):
+            once(tmp_path_factory, "not-made", make)
+    assert len(tried) == 1

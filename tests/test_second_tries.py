@@ -1,0 +1,77 @@
+"""What promises a time gets a second try, by itself; a run tells how many needed one."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_TESTS = """
+from pathlib import Path
+import pytest
+
+def is_first_time(name):
+    seen = Path(__file__).with_name(name)
+    first = not seen.exists()
+    seen.touch()
+    return first
+
+@pytest.mark.timed
+@pytest.mark.parametrize("number", range({late}))
+def test_late_once(number):
+    assert not is_first_time(f"late{{number}}")
+
+@pytest.mark.timed
+@pytest.mark.parametrize("number", range({wrong}))
+def test_always_wrong(number):
+    assert number < 0
+
+@pytest.mark.parametrize("number", range({unmarked}))
+def test_wrong_once(number):
+    assert not is_first_time(f"unmarked{{number}}")
+"""
+
+
+def run(folder: Path, *options: str, late: int, wrong: int = 0, unmarked: int = 0) -> str:
+    """What a pytest of its own says of such a file."""
+    (folder / "test_sample.py").write_text(_TESTS.format(late=late, wrong=wrong, unmarked=unmarked))
+    (folder / "conftest.py").write_text('pytest_plugins = ["tests.second_tries"]\n')
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = timed\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"{done.stdout}\nexit status {done.returncode}\n"
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])
+def test_only_what_promises_a_time_has_a_second_try(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    told = run(tmp_path, *options, late=1, wrong=1, unmarked=1)
+    found = re.search(r"=+ (.*) in [\d.]+s", told)
+    assert found, told
+    assert found[1] == "2 failed, 1 passed, 2 first try", told
+    assert "first try of test_sample.py::test_late_once[0]" in told
+    assert "second tries: 2 of at most 3\n" in told
+    assert "assert 0 < 0" in told.split("second try:")[1]
+    assert "FAILED test_sample.py::test_always_wrong[0]" in told
+    assert "FAILED test_sample.py::test_wrong_once[0]" in told
+    assert "exit status 1" in told
+
+
+@pytest.mark.parametrize(("late", "status"), [(3, 0), (4, 1)])
+def test_more_than_three_fail_the_run_although_all_pass(
+    tmp_path: Path, late: int, status: int
+) -> None:
+    told = run(tmp_path, late=late)
+    assert f" {late} passed" in told, told
+    assert ("too many" in told) == (status == 1)
+    assert f"exit status {status}" in told
