@@ -22,9 +22,12 @@ import objcomm
 #: Seconds after which a rank shows its stacks and ends.
 DEADLINE_S = 280.0
 #: For how long a host may be out of reach.
-LOST_AFTER_S = 3.0
-#: The limit of a first use that some ranks can't come to; before the world's connections end.
-FIRST_USE_S = 1.0
+LOST_AFTER_S = 6.0
+#: The limit of a first use that some ranks can't come to. They are told within another second, and
+#: on a busy machine, too, the cable is mended before the world's connections end.
+FIRST_USE_S = 1.5
+#: For how long a host is away that is back soon; may be longer by the same reason.
+AWAY_S = 1.0
 LARGE_NBYTES = 32 << 20
 _PAUSE_S = 0.01
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import bench.suites  # noqa: F401  # declares the cases
 from bench.case import CASES, SECONDS
 from bench.machine import short_mpi_name
 from bench.measure import Record, slowest, summarise, turns
@@ -18,10 +17,16 @@ from bench.peers import PEERS
 from bench.report import amount, one_line, page
 from bench.results import Results
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.long
 
 _REPOSITORY = Path(__file__).parent.parent
 _ABOUT = {"about": {"processor": "abacus", "cores": "2"}}
+
+
+@pytest.fixture(autouse=True)
+def _declared() -> None:
+    """Import what declares the cases: it takes seconds, and pytest always reads this file."""
+    import bench.suites  # noqa: F401, PLC0415  # see above
 
 
 def _row(peer: str, median: float, **changed: object) -> dict[str, object]:

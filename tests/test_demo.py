@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
-from sklearn.metrics import confusion_matrix
 
-from objcomm.demo import report
 from objcomm.demo.config import SAMPLE, ConfigError, read_config
-from objcomm.demo.digits import CLASSES, load_shards
-from objcomm.demo.evaluation import ConfusionMatrix, Predictions
+from tests.once import once
 
-pytestmark = pytest.mark.alone
+# Whatever needs scikit-learn is imported where it is used: that takes seconds, and pytest reads
+# this file also where none of it is run.
 
-# Two ranks that import torch and scikit-learn at once, on a machine that does other things, too.
-_DEADLINE_S = 100.0
+# Of a hang: two ranks that import torch and scikit-learn at once, on a machine that is busy.
+_DEADLINE_S = 280.0
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 Columns = dict[str, NDArray[np.int64]]
@@ -37,7 +33,6 @@ class Run:
     stdout: str
     stderr: str
     out: Path
-    seconds: float
 
     @property
     def results(self) -> dict[str, Any]:
@@ -48,42 +43,52 @@ class Run:
 
 def _run_demo(config: Path, out: Path) -> Run:
     command = [sys.executable, "-m", "objcomm.demo", f"--config={config}", "--nproc=2"]
-    began = time.monotonic()
     ended = subprocess.run(
         [*command, f"--out={out}"], capture_output=True, text=True, timeout=_DEADLINE_S, check=False
     )
-    return Run(ended.returncode, ended.stdout, ended.stderr, out, time.monotonic() - began)
+    return Run(ended.returncode, ended.stdout, ended.stderr, out)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with the sample config."""
-    run = _run_demo(SAMPLE, tmp_path_factory.mktemp("demo") / "out")
+    run = once(tmp_path_factory, "demo", lambda folder: _run_demo(SAMPLE, folder / "out"))
     assert run.status == 0, run.stderr
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def predictions(finished: Run) -> Columns:
     """The gathered predictions, as columns."""
     with np.load(finished.out / "predictions.npz") as columns:
         return dict(columns)
 
 
+@pytest.mark.long
 def test_the_matrix_is_that_of_a_single_process(finished: Run, predictions: Columns) -> None:
+    from sklearn.metrics import confusion_matrix  # noqa: PLC0415  # see above
+
+    from objcomm.demo.digits import CLASSES  # noqa: PLC0415  # see above
+
     expected = confusion_matrix(predictions["truth"], predictions["answer"], labels=range(CLASSES))
     assert finished.results["confusion_matrix"] == expected.tolist()
 
 
+@pytest.mark.long
 def test_the_predictions_are_of_the_whole_test_set_once(
     predictions: Columns,
 ) -> None:
+    from sklearn.datasets import load_digits  # noqa: PLC0415  # see above
+
+    from objcomm.demo.digits import load_shards  # noqa: PLC0415  # see above
+
     config = read_config(SAMPLE)
     _, test = load_shards(0, 1, test_share=config.test_share, seed=config.seed)
     assert sorted(predictions["row"]) == sorted(test.rows)
     assert (predictions["truth"] == load_digits().target[predictions["row"]]).all()
 
 
+@pytest.mark.long
 def test_the_table_shows_the_accuracy_of_each_rank_and_of_all(
     finished: Run, predictions: Columns
 ) -> None:
@@ -95,10 +100,12 @@ def test_the_table_shows_the_accuracy_of_each_rank_and_of_all(
     assert ["all", str(len(right)), str(right.sum()), f"{right.mean():.1%}"] in lines
 
 
+@pytest.mark.long
 def test_the_model_has_learned(finished: Run) -> None:
     assert finished.results["accuracy"]["all"] > 0.9
 
 
+@pytest.mark.long
 def test_the_table_shows_bytes_and_time_of_every_call(finished: Run) -> None:
     calls = {call["operation"]: call for call in finished.results["calls"]}
     assert {"reduce_and_broadcast", "broadcast", "gather", "reduce"} <= calls.keys()
@@ -111,16 +118,22 @@ def test_the_table_shows_bytes_and_time_of_every_call(finished: Run) -> None:
         ]
 
 
+@pytest.mark.long
 def test_rank_0_alone_shows_progress(finished: Run) -> None:
     assert "training on 2 ranks: 100%" in finished.stderr
     assert len(re.findall(r"\| 0/\d+ \[", finished.stderr)) == 1  # one bar at its start
 
 
+@pytest.mark.long
 def test_the_picture_is_a_png(finished: Run) -> None:
     assert (finished.out / "confusion.png").read_bytes().startswith(_PNG_SIGNATURE)
 
 
+@pytest.mark.long
 def test_the_picture_shows_the_counts() -> None:
+    from objcomm.demo import report  # noqa: PLC0415  # see above
+    from objcomm.demo.evaluation import ConfusionMatrix, Predictions  # noqa: PLC0415  # see above
+
     truth, answers = np.array([0, 0, 3]), np.array([0, 8, 3])
     matrix = ConfusionMatrix.of(Predictions(0, np.arange(3), truth, answers))
     (axes,) = report.draw(matrix).axes
@@ -129,7 +142,10 @@ def test_the_picture_shows_the_counts() -> None:
     assert axes.get_title() == "2 of 3 digits right"
 
 
+@pytest.mark.long
 def test_test_shards_are_the_whole_test_set_and_training_shards_are_equal() -> None:
+    from objcomm.demo.digits import load_shards  # noqa: PLC0415  # see above
+
     shards = [load_shards(rank, 4, test_share=0.3, seed=1) for rank in range(4)]
     assert len({len(train.rows) for train, _ in shards}) == 1
     rows = np.concatenate([part.rows for shard in shards for part in shard])
@@ -154,9 +170,15 @@ def test_a_malformed_config_is_refused_with_its_reason(reason: str, tmp_path: Pa
         read_config(path)
 
 
-@pytest.mark.parametrize("content", [None, "epochs = = 3"], ids=["missing", "malformed"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(None, id="missing"),
+        pytest.param("epochs = = 3", id="malformed", marks=pytest.mark.long),
+    ],
+)
 def test_an_unusable_config_ends_all_ranks_with_one_message(
-    content: str | None, tmp_path: Path, finished: Run
+    content: str | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "mine.toml"
     if content is not None:
@@ -167,7 +189,6 @@ def test_an_unusable_config_ends_all_ranks_with_one_message(
     assert message.startswith(f"objcomm.demo: cannot use the config {str(path)!r}: ")
     assert run.stdout == ""
     assert not run.out.exists()
-    assert run.seconds < finished.seconds + 5  # it waits for nothing
 
 
 def test_a_missing_package_is_named_with_its_extra() -> None:

@@ -8,28 +8,24 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nbclient
-import nbformat
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
-from examples.best_checkpoint import RATES
-from tests.ahead import begun_ahead
+from tests.once import once
 
-pytestmark = pytest.mark.alone
+# What the examples need is imported where it is used: that takes seconds, and pytest reads this
+# file also where none of it is run.
 
 _ROOT = Path(__file__).parents[1]
 _EXAMPLES = _ROOT / "examples"
 NAMES = sorted(path.stem for path in _EXAMPLES.glob("[!_]*.py"))
 TIMED = "replace_broadcast_object_list"  # prints other figures each time
 
-# Two ranks that import torch, scikit-learn, accelerate and Lightning, on a busy machine.
+# Of a hang: two ranks import torch, scikit-learn, accelerate and Lightning, on a busy machine.
 _DEADLINE_S = 280.0
 
 #: How many ranks are started; 0 means without torchrun. By two the examples' numbers don't divide.
@@ -69,7 +65,6 @@ def started(arguments: list[str]) -> str:
 
 def run_all(world_size: int, folder: Path) -> Printed:
     """What each rank of each example printed."""
-    folder.mkdir()
     trouble = ""
     try:
         started(command(world_size, "-m", "tests.example_runner", str(folder), *NAMES))
@@ -85,27 +80,25 @@ def run_all(world_size: int, folder: Path) -> Printed:
     }
 
 
-@pytest.fixture(scope="module")
-def wait(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Any]]:
-    """Waits for what was begun ahead, by the name of a world."""
-    base = tmp_path_factory.mktemp("examples")
-    jobs = {name: partial(run_all, size, base / name) for name, size in WORLDS.items()}
-    with begun_ahead(request, jobs) as wait:
-        yield wait
+@pytest.fixture
+def printed_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Printed]:
+    """Gives what ranks of one world printed."""
+    return lambda name: once(
+        tmp_path_factory, f"examples-{name}", lambda folder: run_all(WORLDS[name], folder)
+    )
 
 
 @pytest.fixture(params=WORLDS)
-def printed(request: pytest.FixtureRequest, wait: Callable[[str], Printed]) -> Printed:
-    """What ranks of one world printed."""
-    return wait(request.param)
+def printed(request: pytest.FixtureRequest, printed_in: Callable[[str], Printed]) -> Printed:
+    """Each world's."""
+    return printed_in(request.param)
 
 
+@pytest.mark.long
 def test_only_the_main_rank_prints_and_all_worlds_print_the_same(
-    printed: Printed, wait: Callable[[str], Printed]
+    printed: Printed, printed_in: Callable[[str], Printed]
 ) -> None:
-    alone = wait("world0")
+    alone = printed_in("world0")
     for name, by_rank in printed.items():
         assert by_rank[0], name
         assert set(by_rank.values()) <= {by_rank[0], ""}, by_rank
@@ -114,10 +107,12 @@ def test_only_the_main_rank_prints_and_all_worlds_print_the_same(
             assert by_rank[0] == alone[name][0], name
 
 
-def test_a_time_of_both_is_shown(printed: Printed, wait: Callable[[str], Printed]) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_time_of_both_is_shown(world: str, printed_in: Callable[[str], Printed]) -> None:
     time = r"\d+\.\d\d ms"
-    of_torch = "" if printed is wait("world0") else rf"  torch +{time}"  # it refuses to run alone
-    lines = printed[TIMED][0].splitlines()
+    of_torch = "" if world == "world0" else rf"  torch +{time}"  # it refuses to run alone
+    lines = printed_in(world)[TIMED][0].splitlines()
     for line, name in zip(lines, ("settings", "32 MiB of weights"), strict=True):
         assert re.fullmatch(rf" *{name}{of_torch}  objcomm +{time}", line), line
 
@@ -132,8 +127,13 @@ def found(pattern: str, text: str) -> list[float]:
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 
 
-def test_what_they_say_is_true(wait: Callable[[str], Printed]) -> None:
-    said = {name: by_rank[0] for name, by_rank in wait("world0").items()}
+@pytest.mark.long
+def test_what_they_say_is_true(printed_in: Callable[[str], Printed]) -> None:
+    from sklearn.datasets import load_digits  # noqa: PLC0415  # see above
+
+    from examples.best_checkpoint import RATES  # noqa: PLC0415  # see above
+
+    said = {name: by_rank[0] for name, by_rank in printed_in("world0").items()}
     pixels, digits = load_digits(return_X_y=True)
 
     images, right, loss = found(
@@ -185,6 +185,7 @@ def test_what_they_say_is_true(wait: Callable[[str], Printed]) -> None:
     assert times <= wrong_there < 0.15 * TESTED
 
 
+@pytest.mark.long
 def test_an_example_runs_as_its_first_lines_say() -> None:
     text = started(command(3, "examples/streaming_statistics.py"))
     assert text.startswith("1797 rows; ")
@@ -211,7 +212,11 @@ def shown(notebook: Any) -> list[str]:
     return [each["text"] if "text" in each else each["data"]["text/plain"] for each in outputs]
 
 
+@pytest.mark.long
 def test_the_notebook_shows_what_it_gives_when_it_is_run() -> None:
+    import nbclient  # noqa: PLC0415  # see above
+    import nbformat  # noqa: PLC0415  # see above
+
     stored = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]  # it is untyped
     afresh = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]  # it is untyped
     nbclient.NotebookClient(afresh, timeout=_DEADLINE_S, kernel_name="python3").execute()

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +15,16 @@ import pytest
 
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
 from objcomm.transport.outage import HOST_LOST
-from tests.across import DEADLINE_S, FIRST_USE_S, LARGE_NBYTES
+from tests.across import AWAY_S, DEADLINE_S, FIRST_USE_S, LARGE_NBYTES
 from tests.hosts import Hosts
+from tests.once import once
+from tests.waits import wait_until
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.long
 
 _PAUSE_S = 0.01
 _PORT = 29400  # each network of hosts has all ports for itself
-_REACH_S = 0.5
+_REACH_S = 1.0
 # So slow that there is time to pull a cable.
 _MBIT, _SLOW_MBIT = 400.0, 40.0
 
@@ -140,11 +142,9 @@ def _calls(job: Job) -> dict[str, list[tuple[int, int]]]:
     return carried
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    """Two hosts with two ranks each."""
+def _two(folder: Path) -> Finished:
     with Hosts(2, mbit=_MBIT) as hosts:
-        job = Job(hosts, "two", 2, tmp_path_factory.mktemp("two"))
+        job = Job(hosts, "two", 2, folder)
         carried = _calls(job)
 
         job.reached("first use")
@@ -167,18 +167,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         job.go("sent")
 
         _cut_under_way(job, "mended")
-        time.sleep(1)
+        time.sleep(AWAY_S)
         hosts.mend(1)
 
         _pass(job, "end")
-        yield Finished([host.name for host in hosts], job.results(), carried)
+        return Finished([host.name for host in hosts], job.results(), carried)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    """Four hosts with a rank each."""
+def _four(folder: Path) -> Finished:
     with Hosts(4, mbit=_MBIT) as hosts:
-        job = Job(hosts, "four", 1, tmp_path_factory.mktemp("four"))
+        job = Job(hosts, "four", 1, folder)
         carried = _calls(job)
         job.reached("parted")
         hosts.part(1, 2)
@@ -187,7 +185,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         hosts.join(1, 2)
         job.go("joined")
         _pass(job, "end")
-        yield Finished([host.name for host in hosts], job.results(), carried)
+        return Finished([host.name for host in hosts], job.results(), carried)
 
 
 def _cut_under_way(job: Job, point: str) -> None:
@@ -196,10 +194,22 @@ def _cut_under_way(job: Job, point: str) -> None:
     job.hosts.limit(1, _SLOW_MBIT)
     before, _ = job.hosts[0].carried_nbytes()
     job.go(point)
-    while job.hosts[0].carried_nbytes()[0] - before < LARGE_NBYTES // 10:
-        time.sleep(_PAUSE_S)
+    tenth = before + LARGE_NBYTES // 10
+    wait_until(lambda: job.hosts[0].carried_nbytes()[0] > tenth, "a tenth of the payload")
     job.hosts.cut(1)
     job.hosts.limit(1, _MBIT)
+
+
+@pytest.fixture
+def two(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Two hosts with two ranks each."""
+    return once(tmp_path_factory, "two-hosts", _two)
+
+
+@pytest.fixture
+def four(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Four hosts with a rank each."""
+    return once(tmp_path_factory, "four-hosts", _four)
 
 
 @pytest.fixture(params=["two", "four"])
@@ -356,17 +366,14 @@ def test_cables_and_rates_are_what_they_say() -> None:
     with Hosts(3, mbit=100) as hosts:
         for host in hosts:
             host.popen([sys.executable, "-c", server])
-        until = time.monotonic() + 60
-        while reached() != everybody and time.monotonic() < until:
-            pass
-        assert reached() == everybody
+        wait_until(lambda: reached() == everybody, "all servers")
         hosts.part(1, 2)
         assert reached() == [(0, 1), (0, 2), (1, 0), (2, 0)]
         hosts.join(1, 2)
         hosts.cut(0)
         assert reached() == [(1, 2), (2, 1)]
         hosts.mend(0)
-        assert reached() == everybody
+        wait_until(lambda: reached() == everybody, "all cables")
         assert hosts[0].run("hostname").strip() == hosts[0].name != socket.gethostname()
         stays = ["setsid", "sh", "-c", "echo here && exec sleep 600"]
         ended = [host.popen(stays, stdout=subprocess.PIPE) for host in hosts]

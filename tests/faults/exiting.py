@@ -1,8 +1,9 @@
 """Short jobs that end as jobs do: some traffic, perhaps an error, and the interpreter's own exit.
 
-``python -m tests.faults.exiting FOLDER TURNS`` runs each kind so often and prints what did not end
-silently. Its ranks are forked after torch was imported, which is what takes long, and before
-anything else; each ends at the end of this program, as a program's own process does.
+``python -m tests.faults.exiting FOLDER TURNS [EVENT...]`` runs each kind, or those that are named,
+so often and prints what did not end silently. Its ranks are forked after torch was imported, which
+is what takes long, and before anything else; each ends at the end of this program, as a program's
+own process does.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm.transport.creation import store_of
 
 #: What happens just before the end.
 EVENTS = [
@@ -35,16 +37,16 @@ EVENTS = [
 #: With and without destroying the process group.
 ENDINGS = ["destroyed", "abandoned"]
 
-_LIMIT_SECONDS = 30.0
+_LIMIT_SECONDS = 60.0  # of a hang
 
 
-def main(folder: Path, turns: int) -> None:
+def main(folder: Path, turns: int, events: Sequence[str] = EVENTS) -> None:
     """Run a job with each event ``turns`` times, each time with the other ending.
 
     Returns in each of their ranks as well.
     """
     count = 0
-    for turn, (number, event) in itertools.product(range(turns), enumerate(EVENTS)):
+    for turn, (number, event) in itertools.product(range(turns), enumerate(events)):
         ending = ENDINGS[(turn + number) % len(ENDINGS)]
         world_size = 2 + (turn + number) % 3
         store = folder / f"store{count}"
@@ -114,13 +116,16 @@ def _desync(rank: int) -> None:
 
 
 def _timeout(rank: int) -> None:
-    if rank == 0:
-        try:
-            objcomm.all_gather(1, timeout=0.3)
-        except objcomm.TransportTimeout:
-            return
-        raise AssertionError("nobody came")
-    time.sleep(0.6)
+    store = store_of(dist.group.WORLD)
+    if rank > 0:
+        store.wait(["nobody came"])
+        return
+    try:
+        objcomm.all_gather(1, timeout=0.3)
+    except objcomm.TransportTimeout:
+        store.set("nobody came", "")
+        return
+    raise AssertionError("nobody came")
 
 
 def _lane(rank: int) -> None:
@@ -148,7 +153,7 @@ def _work_in_flight(rank: int) -> None:
 def _large_work_in_flight(rank: int) -> None:
     if rank == 0:
         _wait_shortly(objcomm.broadcast(bytes(30_000_000), async_op=True))
-    time.sleep(0.2)
+    time.sleep(0.2)  # some of it moves before they end
 
 
 class _Slow:
@@ -162,11 +167,14 @@ class _Slow:
 
 
 def _works_behind_a_slow_one(rank: int) -> None:
+    store = store_of(dist.group.WORLD)
     slow = objcomm.broadcast(_Slow(), src=1, async_op=True)
     work = objcomm.barrier(async_op=True) if rank == 0 else slow
     if rank == 1:
         slow.wait()
-        time.sleep(1.0)
+        store.set("sent", "")
+        time.sleep(1.0)  # to be there while others end
+    store.wait(["sent"])
     for each in (slow, work):
         _wait_shortly(each)
 
@@ -189,4 +197,4 @@ _EVENTS = {
 }
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or EVENTS)

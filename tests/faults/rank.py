@@ -33,12 +33,13 @@ from tests.faults.plan import (
     expected,
 )
 from tests.faults.victim import armed, sockets, strike_for
+from tests.group.helpers import when_main_thread_waits
 from tests.group.operations import OPERATIONS, ROOTED, first
+from tests.stores import loopback_store
+from tests.waits import PATIENCE_S
 
 #: Torch's object collectives take no limit for one call, so the group gets one that is not long.
 TORCHS_LIMIT_SECONDS = 5.0
-_INTERRUPT_AFTER_SECONDS = 0.7
-_SETTLE_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path) -> None:
 
 def _store(case: Case, rank: int, pipe: Connection) -> dist.TCPStore:
     if case.is_stores_host and rank == case.victim:
-        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        store = loopback_store()
         pipe.send(store.port)
         return store
     return dist.TCPStore("127.0.0.1", pipe.recv(), None, is_master=False)
@@ -196,11 +197,10 @@ def _with_callback(case: Case, strike: Callable[[], None]) -> Any:
 
 def _interrupted(case: Case, pipe: Connection, call: Callable[[], Any]) -> Seen:
     def press() -> None:
-        time.sleep(_INTERRUPT_AFTER_SECONDS)
         _tell(pipe, "fault")
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=press, daemon=True).start()
+    when_main_thread_waits(press)
     try:
         for _ in range(1 if case.is_between_two else 2):
             call()
@@ -279,7 +279,7 @@ def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left
     del store
     dist.destroy_process_group()
     gc.collect()
-    until = time.monotonic() + _SETTLE_SECONDS
+    until = time.monotonic() + PATIENCE_S
     is_store_here = case.is_stores_host and rank == case.victim  # whose sockets stay
     while (left := _left(baseline)).threads or (left.sockets and not is_store_here):
         if time.monotonic() > until:

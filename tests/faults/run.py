@@ -11,23 +11,26 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from objcomm.transport.verdict import DESTROYED
 from tests.faults.plan import STOP_SECONDS, Case, Fault
 from tests.faults.rank import Left, Seen, take_part
+from tests.stores import loopback_store
+from tests.waits import PATIENCE_S
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "objcomm"])
 
-#: Who has not said anything by then hangs.
+#: Who of torch's ranks has not said anything by then hangs; objcomm's are a test's, and get longer.
 HANG_SECONDS = 20.0
 #: A process that has ended, but how was not told (CPython's ``popen_forkserver.Popen.poll``). Seen
 #: once in some thousand cases, with a rank that had done all it was asked for.
 EXIT_UNKNOWN = 255
-_END_SECONDS = 5.0
+_TORCHS_END_SECONDS = 5.0
 _MADE_GROUP = re.compile(r"objcomm/[0-9a-f]{16}/")
 _STACKS_SECONDS = 0.5
 
@@ -96,6 +99,9 @@ class _Run:
         self._store: dist.TCPStore | None = None
         self._resume_at = float("inf")
         self._is_told = False
+        is_torchs = case.library == "torch"
+        self._hang_seconds = HANG_SECONDS if is_torchs else PATIENCE_S
+        self._end_seconds = _TORCHS_END_SECONDS if is_torchs else PATIENCE_S
 
     def connect(self) -> None:
         """Let all ranks find the store."""
@@ -103,8 +109,8 @@ class _Run:
         if self._case.is_stores_host:
             port = self._pipes[self._case.victim].recv()
         else:
-            store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-            self._store, port = store, store.port
+            self._store = loopback_store()
+            port = self._store.port
         for rank, pipe in enumerate(self._pipes):
             if not (self._case.is_stores_host and rank == self._case.victim):
                 pipe.send(port)
@@ -112,7 +118,7 @@ class _Run:
     def collect(self) -> None:
         """Take in what all ranks tell, and wake a victim that has been stopped."""
         waiting = dict(enumerate(self._pipes))
-        until = time.monotonic() + HANG_SECONDS
+        until = time.monotonic() + self._hang_seconds
         while waiting and (now := time.monotonic()) < until:
             if now >= self._resume_at or self._has_all(self._case.survivors):
                 self._release()
@@ -168,7 +174,7 @@ class _Run:
             self._pipes[rank].send(step)
         answers = {}
         for rank in ranks:
-            if self._pipes[rank].poll(HANG_SECONDS):
+            if self._pipes[rank].poll(self._hang_seconds):
                 try:
                     answers[rank] = self._pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
@@ -182,7 +188,7 @@ class _Run:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.send(None)
         for rank, process in enumerate(self._processes):
-            process.join(_END_SECONDS)
+            process.join(self._end_seconds)
             self.outcome.exits[rank] = process.exitcode
             if process.exitcode is None:
                 os.kill(self._pid(rank), signal.SIGUSR1)  # its stacks

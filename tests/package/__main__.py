@@ -14,6 +14,7 @@ import time
 import venv
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -31,15 +32,19 @@ _PINNED = {**_ENVIRONMENT, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
 
 def main() -> None:
     """Go through the steps; the first that fails ends the program, and its output says why."""
-    with TemporaryDirectory(prefix="objcomm-package-") as name:
+    with TemporaryDirectory(prefix="objcomm-package-") as name, ThreadPoolExecutor(1) as beside:
         folder = Path(name)
         source, wheel = _step("build", build)
         _step("contents", lambda: check_contents(source, wheel))
         _step("metadata", lambda: _run(*_TWINE, source, wheel))
-        _step("suite of the source archive", lambda: check_suite(source, folder))
+        # The one reads and computes, while the other mostly writes to the disk.
+        suite = beside.submit(
+            _step, "suite of the source archive", lambda: check_suite(source, folder / "source")
+        )
         python = _step("install", lambda: install(wheel, folder))
         _step("smoke test", lambda: _run(python, HERE / "smoke.py", at=folder))
         _step("types", lambda: check_types(python, folder))
+        suite.result()
 
 
 def build() -> tuple[Path, Path]:
@@ -69,12 +74,18 @@ def check_suite(source: Path, folder: Path) -> None:
     with tarfile.open(source) as archive:
         archive.extractall(folder, filter="data")
     (unpacked,) = folder.iterdir()
-    there, here = (
-        set(_printed(sys.executable, *_PYTEST, "--collect-only", at=at).splitlines()[:-1])
-        for at in (unpacked, ROOT)
-    )
+    with ThreadPoolExecutor() as both:
+        there, here = both.map(_tests_in, (unpacked, ROOT))
     _expect_same("its suite", there, here)
     _run(sys.executable, *_PYTEST, "tests/test_architecture.py", at=unpacked)
+
+
+def _tests_in(folder: Path) -> set[str]:
+    return {
+        line
+        for line in _printed(sys.executable, *_PYTEST, "--collect-only", at=folder).splitlines()
+        if "::" in line
+    }
 
 
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")

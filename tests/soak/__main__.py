@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     else:
         seconds = options.minutes * 60
         function, given = "run.soak", {"seed": options.seed, "seconds": seconds}
-        given["checkpoint_seconds"] = options.checkpoint
+        given["checkpoint"] = options.checkpoint
     show = _Table().show
     return _judge(launch.run_on_ranks(options.world, function, given, seconds=seconds, watch=show))
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from tests.soak import measure
 from tests.soak.measure import MEBIBYTE, Figures
+from tests.stores import loopback_store
 from tests.workers import Order, Pool, Report
 
 # For starting the ranks, one round that had begun, and settling.
@@ -51,7 +50,7 @@ def run_on_ranks(
         watch: called with the figures so far, about every second.
     """
     # The master's own socket must outlive the ranks.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     module, _, name = function.partition(".")
     pool = Pool(world_size, joined=False)
     with tempfile.TemporaryDirectory(prefix="objcomm-soak-") as folder, _watching(folder, watch):

@@ -15,7 +15,7 @@ MEBIBYTE = 1 << 20
 
 # A closed connection's descriptors and a thread's end show after a moment.
 _SETTLED_SECONDS = 0.3
-_SETTLE_MAX_SECONDS = 5.0
+_SETTLE_MAX_SECONDS = 10.0
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # glibc, <malloc.h>
 
@@ -60,12 +60,16 @@ def steady_allocator() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
-def held() -> tuple[int, int, int, int]:
-    """Resident bytes, Python's blocks, threads and descriptors, once they stand still."""
+def held(descriptors_before: int = sys.maxsize) -> tuple[int, int, int, int]:
+    """Resident bytes, Python's blocks, threads and descriptors, once they stand still.
+
+    Args:
+        descriptors_before: how many there were the last time; more may be some that close late.
+    """
     gc.collect()
     expires = time.monotonic() + _SETTLE_MAX_SECONDS
     before, now = (-1, -1), _handles()
-    while before != now and time.monotonic() < expires:
+    while (before != now or now[1] > descriptors_before) and time.monotonic() < expires:
         time.sleep(_SETTLED_SECONDS)
         before, now = now, _handles()
     with contextlib.suppress(AttributeError):  # glibc has it

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -97,24 +98,26 @@ class Soak:
         self._standing: tuple[Subgroup, ...] = ()
         self._lock = threading.Lock()
         self._turns = self._errors = 0
+        self._descriptors = sys.maxsize
         self._began = time.monotonic()
 
-    def run(self, seconds: float, turns: int, checkpoint_seconds: float) -> None:
+    def run(self, seconds: float, turns: int, checkpoint: float) -> None:
         """Go from round to round until both are over; every rank calls this.
 
         Args:
             seconds: how long at least.
             turns: how many of rank 0's at least.
-            checkpoint_seconds: how often to stop, destroy all subgroups and measure.
+            checkpoint: how often to stop, destroy all subgroups and measure: after so many turns,
+                or seconds if those are to be.
         """
         fill_histories()
         ask_once()
         number, due = 0, 0.0
         elapsed, taken = 0.0, 0
         while elapsed < seconds or taken < turns:
-            if elapsed >= due:
+            if (now := elapsed if seconds else taken) >= due:
                 self._checkpoint()
-                due = elapsed + checkpoint_seconds
+                due = now + checkpoint
             self._do(round_of(self._seed, number, here().world_size))
             number += 1
             # One clock and one count decide for all ranks.
@@ -164,7 +167,8 @@ class Soak:
         self._stand(())
         gc.collect()
         objcomm.barrier("before a checkpoint")
-        resident_nbytes, blocks, threads, descriptors = measure.held()
+        resident_nbytes, blocks, threads, descriptors = measure.held(self._descriptors)
+        self._descriptors = descriptors
         figures = measure.Figures(
             round(time.monotonic() - self._began, 1),
             self._turns,
@@ -224,14 +228,14 @@ def soak(
     seed: int,
     port: int,
     record: str,
-    seconds: float,
-    checkpoint_seconds: float,
+    checkpoint: float,
+    seconds: float = 0.0,
     turns: int = 0,
 ) -> None:
     """The order that each worker gets."""
     running = Soak(seed, port, Path(record))
     try:
-        running.run(seconds, turns, checkpoint_seconds)
+        running.run(seconds, turns, checkpoint)
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
