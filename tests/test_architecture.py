@@ -1,6 +1,7 @@
 """The layers: a module imports only from lower ones. This table is the one of the documentation."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -153,10 +154,16 @@ def floor_of(name: str) -> int:
     return FLOOR[name]
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All that a file's code consists of."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imported_by(path: Path) -> set[str]:
     """First-party modules that a file imports, wherever the import stands."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -178,7 +185,7 @@ def calls_on_torch_distributed(path: Path) -> set[str]:
     """Attributes of ``torch.distributed`` that a file calls."""
     return {
         node.func.attr
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and ast.unparse(node.func.value) in {"dist", "torch.distributed"}
@@ -232,7 +239,7 @@ def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
 def test_modules_and_functions_stay_small(name: str) -> None:
     text = MODULES[name].read_text(encoding="utf-8")
     docstrings = 0
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(MODULES[name]):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(
             node
         ):

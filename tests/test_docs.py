@@ -3,92 +3,43 @@
 import doctest
 import importlib
 import inspect
-import os
 import pkgutil
-import re
-import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import torch.distributed as dist
 
 import objcomm
-from tests.ahead import begun_ahead
-from tests.ranks import run_on_fresh_ranks, solo
-from tests.workers import here, join
+from tests.documented import Block, blocks, run_block, run_examples
+from tests.ranks import run_on_fresh_ranks
 
-_ROOT = Path(__file__).parents[1]
-# Blocks that launch ranks import torch anew, beside other files of tests that do so.
+# Blocks that launch ranks import torch anew, beside other tests that do so.
 _DEADLINE_S = 200.0
-_FENCE = re.compile(r"^```python(?P<tags>[^\n]*)\n(?P<source>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-class Block(NamedTuple):
-    """One fenced block: where it stands, and on how many ranks it runs; 0 means alone.
-
-    ``launcher=torchrun`` sets torchrun's variables, which some libraries ask for.
-    """
-
-    where: str
-    ranks: int
-    source: str
-    is_launched: bool
+# Their ranks import torch, which takes seconds: of those that launch, the first will do.
+_LAUNCHING = [block.where for block in blocks() if "objcomm.launch(" in block.source]
 
 
-def blocks() -> Iterator[Block]:
-    """Each block of README.md, CONTRIBUTING.md and docs/ that is tagged as Python."""
-    tops = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md"]
-    for path in [*tops, *sorted((_ROOT / "docs").rglob("*.md"))]:
-        text = path.read_text() if path.exists() else ""
-        for found in _FENCE.finditer(text):
-            line = text[: found.start()].count("\n") + 1
-            ranks = re.search(r"ranks=(\d+)", found["tags"])
-            where = f"{path.relative_to(_ROOT)}:{line}"
-            is_launched = "launcher=torchrun" in found["tags"]
-            yield Block(where, int(ranks[1]) if ranks else 0, found["source"], is_launched)
+def marks_of(block: Block) -> list[pytest.MarkDecorator]:
+    """A page shows how a limit passes with a short one, by which a busy machine may be late."""
+    is_timed = "objcomm.TransportTimeout" in block.source and "sleep(" in block.source
+    is_long = block.where in _LAUNCHING[1:]
+    return [pytest.mark.timed] * is_timed + [pytest.mark.long] * is_long
 
 
-@pytest.fixture(scope="module")
-def run(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[Block], None]]:
-    """Waits for a block to end."""
-    base = tmp_path_factory.mktemp("blocks")
-
-    def begin(block: Block) -> None:
-        folder = tempfile.mkdtemp(dir=base)
-        run_on_fresh_ranks(
-            block.ranks,
-            run_block,
-            deadline=_DEADLINE_S,
-            where=block.where,
-            source=block.source,
-            folder=folder,
-            is_launched=block.is_launched,
-        )
-
-    with begun_ahead(request, {block.where: partial(begin, block) for block in blocks()}) as wait:
-        yield lambda block: wait(block.where)
-
-
-@pytest.mark.parametrize("block", [pytest.param(block, id=block.where) for block in blocks()])
-def test_a_block_of_the_documentation_runs(block: Block, run: Callable[[Block], None]) -> None:
-    run(block)
-
-
-def run_block(where: str, source: str, folder: str, *, is_launched: bool = False) -> None:
-    """Run a block as a script of its own, in a folder that it may write to."""
-    os.chdir(folder)
-    if is_launched:
-        os.environ.update(LOCAL_RANK=str(here().rank), OMP_NUM_THREADS="1")
-    if here().world_size > 1:
-        join(here(), "docs")
-        # A block may show how a script starts; it finds that done.
-        dist.init_process_group = lambda *_, **__: None
-    exec(compile(source, where, "exec"), {"__name__": "__main__"})  # noqa: S102  # what it is for
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, id=block.where, marks=marks_of(block)) for block in blocks()]
+)
+def test_a_block_of_the_documentation_runs(block: Block, tmp_path: Path) -> None:
+    run_on_fresh_ranks(
+        block.ranks,
+        run_block,
+        deadline=_DEADLINE_S,
+        where=block.where,
+        source=block.source,
+        folder=str(tmp_path),
+        is_launched=block.is_launched,
+    )
 
 
 def test_the_readme_shows_code_that_is_run() -> None:
@@ -127,12 +78,15 @@ def documented_modules() -> list[str]:
     ]
 
 
-@solo()
-@pytest.mark.parametrize("name", documented_modules())
+def marks_of_module(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.long] * (name == "objcomm.launching")  # a page's block shows the same
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks_of_module(name)) for name in documented_modules()]
+)
 def test_examples_in_docstrings_are_right(name: str) -> None:
-    failed, tried = doctest.testmod(importlib.import_module(name))
-    assert tried > 0
-    assert failed == 0
+    run_on_fresh_ranks(0, run_examples, deadline=_DEADLINE_S, name=name)
 
 
 FUNCTIONS = [name for name in objcomm.__all__ if inspect.isfunction(getattr(objcomm, name))]

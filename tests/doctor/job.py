@@ -1,24 +1,34 @@
-"""Starts doctors as processes of one job, and gives back what each said and how it ended."""
+"""Starts doctors as processes of one job, and gives back what each said and how it ended.
 
+They are forks of the server that has torch imported, as the tests' ranks are, because importing it
+takes a second or two of a processor. ``test_setups`` has some that are started by their command.
+"""
+
+import ctypes
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from tests.hosts import Hosts
+from objcomm.__main__ import main
+from tests.hosts import Host, Hosts
+from tests.stores import loopback_store
+from tests.waits import wait_until
 
 DOCTOR = [sys.executable, "-m", "objcomm", "doctor"]
 ROOT = Path(__file__).parent.parent.parent
-_LIMIT_S = 200.0
-_POLL_S = 0.05
+LIMIT_S = 200.0
+_CONTEXT = multiprocessing.get_context("forkserver")  # tests.workers says what it imports
+_NAMESPACES = ("user", "net", "uts", "ipc", "mnt", "pid")
 _OF_A_JOB = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "GLOO_", "NCCL_", "OBJCOMM_")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -42,13 +52,24 @@ def clean_environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def by_command(command: Sequence[str], **variables: str) -> Said:
+    """Run a command line to its end, with an interpreter of its own."""
+    done = subprocess.run(
+        command,
+        env=clean_environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
 class Agent:
     """A store that is there before the ranks, as torchrun's is."""
 
     def __init__(self) -> None:
-        self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
+        self.store = loopback_store()
 
     def place(self, rank: int, size: int, **further: str) -> dict[str, str]:
         """The variables of one rank."""
@@ -71,58 +92,99 @@ def place(rank: int, size: int, port: int, host: str = "127.0.0.1") -> dict[str,
 def arrived(store: dist.Store, count: int) -> None:
     """Return when so many doctors are there."""
     mine = dist.PrefixStore("objcomm.doctor/0", store)
-    until(lambda: mine.add("arrivals", 0) >= count)
+    wait_until(lambda: mine.add("arrivals", 0) >= count, f"{count} doctors", LIMIT_S)
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Return when something is so; fail if it does not become so."""
-    deadline = time.monotonic() + _LIMIT_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError("it has not come to be so")
-        time.sleep(_POLL_S)
+class Doctor:
+    """One rank's process.
+
+    Attributes:
+        pid: its process id; that of who waits for it, where it is on another host.
+    """
+
+    def __init__(
+        self, variables: Mapping[str, str], arguments: Sequence[str], host: Host | None = None
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="objcomm-doctor-")
+        self._written = [Path(self._folder.name) / name for name in ("out", "err")]
+        inside = None if host is None else host._room.pid  # noqa: SLF001  # popen would start anew
+        environ = clean_environment() | dict(variables)
+        self._process = _CONTEXT.Process(
+            target=_consult, args=(environ, list(arguments), self._written, inside), daemon=True
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    def said(self) -> Said:
+        """Wait for its end."""
+        self._process.join(LIMIT_S)
+        out, err = (path.read_text(encoding="utf-8") for path in self._written)
+        assert self._process.exitcode is not None, f"still there after {LIMIT_S:g} s: {out}{err}"
+        return Said(self._process.exitcode, out, err)
+
+    def close(self) -> None:
+        """Let nothing of it stay."""
+        self._process.kill()
+        self._process.join()
+        self._folder.cleanup()
 
 
-def start(variables: Mapping[str, str], *arguments: str) -> "subprocess.Popen[str]":
+def _consult(
+    environ: Mapping[str, str],
+    arguments: Sequence[str],
+    written: Sequence[Path],
+    inside: int | None,
+) -> None:
+    """Be one doctor, in a process that was forked for it."""
+    for number, path in enumerate(written, start=1):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    if inside is not None:
+        _enter(inside)
+    os.chdir(ROOT)
+    sys.exit(main(["doctor", *arguments]))
+
+
+def _enter(pid: int) -> None:
+    """Go on as a child that is in all namespaces of a process."""
+    spaces = []
+    for name in _NAMESPACES:
+        theirs, ours = Path(f"/proc/{pid}/ns/{name}"), Path(f"/proc/self/ns/{name}")
+        if not theirs.samefile(ours):
+            spaces.append(os.open(theirs, os.O_RDONLY))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for space in spaces:
+        if libc.setns(space, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(space)
+    if child := os.fork():  # who enters a namespace of processes is none of them
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+
+
+def start(variables: Mapping[str, str], *arguments: str) -> Doctor:
     """Start one rank."""
-    return subprocess.Popen(
-        [*DOCTOR, *arguments],
-        env=clean_environment() | dict(variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Doctor(variables, arguments)
 
 
-def said(processes: Sequence["subprocess.Popen[str]"]) -> list[Said]:
+def said(doctors: Sequence[Doctor]) -> list[Said]:
     """Wait for all of them; none outlives this."""
     try:
-        told = [process.communicate(timeout=_LIMIT_S) for process in processes]
+        return [doctor.said() for doctor in doctors]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [
-        Said(process.returncode, *texts) for process, texts in zip(processes, told, strict=True)
-    ]
+        for doctor in doctors:
+            doctor.close()
 
 
 def on_hosts(hosts: Hosts, variables: Sequence[Mapping[str, str]], *arguments: str) -> list[Said]:
     """One rank on each host, whose rank 0 has the store."""
-    processes = []
+    doctors = []
     for rank, further in enumerate(variables):
         of_rank = place(rank, len(variables), 29500, hosts[0].address) | {"LOCAL_RANK": "0"}
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **of_rank, **further}
-        processes.append(
-            hosts[rank].popen(
-                [*DOCTOR, *arguments],
-                env=own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return said(processes)
+        doctors.append(Doctor(of_rank | dict(further), arguments, hosts[rank]))
+    return said(doctors)
 
 
 class Findings(dict[str, Any]):

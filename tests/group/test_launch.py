@@ -1,6 +1,7 @@
 """launch: results, failures, and that no rank outlives it."""
 
 import functools
+import multiprocessing
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import LaunchError, UsageError, launched, launching
 from tests.faults.exiting import without_gloo
+from tests.waits import wait_until
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE")
 _DEADLINE_S = 150.0
@@ -42,16 +44,12 @@ def is_alive(pid: int) -> bool:
 
 def assert_ended(pids: list[int]) -> None:
     """Wait a little: the kernel ends a process after the one that it belongs to."""
-    expires = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < expires:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if is_alive(pid)]
+    wait_until(lambda: not any(map(is_alive, pids)), f"the end of processes {pids}")
 
 
 def await_paths(*paths: Path) -> None:
     """Wait until other ranks have left all of these."""
-    while not all(path.exists() for path in paths):
-        time.sleep(0.05)
+    wait_until(lambda: all(path.exists() for path in paths), "other ranks", _DEADLINE_S)
 
 
 def _chained(error: BaseException, cause: BaseException) -> BaseException:
@@ -92,7 +90,7 @@ def test_what_each_rank_returns_comes_back_in_rank_order(tmp_path: Path) -> None
 
 
 class SlowToTellError(Exception):
-    """Takes longer to say what happened than others take to hear that its rank has left."""
+    """Takes longer to say what happened than others would to hear that its rank has left."""
 
     def __str__(self) -> str:
         time.sleep(1)
@@ -137,6 +135,7 @@ def test_all_ranks_failures_are_one_error_that_pickles(
     assert_ended([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
 
 
+@pytest.mark.long  # what ranks tell is put in order above, too
 def test_the_failure_that_caused_others_comes_first() -> None:
     def work() -> None:
         if objcomm.rank() == 1:
@@ -149,7 +148,11 @@ def test_the_failure_that_caused_others_comes_first() -> None:
     assert caught.value.failures[1].message == "no batches"
 
 
-def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(tmp_path: Path) -> None:
+def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_GRACE_SECONDS", 1.0)  # it counts from what was told
+
     def work() -> None:
         if int(os.environ["RANK"]) == 0:
             (tmp_path / "waits").touch()
@@ -192,7 +195,11 @@ def test_what_a_rank_heard_of_others_is_no_cause(error: BaseException) -> None:
     assert launched.is_heard(error)
 
 
-def test_a_rank_may_exit_and_time_may_run_out(tmp_path: Path) -> None:
+def test_a_rank_may_exit_and_time_may_run_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_GRACE_SECONDS", 1.0)  # it counts from the exit
+
     def stay() -> None:
         threading.main_thread().join()
         (tmp_path / "left").touch()  # so the result is told
@@ -238,7 +245,7 @@ def test_what_cannot_start_is_refused_at_once() -> None:
 
 
 _SCRIPT = """
-import os, sys, threading, objcomm
+import objcomm
 
 class Own:
     def __init__(self, value): self.value = value
@@ -248,51 +255,54 @@ def work():
     assert all(type(each) is Own for each in arrived)
     return arrived[-1]
 
-def wait():
-    print("rank", os.getpid(), flush=True)
-    threading.Event().wait()
-
-if sys.argv[1] == "work":
-    results = objcomm.launch(work, 2)
-    print([type(each) is Own and each.value for each in results])
-else:
-    try:
-        objcomm.launch(wait, 1)
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
+results = objcomm.launch(work, 2)
+print([type(each) is Own and each.value for each in results])
 """
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    """Run the script from standard input, so that no file holds its ``__main__``."""
-    program = f"exec({textwrap.dedent(_SCRIPT)!r})"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
+@pytest.mark.long  # a block of the documentation launches what stands in ``__main__``, too
 def test_what_stands_in_main_goes_to_the_ranks_and_back() -> None:
-    out, told = _start("work").communicate(timeout=_DEADLINE_S)
-    assert without_gloo(out).split("\n")[0] == "[1, 1]", told
+    done = subprocess.run(
+        [sys.executable, "-c", f"exec({textwrap.dedent(_SCRIPT)!r})"],  # no file holds its main
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        check=False,
+    )
+    assert without_gloo(done.stdout).split("\n")[0] == "[1, 1]", done.stderr
 
 
-def test_whatever_ends_the_program_ends_its_ranks() -> None:
+def _launch_and_wait(folder: Path) -> None:
+    """Be a program that is ended while its rank waits; forked, so that it need not import torch."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def work() -> None:
+        (folder / "unfinished").write_text(str(os.getpid()))
+        (folder / "unfinished").rename(folder / "rank")
+        threading.Event().wait()
+
+    try:
+        objcomm.launch(work, 1)
+    except KeyboardInterrupt:
+        (folder / "interrupted").touch()
+
+
+def test_whatever_ends_the_program_ends_its_ranks(tmp_path: Path) -> None:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    programs = [_start("wait") for _ in signals]
-    pids = []
-    for program in programs:
-        if program.stdout is None:
-            raise RuntimeError("the program has no output")
-        lines = iter(program.stdout.readline, "")
-        told = next(line for line in lines if line.startswith("rank "))
-        pids.append(int(told.removeprefix("rank ")))
+    context = multiprocessing.get_context("forkserver")
+    folders = [tmp_path / sent.name for sent in signals]
+    programs = []
+    for folder in folders:
+        folder.mkdir()
+        programs.append(context.Process(target=_launch_and_wait, args=(folder,)))
+        programs[-1].start()
+    await_paths(*(folder / "rank" for folder in folders))
+    pids = [int((folder / "rank").read_text()) for folder in folders]
     assert all(map(is_alive, pids))
     for program, sent in zip(programs, signals, strict=True):
-        program.send_signal(sent)
-    ends = [program.communicate(timeout=_DEADLINE_S)[0] for program in programs]
+        os.kill(program.pid or 0, sent)
+    for program in programs:
+        program.join(_DEADLINE_S)
     assert_ended(pids)
-    assert [program.returncode for program in programs] == [0, -signal.SIGTERM, -signal.SIGKILL]
-    assert ends[0] == "interrupted\n"
+    assert [program.exitcode for program in programs] == [0, -signal.SIGTERM, -signal.SIGKILL]
+    assert [(folder / "interrupted").exists() for folder in folders] == [True, False, False]

@@ -1,101 +1,143 @@
 """Messages from rank to rank that never meet: who is out of step, and who only looks so."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
-from tests.group.helpers import assert_group_works, error_in, subgroup, tell_all
+from tests.group.helpers import assert_group_works, error_in, hear, say, subgroup, tell_all
 from tests.group.pairs import LARGE, assert_pair_works
+from tests.group.watched import after_looks, closely, patiently
 from tests.ranks import ranks
+from tests.waits import within
 from tests.workers import here
+
+Call = Callable[[dist.ProcessGroup], Any]
 
 # Who is out of step
 
 
-def out_of_step(*calls: Callable[[], Any] | None) -> DesyncError | None:
+def out_of_step(group: dist.ProcessGroup, *calls: Call) -> DesyncError | None:
     """Rank after rank makes its call, and raises; who has none does nothing."""
-    objcomm.barrier()
-    mine = calls[here().rank] if here().rank < len(calls) else None
-    error = None if mine is None else error_in(DesyncError, mine)
-    tell_all("out of step", "")
+    objcomm.barrier(group=group)
+    tell_all("all are here", "")
+    if here().rank >= len(calls):
+        tell_all("out of step", "")
+        return None
+    with closely(), patiently():
+        error: DesyncError = error_in(DesyncError, lambda: calls[here().rank](group))
+        tell_all("out of step", "")
     return error
 
 
-CIRCLES: dict[str, list[Callable[[], Any]]] = {
-    "both receive": [lambda: objcomm.recv(1), lambda: objcomm.recv(0)],
-    "both send something large": [lambda: objcomm.send(LARGE, 1), lambda: objcomm.send(LARGE, 0)],
-    "recv and all_gather": [lambda: objcomm.recv(1), *[lambda: objcomm.all_gather(1)] * 2],
-    "send of something large and barrier": [
-        lambda: objcomm.send(LARGE, 1),
-        *[lambda: objcomm.barrier("of the others")] * 2,
+def recv(src: int, **options: Any) -> Call:
+    return lambda group: objcomm.recv(src, group=group, **options)
+
+
+def send(dst: int, **options: Any) -> Call:
+    return lambda group: objcomm.send(LARGE, dst, group=group, **options)
+
+
+def all_gather(group: dist.ProcessGroup) -> Any:
+    return objcomm.all_gather(1, group=group)
+
+
+def barrier(group: dist.ProcessGroup) -> None:
+    objcomm.barrier("of the others", group=group)
+
+
+CIRCLES: dict[str, list[Call]] = {
+    "both receive": [recv(1), recv(0)],
+    "both send something large": [send(1), send(0)],
+    "recv and all_gather": [recv(1), all_gather, all_gather],
+    "send of something large and barrier": [send(1), barrier, barrier],
+    "works": [
+        lambda group: objcomm.irecv(1, group=group).wait(),
+        lambda group: objcomm.isend(LARGE, 0, tag=4, group=group).wait(),
     ],
-    "works": [lambda: objcomm.irecv(1).wait(), lambda: objcomm.isend(LARGE, 0, tag=4).wait()],
-    "probe and recv": [lambda: objcomm.probe(1), lambda: objcomm.recv(0, tag=5)],
-    "another tag": [lambda: objcomm.send(LARGE, 1, tag=1), lambda: objcomm.recv(0, tag=2)],
+    "probe and recv": [lambda group: objcomm.probe(1, group=group), recv(0, tag=5)],
+    "another tag": [send(1, tag=1), recv(0, tag=2)],
 }
 
 
-CIRCLES_OF_THREE: dict[str, list[Callable[[], Any]]] = {
-    "receives": [lambda: objcomm.recv(1), lambda: objcomm.recv(2), lambda: objcomm.recv(0)],
-    "send, recv, barrier": [
-        lambda: objcomm.send(LARGE, 1),
-        lambda: objcomm.recv(2),
-        objcomm.barrier,
-    ],
-    "recv, send, all_gather": [
-        lambda: objcomm.recv(1),
-        lambda: objcomm.send(LARGE, 2),
-        lambda: objcomm.all_gather(1),
-    ],
+CIRCLES_OF_THREE: dict[str, list[Call]] = {
+    "receives": [recv(1), recv(2), recv(0)],
+    "send, recv, barrier": [send(1), recv(2), barrier],
+    "recv, send, all_gather": [recv(1), send(2), all_gather],
 }
+
+
+def assert_all_works(group: dist.ProcessGroup) -> None:
+    assert_pair_works(group)
+    assert_group_works(group)
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("have_met", [False, True], ids=["strangers", "met"])
 @pytest.mark.parametrize("kind", CIRCLES)
-def test_two_that_are_out_of_step_hear_of_it_and_work_on(kind: str, *, have_met: bool) -> None:
-    with subgroup(*range(here().world_size)):
-        if have_met:
-            assert_pair_works()
-        error = out_of_step(*CIRCLES[kind])
-        if error is not None:
-            assert {0, 1} <= set(error.positions)
-            for position in error.positions.values():
-                assert Path(__file__).name in position.call_site
-        assert_pair_works()
-        assert_group_works()
+def test_two_that_are_out_of_step_hear_of_it_and_work_on(kind: str) -> None:
+    for have_met in (False, True):
+        with subgroup(*range(here().world_size)) as group:
+            if have_met:
+                assert_pair_works(group)
+            error = out_of_step(group, *CIRCLES[kind])
+            if error is not None:
+                assert {0, 1} <= set(error.positions)
+                for position in error.positions.values():
+                    assert Path(__file__).name in position.call_site
+            assert_all_works(group)
 
 
 @ranks(3)
 @pytest.mark.parametrize("kind", CIRCLES_OF_THREE)
 def test_a_circle_of_three(kind: str) -> None:
-    error = out_of_step(*CIRCLES_OF_THREE[kind])
-    assert error is not None
-    assert here().rank in error.positions
+    with subgroup(0, 1, 2) as group:
+        error = out_of_step(group, *CIRCLES_OF_THREE[kind])
+        assert error is not None
+        assert here().rank in error.positions
+        assert_all_works(group)
+
+
+@pytest.mark.timed
+@ranks(3)
+def test_two_that_are_out_of_step_hear_of_it_within_2_s() -> None:
+    """Rank 2 has the clock: who waits may have no thread beside it, which could still send."""
     assert_pair_works()
-    assert_group_works()
+    tell_all("all are here", "")
+    if here().rank == 2:
+        with within(2.0):
+            hear("rank 0 raised")
+            hear("rank 1 raised")
+    else:
+        with pytest.raises(DesyncError):
+            objcomm.recv(1 - here().rank)
+        say(f"rank {here().rank} raised")
+    assert_pair_works()
 
 
-# And who is not
+# And who is not: each is looked at several times before it goes on
+
+LOOKS = 4
 
 
 @ranks(2)
 def test_a_slow_peer_is_no_desync() -> None:
     objcomm.barrier()
     if here().rank == 0:
-        assert objcomm.recv(1) == "late"
-        objcomm.send(LARGE, 1)
+        with after_looks(LOOKS, partial(say, "rank 0 receives")):
+            assert objcomm.recv(1) == "late"
+        with after_looks(LOOKS, partial(say, "rank 0 sends")):
+            objcomm.send(LARGE, 1)
     else:
-        time.sleep(1.6)
+        hear("rank 0 receives")
         objcomm.send("late", 0)
-        time.sleep(1.6)
+        hear("rank 0 sends")
         assert objcomm.recv(0) == LARGE
     assert_group_works()
 
@@ -104,17 +146,20 @@ def test_a_slow_peer_is_no_desync() -> None:
 def test_a_background_thread_may_send_while_its_main_thread_waits() -> None:
     objcomm.barrier()
     if here().rank == 0:
-        assert objcomm.recv(1) == "from the background"
+        with after_looks(LOOKS, partial(say, "rank 0 receives")):
+            assert objcomm.recv(1) == "from the background"
         objcomm.barrier()
     else:
 
         def send_late() -> None:
-            time.sleep(1.8)
+            hear("rank 0 receives")
+            hear("rank 1 waits")
             objcomm.send("from the background", 0)
 
         thread = threading.Thread(target=send_late)
         thread.start()
-        objcomm.barrier()
+        with after_looks(LOOKS, partial(say, "rank 1 waits")):
+            objcomm.barrier()
         thread.join()
 
 
@@ -122,15 +167,16 @@ def test_a_background_thread_may_send_while_its_main_thread_waits() -> None:
 def test_a_background_thread_may_receive_while_main_threads_meet() -> None:
     objcomm.barrier()
     if here().rank == 0:
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, closely():
             later = pool.submit(objcomm.recv, 1)
             objcomm.barrier()
-            time.sleep(1.3)
+            hear("rank 1 waits")
             objcomm.barrier()
             assert later.result() == "after both"
     else:
         objcomm.barrier()
-        objcomm.barrier()
+        with after_looks(LOOKS, partial(say, "rank 1 waits")):
+            objcomm.barrier()
         objcomm.send("after both", 0)
 
 
@@ -139,26 +185,29 @@ def test_what_was_begun_and_nobody_waits_for_is_no_desync() -> None:
     objcomm.barrier()
     receiving = objcomm.irecv(1 - here().rank)
     objcomm.barrier()
-    time.sleep(1.5)
-    objcomm.barrier()
+    if here().rank == 0:
+        with after_looks(LOOKS, partial(say, "rank 0 waits")):
+            objcomm.barrier()
+    else:
+        hear("rank 0 waits")
+        objcomm.barrier()
     objcomm.send(LARGE[:100], 1 - here().rank)
     assert len(receiving.wait()) == 100
 
 
 @ranks(2)
 def test_a_payload_that_takes_its_time_is_no_desync() -> None:
-    def slow(seconds: float) -> Iterator[None]:
-        time.sleep(seconds)
-        yield
-
-    nbytes = 256 << 20
+    nbytes = 128 << 20
     if here().rank == 0:
-        objcomm.send(bytes(nbytes), 1)
-        objcomm.recv(1)
+        with after_looks(LOOKS, partial(say, "rank 0 sends")):
+            objcomm.send(bytes(nbytes), 1)
+        with after_looks(LOOKS, partial(say, "rank 0 receives")):
+            objcomm.recv(1)
     else:
-        list(slow(1.2))
-        assert len(objcomm.recv(0)) == nbytes
-        list(slow(1.2))
+        hear("rank 0 sends")
+        with closely():
+            assert len(objcomm.recv(0)) == nbytes
+        hear("rank 0 receives")
         objcomm.send("done", 0)
 
 
@@ -166,13 +215,16 @@ def test_a_payload_that_takes_its_time_is_no_desync() -> None:
 def test_a_chain_behind_a_slow_rank_is_no_desync() -> None:
     objcomm.barrier()
     if here().rank == 2:
-        time.sleep(1.8)
+        for rank in (0, 1):
+            hear(f"rank {rank} waits")
         objcomm.send("go", 1)
         assert objcomm.recv(0) == "round"
     elif here().rank == 1:
-        assert objcomm.recv(2) == "go"
+        with after_looks(LOOKS, partial(say, "rank 1 waits")):
+            assert objcomm.recv(2) == "go"
         objcomm.send("on", 0)
     else:
-        assert objcomm.recv(1) == "on"
+        with after_looks(LOOKS, partial(say, "rank 0 waits")):
+            assert objcomm.recv(1) == "on"
         objcomm.send("round", 2)
     assert_group_works()

@@ -1,7 +1,6 @@
 """What messages from rank to rank leave behind: nothing, of a group that is no more."""
 
 import gc
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,19 @@ from objcomm import TransportError
 from objcomm.transport.creation import store_of
 from objcomm.transport.watch import bulletin_of
 from tests.group.helpers import (
-    SOON_S,
     assert_group_works,
     assert_no_verdict_stays,
     error_in,
+    hear,
     keys_in,
     keys_of_verdicts,
+    say,
     subgroup,
     tell_all,
 )
 from tests.group.pairs import LARGE
 from tests.ranks import ranks
+from tests.waits import wait_until
 from tests.workers import here
 
 
@@ -59,15 +60,12 @@ def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
         is_closed = own[0] <= descriptors + 4 and own[1] <= tasks + 2
         return is_closed and not keys_of_verdicts(store)
 
-    time.sleep(1.0)
+    wait_until(lambda: is_settled(*_left_over()), "the keys of verdicts to go")
     before = _left_over()
     keys = len([key for key in keys_in(store) if "objcomm" in key])
     tell_all("counted", "")
-    _use_and_destroy(12)
-    until = time.monotonic() + SOON_S
-    while not is_settled(*before):
-        assert time.monotonic() < until, (before, _left_over(), keys_in(store))
-        time.sleep(0.1)
+    _use_and_destroy(8)  # a leak of one for each is seen
+    wait_until(lambda: is_settled(*before), f"no more than {before} descriptors and threads")
     tell_all("settled", "")
     assert len([key for key in keys_in(store) if "objcomm" in key]) <= keys + 2
 
@@ -81,9 +79,11 @@ def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
         group: Any = dist.new_group([0, 1])
         assert objcomm.sendrecv(here().rank, other, other, group=group) == other
         if here().rank == late:  # as a question to the other ranks keeps it
-            bulletin_of(world).submit(lambda _: time.sleep(1.0))
+            bulletin_of(world).submit(lambda _, late=late: hear(f"destroyed {late}"))  # type: ignore[misc]  # a default
         dist.destroy_process_group(group)
         del group
+        if here().rank != late:
+            say(f"destroyed {late}")
     assert_no_verdict_stays(store)
     tell_all("settled", "")
     assert_group_works()
@@ -119,7 +119,4 @@ def test_neither_what_was_sent_nor_what_arrived_is_kept() -> None:
             got = objcomm.sendrecv((mine, "small"), other, other)
         kept = [weakref.ref(mine), weakref.ref(got[0])]
         del mine, got
-        until = time.monotonic() + SOON_S
-        while any(each() is not None for each in kept):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda kept=kept: all(each() is None for each in kept), "nobody to hold it")  # type: ignore[misc]  # a default

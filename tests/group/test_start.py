@@ -19,6 +19,8 @@ from objcomm.transport.rendezvous import await_all
 from objcomm.world import resolve
 from tests.group.helpers import assert_group_works, shared_port, tell_all
 from tests.ranks import ranks, solo
+from tests.stores import loopback_store
+from tests.waits import PATIENCE_S
 from tests.workers import here
 
 
@@ -51,7 +53,7 @@ LAUNCHERS: dict[str, Callable[[int, int], dict[str, str]]] = {
 }
 
 
-@ranks(2, joined=False, deadline=60)
+@ranks(2, joined=False)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_join_by_a_launchers_variables(
     launcher: str,
@@ -65,7 +67,7 @@ def test_ranks_join_by_a_launchers_variables(
     logger = logging.getLogger("objcomm")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    chosen = objcomm.init(timeout=60)
+    chosen = objcomm.init(timeout=PATIENCE_S)
     assert (chosen.launcher, chosen.rank, chosen.world_size) == (launcher, rank, 2)
     assert (chosen.local_rank, chosen.backend) == (rank, "gloo")
     assert chosen.device == torch.device("cpu")
@@ -90,22 +92,21 @@ def test_ranks_join_by_a_launchers_variables(
     assert_group_works()
 
 
-def joined_again(times: int) -> list[list[tuple[int, int]]]:
-    gathered = []
-    for turn in range(times):
-        time.sleep(0.2 * int(os.environ["RANK"]))  # who comes first finds what is left of last time
-        objcomm.init("gloo", timeout=60)
-        gathered.append(objcomm.all_gather((turn, objcomm.rank())))
-        objcomm.shutdown()
-    return gathered
-
-
+@ranks(2, joined=False)
 def test_ranks_of_torchruns_store_may_join_again_and_again() -> None:
-    expected = [[(turn, 0), (turn, 1)] for turn in range(3)]
-    assert objcomm.launch(joined_again, 2, 3, joined=False, timeout=60) == [expected] * 2
+    rank = here().rank
+    agent = loopback_store() if rank == 0 else None  # torchrun's is in a process of its own
+    port = tell_all("port", str(agent.port) if agent else "")[0]
+    os.environ.update(torchrun(rank, 2), MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
+    for turn in range(3):
+        time.sleep(0.2 * rank)  # who comes first finds what is left of last time
+        objcomm.init("gloo")
+        assert objcomm.all_gather((turn, rank)) == [(turn, 0), (turn, 1)]
+        objcomm.shutdown()
+    tell_all("done", "")  # the store lives as long as rank 0
 
 
-@ranks(3, joined=False, deadline=60)
+@ranks(3, joined=False)
 def test_nobody_leaves_before_all_have_joined() -> None:
     """Gloo on one rank connects to all others, and fails if one of them has left meanwhile."""
     rank, join = here().rank, dist.init_process_group
@@ -114,24 +115,24 @@ def test_nobody_leaves_before_all_have_joined() -> None:
     def slowly(*args: Any, **options: Any) -> None:
         join(*args, **options)
         if rank == 1:
-            time.sleep(1)
+            time.sleep(0.5)  # so that the others would have left long ago
             marks.set("late", "")
 
     os.environ.update(torchrun(rank, 3), MASTER_PORT=str(shared_port()))
     dist.init_process_group = slowly
     try:
-        objcomm.init(timeout=30)
+        objcomm.init()
     finally:
         dist.init_process_group = join
     assert marks.check(["late"])
     assert_group_works()
 
 
-@ranks(3, joined=False, deadline=60, expect_dead=[1])
+@ranks(3, joined=False, expect_dead=[1])
 def test_a_death_before_the_first_call_is_heard_of() -> None:
     rank = here().rank
     os.environ.update(torchrun(rank, 3), MASTER_PORT=str(shared_port()))
-    objcomm.init(timeout=60)
+    objcomm.init()
     unused = dist.new_group([0, 1, 2])
     tell_all("joined", "")
     if rank == 1:
@@ -144,7 +145,7 @@ def test_a_death_before_the_first_call_is_heard_of() -> None:
         objcomm.barrier()
 
 
-@ranks(2, disposable=True, deadline=60)
+@ranks(2, disposable=True)
 def test_a_rank_that_lost_its_connections_may_still_come() -> None:
     rank = here().rank
     objcomm.barrier()
@@ -153,24 +154,24 @@ def test_a_rank_that_lost_its_connections_may_still_come() -> None:
         mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public loses a connection
         assert mesh is not None
         mesh.connections.abort()
-        time.sleep(3)  # longer than it takes to believe that it is dead
+        time.sleep(2.5)  # longer than it takes to believe that it is dead, and no longer
     assert objcomm.all_gather(rank, group=group) == [0, 1]
 
 
-@ranks(2, joined=False, deadline=60)
+@ranks(2, joined=False)
 def test_any_thread_may_make_the_first_call_after_init() -> None:
     os.environ.update(torchrun(here().rank, 2), MASTER_PORT=str(shared_port()))
     leave = threading.Event()
 
     def joins() -> None:
-        objcomm.init(timeout=60)
+        objcomm.init()
         joined.set()
-        leave.wait(30)
+        leave.wait(PATIENCE_S)
 
     joined = threading.Event()
     thread = threading.Thread(target=joins)
     thread.start()
-    assert joined.wait(30)
+    assert joined.wait(PATIENCE_S)
     try:
         assert_group_works()
     finally:

@@ -18,7 +18,7 @@ from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane
 from objcomm.transport.pieces import Meter
 
-JOIN_SECONDS = 20.0
+JOIN_SECONDS = 120.0  # only a hang takes so long
 
 
 class Wire:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from objcomm.transport.bulletin import Bulletin
+from tests.waits import PATIENCE_S
 
 
 class Held:
@@ -26,7 +27,7 @@ def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path
     bulletin.submit(lambda _: done.append("told"))
     worlds.clear()
     may_end.set()
-    bulletin.close(20.0)
+    bulletin.close(PATIENCE_S)
     assert done == [True, "told"]
     held = Held()
     watched = weakref.ref(held)

@@ -15,6 +15,7 @@ from objcomm import CodecError, EncodeError, UsageError
 from objcomm.codecs.base import codec_named
 from tests import samples
 from tests.contracts import check_codec
+from tests.ranks import solo
 from tests.same import assert_same
 
 _CASES = [(codec, name) for codec in ("pickle", "msgpack") for name in samples.names(codec)]
@@ -157,7 +158,13 @@ def test_what_is_decoded_is_writable_and_aligned(codec: str) -> None:
         tensor[0], array[0], raw[0] = 2, 2, 2
 
 
-def test_a_codec_leaves_nothing_for_the_garbage_collector(codec: str) -> None:
+@solo()  # so that it is nobody else's garbage
+def test_codecs_leave_nothing_for_the_garbage_collector() -> None:
+    for codec in ("pickle", "msgpack"):
+        check_that_nothing_is_left_for_the_garbage_collector(codec)
+
+
+def check_that_nothing_is_left_for_the_garbage_collector(codec: str) -> None:
     sample = {"tensor": torch.zeros(100_000), "array": np.zeros(3), "raw": bytes(100_000), "n": 0.5}
     objcomm.from_tensor(objcomm.to_tensor(sample, codec=codec))  # the first builds caches
     gc.collect()

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +12,7 @@ from objcomm.frames import Operation
 from objcomm.transport.conflict import find_conflict
 from objcomm.transport.location import is_idle_in_a_pool, serves_a_library
 from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
+from tests.waits import PATIENCE_S, wait_until
 
 MAIN, OTHER = 1, 2
 
@@ -383,17 +383,14 @@ def test_nor_do_idle_threads_of_a_pool() -> None:
 
     def work() -> None:
         threads.put(threading.current_thread())
-        go_on.wait(10)
+        go_on.wait(PATIENCE_S)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         working = pool.submit(work)
-        thread = threads.get(timeout=10)
+        thread = threads.get(timeout=PATIENCE_S)
         assert not is_idle_in_a_pool(thread)
         go_on.set()
-        working.result(10)
-        until = time.monotonic() + 10
-        while not is_idle_in_a_pool(thread):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        working.result(PATIENCE_S)
+        wait_until(lambda: is_idle_in_a_pool(thread), "the thread's idleness")
     assert not is_idle_in_a_pool(thread)  # it has ended
     assert not is_idle_in_a_pool(threading.current_thread())

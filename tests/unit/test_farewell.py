@@ -8,6 +8,7 @@ import pytest
 from objcomm.transport import farewell
 from objcomm.transport.farewell import end_waits
 from objcomm.transport.line import Line
+from tests.waits import PATIENCE_S
 
 
 @pytest.mark.parametrize("name", ["objcomm-listen", "objcomm-connect"])
@@ -22,7 +23,7 @@ def test_a_thread_whose_mesh_is_no_more_is_waited_for(name: str) -> None:
             leave.set()
         return [], []
 
-    thread = threading.Thread(target=leave.wait, args=(30,), name=name)
+    thread = threading.Thread(target=leave.wait, args=(PATIENCE_S,), name=name)
     thread.start()
     try:
         assert end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
@@ -50,7 +51,7 @@ def test_a_line_that_lets_go_of_a_job_is_waited_for() -> None:
 
     class Held:
         def __del__(self) -> None:
-            leave.wait(30)
+            leave.wait(PATIENCE_S)
 
     def look() -> tuple[list[object], list[object]]:
         looks.append(1)
@@ -70,7 +71,7 @@ def test_a_line_that_lets_go_of_a_job_is_waited_for() -> None:
 def test_who_does_not_come_back_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(farewell, "FAREWELL_SECONDS", 0.0)
     leave = threading.Event()
-    thread = threading.Thread(target=leave.wait, args=(30,), name="objcomm-listen")
+    thread = threading.Thread(target=leave.wait, args=(PATIENCE_S,), name="objcomm-listen")
     thread.start()
     try:
         assert not end_waits(lambda: ([], []))

@@ -8,8 +8,9 @@ import pytest
 
 from objcomm.transport import line as line_module
 from objcomm.transport.line import Line
+from tests.waits import PATIENCE_S
 
-LIMIT_S = 10.0
+LIMIT_S = PATIENCE_S
 
 
 def living(name: str) -> list[threading.Thread]:

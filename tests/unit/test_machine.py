@@ -1,36 +1,36 @@
 """By what name ranks know that they share a host."""
 
-import shutil
-import subprocess
-import sys
+import ctypes
+import os
 from pathlib import Path
 
 import pytest
 
 from objcomm.transport.rendezvous import machine
+from tests.ranks import solo
 
-_TELL = [sys.executable, "-c", "from objcomm.transport.rendezvous import machine; print(machine())"]
-
-
-def told_by(*command: str) -> str:
-    """What another process calls its host; skips where that process may not be started."""
-    done = subprocess.run(  # our own interpreter, our own text
-        [*command, *_TELL], capture_output=True, text=True, timeout=100, check=False
-    )
-    if command and done.returncode != 0:
-        pytest.skip(f"{command[0]} is not permitted: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+# Linux's numbers of them
+_NAMESPACES = {"net": 0x40000000, "ipc": 0x08000000}
 
 
-def test_two_processes_of_one_host_give_one_name() -> None:
-    assert told_by() == machine()
+@pytest.fixture
+def of_pytest() -> str:
+    """What pytest's own process calls its host."""
+    return machine()
 
 
-@pytest.mark.skipif(not shutil.which("unshare"), reason="there is no unshare")
-@pytest.mark.parametrize("room", ["--net", "--ipc"])
-def test_processes_with_other_namespaces_are_on_other_hosts(room: str) -> None:
-    assert told_by("unshare", room) != machine()
+@solo()
+def test_two_processes_of_one_host_give_one_name(of_pytest: str) -> None:
+    assert machine() == of_pytest
+
+
+@solo()
+@pytest.mark.parametrize("namespace", _NAMESPACES)
+def test_processes_with_other_namespaces_are_on_other_hosts(namespace: str, of_pytest: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NAMESPACES[namespace]) != 0:
+        pytest.skip(f"no namespaces here: {os.strerror(ctypes.get_errno())}")
+    assert machine() != of_pytest
 
 
 def test_another_host_name_is_another_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from objcomm.transport import order as module
 from objcomm.transport.order import Crew, Order, Place, Single
-
-_PATIENCE_S = 20.0
+from tests.waits import PATIENCE_S, wait_until
 
 
 def placed(order: Order) -> Place:
@@ -27,7 +26,7 @@ def test_places_are_entered_in_the_order_in_which_they_were_taken() -> None:
 
     def enter(number: int) -> None:
         with places[number] as place:
-            assert place.enter(_PATIENCE_S)
+            assert place.enter(PATIENCE_S)
             done.append(number)
 
     with ThreadPoolExecutor(20) as pool:
@@ -47,7 +46,7 @@ def test_only_one_thread_at_a_time_is_inside() -> None:
 
     def work(number: int) -> None:
         with placed(order) as place:
-            assert place.enter(_PATIENCE_S)
+            assert place.enter(PATIENCE_S)
             inside.append(number)
             most.append(len(inside))
             time.sleep(0.001)
@@ -107,20 +106,15 @@ def test_a_start_that_failed_is_made_again_and_one_that_did_not_is_not(
 
     def job() -> None:
         done.append(1)
-        may_end.wait(_PATIENCE_S)
+        may_end.wait(PATIENCE_S)
 
     with mock.patch.object(threading.Thread, "start", fail), pytest.raises(type(error)):
         single.start(job)
     single.start(job)
-    until = time.monotonic() + _PATIENCE_S
-    while not single.is_alive:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    wait_until(lambda: single.is_alive, "its thread")
     single.start(job)
     may_end.set()
-    while single.is_alive:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    wait_until(lambda: not single.is_alive, "the end of its thread")
     assert done == [1]
     assert single.has_begun
 
@@ -130,11 +124,11 @@ def test_jobs_that_wait_for_each_other_are_done_at_the_same_time() -> None:
     meeting = threading.Barrier(9)
 
     def meet() -> None:
-        meeting.wait(_PATIENCE_S)
+        meeting.wait(PATIENCE_S)
 
     for _ in range(8):
         crew.submit(meet)
-    assert meeting.wait(_PATIENCE_S) in range(9)
+    assert meeting.wait(PATIENCE_S) in range(9)
 
 
 def test_idle_threads_are_used_again() -> None:
@@ -148,8 +142,8 @@ def test_idle_threads_are_used_again() -> None:
             done.set()
 
         crew.submit(job)
-        assert done.wait(_PATIENCE_S)
-        time.sleep(0.002)
+        assert done.wait(PATIENCE_S)
+        wait_until(lambda: not crew.under_way, "the thread to be idle")
     assert len(threads) < 25
 
 
@@ -160,9 +154,6 @@ def test_idle_threads_end_and_no_job_is_lost() -> None:
         for turn in range(60):
             done = threading.Event()
             crew.submit(done.set)
-            assert done.wait(_PATIENCE_S), turn
+            assert done.wait(PATIENCE_S), turn
             time.sleep(0.0095 + 0.0001 * (turn % 10))
-        until = time.monotonic() + _PATIENCE_S
-        while set(threading.enumerate()) - before:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: not set(threading.enumerate()) - before, "the end of its threads")

@@ -1,7 +1,6 @@
 """The meeting, on threads and a store of this process."""
 
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +9,9 @@ import torch.distributed as dist
 
 from objcomm.transport import rendezvous
 from objcomm.transport.rendezvous import GivenUpError, Progress, meet
+from tests.waits import PATIENCE_S, wait_until
 
-_LIMIT_S = 20.0
+_LIMIT_S = PATIENCE_S
 
 # Each thread's own host; a rank says on which it is when it says hello.
 _here = threading.local()
@@ -20,8 +20,9 @@ _here = threading.local()
 def met(store: dist.Store, hosts: list[str], attempts: list[Progress]) -> list[tuple[int, ...]]:
     def attend(rank: int) -> tuple[int, ...]:
         _here.name = hosts[rank]
-        while rank and not all(store.check([f"objcomm/hello/{each}"]) for each in later(rank)):
-            time.sleep(0.01)  # the last one says hello first
+        if rank:  # the last one says hello first
+            hellos = [f"objcomm/hello/{each}" for each in later(rank)]
+            wait_until(lambda: all(store.check([hello]) for hello in hellos), "the later ranks")
         return meet(store, rank, len(hosts), attempts[rank])
 
     def later(rank: int) -> range:

@@ -1,5 +1,6 @@
 """Every pattern of traffic at world sizes that no test machine has, over a link between threads."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,14 @@ from tests.unit.memory_link import (
     on_every_rank,
 )
 
-SIZES = [2, 3, 8, 9, 13]
 SHAPES = ["inline", "body", "buffers", "both"]
+# Each shape where ranks send one by one and where they bundle, each size with little and with much.
+WORLDS = [
+    *[(3, shape) for shape in SHAPES],
+    *[(9, shape) for shape in SHAPES],
+    *[(size, shape) for size in (2, 8, 13) for shape in ("inline", "both")],
+]
+LARGE_NBYTES = 1_200_000
 
 
 def message_of(rank: int, shape: str, kind: Kind = Kind.TENSOR, flags: int = 0) -> Message:
@@ -33,7 +40,7 @@ def message_of(rank: int, shape: str, kind: Kind = Kind.TENSOR, flags: int = 0) 
     meta = bytes([rank]) * (40_000 if shape in ("body", "both") else 10)
     buffers = []
     if shape in ("buffers", "both"):
-        for nbytes in (5, 50_000 + rank, 0, 3 << 20):
+        for nbytes in (5, 50_000 + rank, 0, LARGE_NBYTES):
             flat = torch.full((nbytes,), rank, dtype=torch.uint8)
             buffers.append(Buffer(kind, flat, flat))
     return compose(header_of(rank, flags=flags), meta, buffers)
@@ -41,6 +48,11 @@ def message_of(rank: int, shape: str, kind: Kind = Kind.TENSOR, flags: int = 0) 
 
 def content_of(message: Message) -> tuple[bytes, list[bytes]]:
     return bytes(message.meta), [to_bytes(buffer.flat) for buffer in message.buffers]
+
+
+@functools.cache
+def expected(rank: int, shape: str) -> tuple[bytes, list[bytes]]:
+    return content_of(message_of(rank, shape))
 
 
 def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
@@ -65,8 +77,7 @@ def run(size: int, body: Callable[[Exchange], Any], hosts: Sequence[int] = ()) -
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "shape"), WORLDS)
 def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, hosts: int) -> None:
     for root in {0, 1, size - 1}:
 
@@ -75,11 +86,10 @@ def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, hosts: int)
             return routes.broadcast(exchange, mine, root)
 
         for message in run(size, body, [rank % hosts for rank in range(size)]):
-            assert content_of(message) == content_of(message_of(root, shape))
+            assert content_of(message) == expected(root, shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "shape"), WORLDS)
 def test_a_gather_brings_every_message_to_its_root(size: int, shape: str) -> None:
     root = size - 1
     results = run(
@@ -87,13 +97,12 @@ def test_a_gather_brings_every_message_to_its_root(size: int, shape: str) -> Non
     )
     assert results[:-1] == [None] * (size - 1)
     assert [content_of(each) for each in results[root]] == [
-        content_of(message_of(rank, shape)) for rank in range(size)
+        expected(rank, shape) for rank in range(size)
     ]
 
 
 @pytest.mark.parametrize("hosts", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "shape"), WORLDS)
 def test_an_all_gather_brings_every_message_to_every_rank(
     size: int, shape: str, hosts: int
 ) -> None:
@@ -104,7 +113,7 @@ def test_an_all_gather_brings_every_message_to_every_rank(
     )
     for messages in results:
         assert [content_of(each) for each in messages] == [
-            content_of(message_of(rank, shape)) for rank in range(size)
+            expected(rank, shape) for rank in range(size)
         ]
 
 
@@ -152,14 +161,14 @@ def test_what_is_paced_arrives_whole_and_is_counted_once(
     for rank, meter in enumerate(meters):
         assert sum(meter.pieces) == meter.expected
         if operation == "broadcast":
-            assert content_of(results[rank]) == content_of(message_of(1, shape))
+            assert content_of(results[rank]) == expected(1, shape)
             assert meter.expected == rest[1]
         elif operation == "gather":
             assert meter.expected == (sum(rest) - rest[1] if rank == 1 else rest[rank])
         else:
             assert meter.expected >= sum(rest)  # with nine ranks the bundle of heads is counted
             assert [content_of(each) for each in results[rank]] == [
-                content_of(message_of(peer, shape)) for peer in range(size)
+                expected(peer, shape) for peer in range(size)
             ]
 
 
@@ -179,11 +188,10 @@ def test_a_scatter_gives_each_rank_its_own(shape: str) -> None:
         return routes.scatter(exchange, messages if is_root else None, 1)
 
     for rank, message in enumerate(run(3, body)):
-        assert content_of(message) == content_of(message_of(rank, shape))
+        assert content_of(message) == expected(rank, shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "shape"), WORLDS)
 def test_an_all_to_all_gives_each_rank_its_own_of_every_rank(size: int, shape: str) -> None:
     def body(exchange: Exchange) -> list[Message]:
         messages = [
@@ -194,7 +202,7 @@ def test_an_all_to_all_gives_each_rank_its_own_of_every_rank(size: int, shape: s
 
     for rank, messages in enumerate(run(size, body)):
         assert [content_of(message) for message in messages] == [
-            content_of(message_of(peer * 16 + rank, shape)) for peer in range(size)
+            expected(peer * 16 + rank, shape) for peer in range(size)
         ]
 
 

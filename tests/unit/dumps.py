@@ -1,0 +1,71 @@
+"""Dumps of three ranks that are made up, and what the inspector says of them."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from objcomm.__main__ import inspect
+from objcomm.inspector.dumps import Dump, parse
+
+Raw = dict[str, Any]
+# Any time will do; a large one shows where precision is lost.
+T0 = 1_790_000_000.0
+
+
+def entry(sequence: int, operation: str = "all_gather", **fields: Any) -> Raw:
+    """One call that began `sequence` seconds after T0 and took 2 ms."""
+    return {
+        "operation": operation,
+        "sequence": sequence,
+        "mesh": 77,
+        "lane": 0,
+        "lane_name": "",
+        "root": -1,
+        "fingerprint": 0,
+        "codec": "pickle",
+        "call_site": "/job/src/train.py:10",
+        "began": T0 + sequence,
+        "ms": 2.0,
+        "sent_nbytes": 300,
+        "received_nbytes": 400,
+        "outcome": "returned",
+        "awaits": -1,
+    } | fields
+
+
+def group(
+    *entries: Raw, ranks: Sequence[int] = (0, 1, 2), name: str = "0", **fields: object
+) -> Raw:
+    """One group of a dump."""
+    told = {"name": name, "description": "", "ranks": list(ranks), "length": 256}
+    return told | {"entries": list(entries)} | fields
+
+
+def raw_dump(rank: int, *groups: Raw, **fields: object) -> Raw:
+    """A dump of three ranks' job, taken a hundred seconds after T0."""
+    return {
+        "objcomm_dump": 1,
+        "rank": rank,
+        "world_size": 3,
+        "host": "node-a",
+        "pid": 1000 + rank,
+        "at": T0 + 100,
+        "is_whole": True,
+        "error": None,
+        "groups": list(groups),
+    } | fields
+
+
+def dump(rank: int, *groups: Raw, **fields: object) -> Dump:
+    """The same, as it is read."""
+    return parse(json.dumps(raw_dump(rank, *groups, **fields)), f"rank{rank}.json")
+
+
+def alike(*entries: Raw) -> list[Dump]:
+    """Three ranks that made the same calls."""
+    return [dump(rank, group(*entries)) for rank in range(3)]
+
+
+def said(dumps: Sequence[Dump], last: int = 20) -> str:
+    """The report's last sentence."""
+    return inspect(dumps, last).splitlines()[-1]

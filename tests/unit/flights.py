@@ -1,0 +1,41 @@
+"""Works that end when a test says so."""
+
+import threading
+from typing import Any
+
+from objcomm import Work
+from objcomm.transport.line import Line
+from tests.waits import PATIENCE_S
+
+LIMIT_S = PATIENCE_S
+PLACE = f"{__file__}:7"
+
+
+class Waited:
+    """What the watcher reads."""
+
+    waiter = 0
+
+
+class Begun:
+    """A work on a line of its own that ends when told to."""
+
+    def __init__(self, outcome: Any = None, line: Line | None = None) -> None:
+        self.may_end = threading.Event()
+        self.waited = Waited()
+        self.line = line or Line("test line")
+        self.work: Work[Any] = Work("gather", PLACE, self.waited)
+        may_end = self.may_end
+
+        def body() -> Any:
+            assert may_end.wait(LIMIT_S)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        self.work.carry_out_on(self.line, body)
+
+    def end(self) -> Work[Any]:
+        self.may_end.set()
+        self.line.drain()
+        return self.work

@@ -1,0 +1,44 @@
+"""What looks at descriptors or opens one leaves none behind."""
+
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+
+from objcomm import UsageError
+from objcomm.authentication import read_key_file
+from objcomm.transport.outage import notice_outages, open_sockets, other_ends
+
+
+def open_descriptors() -> dict[str, str]:
+    """Those of this process, and where they lead."""
+    found = {}
+    for each in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # the one that read the folder
+            found[each.name] = str(each.readlink())
+    return found
+
+
+def test_limits_of_connections_cost_no_descriptor() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sockets = open_sockets()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), listener.accept()[0]:
+            before = open_descriptors()
+            notice_outages(sockets, 30.0)
+            assert other_ends(sockets, port)
+            assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("key", [b"a key of sixteen bytes or more", b"short"])
+def test_a_key_file_is_closed_whatever_is_in_it(tmp_path: Path, key: bytes) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(key)
+    path.chmod(0o600)
+    before = open_descriptors()
+    try:
+        read_key_file(str(path))
+    except UsageError:
+        assert key == b"short"
+    assert open_descriptors() == before

@@ -1,0 +1,82 @@
+"""Bytes that are well-formed but for one thing: that one is noticed, and said."""
+
+import struct
+import zlib
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+
+import objcomm
+from objcomm import DecodeError, ForbiddenTypeError, WireError
+from objcomm.answers import Place, received
+from objcomm.codecs import restricted
+from objcomm.codecs.pickle5 import PickleCodec
+from objcomm.codecs.plain import PlainCodec
+from objcomm.frames import HEADER_NBYTES, VERSION
+from objcomm.ops import operator_for
+from objcomm.structures import describe
+
+PROTO, EMPTY_TUPLE, EMPTY_DICT = b"\x80\x05", b")", b"}"
+NEWOBJ, REDUCE, BUILD, STOP = b"\x81", b"R", b"b", b"."
+
+
+class Command:
+    """An admitted class whose instances can be called."""
+
+    calls = 0
+
+    def __call__(self) -> int:
+        Command.calls += 1
+        return Command.calls
+
+
+def test_a_changed_byte_of_a_large_buffer_is_noticed(codec: str) -> None:
+    raw = objcomm.to_tensor({"w": torch.arange(20_000)}, codec=codec)
+    raw[-1] ^= 1
+    with pytest.raises(WireError, match="payload's checksum"):
+        objcomm.from_tensor(raw)
+
+
+def test_a_right_header_of_another_version_is_refused() -> None:
+    raw = bytearray(objcomm.to_tensor(1).numpy().tobytes())
+    raw[4] = VERSION + 1
+    end = HEADER_NBYTES - 4
+    raw[end:HEADER_NBYTES] = struct.pack("<I", zlib.crc32(raw[:end]))
+    with pytest.raises(WireError, match=f"version {VERSION}, got .* version {VERSION + 1}"):
+        objcomm.from_tensor(torch.frombuffer(raw, dtype=torch.uint8))
+
+
+def test_a_stream_calls_no_instance_of_an_admitted_class() -> None:
+    name = f"{__name__}.Command"
+    texts = (f"\x8c{chr(len(text))}{text}" for text in (__name__, "Command"))
+    named = "".join(texts).encode("latin-1") + b"\x93"
+    stream = PROTO + named + EMPTY_TUPLE + NEWOBJ + EMPTY_TUPLE + REDUCE + STOP
+    with pytest.raises(ForbiddenTypeError, match="a Command is called"):
+        restricted.loads(memoryview(stream), [], {name: Command}, 100)
+    assert Command.calls == 0
+
+
+def test_a_stream_gives_no_state_to_an_array() -> None:
+    encoded = PickleCodec().encode(np.arange(3))
+    stream = bytes(encoded.meta).removesuffix(STOP) + EMPTY_DICT + BUILD + STOP
+    owners = [buffer.flat for buffer in encoded.buffers]
+    with pytest.raises(ForbiddenTypeError, match="a ndarray is given a state"):
+        restricted.loads(memoryview(stream), owners, {}, 100)
+
+
+def test_a_fraction_is_never_computed_from_a_text() -> None:
+    packed = msgpack.packb([msgpack.ExtType(1, b"fraction"), "1e9", None])
+    with pytest.raises(DecodeError, match="not of two integers"):
+        PlainCodec().decode(memoryview(packed), [])
+
+
+@pytest.mark.parametrize("ranks", [(1, 0, 2), (0, 1, 1), ()])
+def test_ranks_whose_leaves_follow_are_listed_once_and_in_order(ranks: tuple[int, ...]) -> None:
+    structure: Any = describe({"b": torch.zeros(8)}, operator_for("sum"), 1)[0]
+    place = Place(structure, 1, 3, is_taker=True, may_follow=True, linked="", most_nbytes=1000)
+    assert received((None, (), ((0, (0, 1, 2)),), ""), place).folded == ()
+    with pytest.raises(DecodeError, match="follows from ranks"):
+        received((None, (), ((0, ranks),), ""), place)
