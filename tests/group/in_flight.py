@@ -10,8 +10,9 @@ import torch.distributed as dist
 import objcomm
 from objcomm import Work
 from tests.group.helpers import error_in, in_thread, subgroup
+from tests.waits import PATIENCE_S
 
-LIMIT_S = 15.0
+LIMIT_S = PATIENCE_S
 
 
 def own(name: str, group: dist.ProcessGroup | None = None) -> Any:
@@ -35,7 +36,7 @@ def meanwhile(body: Callable[[], object]) -> Iterator[None]:
 
 
 def soon(work: Work[Any]) -> BaseException:
-    """The error of a work that fails soon."""
+    """The error of a work that fails."""
     error: BaseException = error_in(objcomm.ObjcommError, work.wait)
     return error
 

@@ -2,10 +2,11 @@
 
 import gc
 import linecache
-import time
 import warnings
 import weakref
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,18 +14,35 @@ import torch
 import objcomm
 from objcomm import CollectiveError, DecodeError
 from objcomm.transport import line as line_module
-from tests.group.helpers import Held, RefusesToArrive, RefusesToPickle, assert_group_works, tell_all
-from tests.group.in_flight import LIMIT_S, lines
+from tests.group.helpers import (
+    Held,
+    RefusesToArrive,
+    RefusesToPickle,
+    assert_group_works,
+    fill_history,
+    hear,
+    is_waiting,
+    say,
+    tell_all,
+)
+from tests.group.in_flight import lines
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
+from tests.waits import wait_until
 from tests.workers import here
+
+# How long a thread of no more use may stay, where its end is awaited.
+_SHORT_LINGER_S = 0.05
 
 # What is left behind
 
 
 @ranks(1, 2)
 def test_what_is_never_waited_for_is_reported_at_its_line() -> None:
-    with warnings.catch_warnings(record=True) as caught:
+    with (
+        mock.patch.object(line_module, "_LINGER_SECONDS", _SHORT_LINGER_S),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         objcomm.all_gather(1, async_op=True)
         objcomm.barrier()
@@ -40,10 +58,7 @@ def test_what_is_never_waited_for_is_reported_at_its_line() -> None:
 
 def _end_lines() -> None:
     """Wait until no line's thread is left: it lets go of a work last."""
-    until = time.monotonic() + LIMIT_S
-    while lines():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(lambda: not lines(), "the threads of all lines to end")
 
 
 @ranks(2)
@@ -53,19 +68,27 @@ def test_only_asynchronous_calls_get_a_thread_and_it_ends_when_idle() -> None:
     with objcomm.lane("quiet"):
         objcomm.all_gather(1)
     assert lines() == []
-    works = [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
-    assert [thread.name for thread in lines()] == ["objcomm-line"]
-    with objcomm.lane("loud"):
-        works += [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
-    assert len(lines()) == 2
-    assert {"objcomm-line", "objcomm-line loud"} == {thread.name for thread in lines()}
-    objcomm.wait_all(works)
-    assert line_module._LINGER_SECONDS < LIMIT_S  # noqa: SLF001  # or the next line can't end
-    _end_lines()
+
+    with mock.patch.object(line_module, "_LINGER_SECONDS", _SHORT_LINGER_S):
+        if here().rank == 1:
+            hear("rank 0 has looked")
+        works = [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
+        if here().rank == 0:  # none of them has ended
+            assert [thread.name for thread in lines()] == ["objcomm-line"]
+        with objcomm.lane("loud"):
+            works += [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
+        if here().rank == 0:
+            assert sorted(thread.name for thread in lines()) == [
+                "objcomm-line",
+                "objcomm-line loud",
+            ]
+            say("rank 0 has looked")
+        objcomm.wait_all(works)
+        _end_lines()
     assert_group_works()
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("name", OBJECT_OPERATIONS)
 def test_neither_what_was_sent_nor_what_arrived_is_kept(name: str) -> None:
     gc.disable()
@@ -116,10 +139,7 @@ def test_a_receive_that_failed_in_flight_keeps_nothing() -> None:
                 work.wait()
             kept = weakref.ref(work)
             del work
-            until = time.monotonic() + LIMIT_S
-            while kept() is not None:  # its thread lets go of it last
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            wait_until(lambda: kept() is None, "its thread to let go of it, which it does last")
         objcomm.barrier()
     finally:
         gc.enable()
@@ -128,7 +148,7 @@ def test_a_receive_that_failed_in_flight_keeps_nothing() -> None:
 @ranks(2)
 def test_memory_does_not_grow_with_the_number_of_works() -> None:
     def call_often() -> int:
-        for turn in range(100):
+        for turn in range(25):
             works = [
                 objcomm.all_gather((turn, bytes(100_000)), async_op=True),
                 objcomm.all_reduce(torch.ones(20_000), async_op=True),
@@ -138,9 +158,10 @@ def test_memory_does_not_grow_with_the_number_of_works() -> None:
         gc.collect()
         return len(gc.get_objects())
 
-    call_often()
-    before = call_often()
-    assert call_often() - before < 50
+    fill_history()
+    counts = [call_often() for _ in range(5)]
+    # What is kept of each turn is kept in each round; a thread that begins or ends, in one of them.
+    assert min(after - before for before, after in pairwise(counts)) < 15, counts
 
 
 # What is seen of it
@@ -151,8 +172,7 @@ def test_the_recorder_shows_what_is_in_flight() -> None:
     objcomm.barrier()
     if here().rank == 0:
         work = objcomm.all_gather(1, async_op=True)
-        with pytest.raises(TimeoutError):
-            work.wait(0.3)
+        wait_until(is_waiting, "the call to wait for rank 1")
         entry = _recorded()[-1]
         assert (entry["operation"], entry["outcome"], entry["ms"]) == (
             "all_gather",

@@ -1,9 +1,11 @@
 """Broadcast, gather, all_gather, scatter and barrier: what arrives, where, and in which shape."""
 
 import datetime
+import itertools
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 import objcomm
 from objcomm import UsageError
+from tests.cases import case
 from tests.group.helpers import assert_group_works
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS, ROOTED
 from tests.ranks import ranks, solo
@@ -73,10 +76,12 @@ def test_all_gather_lists_by_group_rank_everywhere() -> None:
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("obj", [{"a": 1}, [1, 2], (1, 2), "text", b"\0", None, {}, []], ids=repr)
-def test_nothing_is_flattened(obj: Any) -> None:
-    assert objcomm.all_gather(obj) == [obj] * objcomm.world_size()
-    assert objcomm.gather(obj) in (None, [obj] * objcomm.world_size())
+def test_nothing_is_flattened() -> None:
+    size = objcomm.world_size()
+    objs: list[Any] = [{"a": 1}, [1, 2], (1, 2), "text", b"\0", None, {}, []]
+    for obj in objs:
+        assert objcomm.all_gather(obj) == [obj] * size
+        assert objcomm.gather(obj) in (None, [obj] * size)
 
 
 @ranks(2, 3, 4)
@@ -96,15 +101,15 @@ def sized(rank: int, nbytes: int) -> bytes:
 
 
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("large", [0, 1, -1])
-@pytest.mark.parametrize("nbytes", [32_000, 33_000, 65_536, 3_000_001])
-def test_sizes_may_differ_between_ranks(large: int, nbytes: int) -> None:
+def test_sizes_may_differ_between_ranks() -> None:
     size, rank = objcomm.world_size(), objcomm.rank()
-    want = [sized(i, nbytes if i == large % size else 7 * i) for i in range(size)]
-    assert objcomm.all_gather(want[rank]) == want
-    for root in range(size):
-        assert objcomm.gather(want[rank], dst=root) == (want if rank == root else None)
-        assert objcomm.scatter(want if rank == root else None, src=root) == want[rank]
+    for large, nbytes in itertools.product({0, 1, size - 1}, (32_000, 33_000, 65_536, 3_000_001)):
+        want = [sized(i, nbytes if i == large else 7 * i) for i in range(size)]
+        with case(large, nbytes):
+            assert objcomm.all_gather(want[rank]) == want
+            for root in range(size):
+                assert objcomm.gather(want[rank], dst=root) == (want if rank == root else None)
+                assert objcomm.scatter(want if rank == root else None, src=root) == want[rank]
 
 
 @ranks(2, 4)
@@ -127,17 +132,17 @@ def test_scatter_gives_each_rank_its_element() -> None:
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("kind", ["tensor", "array", "range"])
-def test_scatter_takes_whatever_has_a_length_and_an_index(kind: str) -> None:
+def test_scatter_takes_whatever_has_a_length_and_an_index() -> None:
     size, rank = objcomm.world_size(), objcomm.rank()
-    kinds: dict[str, Any] = {
-        "tensor": torch.arange(size * 2).view(size, 2),
-        "array": np.arange(size * 2).reshape(size, 2),
-        "range": [range(2 * i, 2 * i + 2) for i in range(size)],
-    }
-    row = objcomm.scatter(kinds[kind] if rank == size - 1 else None, src=size - 1)
-    assert list(row) == [2 * rank, 2 * rank + 1]
-    assert_group_works()
+    kinds: list[Any] = [
+        torch.arange(size * 2).view(size, 2),
+        np.arange(size * 2).reshape(size, 2),
+        [range(2 * i, 2 * i + 2) for i in range(size)],
+    ]
+    for rows in kinds:
+        row: Any = objcomm.scatter(rows if rank == size - 1 else None, src=size - 1)
+        assert list(row) == [2 * rank, 2 * rank + 1]
+        assert_group_works()
 
 
 @ranks(2, 3)
@@ -155,11 +160,12 @@ def test_barrier_releases_nobody_before_all_have_come(tmp_path: Path) -> None:
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("name", [3, None, b"x"], ids=repr)
-def test_a_barriers_name_is_text(name: Any) -> None:
-    with pytest.raises(UsageError):
-        objcomm.barrier(name)
-    assert_group_works()
+def test_a_barriers_name_is_text() -> None:
+    names: list[Any] = [3, None, b"x"]
+    for name in names:
+        with pytest.raises(UsageError):
+            objcomm.barrier(name)
+        assert_group_works()
 
 
 @ranks(1, 3)
@@ -171,55 +177,56 @@ def test_rank_and_size_are_the_groups() -> None:
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("name", ROOTED)
-@pytest.mark.parametrize("wrong", ["out of range", "negative", "both", "not a rank"])
-def test_a_root_that_cannot_be_is_refused_before_any_traffic(name: str, wrong: str) -> None:
-    argument = ROOTED[name]
-    roots: dict[str, dict[str, Any]] = {
-        "out of range": {argument: objcomm.world_size()},
-        "negative": {argument: -1},
-        "both": {argument: 0, f"group_{argument}": 0},
-        "not a rank": {argument: "0"},
-    }
-    objcomm.reset_stats()
-    with pytest.raises(UsageError):
-        OPERATIONS[name](1, **roots[wrong])
-    assert all(stats.exchanges == 0 for stats in objcomm.stats().values())
-    assert_group_works()
+def test_a_root_that_cannot_be_is_refused_before_any_traffic() -> None:
+    for name, argument in ROOTED.items():
+        wrong: list[dict[str, Any]] = [
+            {argument: objcomm.world_size()},
+            {argument: -1},
+            {argument: 0, f"group_{argument}": 0},
+            {argument: "0"},
+        ]
+        for root in wrong:
+            with case(name, root):
+                objcomm.reset_stats()
+                with pytest.raises(UsageError):
+                    OPERATIONS[name](1, **root)
+                assert all(stats.exchanges == 0 for stats in objcomm.stats().values())
+        assert_group_works()
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("name", OBJECT_OPERATIONS)
-def test_an_unknown_codec_is_refused_before_any_traffic(name: str) -> None:
-    with pytest.raises(UsageError, match="morse"):
-        OPERATIONS[name](1, codec="morse")
-    assert_group_works()
+def test_an_unknown_codec_is_refused_before_any_traffic() -> None:
+    for name in OBJECT_OPERATIONS:
+        with case(name), pytest.raises(UsageError, match="morse"):
+            OPERATIONS[name](1, codec="morse")
+        assert_group_works()
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_takes_a_timeout_in_both_spellings(name: str) -> None:
-    OPERATIONS[name](1, timeout=15)
-    OPERATIONS[name](1, timeout=0.5 + 15)
-    OPERATIONS[name](1, timeout=datetime.timedelta(seconds=15))
-    with pytest.raises(UsageError):
-        OPERATIONS[name](1, timeout=-1)
-    assert_group_works()
+def test_every_operation_takes_a_timeout_in_both_spellings() -> None:
+    for name, operation in OPERATIONS.items():
+        with case(name):
+            for timeout in (60, 0.5 + 60, datetime.timedelta(seconds=60)):
+                operation(1, timeout=timeout)
+            with pytest.raises(UsageError):
+                operation(1, timeout=-1)
+            assert_group_works()
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_work_whatever_torchs_defaults_are(name: str) -> None:
-    for context in (torch.inference_mode(), torch.no_grad(), torch.device("meta")):
-        with context:
-            want = OPERATIONS[name](1)
-        assert OPERATIONS[name](1) == want
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert OPERATIONS[name](1) == want
-    finally:
-        torch.set_default_dtype(before)
+def test_operations_work_whatever_torchs_defaults_are() -> None:
+    for name, operation in OPERATIONS.items():
+        with case(name):
+            for context in (torch.inference_mode(), torch.no_grad(), torch.device("meta")):
+                with context:
+                    want = operation(1)
+                assert operation(1) == want
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64)
+            try:
+                assert operation(1) == want
+            finally:
+                torch.set_default_dtype(before)
 
 
 @ranks(2, 4)
@@ -255,11 +262,11 @@ def test_without_torch_distributed_every_operation_is_that_of_one_rank() -> None
 
 
 @solo(environment={"WORLD_SIZE": "2", "RANK": "1"})
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_launched_but_uninitialised_rank_is_not_quietly_alone(name: str) -> None:
-    assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (1, 2, False)
-    with pytest.raises(UsageError, match="init_process_group"):
-        OPERATIONS[name](1)
+def test_a_launched_but_uninitialised_rank_is_not_quietly_alone() -> None:
+    for name, operation in OPERATIONS.items():
+        assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (1, 2, False)
+        with case(name), pytest.raises(UsageError, match="init_process_group"):
+            operation(1)
 
 
 LAUNCHED = {
@@ -270,12 +277,13 @@ LAUNCHED = {
 
 
 @solo()
-@pytest.mark.parametrize("launcher", LAUNCHED)
-def test_every_launchers_ranks_are_not_quietly_alone(launcher: str) -> None:
-    os.environ.update(LAUNCHED[launcher])
-    with pytest.raises(UsageError, match=r"_(NTASKS|SIZE)=2 promises other ranks"):
-        objcomm.all_gather(1)
-    assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (0, 2, True)
+def test_every_launchers_ranks_are_not_quietly_alone() -> None:
+    for launcher, variables in LAUNCHED.items():
+        with case(launcher), mock.patch.dict(os.environ, variables):
+            with pytest.raises(UsageError, match=r"_(NTASKS|SIZE)=2 promises other ranks"):
+                objcomm.all_gather(1)
+            assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (0, 2, True)
+        assert objcomm.world_size() == 1
 
 
 @solo(environment={"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"})

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import objcomm
-from tests.group.operations import MESSAGES, OPERATIONS
-from tests.ranks import ranks, solo
+from tests.cases import case
+from tests.group.operations import MESSAGES, OPERATIONS, Call
+from tests.ranks import ranks
 
 PACKAGE = str(Path(objcomm.__file__).parent)
 COMPILE_DEADLINE_S = 120.0  # Inductor calls a C++ compiler
@@ -33,9 +34,13 @@ def frames_of_objcomm() -> list[str]:
 
 
 @ranks(2, deadline=COMPILE_DEADLINE_S)
-@pytest.mark.parametrize("name", [*OPERATIONS, "sendrecv"])
-def test_every_operation_breaks_the_graph_and_dynamo_sees_no_frame_of_it(name: str) -> None:
-    operation = {**OPERATIONS, **MESSAGES}[name]
+def test_every_operation_breaks_the_graph_and_dynamo_sees_no_frame_of_it() -> None:
+    for name in (*OPERATIONS, "sendrecv"):
+        with case(name):
+            compile_a_step_with({**OPERATIONS, **MESSAGES}[name])
+
+
+def compile_a_step_with(operation: Call) -> None:
     graphs: list[int] = []
 
     def backend(module: torch.fx.GraphModule, _: object) -> Any:
@@ -76,7 +81,10 @@ def test_a_decorated_function_breaks_the_graph() -> None:
 
 
 @ranks(2, deadline=COMPILE_DEADLINE_S)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", pytest.param("inductor", marks=pytest.mark.long)],  # its C++ takes half a minute
+)
 def test_a_compiled_step_computes_what_it_computes_uncompiled(backend: str) -> None:
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("Inductor needs a C++ compiler")
@@ -103,19 +111,20 @@ def test_a_compiled_step_computes_what_it_computes_uncompiled(backend: str) -> N
 
 
 @ranks(2, deadline=COMPILE_DEADLINE_S)
-def test_gradients_flow_through_what_was_compiled_around_a_call() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+def test_gradients_flow_through_what_was_compiled_around_a_call(backend: str) -> None:
     def loss(w: torch.Tensor) -> torch.Tensor:
         y = w * 3
         scale = objcomm.all_reduce(float(objcomm.rank() + 1), "sum")
         return (y * scale).sum()
 
     w = torch.ones(2, requires_grad=True)
-    compiled(loss, backend="aot_eager")(w).backward()
+    compiled(loss, backend=backend)(w).backward()
     assert w.grad is not None
     assert w.grad.tolist() == [9, 9]
 
 
-@solo(deadline=COMPILE_DEADLINE_S)
+@ranks(2, deadline=COMPILE_DEADLINE_S)
 def test_who_forbids_graph_breaks_is_told_why_there_is_one() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         objcomm.barrier()
@@ -142,7 +151,6 @@ def public_functions() -> dict[str, FunctionType]:
     }
 
 
-@solo(deadline=COMPILE_DEADLINE_S)
 def test_every_public_function_is_marked() -> None:
     functions = public_functions()
     assert {"broadcast", "rank", "lane.__enter__", "fail_together.__exit__"} <= set(functions)

@@ -1,17 +1,14 @@
-"""Who computes what: run_on_main and its kin, and the regions in which calls act locally.
+"""Who computes what: run_on_main and its kin, what they share, and what they refuse.
 
 No test sets a time limit for its calls, but where that is the question: what should be told to
 waiting ranks would otherwise come after half an hour.
 """
 
-import asyncio
 import contextlib
-import contextvars
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,7 +18,15 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, UsageError
-from tests.group.helpers import SOON_S, RefusesToArrive, assert_group_works, exit_at_once, subgroup
+from tests.cases import case
+from tests.group.control import BLOCKS, SHARES, OwnExit, OwnInterrupt, fail, raised_together
+from tests.group.helpers import (
+    RefusesToArrive,
+    assert_group_works,
+    exit_at_once,
+    subgroup,
+    tell_all,
+)
 from tests.ranks import ranks, solo
 from tests.workers import here
 
@@ -32,44 +37,6 @@ class TwoArgumentsError(Exception):
     def __init__(self, name: str, lock: Any) -> None:
         super().__init__(f"{name} failed")
         self.lock = lock
-
-
-class OwnInterrupt(KeyboardInterrupt):
-    """A subclass, as the wise make."""
-
-
-class OwnExit(SystemExit):
-    """Another one."""
-
-
-def fail(error: BaseException) -> Any:
-    raise error
-
-
-def raised_together(
-    call: Callable[[], object], *failing: int, operation: str, group: Any = None
-) -> CollectiveError:
-    """The error that every rank raises from a call, whose origin is on these ranks of the group."""
-    began = time.monotonic()
-    with pytest.raises(CollectiveError) as caught:
-        call()
-    assert time.monotonic() - began < SOON_S
-    error = caught.value
-    assert (error.operation, sorted(error.failures)) == (operation, sorted(failing))
-    assert ("in fail" in error.failures[failing[0]].traceback) is True
-    # A wait that was ended from outside has torch's word for that as its cause.
-    own = None if isinstance(error.__cause__, objcomm.TransportError) else error.__cause__
-    assert (own is not None) == (objcomm.rank(group) in failing)
-    return error
-
-
-SHARES: dict[str, Callable[..., Any]] = {
-    "run_on_main": objcomm.run_on_main,
-    "compute_and_broadcast": objcomm.compute_and_broadcast,
-    "main_process_only": lambda func, **options: objcomm.main_process_only(**options)(func)(),
-    "run_once_per_node": objcomm.run_once_per_node,
-    "once_per_node": lambda func, **options: objcomm.once_per_node(**options)(func)(),
-}
 
 
 @ranks(1, 2, 4)
@@ -223,17 +190,23 @@ def test_a_result_that_cannot_be_decoded() -> None:
 
 @ranks(2)
 def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
-    short = dist.new_group(timeout=timedelta(seconds=1))
-    objcomm.barrier(group=short)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("objcomm.group._timeout_seconds", lambda _: 0.3)
+        short = dist.new_group()
+        objcomm.barrier(group=short, timeout=60)
 
     def slow() -> str:
-        time.sleep(2)
+        time.sleep(0.5)  # beyond the group's limit, no matter how far
         return "done"
 
-    assert objcomm.run_on_main(slow, group=short, timeout=30) == "done"
-    with objcomm.main_first(group=short, timeout=30):
-        time.sleep(1.2)
-    assert_group_works(short)
+    assert objcomm.run_on_main(slow, group=short, timeout=60) == "done"
+    with objcomm.main_first(group=short, timeout=60):
+        slow()
+    assert objcomm.all_gather(here().rank, group=short, timeout=60) == [0, 1]
+    if here().rank == 0:
+        with pytest.raises(objcomm.TransportTimeout):  # without a limit of its own
+            objcomm.barrier(group=short)
+    tell_all("it has ended", "")
     dist.destroy_process_group(short)
 
 
@@ -244,13 +217,6 @@ def test_a_first_rank_that_dies_at_its_work_is_named() -> None:
         objcomm.run_on_main(exit_at_once)
     assert caught.value.operation == "run_on_main"
     assert caught.value.peers == (0,)
-
-
-@ranks(3, expect_dead={2})
-def test_a_rank_that_dies_in_a_block_is_named() -> None:
-    with pytest.raises(objcomm.TransportError) as caught, objcomm.main_first():
-        exit_at_once() if here().rank == 2 else None
-    assert caught.value.peers == (2,)
 
 
 @ranks(2)
@@ -271,123 +237,6 @@ def test_threads_share_results_on_lanes_of_their_own() -> None:
     run("main", 1)
     thread.join()
     assert results == {"main": [2] * 20, "side": [6] * 20}
-
-
-def in_region(block: contextlib.AbstractContextManager[object]) -> Iterator[None]:
-    with block:
-        yield
-
-
-@ranks(2)
-@pytest.mark.parametrize("name", ["main_only", "main_first", "zero_only", "fail_together"])
-def test_generators_leave_regions_in_any_order_and_context(name: str) -> None:
-    """A region that is left for the wrong one would silence barriers for ever."""
-    make = getattr(objcomm, name)
-    if name != "fail_together":  # its end is a call, which may not be made in the other block
-        first, second = in_region(make()), in_region(objcomm.main_only())
-        next(first)
-        next(second)
-        assert next(first, "ended") == "ended"
-        assert objcomm.broadcast(here().rank) == here().rank
-        assert next(second, "ended") == "ended"
-        assert_group_works()
-    elsewhere = in_region(make())
-    contextvars.copy_context().run(next, elsewhere)
-    assert next(elsewhere, "ended") == "ended"
-    assert_group_works()
-
-
-@ranks(2)
-def test_regions_belong_to_tasks() -> None:
-    async def region(begun: asyncio.Event, ended: asyncio.Event) -> None:
-        with objcomm.main_only():
-            begun.set()
-            await ended.wait()
-            assert objcomm.broadcast(here().rank) == here().rank
-
-    async def both() -> None:
-        begun, ended = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(region(begun, ended))
-        await begun.wait()
-        assert await objcomm.broadcast(here().rank, src=1, async_op=True) == 1
-        ended.set()
-        await task
-
-    asyncio.run(both())
-    assert_group_works()
-
-
-# Regions
-
-
-@ranks(1, 3)
-def test_in_a_main_only_region_calls_act_locally() -> None:
-    world = here().world_size
-    with objcomm.main_only(), objcomm.main_only():
-        mine = object()
-        assert objcomm.broadcast(mine, src=world - 1) is mine
-        assert objcomm.broadcast(mine, async_op=True).wait() is mine
-        assert objcomm.barrier("anything") is None
-        assert objcomm.ddp_broadcast(mine) is mine
-        for name, share in SHARES.items():
-            assert share(lambda: mine) is mine, name
-            with pytest.raises(ValueError, match="as it is"):
-                share(lambda: fail(ValueError("as it is")))
-        for block in (objcomm.main_first, objcomm.node_first, objcomm.zero_only):
-            with pytest.raises(ValueError, match="as it is"), block():
-                fail(ValueError("as it is"))
-        with objcomm.zero_only() as is_zero:
-            assert is_zero
-        if world > 1:
-            refused: list[Callable[[], object]] = [
-                lambda: objcomm.gather(1), lambda: objcomm.all_gather(1),
-                lambda: objcomm.scatter([1] * world), lambda: objcomm.all_reduce(1),
-                lambda: objcomm.reduce(1), lambda: objcomm.scan(1),
-                lambda: objcomm.send(1, (here().rank + 1) % world),
-                lambda: objcomm.recv((here().rank + 1) % world), objcomm.node_group,
-                lambda: objcomm.gather_scalar(1), lambda: objcomm.all_gather(1, async_op=True),
-                objcomm.fail_together().__enter__,
-            ]  # fmt: skip
-            for call in refused:
-                with pytest.raises(UsageError, match=f"global rank {here().rank} is inside of"):
-                    call()
-        with pytest.raises(UsageError):
-            objcomm.broadcast(1, src=world)
-    assert_group_works()
-    with contextlib.suppress(ValueError), objcomm.main_only():
-        fail(ValueError())
-    assert_group_works()  # an error leaves no region behind
-
-
-@ranks(4)
-def test_a_region_concerns_its_own_ranks_only() -> None:
-    rank = here().rank
-    half, part = objcomm.split(rank % 2), objcomm.split(f"pair {rank // 2}")
-    with objcomm.main_only(group=half):
-        assert objcomm.broadcast(rank, group=half) == rank
-        # Of this pair only this rank is in the region: the other one makes the same call.
-        assert objcomm.all_gather(rank, group=part) == [rank // 2 * 2, rank // 2 * 2 + 1]
-        with pytest.raises(UsageError):
-            objcomm.all_gather(1)
-    assert_group_works()
-    dist.destroy_process_group(half)
-    dist.destroy_process_group(part)
-
-
-@ranks(2)
-def test_a_region_belongs_to_its_thread() -> None:
-    results: list[Any] = []
-
-    def background() -> None:
-        with objcomm.lane("side"):
-            results.append(objcomm.all_gather(here().rank))
-
-    with objcomm.main_only():
-        thread = threading.Thread(target=background)
-        thread.start()
-        thread.join()
-    assert results == [[0, 1]]
-    assert_group_works()
 
 
 @ranks(1, 2, 4)
@@ -419,195 +268,6 @@ def test_decorated_functions_call_each_other() -> None:
         fibonacci("x")  # type: ignore[arg-type]  # fails on the first rank, two calls deep or one
     assert caught.value.failures[0].type_name == "TypeError"
     assert_group_works()
-
-
-@ranks(1, 2, 4)
-def test_zero_only_runs_its_branch_once_and_shares_how_it_went() -> None:
-    rank, last = here().rank, here().world_size - 1
-    ran = []
-    with objcomm.zero_only() as is_zero:
-        if is_zero:
-            ran.append(objcomm.broadcast("local"))
-    assert ran == ["local"] * (rank == 0)
-    for failing in {0, last}:
-
-        def block(failing: int = failing) -> None:
-            with objcomm.zero_only():
-                if rank == failing:
-                    fail(OSError("disk full"))
-
-        error = raised_together(block, failing, operation="zero_only")
-        assert error.failures[failing].message == "disk full"
-        assert_group_works()
-
-
-# Blocks in order
-
-
-BLOCKS: dict[str, Callable[..., Any]] = {
-    "main_first": objcomm.main_first,
-    "node_first": objcomm.node_first,
-}
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("name", BLOCKS)
-def test_the_first_rank_goes_first(name: str) -> None:
-    block, rank = BLOCKS[name], here().rank
-    is_prepared = here().folder / name
-    for _ in range(2):
-        with block():
-            if rank == 0:
-                time.sleep(0.2)
-                assert not is_prepared.exists()
-                is_prepared.touch()
-            else:
-                assert is_prepared.exists()
-        if rank == 0:
-            is_prepared.unlink()
-        objcomm.barrier()
-    # Nested, the inner ones wait for nobody; also both kinds, on one host.
-    objcomm.node_group()
-    for inner in BLOCKS.values():
-        with block(), inner(), block():
-            pass
-    assert_group_works()
-
-
-@ranks(2, 4)
-@pytest.mark.parametrize("name", BLOCKS)
-def test_an_error_in_a_block_is_raised_on_all(name: str) -> None:
-    block, rank, last = BLOCKS[name], here().rank, here().world_size - 1
-    entered = []
-
-    def fails_on(*failing: int) -> None:
-        with block():
-            entered.append(rank)
-            if rank in failing:
-                fail(ValueError(f"on {rank}"))
-
-    error = raised_together(lambda: fails_on(0), 0, operation=name)
-    assert error.failures[0].message == "on 0"
-    assert entered == [0] * (rank == 0)
-    assert_group_works()
-    raised_together(lambda: fails_on(last), last, operation=name)
-    assert entered[-1:] == [rank]
-    assert_group_works()
-    if last > 1:
-        raised_together(lambda: fails_on(1, 2), 1, 2, operation=name)
-        assert_group_works()
-    # Its own interrupt stays itself; nested blocks tell the outer one.
-    with pytest.raises((OwnInterrupt, CollectiveError)) as caught, block():
-        entered.append(fail(OwnInterrupt()) if rank == 0 else rank)
-    assert isinstance(caught.value, OwnInterrupt) == (rank == 0)
-    with pytest.raises(CollectiveError), block(), block():
-        entered.append(fail(ValueError()) if rank == last else rank)
-    assert_group_works()
-
-
-@ranks(2, 3)
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_call_inside_of_a_block_is_refused(name: str) -> None:
-    block, rank = BLOCKS[name], here().rank
-    with block():
-        for call in (
-            objcomm.barrier,
-            lambda: objcomm.all_gather(1),
-            lambda: objcomm.run_on_main(int),
-            lambda: objcomm.zero_only().__enter__(),
-        ):
-            with pytest.raises(UsageError, match=f"global rank {rank} is inside of {name}"):
-                call()
-    assert_group_works()
-    with pytest.raises(CollectiveError) as caught, block():
-        objcomm.barrier()
-    assert caught.value.failures[0].type_name == "objcomm.errors.UsageError"
-    assert_group_works()
-
-
-@ranks(3)
-def test_ranks_that_are_in_a_block_together_may_talk() -> None:
-    with subgroup(1, 2) as pair, objcomm.main_first():
-        if here().rank > 0:
-            assert objcomm.all_gather(here().rank, group=pair) == [1, 2]
-    assert_group_works()
-
-
-@ranks(2, 3)
-def test_hosts_are_asked_for_once_on_each_lane() -> None:
-    part = objcomm.dup()
-
-    def asked() -> int:
-        objcomm.reset_stats(part)
-        with objcomm.node_first(group=part):
-            pass
-        assert objcomm.run_once_per_node(lambda: "one", group=part) == "one"
-        return objcomm.stats(part)["node_group"].calls if "node_group" in objcomm.stats(part) else 0
-
-    assert asked() > 0
-    assert asked() == 0
-    with objcomm.lane("another"):
-        assert asked() > 0
-        assert asked() == 0
-    dist.destroy_process_group(objcomm.node_group(group=part))
-    assert asked() > 0
-    dist.destroy_process_group(part)
-
-
-@ranks(4)
-def test_blocks_of_hosts() -> None:
-    """Two hosts of two ranks: told, because there is one here."""
-    rank = here().rank
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.subgroups.machine", lambda: f"host {rank // 2}")
-        part = objcomm.dup()
-        order: list[str] = []
-        with objcomm.node_first(group=part):
-            order.append("in")
-        assert objcomm.is_main(part, scope="node") == (rank in {0, 2})
-        made = objcomm.run_once_per_node(lambda: here().rank, group=part)
-        assert made == rank // 2 * 2
-
-        def among_first() -> Any:
-            # The world's other ranks are not here: local. The heads of the hosts are: not local.
-            assert objcomm.broadcast(rank, src=3, group=part) == rank
-            inner = objcomm.main_process_only(group=part)(lambda: f"on {rank}")
-            return inner(), objcomm.all_gather(rank, group=heads)
-
-        heads = objcomm.leaders(group=part)
-        assert objcomm.once_per_node(group=part)(among_first)() == (f"on {rank // 2 * 2}", [0, 2])
-        ran: list[str] = []
-        objcomm.run_once_per_node(ran.append, ["func"], None, ran.append, ["post"], group=part)
-        assert ran == (["func"] if rank in {0, 2} else ["post"])
-        for failing in (2, 3):
-
-            def block(failing: int = failing) -> None:
-                with objcomm.node_first(group=part):
-                    if rank == failing:
-                        fail(OSError("disk full"))
-
-            raised_together(block, failing, operation="node_first")
-            assert_group_works(part)
-
-        def fails_on_second_host() -> None:
-            if rank == 2:
-                fail(OSError("disk full"))
-
-        raised_together(
-            lambda: objcomm.run_once_per_node(fails_on_second_host, group=part),
-            2,
-            operation="run_once_per_node",
-        )
-        assert_group_works(part)
-        with objcomm.node_first(group=part):
-            if rank == 0:
-                with objcomm.main_first(group=part):
-                    pass
-        dist.destroy_process_group(part)
-    assert_group_works()
-
-
-# Alone
 
 
 @solo()
@@ -691,8 +351,13 @@ def test_what_gives_no_result_to_share_is_not_decorated() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", [*SHARES, *BLOCKS, "zero_only"])
-def test_a_wrong_argument_is_refused_before_any_traffic(name: str) -> None:
+def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
+    for name in (*SHARES, *BLOCKS, "zero_only"):
+        with case(name):
+            give_wrong_arguments(name)
+
+
+def give_wrong_arguments(name: str) -> None:
     def enter() -> None:
         with getattr(objcomm, name)(timeout=0):
             pytest.fail("it was entered")

@@ -3,9 +3,10 @@
 No test sets a time limit for its calls: without the watcher they would wait half an hour.
 """
 
+import math
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,13 +19,18 @@ from objcomm import DesyncError
 from objcomm.transport import watch
 from objcomm.transport.creation import store_of
 from tests.group.helpers import (
-    SOON_S,
     assert_group_works,
     assert_no_verdict_stays,
+    error_in,
+    hear,
+    in_thread,
+    say,
     subgroup,
     tell_all,
 )
+from tests.group.watched import after_looks, closely, patiently
 from tests.ranks import ranks
+from tests.waits import PATIENCE_S, within
 from tests.workers import here
 
 HERE = Path(__file__).name
@@ -73,14 +79,22 @@ def desync_in(*calls: Callable[[], Any]) -> DesyncError:
         for call in calls:
             call()
 
-    began = time.monotonic()
-    with pytest.raises(DesyncError) as caught:
-        make_calls()
-    assert time.monotonic() - began < SOON_S
-    return caught.value
+    with closely(), patiently():
+        error: DesyncError = error_in(DesyncError, make_calls)
+    return error
 
 
-@ranks(2, 3)
+@pytest.mark.timed
+@ranks(2)
+def test_ranks_that_are_out_of_step_raise_within_2_s() -> None:
+    objcomm.barrier()
+    tell_all("all have met", "")
+    with within(2.0), pytest.raises(DesyncError):
+        objcomm.barrier("a") if here().rank == 0 else objcomm.all_gather("b")
+    assert_group_works()
+
+
+@ranks(3)
 @pytest.mark.parametrize("kind", MISMATCHES)
 def test_every_rank_raises_and_the_group_works_on(kind: str) -> None:
     objcomm.barrier()
@@ -191,58 +205,74 @@ def test_ranks_that_wait_in_a_circle_of_groups_hear_of_it() -> None:
 @ranks(3)
 def test_a_rank_that_looks_when_a_circle_is_broken_hears_of_it_too() -> None:
     """The others have raised, and its group has no name yet by which they could have told it."""
-    overdue_seconds = 3.0 if here().rank == 2 else watch.OVERDUE_SECONDS
-    with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c:
-        group = {0: a, 1: b, 2: c}[here().rank]
-        with (
-            mock.patch.object(watch, "OVERDUE_SECONDS", overdue_seconds),
-            pytest.raises(DesyncError) as caught,
-        ):
-            objcomm.all_gather("x", group=group)
-        assert caught.value.reason == "each waits for another"
+    with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c, closely(), patiently():
+        if here().rank < 2:
+            error = error_in(
+                DesyncError, lambda: objcomm.all_gather("x", group=(a, b)[here().rank])
+            )
+            say(f"rank {here().rank} has raised")
+        else:
+            # It answers from the beginning, so that the others can find the circle.
+            with mock.patch.object(watch, "OVERDUE_SECONDS", math.inf):
+                in_thread(_look_when_the_others_have_raised)
+                error = error_in(DesyncError, lambda: objcomm.all_gather("x", group=c))
+        assert error.reason == "each waits for another"
         tell_all("broken circle", "")
         assert_group_works(None)
+
+
+def _look_when_the_others_have_raised() -> None:
+    for rank in range(2):
+        hear(f"rank {rank} has raised")
+    watch.OVERDUE_SECONDS = 0.0
 
 
 @ranks(2)
 def test_a_slow_rank_is_no_desync() -> None:
     """Rank 1 is in another call of another group, and then comes."""
-    with subgroup(0, 1) as other:
+    with subgroup(0, 1) as other, closely():
         objcomm.barrier(group=other)
-        if here().rank == 1:
-            time.sleep(1.6)
-        assert objcomm.all_gather(here().rank) == [0, 1]
-        if here().rank == 0:
-            time.sleep(1.6)
-        assert objcomm.all_gather(here().rank, group=other) == [0, 1]
+        objcomm.barrier()
+        for slow, group in ((1, None), (0, other)):
+            has_looked = f"rank {1 - slow} has looked"
+            if here().rank == slow:
+                hear(has_looked)
+                assert objcomm.all_gather(here().rank, group=group) == [0, 1]
+            else:
+                with after_looks(20, partial(say, has_looked)):
+                    assert objcomm.all_gather(here().rank, group=group) == [0, 1]
 
 
 @ranks(3)
 def test_waiting_for_a_rank_that_waits_for_a_slow_one_is_no_desync() -> None:
-    with subgroup(1, 2) as pair:
+    with subgroup(1, 2) as pair, closely():
         if here().rank == 2:
-            time.sleep(1.8)
-        if here().rank > 0:
-            assert objcomm.all_gather(here().rank, group=pair) == [1, 2]
-        assert objcomm.all_gather(here().rank) == [0, 1, 2]
+            for rank in range(2):
+                hear(f"rank {rank} has looked")
+        with after_looks(20, partial(say, f"rank {here().rank} has looked")):
+            if here().rank > 0:
+                assert objcomm.all_gather(here().rank, group=pair) == [1, 2]
+            assert objcomm.all_gather(here().rank) == [0, 1, 2]
 
 
 @ranks(2)
 def test_threads_that_wait_in_different_groups_are_no_desync() -> None:
     """Each rank's two threads wait in two groups, in turn, while the other's are slow."""
-    with subgroup(0, 1) as other:
+    with subgroup(0, 1) as other, closely():
         objcomm.barrier()
         results: list[Any] = []
 
         def gather_in_other() -> None:
-            time.sleep(1.5 * here().rank)
+            if here().rank == 1:
+                hear("rank 0 has looked")
             results.append(objcomm.all_gather(here().rank, group=other))
 
-        thread = threading.Thread(target=gather_in_other)
-        thread.start()
-        time.sleep(1.5 * (1 - here().rank))
-        assert objcomm.all_gather(here().rank) == [0, 1]
-        thread.join()
+        with after_looks(20, partial(say, f"rank {here().rank} has looked")):
+            thread = in_thread(gather_in_other)
+            if here().rank == 0:
+                hear("rank 1 has looked")
+            assert objcomm.all_gather(here().rank) == [0, 1]
+            thread.join()
         assert results == [[0, 1]]
 
 
@@ -250,11 +280,12 @@ def test_threads_that_wait_in_different_groups_are_no_desync() -> None:
 def test_another_lanes_thread_raises_too_and_then_works_on() -> None:
     objcomm.barrier()
     outcomes: list[str] = []
-    is_known = threading.Event()
+    is_used, is_known = threading.Event(), threading.Event()
 
     def evaluate() -> None:
         with objcomm.lane("eval"):
             objcomm.barrier()
+            is_used.set()
             is_known.wait()
             try:
                 objcomm.all_gather(1)
@@ -262,8 +293,9 @@ def test_another_lanes_thread_raises_too_and_then_works_on() -> None:
                 outcomes.append("raised")
             outcomes.append(str(objcomm.all_gather(here().rank)))
 
-    thread = threading.Thread(target=evaluate)
-    thread.start()
+    thread = in_thread(evaluate)
+    assert is_used.wait(PATIENCE_S)
+    tell_all("lanes are used", "")
     desync_in(MISMATCHES["names of barriers"][here().rank])
     tell_all("lanes know", "")
     is_known.set()
@@ -287,13 +319,13 @@ def test_many_desyncs_leave_nothing_behind() -> None:
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("kind", MISMATCHES)
-def test_a_check_finds_it_in_the_very_call(kind: str) -> None:
+def test_a_check_finds_it_in_the_very_call() -> None:
     objcomm.barrier()
-    with objcomm.check():
-        desync_in(MISMATCHES[kind][min(here().rank, 1)])
+    for mismatch in MISMATCHES.values():
+        with objcomm.check():
+            desync_in(mismatch[min(here().rank, 1)])
+            assert_group_works()
         assert_group_works()
-    assert_group_works()
 
 
 @ranks(2)

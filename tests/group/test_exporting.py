@@ -1,6 +1,8 @@
 """The counters as Prometheus and TensorBoard take them, read back by their own code."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import objcomm
 from objcomm.errors import UsageError
 from objcomm.group import Group
+from tests.cases import case
 from tests.group.helpers import subgroup
 from tests.ranks import ranks, solo
 from tests.workers import here
@@ -61,40 +64,47 @@ def test_prometheus_reads_all_counters_of_all_groups() -> None:
             assert found[metric][key_of(operation)] == getattr(of, field)
 
 
-@solo()
+@contextlib.contextmanager
+def only(*groups: Group) -> Iterator[None]:
+    """Let no groups but these have been used, the one of a process by itself included."""
+    with (
+        mock.patch("objcomm.exporting.known_groups", return_value=groups),
+        mock.patch("objcomm.exporting.solo_group", Group),
+    ):
+        yield
+
+
 def test_prometheus_reads_labels_of_any_content() -> None:
     odd = 'a "quoted" back\\slash\nand {braces}, \\n too'
     group = Group()
     group.name = odd
     group.counters.add("b", exchanges=1, sent_nbytes=2**60, received_nbytes=0, seconds=1e-7)
-    with mock.patch("objcomm.exporting.known_groups", return_value=[group]):
+    with only(group):
         found = parsed(objcomm.stats_to_prometheus({"job": odd, "empty": ""}))
     key = ("b", odd, "0", odd, "")
     assert found["objcomm_seconds"] == {key: 1e-7}
     assert found["objcomm_sent_bytes"] == {key: 2.0**60}
 
 
-@solo()
 def test_groups_of_one_name_make_one_sample() -> None:
     groups = [Group(), Group()]
     for group in groups:
         group.name = "0"
         group.counters.add("b", exchanges=1, sent_nbytes=5, received_nbytes=6, seconds=0.5)
-    with mock.patch("objcomm.exporting.known_groups", return_value=groups):
+    with only(*groups):
         found = parsed(objcomm.stats_to_prometheus())
     assert [found[metric]["b", "0", "0"] for metric in FIELDS] == [2, 2, 10, 12, 1.0]
 
 
-@solo()
 def test_nothing_counted_is_text_without_samples() -> None:
-    assert all(samples == {} for samples in parsed(objcomm.stats_to_prometheus()).values())
+    with only(Group()):
+        assert all(samples == {} for samples in parsed(objcomm.stats_to_prometheus()).values())
 
 
-@solo()
-@pytest.mark.parametrize("name", ["rank", "group", "operation", "a-b", "1st", "__name__", ""])
-def test_a_label_that_prometheus_would_refuse_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="can be no label"):
-        objcomm.stats_to_prometheus({name: "x"})
+def test_a_label_that_prometheus_would_refuse_is_refused() -> None:
+    for name in ("rank", "group", "operation", "a-b", "1st", "__name__", ""):
+        with case(name), pytest.raises(UsageError, match="can be no label"):
+            objcomm.stats_to_prometheus({name: "x"})
 
 
 @ranks(2)

@@ -5,7 +5,6 @@ No test sets a time limit for its calls: without the watcher they would wait hal
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +16,29 @@ from objcomm import CollectiveError
 from objcomm.transport.creation import store_of
 from objcomm.transport.verdict import Cause, Verdict
 from tests.group.helpers import (
-    SOON_S,
     assert_group_works,
     assert_no_verdict_stays,
+    hear,
+    say,
     subgroup,
     tell_all,
+    when_main_thread_waits,
 )
+from tests.group.watched import closely, patiently
 from tests.ranks import ranks, solo
+from tests.waits import within
 from tests.workers import here
 
 
 def raises_together(block: Callable[[], Any], group: Any = None) -> CollectiveError:
     """The error that every rank must raise from a block."""
-    began = time.monotonic()
-    with pytest.raises(CollectiveError) as caught, objcomm.fail_together(group=group):
+    with (
+        closely(),
+        patiently(),
+        pytest.raises(CollectiveError) as caught,
+        objcomm.fail_together(group=group),
+    ):
         block()
-    assert time.monotonic() - began < SOON_S
     assert caught.value.operation == "fail_together"
     return caught.value
 
@@ -51,7 +57,23 @@ WAITS: dict[str, Callable[[], Any]] = {
 }
 
 
-@ranks(2, 3)
+@pytest.mark.timed
+@ranks(3)
+def test_an_error_is_raised_within_2_s_on_ranks_that_wait() -> None:
+    objcomm.barrier()
+
+    def block() -> None:
+        if here().rank == 1:
+            fail()
+        objcomm.all_gather(1)
+
+    tell_all("all have met", "")
+    with within(2.0), pytest.raises(CollectiveError), objcomm.fail_together():
+        block()
+    assert_group_works()
+
+
+@ranks(3)
 @pytest.mark.parametrize("where", WAITS)
 def test_an_error_reaches_ranks_that_wait(where: str) -> None:
     last = objcomm.world_size() - 1
@@ -77,9 +99,11 @@ def test_an_error_reaches_ranks_in_different_operations() -> None:
 
         def block() -> None:
             if here().rank == 1:
-                time.sleep(1)
+                for rank in (0, 2, 3)[: objcomm.world_size() - 1]:
+                    hear(f"rank {rank} waits")
                 fail()
-            elif here().rank == 0:
+            when_main_thread_waits(lambda: say(f"rank {here().rank} waits"))
+            if here().rank == 0:
                 objcomm.all_gather("in the pair", group=pair)
             else:
                 objcomm.broadcast(None, src=0)
@@ -97,10 +121,12 @@ def test_a_rank_that_computes_hears_of_it_in_its_next_call() -> None:
         if here().rank == 0:
             fail()
         if here().rank == 1:
-            time.sleep(1)
+            hear("rank 2 has raised")
         objcomm.all_gather(1)
 
     raises_together(block)
+    if here().rank == 2:
+        say("rank 2 has raised")
     assert_group_works()
 
 
@@ -188,7 +214,11 @@ def test_a_group_that_was_first_used_in_a_failed_block_works_afterwards(failing:
                 raise ValueError("before it came to the group")
             objcomm.barrier(group=group)
 
-        with pytest.raises(CollectiveError, match="before it came"), objcomm.fail_together():
+        with (
+            patiently(),
+            pytest.raises(CollectiveError, match="before it came"),
+            objcomm.fail_together(),
+        ):
             body()
         # The others may still be on their way to meet in the group when this rank comes there.
         assert objcomm.all_gather(rank, group=group) == list(range(size))
@@ -202,7 +232,7 @@ def test_an_interrupt_is_raised_itself_where_it_happened() -> None:
         objcomm.barrier()
 
     if here().rank == 0:
-        with pytest.raises(KeyboardInterrupt), objcomm.fail_together():
+        with patiently(), pytest.raises(KeyboardInterrupt), objcomm.fail_together():
             block()
     else:
         assert raises_together(block).failures[0].type_name == "KeyboardInterrupt"

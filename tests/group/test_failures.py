@@ -18,11 +18,11 @@ from tests.samples import TwoArgumentError
 from tests.workers import here
 
 
-@ranks(2, 3, 4)
-@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+@ranks(2, 3)
 @pytest.mark.parametrize("name", OBJECT_OPERATIONS)
-def test_an_object_that_cannot_be_sent_fails_those_who_wait_for_it(name: str, codec: str) -> None:
+def test_an_object_that_cannot_be_sent_fails_those_who_wait_for_it(name: str) -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
+    codec = "pickle" if size == 3 else "msgpack"
     for failing in range(1 if name in FROM_ONE else size):
         mine: Any = {"cb": [threading.Lock()]} if rank == failing else "fine"
         if not is_told(name, failing, rank):
@@ -143,7 +143,7 @@ ERRORS: dict[str, BaseException] = {
 }
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("stage", ["encode", "fn1", "fn2"])
 def test_whatever_is_raised_reaches_every_rank(kind: str, stage: str) -> None:

@@ -10,20 +10,21 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import objcomm
 from tests import samples
+from tests.cases import case
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
 from tests.same import assert_same
 
-_CASES = [(codec, name) for codec in ("pickle", "msgpack") for name in samples.names(codec)]
-
 
 @ranks(2)
-@pytest.mark.parametrize(("codec", "name"), _CASES)
-def test_broadcast_is_exact(codec: str, name: str) -> None:
-    mine = samples.make(name) if objcomm.rank() == 1 else None
-    got = objcomm.broadcast(mine, src=1, codec=codec)
-    if objcomm.rank() == 0:
-        assert_same(got, samples.make(name), sharing=codec == "pickle")
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+def test_broadcast_is_exact(codec: str) -> None:
+    for name in samples.names(codec):
+        with case(name):
+            mine = samples.make(name) if objcomm.rank() == 1 else None
+            got = objcomm.broadcast(mine, src=1, codec=codec)
+            if objcomm.rank() == 0:
+                assert_same(got, samples.make(name), sharing=codec == "pickle")
 
 
 @ranks(3)
@@ -31,18 +32,17 @@ def test_broadcast_is_exact(codec: str, name: str) -> None:
 def test_all_samples_at_once_are_exact_in_every_operation(codec: str) -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     want = {name: samples.make(name) for name in samples.names(codec)}
-    others = [i for i in range(size) if i != rank]
+    other = (rank + 1) % size  # all give the same
     gathered = objcomm.all_gather({**want}, codec=codec)
     collected = objcomm.gather({**want}, dst=2, codec=codec)
     arrived = objcomm.scatter([{**want}] * size if rank == 1 else None, src=1, codec=codec)
     joined = objcomm.all_reduce([{**want}], lambda a, b: a + b, codec=codec)
-    for i in others:
-        assert_same(gathered[i], want, sharing=codec == "pickle")
-        if collected is not None:
-            assert_same(collected[i], want, sharing=codec == "pickle")
-        if rank != 1:
-            assert_same(arrived, want, sharing=codec == "pickle")
-        assert_same(joined[i], want, sharing=False)
+    assert_same(gathered[other], want, sharing=codec == "pickle")
+    if collected is not None:
+        assert_same(collected[other], want, sharing=codec == "pickle")
+    if rank != 1:
+        assert_same(arrived, want, sharing=codec == "pickle")
+    assert_same(joined[other], want, sharing=False)
 
 
 @ranks(1, 2)
@@ -84,15 +84,18 @@ def test_a_class_of_a_test_module_keeps_its_identity_beside_a_lambda() -> None:
     assert got["key"](3) == 3
 
 
-@ranks(2, disposable=True)
+@ranks(2)
 def test_a_class_of_the_running_script_keeps_its_identity() -> None:
     script = sys.modules["__main__"]
     exec("class Config:\n    lr = 0.1", vars(script))  # noqa: S102  # every rank runs the script
-    got = objcomm.broadcast(script.Config(), src=1)
-    assert type(got) is script.Config
+    try:
+        got = objcomm.broadcast(script.Config(), src=1)
+        assert type(got) is script.Config
+    finally:
+        del script.Config
 
 
-@ranks(2, disposable=True)
+@ranks(2)
 def test_a_shard_of_a_distributed_tensor_is_refused_with_advice() -> None:
     shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.raises(objcomm.CollectiveError, match="to_local"):
@@ -100,12 +103,16 @@ def test_a_shard_of_a_distributed_tensor_is_refused_with_advice() -> None:
     assert_group_works()
 
 
+class Rare:
+    """A class that one rank registers, for good."""
+
+
 @ranks(2)
 def test_a_class_registered_on_one_rank_only_is_refused_by_the_other() -> None:
     if objcomm.rank() == 0:
-        objcomm.register(samples.TwoArgumentError, encode=lambda e: list(e.args), decode=tuple)
-        objcomm.broadcast([samples.TwoArgumentError(1, "a")], codec="msgpack")
+        objcomm.register(Rare, encode=lambda _: 1, decode=lambda _: Rare())
+        objcomm.broadcast([Rare()], codec="msgpack")
     else:
-        with pytest.raises(objcomm.ForbiddenTypeError, match="TwoArgumentError"):
+        with pytest.raises(objcomm.ForbiddenTypeError, match="Rare"):
             objcomm.broadcast(None, codec="msgpack")
     assert_group_works()

@@ -9,8 +9,8 @@ import torch
 
 import objcomm
 from objcomm import CollectiveError
+from tests.cases import case
 from tests.group.helpers import assert_group_works
-from tests.group.operations import Call
 from tests.ranks import ranks, solo
 from tests.same import assert_same
 
@@ -35,18 +35,18 @@ SCALARS: dict[str, Any] = {
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("name", SCALARS)
-def test_a_scalar_arrives_with_its_value_and_type(name: str) -> None:
+def test_a_scalar_arrives_with_its_value_and_type() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
-    mine = SCALARS[name]
-    for got in objcomm.all_gather_scalar(mine):
-        assert_same(got, mine)
-    for root in range(size):
-        gathered = objcomm.gather_scalar(mine, dst=root)
-        assert (gathered is None) == (rank != root)
-        assert len(gathered or [None] * size) == size
-        for got in gathered or []:
-            assert_same(got, mine)
+    for name, mine in SCALARS.items():
+        with case(name):
+            for got in objcomm.all_gather_scalar(mine):
+                assert_same(got, mine)
+            for root in range(size):
+                gathered = objcomm.gather_scalar(mine, dst=root)
+                assert (gathered is None) == (rank != root)
+                assert len(gathered or [None] * size) == size
+                for got in gathered or []:
+                    assert_same(got, mine)
 
 
 @ranks(2, 3, 4)
@@ -82,17 +82,17 @@ def test_a_scalar_costs_one_exchange() -> None:
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("wrong", [[1], {"a": 1}, torch.ones(2), b"x", ValueError], ids=str)
-def test_what_is_no_scalar_is_refused_on_all_ranks_that_wait(wrong: Any) -> None:
+def test_what_is_no_scalar_is_refused_on_all_ranks_that_wait() -> None:
     rank = objcomm.rank()
-    mine = wrong if rank == 1 else 0.5
-    with pytest.raises(CollectiveError) as caught:
-        objcomm.all_gather_scalar(mine)
-    assert list(caught.value.failures) == [1]
-    assert type(wrong).__name__ in caught.value.failures[1].message
-    if rank == 1:
-        assert caught.value.__cause__ is not None
-    assert_group_works()
+    for wrong in ([1], {"a": 1}, torch.ones(2), b"x", ValueError):
+        with case(wrong):
+            with pytest.raises(CollectiveError) as caught:
+                objcomm.all_gather_scalar(wrong if rank == 1 else 0.5)
+            assert list(caught.value.failures) == [1]
+            assert type(wrong).__name__ in caught.value.failures[1].message
+            if rank == 1:
+                assert caught.value.__cause__ is not None
+            assert_group_works()
 
 
 @ranks(1, 2, 3, 4)
@@ -184,8 +184,9 @@ def test_ddp_broadcast_shares_the_sources_object() -> None:
 
 
 @solo()
-@pytest.mark.parametrize("gather", [objcomm.gather_scalar, objcomm.all_gather_scalar])
-def test_alone_a_scalar_is_checked_and_returned_too(gather: Call) -> None:
-    assert_same(gather(np.float32(0.1)), [np.float32(0.1)])
-    with pytest.raises(objcomm.ObjcommError):
-        gather([1])
+def test_alone_a_scalar_is_checked_and_returned_too() -> None:
+    gathers: list[Any] = [objcomm.gather_scalar, objcomm.all_gather_scalar]
+    for gather in gathers:
+        assert_same(gather(np.float32(0.1)), [np.float32(0.1)])
+        with pytest.raises(objcomm.ObjcommError):
+            gather([1])

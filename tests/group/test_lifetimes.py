@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from tests.group.helpers import Held
+from tests.group.helpers import Held, fill_history
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
+from tests.waits import wait_until
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("name", OBJECT_OPERATIONS)
 def test_neither_what_was_sent_nor_what_arrived_is_kept(name: str) -> None:
     gc.disable()  # memory of this size must not wait for the collector
@@ -35,21 +37,22 @@ def test_neither_what_was_sent_nor_what_arrived_is_kept(name: str) -> None:
 @ranks(2)
 def test_memory_does_not_grow_with_the_number_of_calls() -> None:
     def call_often() -> int:
-        for turn in range(100):
+        for turn in range(25):
             objcomm.all_gather((turn, bytes(100_000)))
             objcomm.all_reduce(torch.ones(20_000))
             objcomm.gather("small")
         gc.collect()
         return len(gc.get_objects())
 
-    call_often()
-    before = call_often()
-    assert call_often() - before < 50
+    fill_history()
+    counts = [call_often() for _ in range(5)]
+    # What is kept of each turn is kept in each round; a thread that begins or ends, in one of them.
+    assert min(after - before for before, after in pairwise(counts)) < 15, counts
 
 
 @ranks(2, disposable=True)
 def test_a_destroyed_group_leaves_no_socket_and_no_thread() -> None:
-    def use_and_destroy(turns: int) -> tuple[int, int]:
+    def use_and_destroy(turns: int) -> None:
         for _ in range(turns):
             group: Any = dist.new_group([0, 1])
             assert objcomm.all_gather(objcomm.rank(), group=group) == [0, 1]
@@ -57,12 +60,18 @@ def test_a_destroyed_group_leaves_no_socket_and_no_thread() -> None:
                 objcomm.barrier(group=group)
             dist.destroy_process_group(group)
             del group
-            gc.collect()
+        gc.collect()
+
+    def kept() -> tuple[int, int]:
         own = Path("/proc/self")
         return len(list(own.joinpath("fd").iterdir())), len(list(own.joinpath("task").iterdir()))
 
-    sockets, threads = use_and_destroy(3)
-    now = use_and_destroy(10)
-    # Gloo closes in a thread of its own, so the last group's may still be there.
-    assert now[0] <= sockets + 4
-    assert now[1] <= threads + 2
+    def is_as_before() -> bool:
+        """Gloo closes in a thread of its own, so the last group's may still be there."""
+        now = kept()
+        return now[0] <= sockets + 4 and now[1] <= threads + 2
+
+    use_and_destroy(2)
+    sockets, threads = kept()
+    use_and_destroy(8)
+    wait_until(is_as_before, "the sockets and threads of destroyed groups to go")

@@ -1,6 +1,8 @@
-"""More ranks than one hop serves: the routes along trees."""
+"""More ranks than one hop serves: the routes along trees. And five, which pair up in no way."""
 
+import itertools
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +11,15 @@ import objcomm
 from objcomm import CollectiveError
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
+from tests.same import assert_same
 
 
-@ranks(9, disposable=True, deadline=90)
-def test_every_operation_works_on_nine_ranks() -> None:
+def join(left: Any, right: Any) -> Any:
+    return left + right
+
+
+@ranks(9, disposable=True, deadline=120)
+def test_every_operation_works_on_nine_ranks_and_its_failures_reach_the_leaves() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     for nbytes in (10, 40_000, 1_000_000):
         for root in (0, 4, 8):
@@ -23,23 +30,25 @@ def test_every_operation_works_on_nine_ranks() -> None:
             chunks = [bytes([i]) * nbytes for i in range(size)]
             assert objcomm.scatter(chunks if rank == root else None, src=root) == mine
             joined = b"".join(bytes([i]) * nbytes for i in range(size))
-            assert objcomm.reduce(mine, lambda a, b: a + b, dst=root) in (None, joined)
-        assert objcomm.all_reduce(mine, lambda a, b: a + b) == joined
+            assert objcomm.reduce(mine, join, dst=root) in (None, joined)
+        assert objcomm.all_reduce(mine, join) == joined
         assert objcomm.all_gather(mine) == chunks
         assert objcomm.all_to_all([bytes([rank, i]) for i in range(size)]) == [
             bytes([i, rank]) for i in range(size)
         ]
-        assert objcomm.scan(mine, lambda a, b: a + b) == joined[: (rank + 1) * nbytes]
-        before = objcomm.exscan(mine, lambda a, b: a + b)
+        assert objcomm.scan(mine, join) == joined[: (rank + 1) * nbytes]
+        before = objcomm.exscan(mine, join)
         assert before == (joined[: rank * nbytes] if rank else None)
-        assert objcomm.reduce_scatter(chunks, lambda a, b: a + b) == mine * size
+        assert objcomm.reduce_scatter(chunks, join) == mine * size
         objcomm.barrier()
     total = objcomm.all_reduce(torch.full((300_000,), rank), "sum")
     assert torch.equal(total, torch.full((300_000,), 36))
+    leaves = objcomm.all_reduce({"w": torch.full((50_000,), float(rank)), "n": 2**70 + rank})
+    assert_same(leaves, {"w": torch.full((50_000,), 36.0), "n": 9 * 2**70 + 36})
+    check_that_failures_reach_the_leaves()
 
 
-@ranks(9, disposable=True, deadline=90)
-def test_a_failure_reaches_the_leaves_of_a_tree() -> None:
+def check_that_failures_reach_the_leaves() -> None:
     for failing in (0, 5, 8):
         mine = threading.Lock() if objcomm.rank() == failing else "fine"
         with pytest.raises(CollectiveError) as caught:
@@ -49,3 +58,17 @@ def test_a_failure_reaches_the_leaves_of_a_tree() -> None:
             objcomm.all_reduce(mine, lambda a, _: a)
         assert list(caught.value.failures) == [failing]
     assert_group_works()
+
+
+@ranks(5, disposable=True)
+def test_five_ranks_scan_exchange_and_scatter() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    for nbytes in (1, 40_000, 1_000_000, 3_000_000):
+        given = [bytes([rank, peer]) * nbytes for peer in range(size)]
+        arrived = [bytes([peer, rank]) * nbytes for peer in range(size)]
+        assert objcomm.all_to_all(given) == arrived
+        assert objcomm.reduce_scatter(given, join) == b"".join(arrived)
+        wanted = list(itertools.accumulate(bytes([65 + i]) * nbytes for i in range(size)))
+        mine = bytes([65 + rank]) * nbytes
+        assert objcomm.scan(mine, join) == wanted[rank]
+        assert objcomm.exscan(mine, join) == ([None, *wanted])[rank]

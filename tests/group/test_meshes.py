@@ -50,48 +50,49 @@ def test_every_operation_works_along_a_dimension(dimension: str) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", ROOTED)
 @pytest.mark.parametrize("dimension", DIMENSIONS)
-def test_roots_along_a_dimension_are_global_or_group_ranks(dimension: str, name: str) -> None:
-    part, want, argument = two_by_two()[dimension], along(dimension), ROOTED[name]
+def test_roots_along_a_dimension_are_global_or_group_ranks(dimension: str) -> None:
+    part, want = two_by_two()[dimension], along(dimension)
     mine = want.index(here().rank)
-    for root, member in enumerate(want):
-        spellings: list[dict[str, Any]] = [{argument: member}, {f"group_{argument}": root}]
-        for spelling in spellings:
-            got = OPERATIONS[name](here().rank, group=part, **spelling)
-            if argument == "src":
-                assert got == member
-            else:
-                assert (got is None) == (mine != root)
     outside = next(rank for rank in range(4) if rank not in want)
-    wrong: list[dict[str, Any]] = [{argument: outside}, {f"group_{argument}": 2}]
-    for each in wrong:
-        with pytest.raises(UsageError):
-            OPERATIONS[name](1, group=part, **each)
+    for name, argument in ROOTED.items():
+        for root, member in enumerate(want):
+            spellings: list[dict[str, Any]] = [{argument: member}, {f"group_{argument}": root}]
+            for spelling in spellings:
+                got = OPERATIONS[name](here().rank, group=part, **spelling)
+                if argument == "src":
+                    assert got == member, name
+                else:
+                    assert (got is None) == (mine != root), name
+        wrong: list[dict[str, Any]] = [{argument: outside}, {f"group_{argument}": 2}]
+        for each in wrong:
+            with pytest.raises(UsageError):
+                OPERATIONS[name](1, group=part, **each)
     assert_group_works(part.get_group())
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_mesh_of_two_dimensions_is_refused_and_a_flat_one_is_not(name: str) -> None:
+def test_a_mesh_of_two_dimensions_is_refused_and_a_flat_one_is_not() -> None:
     mesh = two_by_two()
-    for wrong in (mesh, mesh["dp", "tp"]):
-        with pytest.raises(UsageError, match="slice it"):
-            OPERATIONS[name](1, group=wrong)
-    OPERATIONS[name](1, group=mesh._flatten("all"))  # noqa: SLF001  # DeviceMesh has no other way
+    flat = mesh._flatten("all")  # noqa: SLF001  # DeviceMesh has no other way
+    for call in OPERATIONS.values():
+        for wrong in (mesh, mesh["dp", "tp"]):
+            with pytest.raises(UsageError, match="slice it"):
+                call(1, group=wrong)
+        call(1, group=flat)
     assert_group_works()
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_rank_outside_a_mesh_is_told_so(name: str) -> None:
+def test_a_rank_outside_a_mesh_is_told_so() -> None:
     mesh = DeviceMesh("cpu", [1, 3])
-    if here().rank in {1, 3}:
-        OPERATIONS[name](1, group=mesh)
-    else:
-        with pytest.raises(NotInGroupError):
-            OPERATIONS[name](1, group=mesh)
-        assert (objcomm.rank(mesh), objcomm.world_size(mesh)) == (-1, -1)
+    for call in OPERATIONS.values():
+        if here().rank in {1, 3}:
+            call(1, group=mesh)
+        else:
+            with pytest.raises(NotInGroupError):
+                call(1, group=mesh)
+    assert here().rank in {1, 3} or (objcomm.rank(mesh), objcomm.world_size(mesh)) == (-1, -1)
     assert_group_works()
 
 

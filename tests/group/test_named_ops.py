@@ -1,5 +1,6 @@
 """The named operations on numbers, tensors and arrays: values, types and shapes."""
 
+import itertools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
+from tests.cases import case
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
 from tests.same import assert_same
@@ -47,14 +49,15 @@ NUMBERS: dict[str, tuple[str, list[Any], list[Any]]] = {
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("case", NUMBERS)
-def test_numbers_are_reduced_exactly(case: str) -> None:
-    op, operands, results = NUMBERS[case]
+def test_numbers_are_reduced_exactly() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
-    if results[size - 1] is not None:
-        assert_same(objcomm.all_reduce(operands[rank], op), results[size - 1])
-        reduced = objcomm.reduce(operands[rank], op, dst=size - 1)
-        assert_same(reduced, results[size - 1] if rank == size - 1 else None)
+    for name, (op, operands, results) in NUMBERS.items():
+        want = results[size - 1]
+        if want is not None:
+            with case(name):
+                assert_same(objcomm.all_reduce(operands[rank], op), want)
+                reduced = objcomm.reduce(operands[rank], op, dst=size - 1)
+                assert_same(reduced, want if rank == size - 1 else None)
 
 
 @ranks(1, 2, 3)
@@ -87,17 +90,18 @@ REDUCED = {
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("op", REDUCED)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64])
-def test_tensors_and_arrays_are_reduced_elementwise(op: str, dtype: torch.dtype) -> None:
+def test_tensors_and_arrays_are_reduced_elementwise() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
-    stack = rows(size).to(dtype)
-    want = REDUCED[op](stack)
-    mine = stack[rank].clone()
-    assert_same(objcomm.all_reduce(mine, op), want)
-    assert_same(objcomm.all_reduce(mine.numpy(), op), want.numpy())
-    assert_same(objcomm.reduce(mine, op, dst=size - 1), want if rank == size - 1 else None)
-    assert torch.equal(mine, stack[rank])
+    dtypes = (torch.int64, torch.int32, torch.float32, torch.float64)
+    for dtype, (op, model) in itertools.product(dtypes, REDUCED.items()):
+        with case(op, dtype):
+            stack = rows(size).to(dtype)
+            want = model(stack)
+            mine = stack[rank].clone()
+            assert_same(objcomm.all_reduce(mine, op), want)
+            assert_same(objcomm.all_reduce(mine.numpy(), op), want.numpy())
+            assert_same(objcomm.reduce(mine, op, dst=size - 1), want if rank == size - 1 else None)
+            assert torch.equal(mine, stack[rank])
 
 
 @ranks(1, 2, 3, 4)
@@ -122,11 +126,11 @@ def test_large_tensors_are_reduced_exactly(op: str) -> None:
 
 
 @ranks(1, 3)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8, torch.complex64])
-def test_a_sum_keeps_the_dtype(dtype: torch.dtype) -> None:
+def test_a_sum_keeps_the_dtype() -> None:
     size = objcomm.world_size()
-    got = objcomm.all_reduce(torch.ones(3).to(dtype), "sum")
-    assert_same(got, torch.full((3,), size).to(dtype))
+    for dtype in (torch.bfloat16, torch.float16, torch.uint8, torch.complex64):
+        got = objcomm.all_reduce(torch.ones(3).to(dtype), "sum")
+        assert_same(got, torch.full((3,), size).to(dtype))
 
 
 @ranks(2)

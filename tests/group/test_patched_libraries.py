@@ -42,7 +42,8 @@ def both_ways(run: Callable[[], R]) -> dict[str, int]:
     return made
 
 
-@ranks(2, disposable=True, deadline=60)  # it imports for seconds
+@pytest.mark.long  # it imports for seconds
+@ranks(2, disposable=True, deadline=120)
 def test_accelerate_gathers_and_broadcasts_objects() -> None:
     rank = here().rank
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
@@ -65,7 +66,8 @@ def test_accelerate_gathers_and_broadcasts_objects() -> None:
     assert both_ways(metrics) == {"all_gather_object": 1}
 
 
-@ranks(2, deadline=60)
+@pytest.mark.long  # likewise
+@ranks(2, disposable=True, deadline=120)
 def test_torchmetrics_metrics_agree() -> None:
     from torchmetrics import CatMetric  # noqa: PLC0415  # two seconds
     from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415  # for these tests alone

@@ -14,7 +14,7 @@ import objcomm
 from objcomm.errors import CollectiveError
 from objcomm.spans import span
 from tests.group.helpers import RefusesToPickle, assert_group_works
-from tests.ranks import ranks, solo
+from tests.ranks import ranks
 from tests.workers import here
 
 ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # noqa: SLF001  # torch has no public name for it
@@ -140,7 +140,7 @@ def test_a_call_may_begin_before_and_end_after_a_profiler_looks() -> None:
     assert_group_works()
 
 
-@solo()
+@ranks(2)
 def test_nothing_is_made_where_nobody_looks() -> None:
     assert span("a") is span("b")
     with looking():

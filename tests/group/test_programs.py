@@ -85,9 +85,9 @@ def run_turn(turn: int, chance: random.Random, group: Any) -> None:
 
 
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_program_stays_in_step(seed: int) -> None:
-    chance = random.Random(seed)
+    chance = random.Random(10 * objcomm.world_size() + seed)  # six programs
     for turn in range(40):
         run_turn(turn, chance, None)
     assert_group_works()

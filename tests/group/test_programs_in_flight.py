@@ -282,8 +282,10 @@ def _judge_of(step: Step, rank: int) -> Callable[[Callable[[], Any]], None]:
     return judge
 
 
-@ranks(2, 3, 4, deadline=60)
-@pytest.mark.parametrize("seed", range(6))
+@ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
+)
 def test_any_program_gives_what_the_model_gives(seed: int) -> None:
     size = here().world_size
     world = tuple(range(size))

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 
 import objcomm
 from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError
-from tests.group.helpers import assert_group_works, outcome_of, tell_all
+from tests.cases import case
+from tests.group.helpers import assert_group_works, outcome_of, subgroup, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
 from tests.workers import here
@@ -46,35 +49,37 @@ class Touches:
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("name", DECODES)
 def test_a_pickle_of_os_system_is_refused_before_it_runs_and_an_allowed_class_passes(
-    name: str, tmp_path: Any
+    tmp_path: Any,
 ) -> None:
-    bomb = Path(tmp_path) / f"was run on {objcomm.rank()}"
-    expected = "ForbiddenTypeError" if DECODES[name]() else "returned"
-    assert outcome_of(lambda: OPERATIONS[name](Touches(str(bomb)), allow=[Order])) == expected
-    expected = "DecodeError" if DECODES[name]() else "returned"
-    assert outcome_of(lambda: OPERATIONS[name](Touches(str(bomb)), accept={"msgpack"})) == expected
-    objcomm.barrier()
-    assert not list(Path(tmp_path).iterdir())
-    OPERATIONS[name](Order("tea"), allow=[Order], accept=["pickle"])
-    assert_group_works()
+    bomb = Touches(str(Path(tmp_path) / f"was run on {objcomm.rank()}"))
+    for name, decodes in DECODES.items():
+        operation = partial(OPERATIONS[name], bomb)
+        with case(name):
+            expected = "ForbiddenTypeError" if decodes() else "returned"
+            assert outcome_of(partial(operation, allow=[Order])) == expected
+            expected = "DecodeError" if decodes() else "returned"
+            assert outcome_of(partial(operation, accept={"msgpack"})) == expected
+            objcomm.barrier()
+            assert not list(Path(tmp_path).iterdir())
+            OPERATIONS[name](Order("tea"), allow=[Order], accept=["pickle"])
+            assert_group_works()
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("name", OBJECT_OPERATIONS)
-@pytest.mark.parametrize("large", [False, True])
-def test_what_is_admitted_arrives_as_ever(name: str, *, large: bool) -> None:
-    sent = {"order": Order("tea"), "array": np.arange(50_000 if large else 5)}
-    got = OPERATIONS[name](sent, allow=[Order], accept={"pickle"})
-    for each in got if isinstance(got, list) else [got]:
-        assert each is None or (each["order"], each["array"].sum()) == (
-            Order("tea"),
-            sent["array"].sum(),  # type: ignore[attr-defined]
-        )
-    plain = OPERATIONS[name](["plain"], codec="msgpack", accept={"msgpack"})
-    assert plain in (None, ["plain"], [["plain"]] * objcomm.world_size())
-    assert_group_works()
+def test_what_is_admitted_arrives_as_ever() -> None:
+    for name in OBJECT_OPERATIONS:
+        for numel in (5, 50_000):
+            sent: dict[str, Any] = {"order": Order("tea"), "array": np.arange(numel)}
+            with case(name, numel):
+                got = OPERATIONS[name](sent, allow=[Order], accept={"pickle"})
+                for each in got if isinstance(got, list) else [got]:
+                    assert each is None or each["order"] == Order("tea")
+                    assert each is None or each["array"].sum() == sent["array"].sum()
+        with case(name):
+            plain = OPERATIONS[name](["plain"], codec="msgpack", accept={"msgpack"})
+            assert plain in (None, ["plain"], [["plain"]] * objcomm.world_size())
+            assert_group_works()
 
 
 @ranks(2)
@@ -109,35 +114,37 @@ def _fail() -> None:
     raise ValueError("no")
 
 
-@ranks(2, disposable=True)
+@ranks(2)
 def test_a_large_message_of_a_refused_codec_is_refused_unread() -> None:
     objcomm.barrier()
+    objcomm.reset_stats()
     large = bytes(5_000_000)
     if here().rank == 0:
         with pytest.raises(ObjcommError):
-            objcomm.broadcast(large, timeout=3)
+            objcomm.broadcast(large)
     else:
         with pytest.raises(DecodeError, match="accepts only msgpack"):
-            objcomm.broadcast(None, accept={"msgpack"}, timeout=3)
+            objcomm.broadcast(None, accept={"msgpack"})
         assert objcomm.stats()["broadcast"].received_nbytes < 100_000
     assert_group_works()
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("name", list(OPERATIONS))
-@pytest.mark.parametrize("nbytes", [10, 3_000_000])
-def test_every_operation_works_with_a_key(name: str, nbytes: int) -> None:
-    value: Any = 0.5 if "scalar" in name else bytes(nbytes)
-    with objcomm.configure(key=KEY):
-        for _ in range(2):
-            got = OPERATIONS[name](value)
-            assert got in (None, value, [value] * objcomm.world_size())
-        if name in OBJECT_OPERATIONS and name != "reduce_and_broadcast":
-            OPERATIONS[name](value, confirm=True)
-            with pytest.raises(objcomm.CollectiveError) if objcomm.world_size() > 1 else _nothing():
-                OPERATIONS[name](_Fails(), confirm=True)
+def test_every_operation_works_with_a_key() -> None:
+    size = objcomm.world_size()
+    for turn, (name, operation) in enumerate(OPERATIONS.items()):
+        # Of a few bytes in some worlds, and of many pieces in the others.
+        nbytes = 10 if (turn + size) % 2 else 3_000_000
+        value: Any = 0.5 if "scalar" in name else bytes(nbytes)
+        with case(name, nbytes), objcomm.configure(key=KEY):
+            for _ in range(2):
+                assert operation(value) in (None, value, [value] * size)
+            if name in OBJECT_OPERATIONS and name != "reduce_and_broadcast":
+                operation(value, confirm=True)
+                with pytest.raises(objcomm.CollectiveError) if size > 1 else nullcontext():
+                    operation(_Fails(), confirm=True)
+            assert_group_works()
         assert_group_works()
-    assert_group_works()
 
 
 class _Fails:
@@ -145,29 +152,19 @@ class _Fails:
         raise ValueError("cannot be encoded")
 
 
-class _nothing:  # noqa: N801  # a context
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *raised: object) -> None:
-        pass
-
-
-@ranks(2, 3, disposable=True)
-@pytest.mark.parametrize("key", ["another key of some length", None])
-def test_one_rank_with_another_key_is_found_out(key: str | None) -> None:
-    objcomm.barrier()
+@ranks(2, 3)
+def test_one_rank_with_another_key_is_found_out() -> None:
     last = here().rank == here().world_size - 1
-    mine = key if last else KEY
-    outcome = ""
-    with objcomm.configure(key=mine):
-        try:
-            objcomm.all_gather(here().rank, timeout=3)
-        except ObjcommError as error:
-            outcome = type(error).__name__
-    told = tell_all("outcome", outcome)
-    assert all(told)
-    assert "AuthenticationError" in told
+    for key in ("another key of some length", None):
+        with subgroup(*range(here().world_size)) as group:
+            objcomm.barrier(group=group)
+            with case(key), objcomm.configure(key=key if last else KEY):
+                outcome = outcome_of(
+                    lambda: objcomm.all_gather(here().rank, group=group)
+                )  # at once
+            told = tell_all(f"with {key}", outcome)
+            assert "returned" not in told
+            assert "AuthenticationError" in told
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import objcomm
+from tests.cases import case
 from tests.group.helpers import assert_group_works
 from tests.group.operations import MESSAGES, OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
@@ -24,23 +26,25 @@ NBYTES = (4, 100_000)  # in the first message, and in a buffer of its own
 
 @ranks(2, 3)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
-@pytest.mark.parametrize("name", [name for name in OBJECT_OPERATIONS if name != "scatter"])
-def test_what_arrives_in_inference_mode_can_be_trained_on(name: str, codec: str, mode: Any) -> None:
-    operation = OPERATIONS[name]
-    for numel in NBYTES:
-        with mode():
-            mine = torch.full((numel,), 2.0)
-            got = operation(mine, codec=codec)
-        for tensor in got if isinstance(got, list) else [got]:
-            if tensor is None or tensor is mine:
-                continue  # a rank's own is the identical one, which it made in the mode
-            assert not tensor.is_inference()
-            weights = tensor.clone().requires_grad_()
-            (weights * tensor).sum().backward()
-            assert weights.grad is not None
-            tensor.add_(1)
+def test_what_arrives_in_inference_mode_can_be_trained_on(mode: Any) -> None:
+    names = [name for name in OBJECT_OPERATIONS if name != "scatter"]
+    for name, codec, numel in itertools.product(names, ("pickle", "msgpack"), NBYTES):
+        with case(name, codec, numel):
+            with mode():
+                mine = torch.full((numel,), 2.0)
+                got = OPERATIONS[name](mine, codec=codec)
+            for tensor in got if isinstance(got, list) else [got]:
+                if tensor is not None and tensor is not mine:  # which it made in the mode
+                    assert_can_be_trained_on(tensor)
     assert_group_works()
+
+
+def assert_can_be_trained_on(tensor: torch.Tensor) -> None:
+    assert not tensor.is_inference()
+    weights = tensor.clone().requires_grad_()
+    (weights * tensor).sum().backward()
+    assert weights.grad is not None
+    tensor.add_(1)
 
 
 @ranks(2)
@@ -56,19 +60,19 @@ def test_a_tensor_made_in_inference_mode_can_be_sent(codec: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", [*OPERATIONS, *MESSAGES])
-def test_the_default_device_and_dtype_play_no_part(name: str) -> None:
-    operation = {**OPERATIONS, **MESSAGES}[name]
-    objects = [3, 0.1] if "scalar" in name or name == "barrier" else [3, torch.ones(30_000)]
-    want = [operation(obj) for obj in objects]
-    torch.set_default_device("meta")
-    torch.set_default_dtype(torch.float16)
-    try:
-        got = [operation(obj) for obj in objects]
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-    assert repr(got) == repr(want)
+def test_the_default_device_and_dtype_play_no_part() -> None:
+    for name, operation in {**OPERATIONS, **MESSAGES}.items():
+        objects = [3, 0.1] if "scalar" in name or name == "barrier" else [3, torch.ones(30_000)]
+        with case(name):
+            want = [operation(obj) for obj in objects]
+            torch.set_default_device("meta")
+            torch.set_default_dtype(torch.float16)
+            try:
+                got = [operation(obj) for obj in objects]
+            finally:
+                torch.set_default_dtype(torch.float32)
+                torch.set_default_device(None)
+            assert repr(got) == repr(want)
 
 
 @ranks(2)

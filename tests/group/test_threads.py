@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError, UsageError
-from tests.group.helpers import SOON_S, assert_group_works, in_thread, subgroup
+from tests.group.helpers import assert_group_works, in_thread, subgroup
+from tests.group.watched import closely, patiently
 from tests.ranks import ranks
+from tests.waits import PATIENCE_S
 from tests.workers import here
 
 
@@ -19,11 +21,11 @@ def test_a_background_lane_runs_beside_the_main_threads_barriers() -> None:
 
     def evaluate() -> None:
         with objcomm.lane("eval"):
-            for turn in range(200):
+            for turn in range(60):
                 assert objcomm.all_gather((turn, rank)) == [(turn, i) for i in range(size)]
 
     thread = in_thread(evaluate)
-    for _ in range(200):
+    for _ in range(60):
         objcomm.barrier()
     thread.join()
     assert_group_works()
@@ -72,10 +74,11 @@ def test_a_thread_with_a_group_of_its_own_needs_no_lane() -> None:
         objcomm.barrier()
 
 
-@ranks(2, disposable=True)
+@ranks(2)
 def test_the_default_lane_may_be_taken_over_when_its_thread_has_ended() -> None:
-    in_thread(lambda: objcomm.all_gather("first")).join()
-    assert_group_works()
+    with subgroup(0, 1) as group:
+        in_thread(lambda: objcomm.all_gather("first", group=group)).join()
+        assert_group_works(group)
 
 
 @ranks(2)
@@ -168,7 +171,7 @@ def test_one_failing_lane_leaves_the_others_in_step() -> None:
 def test_a_thread_hears_once_of_an_error_however_many_lanes_it_uses() -> None:
     with subgroup(*range(here().world_size)) as group:
         use_three_lanes(group)
-        with pytest.raises(DesyncError):
+        with closely(), patiently(), pytest.raises(DesyncError):
             objcomm.barrier("a" if here().rank == 0 else "b", group=group)
         use_three_lanes(group)
 
@@ -182,14 +185,14 @@ def test_each_thread_hears_of_an_error_in_its_next_call() -> None:
             with objcomm.lane("kept"):
                 objcomm.barrier(group=group)
                 begun.set()
-                assert go_on.wait(SOON_S)
+                assert go_on.wait(PATIENCE_S)
                 with pytest.raises(DesyncError):
                     objcomm.barrier(group=group)
                 objcomm.barrier(group=group)
 
         thread = in_thread(keep_a_lane)
-        assert begun.wait(SOON_S)
-        with pytest.raises(DesyncError):
+        assert begun.wait(PATIENCE_S)
+        with closely(), patiently(), pytest.raises(DesyncError):
             objcomm.barrier("a" if here().rank == 0 else "b", group=group)
         use_three_lanes(group)  # which renews the connections before the other thread has heard
         go_on.set()

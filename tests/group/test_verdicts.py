@@ -2,13 +2,10 @@
 
 import ctypes
 import functools
+import math
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,39 +13,62 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportTimeout
-from tests.group.helpers import SOON_S, assert_group_works, subgroup, tell_all
+from objcomm.transport import watch
+from tests.group.helpers import (
+    assert_group_works,
+    hear,
+    in_thread,
+    is_waiting,
+    say,
+    stopped,
+    subgroup,
+    tell_all,
+)
+from tests.group.watched import after_looks, answering_every, closely, patiently
 from tests.ranks import ranks, solo
+from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
-
-
-def hold_the_interpreter(seconds: float) -> None:
-    """As a long sort does, or an extension that keeps the GIL: not even the watcher gets a turn."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-
-def in_thread(body: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=body)
-    thread.start()
-    return thread
 
 
 @ranks(3)
 def test_a_busy_ranks_old_answer_closes_no_circle() -> None:
+    """Rank 2 has told that it waits for rank 1, and then is too busy to tell that it does not."""
+    rank, is_over = here().rank, here().folder / "is_over"
+    if rank == 0:
+        os.mkfifo(is_over)
+    tell_all("the pipe is there", "")
+    pipe = os.open(is_over, os.O_RDWR)
     with subgroup(0, 2) as ab, subgroup(1, 2) as cb, subgroup(0, 1) as ca:
-        rank = here().rank
         for group, members in ((ab, (0, 2)), (ca, (0, 1))):
             if rank in members:
                 objcomm.barrier(group=group)
         if rank == 1:
-            time.sleep(1.6)
-        if rank in (1, 2):
+            hear("rank 2 waits and has told so")
             objcomm.barrier(group=cb)
         if rank == 2:
-            hold_the_interpreter(2.5)
+            hear("rank 0 has asked")
+            with after_looks(2, fall_silent), answering_every(PATIENCE_S):
+                objcomm.barrier(group=cb)
+            hold_the_interpreter(pipe)
         if rank in (0, 2):
-            assert objcomm.all_gather(rank, group=ab) == [0, 2]
+            with after_looks(2, lambda: say("rank 0 has asked") if rank == 0 else None):
+                assert objcomm.all_gather(rank, group=ab) == [0, 2]
         if rank in (0, 1):
-            assert objcomm.all_gather(rank, group=ca) == [0, 1]
+            with after_looks(20, lambda: os.write(pipe, b"!") if rank == 1 else None):
+                assert objcomm.all_gather(rank, group=ca) == [0, 1]
+        tell_all("over", "")
+    os.close(pipe)
+
+
+def fall_silent() -> None:
+    """Tell nothing more than this, as if the rank were busy already."""
+    watch.OVERDUE_SECONDS = math.inf
+    say("rank 2 waits and has told so")
+
+
+def hold_the_interpreter(pipe: int) -> None:
+    """As a long sort does, or an extension that keeps the GIL: not even the watcher gets a turn."""
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
 
 
 @ranks(2)
@@ -65,7 +85,7 @@ def test_a_call_inside_of_a_failed_block_never_pairs_with_one_outside() -> None:
                     raise
             objcomm.all_gather("inside")
 
-    with pytest.raises(CollectiveError):
+    with closely(), patiently(), pytest.raises(CollectiveError):
         block()
     # Rank 1 was about to meet rank 0 for its call inside, and must not meet this one.
     assert objcomm.all_gather("outside") == ["outside"] * 2
@@ -82,14 +102,17 @@ def test_a_failed_block_lets_other_threads_raise_as_well() -> None:
             with objcomm.lane("background"):
                 for turn in range(4):
                     if turn == 2 and here().rank == 1:
-                        time.sleep(2)
+                        hear("rank 1 has raised")
                     try:
                         told.append(objcomm.all_gather(turn, group=group))
                     except CollectiveError:
                         told.append("failed")
 
         thread = in_thread(gather_in_turn)
-        time.sleep(0.7)
+        wait_until(lambda: len(told) == 2, "two turns")
+        if here().rank == 0:
+            wait_until(lambda: is_waiting(group), "the third turn to wait for rank 1")
+        tell_all("rank 0 waits", "")
 
         def block() -> None:
             with objcomm.fail_together():
@@ -97,8 +120,9 @@ def test_a_failed_block_lets_other_threads_raise_as_well() -> None:
                     raise LookupError("no such shard")
                 objcomm.barrier()
 
-        with pytest.raises(CollectiveError):
+        with closely(), patiently(), pytest.raises(CollectiveError):
             block()
+        say(f"rank {here().rank} has raised")
         thread.join()
         assert told == [[0, 0], [1, 1], "failed", [3, 3]]
 
@@ -107,82 +131,82 @@ def test_a_failed_block_lets_other_threads_raise_as_well() -> None:
 def test_a_desync_is_found_however_many_calls_another_lane_makes() -> None:
     objcomm.barrier()
     found: list[str] = []
-    is_over = threading.Event()
 
     def broadcast_from_the_other() -> None:
         with objcomm.lane("odd"):
-            began = time.monotonic()
             try:
                 objcomm.broadcast(1, src=1 - here().rank)
             except DesyncError:
-                assert time.monotonic() - began < SOON_S
                 found.append("found")
-            is_over.set()
-
-    thread = in_thread(broadcast_from_the_other)
 
     def gather_for_ever() -> None:
         while True:
             objcomm.all_gather(1)
 
-    with pytest.raises(DesyncError):
-        gather_for_ever()
-    assert is_over.wait(SOON_S)
-    thread.join()
+    with closely(), patiently():
+        thread = in_thread(broadcast_from_the_other)
+        with pytest.raises(DesyncError):
+            gather_for_ever()
+        thread.join()
     assert found == ["found"]
     assert_group_works()
 
 
-@ranks(3, disposable=True)
+@ranks(3)
 def test_limits_that_pass_together_all_name_the_rank_that_is_missing() -> None:
-    groups = [dist.new_group([0, 1, 2]) for _ in range(3)]
+    groups: list[Any] = [dist.new_group([0, 1, 2]) for _ in range(3)]
     for group in groups:
         objcomm.barrier(group=group)
     pids = objcomm.all_gather(os.getpid())
-    errors: list[Any] = []
+    errors: list[TransportTimeout] = []
 
     def wait_in(group: Any) -> None:
+        limit_s = 0.6 if here().rank == 0 else PATIENCE_S
         with objcomm.lane("waits"), pytest.raises(TransportTimeout) as caught:
-            objcomm.all_gather(1, group=group, timeout=1.5 if here().rank == 0 else 20)
+            objcomm.all_gather(1, group=group, timeout=limit_s)
         errors.append(caught.value)
 
-    if here().rank == 0:
-        os.kill(pids[2], signal.SIGSTOP)
-    if here().rank < 2:
-        for thread in [in_thread(functools.partial(wait_in, group)) for group in groups]:
+    def wait_in_all() -> None:
+        threads = [in_thread(functools.partial(wait_in, group)) for group in groups]
+        wait_until(lambda: all(map(is_waiting, groups)), "all threads to wait")
+        say(f"rank {here().rank} waits")
+        for thread in threads:
             thread.join()
         assert [error.missing for error in errors] == [(2,)] * 3
         assert not any(error.is_store_silent for error in errors)
-    if here().rank == 0:
-        os.kill(pids[2], signal.SIGCONT)
+
+    # Rank 1 answers from the beginning, and rank 2 never.
+    with closely(), patiently(answers_s=0.5):
+        if here().rank == 0:
+            hear("rank 1 waits")
+            with stopped(pids[2]):
+                wait_in_all()
+        elif here().rank == 1:
+            wait_in_all()
     tell_all("over", "")
 
 
 _ABANDONED = """
 import threading, time, sys, torch.distributed as dist, objcomm
-rank = int(sys.argv[2])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=2)
 objcomm.barrier()
 def wait():
     with objcomm.lane("daemon"):
         objcomm.gather(1, dst=0)
-if rank == 0:
-    threading.excepthook = lambda *_: None
-    threading.Thread(target=wait, daemon=True).start()
-time.sleep(0.5)
+threading.excepthook = lambda *_: None
+threading.Thread(target=wait, daemon=True).start()
+while objcomm.recorder.dump(group=dist.group.WORLD)["groups"][0]["entries"][-1]["awaits"] < 0:
+    time.sleep(0.01)
 """
 
 
-@solo(deadline=60)
+@solo()
 def test_a_daemon_thread_that_waits_does_not_abort_a_clean_exit() -> None:
+    """Rank 0 is a whole interpreter, which ends; this is rank 1, for which its thread waits."""
     meeting = str(here().folder / "meeting")
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", _ABANDONED, meeting, str(rank)], stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    for program in programs:
-        _, printed = program.communicate(timeout=50)
-        assert program.returncode == 0, printed.decode()
-        assert b"terminate called" not in printed
+    program = subprocess.Popen([sys.executable, "-c", _ABANDONED, meeting], stderr=subprocess.PIPE)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=1, world_size=2)
+    objcomm.barrier()
+    _, printed = program.communicate(timeout=PATIENCE_S)
+    assert program.returncode == 0, printed.decode()
+    assert b"terminate called" not in printed

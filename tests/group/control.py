@@ -1,0 +1,53 @@
+"""What tests of who computes what, and in which order, share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import objcomm
+from objcomm import CollectiveError
+
+__all__ = ["BLOCKS", "SHARES", "OwnExit", "OwnInterrupt", "fail", "raised_together"]
+
+
+class OwnInterrupt(KeyboardInterrupt):
+    """A subclass, as the wise make."""
+
+
+class OwnExit(SystemExit):
+    """Another one."""
+
+
+def fail(error: BaseException) -> Any:
+    raise error
+
+
+def raised_together(
+    call: Callable[[], object], *failing: int, operation: str, group: Any = None
+) -> CollectiveError:
+    """The error that every rank raises from a call, whose origin is on these ranks of the group."""
+    with pytest.raises(CollectiveError) as caught:
+        call()
+    error = caught.value
+    assert (error.operation, sorted(error.failures)) == (operation, sorted(failing))
+    assert ("in fail" in error.failures[failing[0]].traceback) is True
+    # A wait that was ended from outside has torch's word for that as its cause.
+    own = None if isinstance(error.__cause__, objcomm.TransportError) else error.__cause__
+    assert (own is not None) == (objcomm.rank(group) in failing)
+    return error
+
+
+SHARES: dict[str, Callable[..., Any]] = {
+    "run_on_main": objcomm.run_on_main,
+    "compute_and_broadcast": objcomm.compute_and_broadcast,
+    "main_process_only": lambda func, **options: objcomm.main_process_only(**options)(func)(),
+    "run_once_per_node": objcomm.run_once_per_node,
+    "once_per_node": lambda func, **options: objcomm.once_per_node(**options)(func)(),
+}
+
+
+BLOCKS: dict[str, Callable[..., Any]] = {
+    "main_first": objcomm.main_first,
+    "node_first": objcomm.node_first,
+}

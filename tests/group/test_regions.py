@@ -1,0 +1,152 @@
+"""Regions of the first rank: calls act locally there, for their own ranks, threads and tasks."""
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import UsageError
+from tests.group.control import SHARES, fail, raised_together
+from tests.group.helpers import assert_group_works
+from tests.ranks import ranks
+from tests.workers import here
+
+
+def in_region(block: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    with block:
+        yield
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["main_only", "main_first", "zero_only", "fail_together"])
+def test_generators_leave_regions_in_any_order_and_context(name: str) -> None:
+    """A region that is left for the wrong one would silence barriers for ever."""
+    make = getattr(objcomm, name)
+    if name != "fail_together":  # its end is a call, which may not be made in the other block
+        first, second = in_region(make()), in_region(objcomm.main_only())
+        next(first)
+        next(second)
+        assert next(first, "ended") == "ended"
+        assert objcomm.broadcast(here().rank) == here().rank
+        assert next(second, "ended") == "ended"
+        assert_group_works()
+    elsewhere = in_region(make())
+    contextvars.copy_context().run(next, elsewhere)
+    assert next(elsewhere, "ended") == "ended"
+    assert_group_works()
+
+
+@ranks(2)
+def test_regions_belong_to_tasks() -> None:
+    async def region(begun: asyncio.Event, ended: asyncio.Event) -> None:
+        with objcomm.main_only():
+            begun.set()
+            await ended.wait()
+            assert objcomm.broadcast(here().rank) == here().rank
+
+    async def both() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(region(begun, ended))
+        await begun.wait()
+        assert await objcomm.broadcast(here().rank, src=1, async_op=True) == 1
+        ended.set()
+        await task
+
+    asyncio.run(both())
+    assert_group_works()
+
+
+@ranks(1, 3)
+def test_in_a_main_only_region_calls_act_locally() -> None:
+    world = here().world_size
+    with objcomm.main_only(), objcomm.main_only():
+        mine = object()
+        assert objcomm.broadcast(mine, src=world - 1) is mine
+        assert objcomm.broadcast(mine, async_op=True).wait() is mine
+        assert objcomm.barrier("anything") is None
+        assert objcomm.ddp_broadcast(mine) is mine
+        for name, share in SHARES.items():
+            assert share(lambda: mine) is mine, name
+            with pytest.raises(ValueError, match="as it is"):
+                share(lambda: fail(ValueError("as it is")))
+        for block in (objcomm.main_first, objcomm.node_first, objcomm.zero_only):
+            with pytest.raises(ValueError, match="as it is"), block():
+                fail(ValueError("as it is"))
+        with objcomm.zero_only() as is_zero:
+            assert is_zero
+        if world > 1:
+            refused: list[Callable[[], object]] = [
+                lambda: objcomm.gather(1), lambda: objcomm.all_gather(1),
+                lambda: objcomm.scatter([1] * world), lambda: objcomm.all_reduce(1),
+                lambda: objcomm.reduce(1), lambda: objcomm.scan(1),
+                lambda: objcomm.send(1, (here().rank + 1) % world),
+                lambda: objcomm.recv((here().rank + 1) % world), objcomm.node_group,
+                lambda: objcomm.gather_scalar(1), lambda: objcomm.all_gather(1, async_op=True),
+                objcomm.fail_together().__enter__,
+            ]  # fmt: skip
+            for call in refused:
+                with pytest.raises(UsageError, match=f"global rank {here().rank} is inside of"):
+                    call()
+        with pytest.raises(UsageError):
+            objcomm.broadcast(1, src=world)
+    assert_group_works()
+    with contextlib.suppress(ValueError), objcomm.main_only():
+        fail(ValueError())
+    assert_group_works()  # an error leaves no region behind
+
+
+@ranks(4)
+def test_a_region_concerns_its_own_ranks_only() -> None:
+    rank = here().rank
+    half, part = objcomm.split(rank % 2), objcomm.split(f"pair {rank // 2}")
+    with objcomm.main_only(group=half):
+        assert objcomm.broadcast(rank, group=half) == rank
+        # Of this pair only this rank is in the region: the other one makes the same call.
+        assert objcomm.all_gather(rank, group=part) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        with pytest.raises(UsageError):
+            objcomm.all_gather(1)
+    assert_group_works()
+    dist.destroy_process_group(half)
+    dist.destroy_process_group(part)
+
+
+@ranks(2)
+def test_a_region_belongs_to_its_thread() -> None:
+    results: list[Any] = []
+
+    def background() -> None:
+        with objcomm.lane("side"):
+            results.append(objcomm.all_gather(here().rank))
+
+    with objcomm.main_only():
+        thread = threading.Thread(target=background)
+        thread.start()
+        thread.join()
+    assert results == [[0, 1]]
+    assert_group_works()
+
+
+@ranks(1, 2, 4)
+def test_zero_only_runs_its_branch_once_and_shares_how_it_went() -> None:
+    rank, last = here().rank, here().world_size - 1
+    ran = []
+    with objcomm.zero_only() as is_zero:
+        if is_zero:
+            ran.append(objcomm.broadcast("local"))
+    assert ran == ["local"] * (rank == 0)
+    for failing in {0, last}:
+
+        def block(failing: int = failing) -> None:
+            with objcomm.zero_only():
+                if rank == failing:
+                    fail(OSError("disk full"))
+
+        error = raised_together(block, failing, operation="zero_only")
+        assert error.failures[failing].message == "disk full"
+        assert_group_works()
