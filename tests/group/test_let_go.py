@@ -1,0 +1,94 @@
+"""What is let go at once, where only the garbage collector might have it otherwise."""
+
+import gc
+import signal
+import socket
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError
+from objcomm.transport.mailbox import Arrival
+from tests.group.helpers import assert_group_works
+from tests.ranks import ranks
+from tests.waits import wait_until
+from tests.workers import here
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Unsendable:
+    """Raises an error that nobody else has."""
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError("by design")
+
+
+@ranks(2)
+def test_what_could_not_be_sent_is_let_go() -> None:
+    with no_collector():
+        mine = Unsendable()
+        kept = weakref.ref(mine)
+        with suppress(CollectiveError):  # pytest.raises would hold the error, and so this frame
+            objcomm.all_gather(mine)
+        del mine
+        assert kept() is None
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_message_that_was_taken_in_is_let_go() -> None:
+    def messages() -> int:
+        return sum(type(each) is Arrival for each in gc.get_objects())
+
+    other, before = 1 - here().rank, messages()
+    work = objcomm.irecv(other)  # so that it waits when the message comes
+    objcomm.barrier()
+    objcomm.send("small", other)
+    assert work.wait() == "small"
+    del work
+    wait_until(lambda: messages() <= before, "the message to be let go")
+
+
+@ranks(2, disposable=True)
+def test_connections_of_a_destroyed_group_are_closed_without_the_collector() -> None:
+    def use_and_destroy(turns: int) -> None:
+        for _ in range(turns):
+            group: Any = dist.new_group([0, 1])
+            assert objcomm.all_gather(here().rank, group=group) == [0, 1]
+            dist.destroy_process_group(group)
+
+    def sockets() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    use_and_destroy(2)
+    with no_collector():
+        before = sockets()
+        use_and_destroy(6)
+        # Gloo closes in a thread of its own, so the last group's may still be there.
+        wait_until(lambda: sockets() <= before + 3, f"no more than {before} descriptors")
+
+
+@ranks(2)
+def test_signals_go_where_they_went_before_a_call() -> None:
+    near, far = socket.socketpair()
+    far.setblocking(False)  # noqa: FBT003  # socket's own signature
+    with near, far:
+        before = signal.set_wakeup_fd(far.fileno())
+        try:
+            objcomm.barrier()
+        finally:
+            assert signal.set_wakeup_fd(before) == far.fileno()

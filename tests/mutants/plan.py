@@ -1,0 +1,15 @@
+"""All mutants; their names are unique."""
+
+from tests.mutants import codecs, failures, lifetimes, results, surroundings, traffic, waits, wire
+from tests.mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    *wire.MUTANTS,
+    *codecs.MUTANTS,
+    *traffic.MUTANTS,
+    *results.MUTANTS,
+    *failures.MUTANTS,
+    *waits.MUTANTS,
+    *lifetimes.MUTANTS,
+    *surroundings.MUTANTS,
+)

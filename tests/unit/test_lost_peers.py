@@ -1,0 +1,33 @@
+"""Which rank an error names whose connection has ended."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from objcomm.errors import TransportError, TransportTimeout
+from objcomm.message import compose
+from objcomm.transport.base import Pending
+from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
+
+
+class _Lost:
+    def wait(self, _: timedelta) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+
+class _WithoutRank2(MemoryLink):
+    def recv(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Pending:  # type: ignore[override]  # any will do
+        return _Lost() if peer == 2 else super().recv(flat, peer, tag)
+
+
+def test_only_the_rank_whose_connection_has_ended_is_named() -> None:
+    wires = Wires(4)
+    for rank in (1, 3):
+        sender = exchange_on(MemoryLink(wires, rank), new_lane())
+        sender.send_head(compose(header_of(rank), b""), [0])
+    waiting = exchange_on(_WithoutRank2(wires, 0), new_lane())
+    with pytest.raises(TransportError, match="Connection closed by peer") as caught:
+        waiting.recv_heads([1, 2, 3])
+    assert not isinstance(caught.value, TransportTimeout)
+    assert caught.value.peers == (2,)
