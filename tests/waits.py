@@ -4,7 +4,8 @@
 """
 
 import contextlib
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Self, TypeVar
@@ -28,34 +29,44 @@ def wait_until(look: Callable[[], T], what: str, patience_s: float = PATIENCE_S)
     return seen
 
 
-class Slowness:
-    """How late this machine wakes a thread just now, as a factor: 1 where it has time to spare.
+# Sleeps 40 ms and works for 10 until the pipe is closed, and says how many times as
+# long that took. A process, because a thread would share the interpreter with what is measured.
+_BESIDE = """
+import select, sys, time
+began, turns = time.perf_counter(), 0
+while not turns or not select.select([sys.stdin], [], [], 0.04)[0]:
+    until = time.thread_time() + 0.01
+    while time.thread_time() < until:
+        pass
+    turns += 1
+print((time.perf_counter() - began) / (0.05 * turns))
+"""
 
-    A thread asks again and again to be woken after 10 ms. What objcomm does within a promised time
-    is a chain of such wake-ups, in this process and in others, and each is as late as these.
+
+class Slowness:
+    """How slow this machine is during a block, as a factor: 1 where it has nothing else to do.
+
+    What objcomm does within a promised time is a chain of wake-ups, each with some work after it. A
+    process beside it is woken and works, too, and measures how late that becomes.
+
+    Attributes:
+        factor: at least 1; there when the block is over.
     """
 
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._wakes = 0
-        self._thread = threading.Thread(target=self._measure, daemon=True)
+    factor: float
 
     def __enter__(self) -> Self:
-        self._began = time.monotonic()
-        self._thread.start()
+        self._beside = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BESIDE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def factor(self) -> float:
-        """The factor since the block began; at least 1."""
-        return max(1.0, (time.monotonic() - self._began) / (_LOOK_S * max(1, self._wakes)))
-
-    def _measure(self) -> None:
-        while not self._over.wait(_LOOK_S):
-            self._wakes += 1
+        told, _nothing = self._beside.communicate()
+        self.factor = max(1.0, float(told))
 
 
 @contextlib.contextmanager
@@ -64,8 +75,8 @@ def within(promised_s: float) -> Iterator[None]:
     with Slowness() as slowness:
         began = time.monotonic()
         yield
-        took_s, factor = time.monotonic() - began, slowness.factor()
-    assert took_s <= promised_s * factor, (
+        took_s = time.monotonic() - began
+    assert took_s <= promised_s * slowness.factor, (
         f"took {took_s:.2f} s; {promised_s:g} s were promised, "
-        f"on a machine that wakes its threads {factor:.2f} times as late as it should"
+        f"on a machine that takes {slowness.factor:.2f} times as long as it should"
     )

@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import subgroups
+from objcomm.transport import farewell, inquiry, pair, watch
+from objcomm.transport.bulletin import Bulletin
 from tests.faults import helpers, pairs
 from tests.faults.plan import (
     DIVISIONS,
@@ -76,11 +78,13 @@ class Left(NamedTuple):
     sockets: int
 
 
-def take_part(case: Case, rank: int, pipe: Connection, log: Path) -> None:
+def take_part(case: Case, rank: int, pipe: Connection, log: Path, *, is_patient: bool) -> None:
     """Be one rank of a case.
 
     The parent sends the store's port, then lets the later steps begin one by one.
     """
+    if is_patient:
+        _be_patient()
     with log.open("wb") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
@@ -149,6 +153,15 @@ def _call_of(case: Case, rank: int) -> Callable[[], Any]:
     if case.operation in ROOTED:
         options[ROOTED[case.operation]] = case.root
     return lambda: OPERATIONS[case.operation](obj, **options)
+
+
+def _be_patient() -> None:
+    """Give a busy machine's ranks and store more time to answer than the package gives them."""
+    patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", 1.2).start()
+    patch.object(Bulletin.call, "__defaults__", (2.0,)).start()
+    patch.object(watch, "_EXPIRY_SECONDS", 8.0).start()
+    for module in (farewell, watch, pair):
+        patch.object(module, "FAREWELL_SECONDS", 5.0).start()
 
 
 def _division(case: Case, rank: int) -> Callable[[], Any]:

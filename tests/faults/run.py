@@ -66,10 +66,15 @@ class Outcome:
         return self.seen[rank].at - self.fault_at
 
 
-def carry_out(case: Case) -> Outcome:
-    """Run one case to its end; nothing of it stays."""
+def carry_out(case: Case, *, is_patient: bool = False) -> Outcome:
+    """Run one case to its end; nothing of it stays.
+
+    Args:
+        case: what to run.
+        is_patient: wait longer for answers than the package does; durations mean nothing then.
+    """
     folder = Path(tempfile.mkdtemp(prefix="objcomm-faults-"))
-    run = _Run(case, folder)
+    run = _Run(case, folder, is_patient=is_patient)
     try:
         run.connect()
         run.collect()
@@ -82,7 +87,7 @@ def carry_out(case: Case) -> Outcome:
 
 
 class _Run:
-    def __init__(self, case: Case, folder: Path) -> None:
+    def __init__(self, case: Case, folder: Path, *, is_patient: bool) -> None:
         self.outcome = Outcome(case)
         self._case = case
         self._pipes: list[connection.Connection] = []
@@ -91,7 +96,9 @@ class _Run:
         for rank in range(case.world_size):
             ours, theirs = _CONTEXT.Pipe()
             args = (case, rank, theirs, self._logs[rank])
-            process = _CONTEXT.Process(target=take_part, args=args, daemon=True)
+            process = _CONTEXT.Process(
+                target=take_part, args=args, kwargs={"is_patient": is_patient}, daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -1,0 +1,51 @@
+"""What holds promised durations: it can fail, and a busy machine gets more time."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import waits
+from tests.waits import Slowness, wait_until, within
+
+
+def test_a_machine_with_others_to_serve_is_slower() -> None:
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})  # what is begun here stays there
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        with Slowness() as slowness:
+            time.sleep(1)
+    finally:
+        os.sched_setaffinity(0, processors)
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert slowness.factor > 1.2
+
+
+@pytest.mark.parametrize(("factor", "is_kept"), [(1.0, False), (1000.0, True)])
+def test_what_takes_longer_than_promised_fails_unless_the_machine_is_slow(
+    monkeypatch: pytest.MonkeyPatch, factor: float, *, is_kept: bool
+) -> None:
+    class Known(Slowness):
+        def __exit__(self, *raised: object) -> None:
+            super().__exit__(*raised)
+            self.factor = factor
+
+    monkeypatch.setattr(waits, "Slowness", Known)
+    caught = None
+    try:
+        with within(0.01):
+            time.sleep(0.02)
+    except AssertionError as error:
+        caught = str(error)
+    assert is_kept == (caught is None)
+    assert is_kept or "0.01 s were promised" in str(caught)
+
+
+def test_what_never_happens_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"waited 0\.05 s in vain for rain"):
+        wait_until(lambda: False, "rain", patience_s=0.05)
