@@ -170,12 +170,10 @@ def test_a_malformed_config_is_refused_with_its_reason(reason: str, tmp_path: Pa
         read_config(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "content",
-    [
-        pytest.param(None, id="missing"),
-        pytest.param("epochs = = 3", id="malformed", marks=pytest.mark.long),
-    ],
+    [pytest.param(None, id="missing"), pytest.param("epochs = = 3", id="malformed")],
 )
 def test_an_unusable_config_ends_all_ranks_with_one_message(
     content: str | None, tmp_path: Path

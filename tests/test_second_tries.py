@@ -51,7 +51,11 @@ def run(folder: Path, *options: str, late: int, wrong: int = 0, unmarked: int = 
     return f"{done.stdout}\nexit status {done.returncode}\n"
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.long), ("-n", "2")],
+    ids=["one process", "two processes"],
+)
 def test_only_what_promises_a_time_has_a_second_try(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -67,7 +71,7 @@ def test_only_what_promises_a_time_has_a_second_try(
     assert "exit status 1" in told
 
 
-@pytest.mark.parametrize(("late", "status"), [(3, 0), (4, 1)])
+@pytest.mark.parametrize(("late", "status"), [pytest.param(3, 0, marks=pytest.mark.long), (4, 1)])
 def test_more_than_three_fail_the_run_although_all_pass(
     tmp_path: Path, late: int, status: int
 ) -> None:

@@ -34,7 +34,8 @@ objcomm.shutdown()
 """
 
 
-@pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_ranks_that_torchrun_starts_again_begin_anew(rendezvous: str, tmp_path: Path) -> None:
     """The store outlives the ranks, and has what the first ones left in it."""
     program = tmp_path / "train.py"

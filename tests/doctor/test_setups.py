@@ -98,6 +98,7 @@ def test_under_torchrun_the_ranks_meet_in_its_store(told: Path) -> None:
     assert_every_link_was_measured(told, 2)
 
 
+@pytest.mark.long  # the finding itself is in the next test
 def test_torchruns_own_report_ends_with_the_findings() -> None:
     done = torchrun(GLOO_SOCKET_IFNAME="nowhere0")
     assert done.status == 1

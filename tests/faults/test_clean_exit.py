@@ -112,6 +112,7 @@ if jobs:
 """
 
 
+@pytest.mark.long
 def test_a_store_may_answer_while_the_interpreter_ends(tmp_path: Path) -> None:
     """A thread that came back from it then would abort the process."""
     script = tmp_path / "script.py"

@@ -148,6 +148,7 @@ def test_the_failure_that_caused_others_comes_first() -> None:
     assert caught.value.failures[1].message == "no batches"
 
 
+@pytest.mark.long
 def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

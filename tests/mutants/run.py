@@ -31,7 +31,7 @@ _PYTEST = (
     "no:randomly",
 )
 #: The whole suite, as `make test` and `make test-long` run it.
-WHOLE = (("-n", "4", "--dist", "worksteal", "-m", "not long"), ("-n", "4", "-m", "long"))
+WHOLE = (("-n", "6", "--dist", "worksteal", "-m", "not long"), ("-n", "6", "-m", "long"))
 
 _NOTHING_CHOSEN = 5  # pytest's exit status
 _LOOK_SECONDS = 2.0
