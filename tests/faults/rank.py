@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import subgroups
-from objcomm.transport import farewell, inquiry, pair, watch
+from objcomm.transport import base, farewell, inquiry, pair, watch
 from objcomm.transport.bulletin import Bulletin
 from tests.faults import helpers, pairs
 from tests.faults.plan import (
@@ -160,6 +160,7 @@ def _be_patient() -> None:
     patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", 1.2).start()
     patch.object(Bulletin.call, "__defaults__", (2.0,)).start()
     patch.object(watch, "_EXPIRY_SECONDS", 8.0).start()
+    patch.object(base, "_GRACE_SECONDS", 20.0).start()  # Gloo's own limit comes after all of these
     for module in (farewell, watch, pair):
         patch.object(module, "FAREWELL_SECONDS", 5.0).start()
 
