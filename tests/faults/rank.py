@@ -23,7 +23,7 @@ import objcomm
 from objcomm import subgroups
 from objcomm.transport import base, farewell, inquiry, pair, watch
 from objcomm.transport.bulletin import Bulletin
-from tests.faults import helpers, pairs
+from tests.faults import helpers, pairs, plan
 from tests.faults.plan import (
     DIVISIONS,
     FAR_SECONDS,
@@ -33,6 +33,7 @@ from tests.faults.plan import (
     Phase,
     contribution,
     expected,
+    limit_of,
 )
 from tests.faults.victim import armed, sockets, strike_for
 from tests.group.helpers import when_main_thread_waits
@@ -84,7 +85,7 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path, *, is_patient:
     The parent sends the store's port, then lets the later steps begin one by one.
     """
     if is_patient:
-        _be_patient()
+        _be_patient(case)
     with log.open("wb") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
@@ -155,8 +156,11 @@ def _call_of(case: Case, rank: int) -> Callable[[], Any]:
     return lambda: OPERATIONS[case.operation](obj, **options)
 
 
-def _be_patient() -> None:
+def _be_patient(case: Case) -> None:
     """Give a busy machine's ranks and store more time to answer than the package gives them."""
+    patch.object(plan, "LIMIT_SECONDS", limit_of(case, is_patient=True)).start()
+    if case.fault is Fault.STORE_STOPPED:
+        return  # nobody is to wait for a store that never answers
     patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", 1.2).start()
     patch.object(Bulletin.call, "__defaults__", (2.0,)).start()
     patch.object(watch, "_EXPIRY_SECONDS", 8.0).start()

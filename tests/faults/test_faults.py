@@ -13,6 +13,7 @@ from tests.faults.plan import (
     Case,
     Fault,
     Phase,
+    limit_of,
     quick_cases,
     suite_cases,
 )
@@ -80,8 +81,9 @@ def _check_error(outcome: Outcome, rank: int) -> None:
         assert seen.error == "TransportTimeout", seen
         # Those who divide have less left when they connect.
         is_shared = case.operation in DIVISIONS
-        assert seen.seconds_of_limit <= LIMIT_SECONDS
-        assert is_shared or seen.seconds_of_limit == LIMIT_SECONDS
+        limit = limit_of(case, is_patient=str(case) not in _TIMED)
+        assert seen.seconds_of_limit <= limit
+        assert is_shared or seen.seconds_of_limit == limit
         _check_whereabouts(outcome, rank)
     else:
         assert seen.error == "TransportError", seen
