@@ -132,7 +132,11 @@ def test_a_rank_that_computes_hears_of_it_in_its_next_call() -> None:
 
 @ranks(2)
 def test_ranks_that_failed_both_hear_of_one() -> None:
-    error = raises_together(fail)
+    def both_fail() -> None:
+        tell_all("inside", "")  # who comes later hears of the other's failure as it enters
+        fail()
+
+    error = raises_together(both_fail)
     assert len(error.failures) == 1
     assert isinstance(error.__cause__, LookupError)
     assert_group_works()
