@@ -68,7 +68,7 @@ MUTANTS = (
         "            del job  # it holds the caller's objects\n",
         "",
         "an idle line holds what its last call has sent",
-        ("tests/unit/test_idle_line.py",),
+        ("tests/unit/test_line.py",),
     ),
     Mutant(
         "works-held-by-their-errors",

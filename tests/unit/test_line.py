@@ -91,10 +91,21 @@ def test_a_job_knows_that_it_runs_on_the_line() -> None:
     assert not line.is_here
 
 
-def test_a_job_that_is_done_is_forgotten() -> None:
-    class Held:
-        pass
+class Held:
+    """Something that can be watched."""
 
+
+def test_an_idle_line_holds_no_job() -> None:
+    held = Held()
+    kept = weakref.ref(held)
+    line = Line("idle line")
+    line.submit(functools.partial(_take, held))
+    del held
+    line.drain()
+    assert kept() is None
+
+
+def test_a_job_that_is_done_is_forgotten() -> None:
     held = Held()
     kept = weakref.ref(held)
     line = Line("forgetful line")
