@@ -82,9 +82,9 @@ class Conflict(NamedTuple):
 
     @property
     def is_of_one_lane(self) -> bool:
-        """Whether it is two calls with the same number on one lane."""
+        """Whether it is two calls with the same number on one lane, which both ranks remember."""
         calls = {(state.nonce, state.number, step.sequence) for _, state, step in self.found}
-        return len(calls) == 1
+        return len(calls) == 1 and all(step.sequence != MEETING for _, _, step in self.found)
 
     def holds(self, rank: int, lane: LaneState) -> bool:
         """Whether ``lane`` of ``rank`` still waits where this was found."""

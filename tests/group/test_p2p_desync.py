@@ -1,22 +1,36 @@
 """Messages from rank to rank that never meet: who is out of step, and who only looks so."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
-from tests.group.helpers import assert_group_works, error_in, hear, say, subgroup, tell_all
+from objcomm.transport import gloo, watch
+from objcomm.transport.bulletin import Board
+from objcomm.transport.inquiry import Waiting, investigate
+from objcomm.transport.mesh import Mesh
+from objcomm.transport.rendezvous import Progress, meet
+from tests.group.helpers import (
+    assert_group_works,
+    error_in,
+    hear,
+    is_said,
+    say,
+    subgroup,
+    tell_all,
+)
 from tests.group.pairs import LARGE, assert_pair_works
 from tests.group.watched import after_looks, closely, patiently
 from tests.ranks import ranks
-from tests.waits import within
+from tests.waits import wait_until, within
 from tests.workers import here
 
 Call = Callable[[dist.ProcessGroup], Any]
@@ -101,6 +115,31 @@ def test_a_circle_of_three(kind: str) -> None:
         error = out_of_step(group, *CIRCLES_OF_THREE[kind])
         assert error is not None
         assert here().rank in error.positions
+        assert_all_works(group)
+
+
+@ranks(2)
+def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> None:
+    """Rank 1 finds it, and has left before rank 0 looks: no verdict can wait for rank 0."""
+
+    def meet_later(store: dist.Store, rank: int, size: int, progress: Progress) -> Any:
+        wait_until(lambda: progress.is_over, "the meeting to be given up")
+        return meet(store, rank, size, progress)
+
+    def look_later(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
+        if here().rank == 1 or is_said("rank 1 raised"):
+            investigate(board, meshes, waiting)
+
+    with subgroup(0, 1) as group:
+        objcomm.barrier(group=group)
+        with (
+            mock.patch.object(gloo, "meet", meet_later),
+            mock.patch.object(watch, "investigate", look_later),
+            patiently(),
+            closely(),
+        ):
+            error_in(DesyncError, lambda: send(1 - here().rank)(group))
+            say(f"rank {here().rank} raised")
         assert_all_works(group)
 
 

@@ -113,6 +113,14 @@ MUTANTS = (
         ("tests/group/test_verdicts.py",),
     ),
     Mutant(
+        "circles-of-meetings-untold",
+        "objcomm/transport/whereabouts.py",
+        "return len(calls) == 1 and all(step.sequence != MEETING for _, _, step in self.found)",
+        "return len(calls) == 1",
+        "of two that meet and have no name for it yet, the first to find a circle tells nobody",
+        ("tests/group/test_p2p_desync.py",),
+    ),
+    Mutant(
         "circles-never-sure",
         "objcomm/transport/inquiry.py",
         "conflict.is_told or conflict.is_of_one_lane or suspected == calls",
