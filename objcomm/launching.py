@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -29,6 +30,8 @@ Ts = TypeVarTuple("Ts")
 
 # After one rank has failed the others hear of it by themselves within 2 s, and tell what they saw.
 _GRACE_SECONDS = 4.0
+# A busy machine takes a while to end a killed process; torch leaves it alone after the grace.
+_KILLED_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _STACK_SECONDS = 4.0
 _STACK_POLL_SECONDS = 0.25
@@ -193,6 +196,9 @@ class _Job:
             self._wait(deadline, limit)
         finally:
             self._context.close(timeout=int(_GRACE_SECONDS))
+            for process in self._processes().values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_KILLED_SECONDS)
 
     def _variables(self, rank: int, port: int) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

@@ -227,6 +227,25 @@ def _wait() -> None:
     threading.Event().wait()
 
 
+def test_who_must_be_killed_has_ended_when_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_GRACE_SECONDS", 0.0)  # for torch as well
+
+    def work() -> None:
+        if os.environ["RANK"] == "0":
+            (tmp_path / "pid.new").write_text(str(os.getpid()))
+            (tmp_path / "pid.new").rename(tmp_path / "pid")
+            _wait()
+        await_paths(tmp_path / "pid")
+        raise ValueError("the other must be ended")
+
+    with pytest.raises(LaunchError, match="the other must be ended"):
+        objcomm.launch(work, 2, joined=False)
+    with pytest.raises(ChildProcessError):  # its exit status was taken
+        os.waitpid(int((tmp_path / "pid").read_text()), os.WNOHANG)
+
+
 def test_what_cannot_start_is_refused_at_once() -> None:
     wrong: Any = None
     for wrong in (0, -1, 1.5, True, "2"):
