@@ -124,7 +124,10 @@ class Entry:
     def position(self) -> Position:
         """Where this rank was or is, for an error's text."""
         age = time.time() - self.began - max(self.seconds, 0.0)
-        return self.header.position._replace(seconds=max(age, 0.0), is_over=self.is_over)
+        position = self.header.position
+        if position.sequence < 0:  # before its first call of all, the ranks meet
+            position = position._replace(operation=self.operation, sequence=0)
+        return position._replace(seconds=max(age, 0.0), is_over=self.is_over)
 
     def plain(self) -> dict[str, Any]:
         """All that is worth keeping, in JSON's types."""

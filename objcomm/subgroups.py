@@ -22,7 +22,7 @@ from objcomm.journal import log
 from objcomm.transport import routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.creation import create, is_alive
-from objcomm.transport.rendezvous import machine
+from objcomm.transport.liveness import machine
 from objcomm.world import NOBODY, GroupLike, is_initialized, process_group_of, resolve
 
 #: Ranks of the parent, in the order of the group that they form.

@@ -6,11 +6,13 @@ Reads meshes and verdicts, and ends none.
 import time
 
 from objcomm.errors import TransportError, TransportTimeout
+from objcomm.history import Entry
 from objcomm.transport.bulletin import Board, StoreSilentError
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.outage import HOST_LOST
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
 
+_LAST_BYTES_SECONDS = 1.0
 # A rank that loses one peer and a rank that loses all see it at the same time.
 _OTHERS_FIRST_SECONDS = 0.02
 _ALONE = "all of its connections ended at once: it lost its network, or all others ended"
@@ -47,6 +49,20 @@ def lost(mesh: Mesh, board: Board) -> set[int]:
             return gone
     is_loss = verdict.cause is Cause.LOST or verdict.reason in FAREWELLS
     return {mesh.ranks[peer] for peer in verdict.ranks} if is_loss else set()
+
+
+def in_vain(mesh: Mesh, entry: Entry) -> Verdict | None:
+    """What to say of a wait for a process that has ended; None where it is there, or unknown.
+
+    Ranks that meet need all of them. Others need whom they await, and get what it has sent before
+    its end first: that is in this host's memory by then, and Gloo's thread takes it out.
+    """
+    processes, is_meeting = mesh.bulletin.processes, mesh.link is None
+    for peer in mesh.others if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:
+        reason = processes.end_of(mesh.ranks[peer], 0.0 if is_meeting else _LAST_BYTES_SECONDS)
+        if reason:
+            return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
+    return None
 
 
 def blamed(mesh: Mesh, proposal: Verdict) -> Verdict:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from objcomm.errors import WireError
+from objcomm.transport.liveness import Process, Processes
 from objcomm.transport.outage import open_sockets, other_ends
-from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.verdict import DESTROYED, Cause, Verdict
 from objcomm.transport.whereabouts import Conflict, Whereabouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 R = TypeVar("R")
 
@@ -50,15 +51,20 @@ class Board:
         addresses: where the store is, if it is on a network.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, processes: Processes) -> None:
         before = open_sockets()
         own = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
         self.addresses = _addresses_of(own, before)
         # Any: torch's stubs leave out that keys hold bytes.
-        self._store: Any = dist.PrefixStore(_PREFIX, own)
-        self.rank = rank
-        self.answered = 0
+        self._store: Any
+        self._store = dist.PrefixStore(_PREFIX, own)
+        self._processes = processes
         self._circles: deque[Conflict] = deque(maxlen=_CIRCLES)
+        self.answered = 0
+        self.rank = rank
+        # Before all else, so that whoever waits for this rank finds out who it is.
+        processes.is_new = not self._store.check([f"process/{rank}"])
+        self._store.set(f"process/{rank}", processes.own.pack())
 
     def ask(self) -> int:
         """Ask every rank where it is; returns the question's number."""
@@ -81,10 +87,32 @@ class Board:
         if circle not in self._circles:
             self._circles.append(circle)
 
-    def leave(self) -> None:
-        """Take back what this process has told."""
+    def learn(self, ranks: Iterable[int]) -> None:
+        """Take in who some ranks' processes are, or that they have ended, where that was told."""
+        for rank in ranks:
+            if self._store.check([f"process/{rank}"]):
+                with contextlib.suppress(WireError):
+                    told = Process.unpack(self._store.get(f"process/{rank}"))
+                    self._processes.note(rank, told)
+
+    def tell_end(self, rank: int, word: str) -> str:
+        """Say why a rank's process has ended, unless it was said; returns what was said first."""
+        own = rank == self.rank
+        process = self._processes.own if own else self._processes.of(rank)
+        if process is None or process.word:
+            return word
+        told = process._replace(word=word)
+        standing = self._store.compare_set(f"process/{rank}", process.pack(), told.pack())
+        with contextlib.suppress(WireError):
+            found = Process.unpack(standing)
+            return found.word if found.name == process.name and found.word else word
+        return word
+
+    def leave(self, word: str) -> None:
+        """Take back what this process has told, and say why it leaves the world."""
         if self.answered:
             self._store.delete_key(f"where/{self.rank}")
+        self.tell_end(self.rank, word)
 
     def read(self, rank: int, asked: int) -> Whereabouts | None:
         """Where another process is, if it has answered question ``asked`` or a later one."""
@@ -143,6 +171,8 @@ class Bulletin:
 
     Attributes:
         addresses: where the store is, once the thread is connected to it over a network.
+        processes: those of the world.
+        is_cut_off: see ``__init__``.
     """
 
     def __init__(
@@ -152,6 +182,7 @@ class Bulletin:
         size: int,
         describe: Callable[[Bulletin, int], Whereabouts],
         is_alive: Callable[[], bool],
+        is_cut_off: Callable[[int], bool],
     ) -> None:
         """Begin.
 
@@ -161,6 +192,7 @@ class Bulletin:
             size: number of ranks in the world.
             describe: tells where this process is, given the number of the question.
             is_alive: whether the world still exists; the thread ends with it.
+            is_cut_off: whether a connection of the world's own to a rank is known to have closed.
         """
         self._jobs: queue.SimpleQueue[Callable[[Board], object]] = queue.SimpleQueue()
         self._store: dist.Store | None = store
@@ -168,7 +200,10 @@ class Bulletin:
         self._pause = max(IDLE_SECONDS, size / _LOOKS_PER_SECOND)
         self._describe = describe
         self._is_alive = is_alive
+        self.is_cut_off = is_cut_off
         self.addresses: set[Any] = set()
+        self.processes = Processes()
+        self._farewell = DESTROYED
         self._thread = threading.Thread(target=self._run, name="objcomm-bulletin", daemon=True)
         self._thread.start()
 
@@ -210,8 +245,14 @@ class Bulletin:
             while True:
                 take(self._jobs.get_nowait())
 
-    def close(self, seconds: float) -> bool:
-        """End the thread, and wait for it so long; whether it has ended, or still is blocked."""
+    def close(self, seconds: float, farewell: str) -> bool:
+        """End the thread, and wait for it so long; whether it has ended, or still is blocked.
+
+        Args:
+            seconds: how long to wait.
+            farewell: why this process leaves the world.
+        """
+        self._farewell = farewell
         self._is_alive = lambda: False
         self._jobs.put(lambda _: None)
         self._thread.join(seconds)
@@ -223,7 +264,7 @@ class Bulletin:
             return
         # A store whose host is gone raises; then nobody can be told, and each job says so.
         with contextlib.suppress(RuntimeError):
-            board = Board(store, self._rank)
+            board = Board(store, self._rank, self.processes)
             self.addresses = board.addresses
             del store
             while self._is_alive():
@@ -234,7 +275,7 @@ class Bulletin:
                 self._do(job, board)
             # What was to be told or taken back when the world ended: others may wait for it.
             self._take_all(lambda job: self._do(job, board))
-            board.leave()
+            board.leave(self._farewell)
 
     def _do(self, job: Callable[[Board], object], board: Board) -> None:
         # The store's host is gone, or a stranger wrote to it: the thread must go on, because an

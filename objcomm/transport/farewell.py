@@ -45,7 +45,7 @@ def bring_back(look: _Look, bulletins: Sequence[Bulletin]) -> None:
 
 def _are_all_back(look: _Look, bulletins: Sequence[Bulletin]) -> bool:
     are_back = [end_waits(look)]
-    are_back += [bulletin.close(FAREWELL_SECONDS) for bulletin in bulletins]
+    are_back += [bulletin.close(FAREWELL_SECONDS, _ending()) for bulletin in bulletins]
     return all(are_back)
 
 

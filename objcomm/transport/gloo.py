@@ -6,6 +6,7 @@ of theirs (on a shared Gloo group it would close them all, and end DDP).
 
 from __future__ import annotations  # torch may be built without distributed
 
+import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,25 @@ class GlooLink:
         except RuntimeError as error:
             return str(error)
         return ""
+
+
+def is_cut_off(group: dist.ProcessGroup, peer: int) -> bool:
+    """Whether a process group's own Gloo connection to one of its ranks has closed.
+
+    Moves nothing, and closes nothing: what begins a receive that nobody answers is told of the end
+    of a connection. Each such receive keeps 130 bytes until the group is destroyed.
+    """
+    backend: Any = None
+    with contextlib.suppress(RuntimeError):  # it has none for CPU memory
+        backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001  # no public way
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return False
+    receive: Callable[..., Pending] = backend.recv  # type: ignore[attr-defined]  # not in torch's stubs
+    try:
+        _begun(receive, empty(1), peer, POKE_TAG)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _begun(begin: Callable[..., Pending], flat: torch.Tensor, place: int, tag: int) -> Pending:

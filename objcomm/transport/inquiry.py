@@ -30,7 +30,12 @@ _ANSWERS_WITHIN_SECONDS = 0.4
 _SURELY_ANSWERED_SECONDS = 1.2
 _PAUSE_SECONDS = 0.02
 
+# Who uses objcomm has said who it is when its first call has lasted so long.
+_SURELY_TOLD_SECONDS = 1.0
+
 _MOST_NAMED = 8
+# A thousand ranks that wait would keep the store busy with each other's names.
+_MOST_LEARNED = 8
 
 
 def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
@@ -41,9 +46,28 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
     for mesh, lane, entry in waiting:
         if mesh.verdict is not None or entry not in lane.waits():
             continue
+        _learn(board, mesh, entry)
         entry.first_asked = entry.first_asked or asked
         if not _heed(board, mesh, entry) and not _is_deserted(board, mesh, meshes, entry):
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
+
+
+def _learn(board: Board, mesh: Mesh, entry: Entry) -> None:
+    """Ask who the processes are that a call waits for, and whether those elsewhere have ended."""
+    processes = mesh.bulletin.processes
+    unknown = [peer for peer in mesh.others if processes.of(mesh.ranks[peer]) is None]
+    awaited = [] if entry.awaits < 0 else [entry.awaits]
+    wanted = {mesh.ranks[peer] for peer in (*awaited, *unknown[:_MOST_LEARNED])}
+    board.learn(rank for rank in wanted if not processes.is_beside(rank))
+    # Who has not used objcomm has told nothing; torch's own connection may tell of its end.
+    waited = time.monotonic() - entry.waits_since
+    for rank in [mesh.ranks[peer] for peer in awaited if mesh.link is None]:
+        if (
+            processes.of(rank) is None
+            and waited > _SURELY_TOLD_SECONDS
+            and mesh.bulletin.is_cut_off(rank)
+        ):
+            processes.note_end(rank, "it died, or left its process group, before it came here")
 
 
 def _heed(board: Board, mesh: Mesh, entry: Entry) -> bool:
@@ -169,8 +193,9 @@ def report(
     for mesh, lane, entry in waiting:
         known = _known(mesh, answers)
         # One line for a call, not one for each rank that waits in it.
+        has_come = _is_meeting if mesh.link is None else _has_arrived
         is_told = lane.order is None and any(
-            rank < mesh.rank and _has_arrived(mesh, lane, entry, known[rank]) for rank in known
+            rank < mesh.rank and has_come(mesh, lane, entry, known[rank]) for rank in known
         )
         if mesh.verdict is None and entry in lane.waits() and not is_told:
             _warn(mesh, entry, timeout_verdict(mesh, lane, entry, known))
@@ -281,6 +306,12 @@ def timeout_verdict(
         positions=tuple(_where(mesh, lane, rank, answers[rank]) for rank in sorted(answers)),
         silent=tuple(rank for rank in mesh.members if rank not in answers),
     )
+
+
+def _is_meeting(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> bool:
+    state = answer.lane(mesh.name, lane.number)
+    called = None if state is None else state.now
+    return called is not None and called.sequence == entry.header.sequence
 
 
 def _has_arrived(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> bool:

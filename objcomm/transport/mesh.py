@@ -7,6 +7,7 @@ one; nothing of the old one can reach it, because each has a name that no other 
 from __future__ import annotations  # torch may be built without distributed
 
 import logging
+import math
 import threading
 import time
 from concurrent.futures import Future
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from objcomm.history import History
     from objcomm.transport.base import Connections, Deadline
     from objcomm.transport.lane import Lane
+
+_REPORT_SECONDS = 5.0
 
 
 class Mesh:
@@ -153,13 +156,15 @@ class Mesh:
         entry.caller = caller
         self.history.add_meeting(entry)
         deadline.apply(entry)
+        if not math.isinf(entry.report_at):  # most who wait here for long have forgotten a rank
+            entry.report_at = min(entry.report_at, entry.waits_since + _REPORT_SECONDS)
         self._progress.watch(entry)
         entry.regions = regions.get()
         entry.waiter = threading.get_ident()
         lane.begin(entry)  # last: the watcher reads all the rest of it
         try:
             self.begin_meeting(store, deadline)
-            link = self._connected.result()
+            link = self._connected_for(operation)
             self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
             if isinstance(error, ObjcommError) and self.verdict is not None:
@@ -172,6 +177,14 @@ class Mesh:
         entry.header = header._replace(group=self.number)
         entry.end(None, time.time() - entry.began)
         return link
+
+    def _connected_for(self, operation: str) -> Connections:
+        try:
+            return self._connected.result()
+        except ObjcommError:
+            if self.verdict is None:
+                raise
+            raise self.verdict.error(f"{operation} ({FIRST_USE})") from None
 
     def begin_meeting(self, store: dist.Store, deadline: Deadline) -> None:
         """Let a thread meet the other members, unless one has begun to; returns at once.
@@ -223,6 +236,8 @@ class Mesh:
             self.link = link
             if self.verdict is None:
                 self._connected.set_result(link)
+                beside = [self.ranks[peer] for peer in link.beside((self.rank,))]
+                self.bulletin.submit(lambda board: board.learn(beside))
                 if self.rank == self.members[0] and self.failed_meeting:
                     self.bulletin.submit(lambda board: board.retract(self.failed_meeting))
                 return

@@ -9,13 +9,13 @@ answer it says go.
 from __future__ import annotations  # torch may be built without distributed
 
 import functools
-import socket
 import time
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+from objcomm.transport.liveness import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 FIRST_USE = "first use of the group"
 
 _PREFIX = "objcomm"
-_IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
 
 _GIVEN_UP = "given up"
 
@@ -123,23 +122,6 @@ def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> tuple[i
     if rank != 0:
         return _meet_as_guest(ours, rank, progress)
     return _meet_as_host(ours, size, progress)
-
-
-def machine() -> str:
-    """A name that two processes share only on one host.
-
-    Containers with different host names, network or shared memory count as different hosts, even
-    on one machine; so do machines that share a host name, because each start of a kernel has a
-    number of its own.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        rooms = [Path(f"/proc/self/ns/{room}").stat().st_ino for room in ("ipc", "net")]
-    except OSError:  # no Linux, or a sandbox
-        # Without a network card getnode() invents a number for each process, and says so.
-        node = uuid.getnode()
-        boot, rooms = "", [] if node & _IS_INVENTED else [node]
-    return "/".join((socket.gethostname(), boot, *map(str, rooms)))
 
 
 def forget(store: dist.Store, nonce: str, size: int) -> None:

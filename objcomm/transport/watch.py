@@ -18,7 +18,7 @@ import atexit
 import contextlib
 import functools
 import os
-import select
+import selectors
 import signal
 import socket
 import threading
@@ -32,9 +32,11 @@ import torch.distributed as dist
 
 from objcomm.history import Entry
 from objcomm.journal import logged
+from objcomm.transport import blame
 from objcomm.transport.bulletin import Board, Bulletin
 from objcomm.transport.creation import store_of
 from objcomm.transport.farewell import FAREWELL_SECONDS, bring_back
+from objcomm.transport.gloo import is_cut_off
 from objcomm.transport.inquiry import (
     Waiting,
     expire,
@@ -62,7 +64,12 @@ _NUDGE = b"\0"  # no signal's number
 class Watcher(threading.Thread):
     """See the module; one per process, made by its first mesh."""
 
-    def __init__(self) -> None:
+    def __init__(self, former: "Watcher | None" = None) -> None:
+        """Begin.
+
+        Args:
+            former: whose work this one takes over, because its thread has ended.
+        """
         super().__init__(name="objcomm-watch", daemon=True)
         self.pid = os.getpid()
         self.target: Mesh | None = None  # these two are written by the main thread only
@@ -83,6 +90,9 @@ class Watcher(threading.Thread):
         )
         self._ticks = 0
         self._is_closing = False
+        if former is not None:
+            self._meshes, self._listeners = former._meshes, former._listeners
+            self.bulletins, self._fallbacks = former.bulletins, former._fallbacks
         self.start()
         # A thread that is inside of torch when the interpreter ends would abort the process.
         atexit.register(self._close)
@@ -122,11 +132,17 @@ class Watcher(threading.Thread):
         self.forward_to = -1
 
     def run(self) -> None:
-        """Look, sleep, and look again."""
-        while not self._is_closing:
-            if select.select([self._receiving], [], [], self._pause())[0]:
-                self._heed_signals(self._receiving.recv(64))
-            self._tick(time.monotonic())
+        """Look, sleep, and look again; no error ends that."""
+        with selectors.PollSelector() as selector:  # select() knows no descriptor above 1,023
+            selector.register(self._receiving, selectors.EVENT_READ)
+            while not self._is_closing:
+                pause: float | None = _TICK_SECONDS
+                with logged("objcomm's watcher could not look at what waits"):
+                    pause = self._pause()
+                if selector.select(pause):
+                    self._heed_signals(self._receiving.recv(64))
+                with logged("objcomm's watcher could not look after what waits"):
+                    self._tick(time.monotonic())
 
     def _pause(self) -> float | None:
         """Until the next tick, or the next limit; without a mesh there is nothing to look at."""
@@ -161,6 +177,8 @@ class Watcher(threading.Thread):
         for mesh, lane, entry in self._waiting():
             waited = now - entry.waits_since
             is_long = waited > _LONG_SECONDS
+            if waited >= OVERDUE_SECONDS and self._has_ended_in_vain(mesh, entry):
+                continue
             if now >= entry.waits_until:
                 expired[mesh.bulletin].append((mesh, lane, entry))
             elif waited >= OVERDUE_SECONDS and not (is_long and self._ticks % _TICKS_BETWEEN_LOOKS):
@@ -179,6 +197,22 @@ class Watcher(threading.Thread):
                 with logged("a wait that is over could not be ended"):  # the others still can
                     end()
         self._fallbacks = [each for each in self._fallbacks if each[0] > now]
+
+    def _has_ended_in_vain(self, mesh: Mesh, entry: Entry) -> bool:
+        """End a mesh, if one of its calls waits for a process that has ended."""
+        verdict = blame.in_vain(mesh, entry)
+        if verdict is None:
+            return False
+        mesh.is_deserted = mesh.link is None
+        rank = mesh.ranks[verdict.ranks[0]]
+
+        def job(board: Board) -> None:
+            reason = board.tell_end(rank, verdict.reason)
+            mesh.settle_on(board, verdict._replace(reason=reason))
+
+        mesh.bulletin.submit(job)
+        self._fall_back(_INTERRUPT_SECONDS, mesh, verdict)
+        return True
 
     def _waiting(self) -> list[Waiting]:
         with self._lock:
@@ -256,6 +290,8 @@ class _Watchers:
         with self._lock:
             if self._watcher is None or self._watcher.pid != os.getpid():
                 self._watcher = Watcher()
+            elif not self._watcher.is_alive():
+                self._watcher = Watcher(self._watcher)
             return self._watcher
 
     def bulletin(self, world: dist.ProcessGroup) -> Bulletin:
@@ -269,6 +305,7 @@ class _Watchers:
                     world.size(),
                     describe=watcher.whereabouts,
                     is_alive=lambda: is_there() is not None,
+                    is_cut_off=lambda rank: (at := is_there()) is not None and is_cut_off(at, rank),
                 )
                 watcher.bulletins.add(found)
             return self._bulletins[world]

@@ -1,0 +1,176 @@
+"""Which processes of a world are there, known by the processes and not by their connections.
+
+Connections come and go: a group has none before its first use, nor between an error that it
+outlives and its next call, and a child that a dead rank has forked keeps that rank's open. So each
+process tells the others in the store who it is, when it first uses a world, and leaves a word there
+when it ends by itself. Whether a process of the same host is there, the kernel knows, and tells at
+once; of those on other hosts the processes beside them tell, by writing that word in their place.
+"""
+
+import os
+import select
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from objcomm.transport import record
+
+_IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
+
+
+def machine() -> str:
+    """A name that two processes share only on one host.
+
+    Containers with different host names, network or shared memory count as different hosts, even
+    on one machine; so do machines that share a host name, because each start of a kernel has a
+    number of its own.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        rooms = [_room(each) for each in ("ipc", "net")]
+    except OSError:  # no Linux, or a sandbox
+        # Without a network card getnode() invents a number for each process, and says so.
+        node = uuid.getnode()
+        boot, rooms = "", [] if node & _IS_INVENTED else [node]
+    return "/".join((socket.gethostname(), boot, *map(str, rooms)))
+
+
+class Process(NamedTuple):
+    """One process, as it tells the others of its world who it is.
+
+    Attributes:
+        name: unlike any other process's, and another one in each world.
+        place: equal where processes can see each other by their numbers.
+        pid: its number.
+        born: when it began, as the kernel counts, because numbers are used again; 0 if unknown.
+        word: why it has ended, or left its world; empty while it is there.
+    """
+
+    name: str
+    place: str
+    pid: int
+    born: int
+    word: str = ""
+
+    @classmethod
+    def own(cls) -> Self:
+        """This one."""
+        return cls(uuid.uuid4().hex, _place(), os.getpid(), _born(os.getpid()))
+
+    def has_ended(self) -> bool:
+        """Whether the kernel says so, to a process of the same place."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        except (AttributeError, OSError):  # no Linux, or no descriptors left
+            return not _is_there(self.pid)
+        try:
+            watched = select.poll()
+            watched.register(descriptor, select.POLLIN)
+            # One that waits for its parent to take its exit status has ended, too.
+            return bool(watched.poll(0)) or _born(self.pid) != self.born
+        finally:
+            os.close(descriptor)
+
+    def pack(self) -> bytes:
+        """As bytes for the store."""
+        return record.pack(self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """The inverse of ``pack``.
+
+        Raises:
+            WireError: another program wrote it.
+        """
+        return record.unpack(raw, cls._of_plain, "a process")
+
+    @classmethod
+    def _of_plain(cls, name: str, place: str, pid: int, born: int, word: str) -> Self:
+        return cls(str(name), str(place), int(pid), int(born), str(word))
+
+
+class Processes:
+    """What this process knows of the others of one world; any thread may ask.
+
+    Attributes:
+        own: this one.
+        is_new: whether no earlier world had its ranks' words in the same store. Where one had, a
+            process that was never seen alive may be that one's.
+    """
+
+    def __init__(self) -> None:
+        self.own = Process.own()
+        self.is_new = True
+        self._known: dict[int, Process] = {}
+        self._ends: dict[str, tuple[str, float]] = {}
+
+    def note(self, rank: int, process: Process) -> None:
+        """Take in who a rank's process is, or that it has ended."""
+        known = self._known.get(rank)
+        is_other = known is None or known.name != process.name
+        if self.is_new or not is_other or not self._end(process):
+            self._known[rank] = process
+
+    def note_end(self, rank: int, word: str) -> None:
+        """Take in that a rank's process has ended, or left the world, of which no more is known."""
+        self._known[rank] = Process(uuid.uuid4().hex, "", 0, 0, word)
+
+    def of(self, rank: int) -> Process | None:
+        """A rank's process, as far as it is known."""
+        return self._known.get(rank)
+
+    def is_beside(self, rank: int) -> bool:
+        """Whether the kernel can tell of a rank's process."""
+        process = self._known.get(rank)
+        return process is not None and process.place == self.own.place
+
+    def end_of(self, rank: int, for_seconds: float = 0.0) -> str:
+        """Why a rank's process has ended, if that was noticed so long ago; empty if not."""
+        process = self._known.get(rank)
+        if process is None:
+            return ""
+        now = time.monotonic()
+        if process.name not in self._ends:
+            if not (end := self._end(process)):
+                return ""
+            self._ends[process.name] = end, now
+        end, noticed = self._ends[process.name]
+        return end if now - noticed >= for_seconds else ""
+
+    def _end(self, process: Process) -> str:
+        if process.word or process.place != self.own.place or not process.has_ended():
+            return process.word
+        return f"its process, {process.pid}, has ended"
+
+
+def _place() -> str:
+    try:
+        return f"{machine()}/{_room('pid')}"
+    except OSError:
+        return machine()
+
+
+def _room(kind: str) -> int:
+    return Path(f"/proc/self/ns/{kind}").stat().st_ino
+
+
+def _born(pid: int) -> int:
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    return int(told.rpartition(")")[2].split()[19])  # see proc_pid_stat(5): starttime
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
