@@ -18,7 +18,7 @@ from objcomm.doctor.facts import UNKNOWN, Rendezvous, Report
 from objcomm.doctor.interfaces import gloo_choice, interfaces, nccl_choice
 from objcomm.environment import Place, place_in
 from objcomm.errors import UsageError
-from objcomm.transport.rendezvous import machine
+from objcomm.transport.liveness import machine
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # its size is asked for, nothing is written there
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")

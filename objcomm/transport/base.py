@@ -5,7 +5,7 @@ an accelerator. Ranks here are ranks within the group.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -92,6 +92,13 @@ class Link(Protocol):
 
     def abort(self) -> None:
         """Close every connection, from any thread, so that whoever waits raises."""
+
+    def wait_apart(self, wait: Callable[[], None]) -> None:
+        """Let a thread of the link's do ``wait``, and raise what it raises.
+
+        Raises:
+            RuntimeError: the link was aborted; that thread may wait on, with what it waits for.
+        """
 
 
 class Connections(Link, Protocol):

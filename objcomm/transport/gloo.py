@@ -17,6 +17,7 @@ import torch.distributed as dist
 from objcomm.memory import empty
 from objcomm.transport.base import POKE_TAG, Deadline, Pending
 from objcomm.transport.creation import CONNECT_MAX
+from objcomm.transport.order import Apart
 from objcomm.transport.outage import notice_outages, open_sockets
 from objcomm.transport.rendezvous import Progress, forget, meet
 
@@ -75,6 +76,7 @@ class GlooLink:
         before = open_sockets()
         # Any: torch's stubs leave out point-to-point of a backend.
         self._mesh: Any = dist.ProcessGroupGloo(prefixed, place, size, limit)
+        self._apart = Apart()
         if len(set(self.hosts)) > 1:
             notice_outages(before, deadline.lost_seconds)
         forget(own, progress.nonce, size)
@@ -95,6 +97,11 @@ class GlooLink:
         for peer in self._others():
             # To each in turn: a connection that is closed already refuses, and closes no other.
             self._poke(peer)
+        self._apart.abandon()
+
+    def wait_apart(self, wait: Callable[[], None]) -> None:
+        """See ``base.Link``."""
+        self._apart.do(wait)
 
     def closed(self) -> Sequence[int]:
         """See ``base.Connections``."""

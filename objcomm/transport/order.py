@@ -4,8 +4,11 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
+
+_ABANDONED = "the connections were closed, and the wait for what was sent over them given up"
 
 # A crew's idle thread waits so long for its next job.
 _IDLE_SECONDS = 5.0
@@ -150,6 +153,11 @@ class Crew:
         for _ in range(idle):
             self._jobs.put(_nothing)
 
+    def give_up(self) -> None:
+        """Count on one of the jobs no more: it may never be done."""
+        with self._lock:
+            self.under_way -= 1
+
     def run(self) -> None:
         """Do jobs, on a thread of the crew's."""
         while True:
@@ -168,6 +176,61 @@ class Crew:
                 if self._is_closed:
                     return
                 self._idle += 1
+
+
+class Apart:
+    """Waits that threads of their own do, so that whoever needs them can stop to wait.
+
+    A thread that is stuck in C++ can't be woken. It stays there with what it holds.
+    """
+
+    def __init__(self) -> None:
+        self._crew = Crew()
+        self._lock = threading.Lock()
+        self._under_way: set[Future[None]] = set()
+        self._is_abandoned = False
+
+    def do(self, wait: Callable[[], None]) -> None:
+        """Let a thread do ``wait``, and raise what it raises.
+
+        Raises:
+            RuntimeError: it was abandoned, or this process can start no more threads.
+        """
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                wait()
+            except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
+                self._conclude(done, error)
+            else:
+                self._conclude(done, None)
+
+        with self._lock:
+            if self._is_abandoned:
+                raise RuntimeError(_ABANDONED)
+            self._under_way.add(done)
+        self._crew.submit(run)
+        done.result()
+
+    def abandon(self) -> None:
+        """Let all that wait raise, now and from now on."""
+        with self._lock:
+            self._is_abandoned = True
+            left = tuple(self._under_way)
+        for each in left:
+            if self._conclude(each, RuntimeError(_ABANDONED)):
+                self._crew.give_up()
+
+    def _conclude(self, done: Future[None], error: BaseException | None) -> bool:
+        with self._lock:
+            is_first = done in self._under_way
+            self._under_way.discard(done)
+        if is_first and error is None:
+            done.set_result(None)
+        elif is_first:
+            done.set_exception(error)
+        return is_first
 
 
 class _Hand(threading.Thread):

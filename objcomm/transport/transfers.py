@@ -31,6 +31,9 @@ from objcomm.transport.pieces import NOBODY, Meter, Unit, ended, nbytes_of
 # on a busy machine, and so did all its receipts.
 _AHEAD = 4
 
+# A thread of its own for a wait costs 50 µs, which a send of so much takes twenty times over.
+_LARGE_NBYTES = 1 << 20
+
 
 class Arriving(NamedTuple):
     """Bytes on their way to this rank.
@@ -131,7 +134,9 @@ class Transfers:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
 
         When a connection closes, Gloo does not wake whoever waits for a send that is under way (see
-        ``pieces.ended``), but it does for the receive of a receipt.
+        ``pieces.ended``), but it does for the receive of a receipt. It now and then forgets that
+        one as well: a quarter of the ranks that died in an ``all_gather`` of 32 MiB left another
+        waiting. So a wait that large sends make likely is one that can be abandoned.
         """
         for row in itertools.zip_longest(*self._milestones):
             for milestone in filter(None, row):
@@ -139,9 +144,20 @@ class Transfers:
                     self._wait(pending, peer)
                 self._meter.moved(milestone.nbytes)
         self._milestones.clear()
+        if self.sent_nbytes < _LARGE_NBYTES:
+            self._await_sends()
+        else:
+            try:
+                self._link.wait_apart(self._await_sends)
+            except TransportError:
+                raise
+            except RuntimeError as error:  # given up
+                raise self._naming(error, (self.entry.awaits,)) from error
+        self._sends.clear()
+
+    def _await_sends(self) -> None:
         for pending, peer, _, _ in reversed(self._sends):
             self._wait(pending, peer)
-        self._sends.clear()
 
     def _expect_receipts(
         self, units: Sequence[Unit], peers: Sequence[int], *, is_counted: bool = True

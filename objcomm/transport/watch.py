@@ -137,11 +137,11 @@ class Watcher(threading.Thread):
             selector.register(self._receiving, selectors.EVENT_READ)
             while not self._is_closing:
                 pause: float | None = _TICK_SECONDS
-                with logged("objcomm's watcher could not look at what waits"):
+                with logged("the watcher could not look how long it may sleep"):
                     pause = self._pause()
                 if selector.select(pause):
                     self._heed_signals(self._receiving.recv(64))
-                with logged("objcomm's watcher could not look after what waits"):
+                with logged("the watcher could not look after what waits"):
                     self._tick(time.monotonic())
 
     def _pause(self) -> float | None:
@@ -200,7 +200,9 @@ class Watcher(threading.Thread):
 
     def _has_ended_in_vain(self, mesh: Mesh, entry: Entry) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""
-        verdict = blame.in_vain(mesh, entry)
+        verdict = None
+        with logged("whether a process has ended could not be found out"):  # limits still hold
+            verdict = blame.in_vain(mesh, entry)
         if verdict is None:
             return False
         mesh.is_deserted = mesh.link is None

@@ -1,0 +1,206 @@
+"""Who is alive is known by the processes: a death is heard of without any connection."""
+
+import atexit
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import DesyncError, TransportError, TransportTimeout
+from objcomm.transport import blame, mesh, transfers, watch
+from objcomm.transport.watch import Watcher
+from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
+from tests.group.test_reports import logged
+from tests.ranks import ranks
+from tests.waits import wait_until
+from tests.workers import here
+
+KILLED, ENDED = "killed", "ended"
+
+
+def end_this_process(how: str) -> None:
+    """As a signal does, or as a program that has come to its end."""
+    if how == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    atexit._run_exitfuncs()  # noqa: SLF001  # a process of multiprocessing's leaves without
+    os._exit(0)
+
+
+def assert_tells_of(rank: int, how: str, call: Callable[[], object]) -> None:
+    """The call raises, and names the rank whose process has ended."""
+    error = error_in(TransportError, call)
+    assert not isinstance(error, TransportTimeout), error
+    assert error.peers == (rank,)
+    assert ("its program has ended" in error.reason) == (how == ENDED), error.reason
+
+
+# Before there are connections, and between two
+
+
+@pytest.mark.parametrize("how", [KILLED, ENDED])
+@ranks(3, expect_dead={1})
+def test_the_end_of_a_rank_is_heard_of_after_an_error_that_the_group_outlives(how: str) -> None:
+    objcomm.barrier()
+    error_in(DesyncError, objcomm.barrier if here().rank == 1 else lambda: objcomm.all_gather(1))
+    tell_all("all have raised", "")
+    if here().rank == 1:
+        end_this_process(how)
+    assert_tells_of(1, how, objcomm.barrier)
+
+
+@pytest.mark.parametrize("how", [KILLED, ENDED])
+@ranks(3, expect_dead={1})
+def test_the_end_of_a_rank_is_heard_of_in_the_first_use_of_another_group(how: str) -> None:
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    if here().rank < 2:
+        objcomm.barrier(group=first)
+    tell_all("two have met", "")
+    if here().rank == 1:
+        end_this_process(how)
+    assert_tells_of(1, how, lambda: objcomm.barrier(group=second))
+
+
+@ranks(2, expect_dead={1})
+def test_the_end_of_a_rank_that_never_used_objcomm_is_heard_of() -> None:
+    """Here torch's own connection tells; nothing has told who that process was."""
+    if here().rank == 1:
+        hear("rank 0 begins")
+        end_this_process(ENDED)
+    say("rank 0 begins")
+    error = error_in(TransportError, lambda: objcomm.gather(1))
+    assert error.peers == (1,)
+    assert error.operation.startswith("gather")
+
+
+# While ranks are connected
+
+
+@ranks(3, expect_dead={1})
+def test_a_child_that_holds_a_dead_ranks_sockets_deceives_nobody() -> None:
+    objcomm.barrier()
+    if here().rank == 1:
+        child = os.fork()
+        if child == 0:
+            keep_connections_only()
+            signal.pause()
+        say("the child", str(child))
+        os._exit(0)
+    try:
+        assert_tells_of(1, KILLED, lambda: objcomm.all_gather(1))
+    finally:
+        tell_all_but(1, "all have heard")
+        if here().rank == 0:
+            os.kill(int(hear("the child")), signal.SIGKILL)
+
+
+def keep_connections_only() -> None:
+    """Close all else: by the end of a pipe this rank's end is noticed."""
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            status = os.fstat(int(entry))
+            if not stat.S_ISSOCK(status.st_mode):
+                os.close(int(entry))
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as end:
+                is_local = end.family == socket.AF_UNIX
+            if is_local:
+                os.close(int(entry))
+
+
+def tell_all_but(rank: int, topic: str) -> None:
+    """Wait until the ranks but one have come here."""
+    say(f"{topic}{here().rank}")
+    for other in range(here().world_size):
+        if other != rank:
+            hear(f"{topic}{other}")
+
+
+@ranks(3, expect_dead={1})
+def test_a_send_that_gloo_forgets_is_given_up_when_a_rank_has_died() -> None:
+    """A quarter of plain kills leave a rank in such a wait, which nothing can wake."""
+    objcomm.barrier()
+    large = bytes(4 << 20)
+    if here().rank == 1:
+        hear("rank 0 is stuck")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if here().rank == 2:
+        assert objcomm.broadcast(None) == large
+        return
+
+    def never(sent: transfers.Transfers) -> None:
+        sent.entry.awaits = 1
+        say("rank 0 is stuck")
+        threading.Event().wait()
+
+    with mock.patch.object(transfers.Transfers, "_await_sends", never):
+        assert_tells_of(1, KILLED, lambda: objcomm.broadcast(large))
+
+
+# Who watches
+
+
+@ranks(2, disposable=True)
+def test_waits_are_watched_beyond_1024_open_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    objcomm.barrier()
+    if here().rank == 0:
+        error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=0.1))
+    tell_all("rank 0 was told", "")
+    for each in files:
+        os.close(each)
+
+
+@ranks(2, disposable=True)
+def test_no_error_ends_the_watcher() -> None:
+    objcomm.barrier()
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("objcomm").addHandler(handler)
+    if here().rank == 0:
+        with mock.patch.object(blame, "in_vain", side_effect=LookupError("of the test")):
+            error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=1))
+        assert any("a process has ended" in text for text in texts), texts
+    tell_all("rank 0 was told", "")
+
+
+@ranks(2, disposable=True)
+def test_a_watcher_whose_thread_has_ended_is_replaced_by_the_next_call() -> None:
+    objcomm.barrier()
+    before = watch._watchers.watcher()  # noqa: SLF001  # there is no public way
+    with mock.patch.object(Watcher, "_tick", side_effect=SystemExit):
+        wait_until(lambda: not before.is_alive(), "the watcher's end")
+    if here().rank == 0:
+        error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=0.1))
+    tell_all("rank 0 was told", "")
+    assert watch._watchers.watcher() is not before  # noqa: SLF001  # likewise
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_first_call_soon_says_whom_it_waits_for_and_in_which_operation() -> None:
+    group = dist.new_group([0, 1])
+    if here().rank == 0:
+        with mock.patch.object(mesh, "_REPORT_SECONDS", 0.1), logged() as texts:
+            threading.Thread(
+                target=lambda: (wait_until(lambda: texts, "the report"), say("it was told"))
+            ).start()
+            objcomm.gather("a", group=group)
+        assert re.match(r"rank 0 is in gather \(call 0\) at .* and waits: rank 1", texts[0]), texts
+    else:
+        hear("it was told")
+        objcomm.gather("b", group=group)

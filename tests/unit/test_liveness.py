@@ -1,0 +1,100 @@
+"""What a process knows of the others of its world."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from objcomm.errors import WireError
+from objcomm.transport import liveness
+from objcomm.transport.liveness import Process, Processes
+
+
+@pytest.fixture
+def program() -> Iterator["subprocess.Popen[bytes]"]:
+    """One that runs until it is killed."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
+        yield running
+        running.kill()
+
+
+def process_of(program: "subprocess.Popen[bytes]") -> Process:
+    """What it would tell of itself."""
+    return Process.own()._replace(pid=program.pid, born=liveness._born(program.pid))  # noqa: SLF001
+
+
+def test_the_kernel_tells_of_a_process_that_ends(program: "subprocess.Popen[bytes]") -> None:
+    processes = Processes()
+    processes.note(1, process_of(program))
+    assert processes.is_beside(1)
+    assert processes.end_of(1) == ""
+    program.kill()
+    program.wait()
+    assert str(program.pid) in processes.end_of(1)
+
+
+def test_one_whose_exit_status_nobody_took_has_ended(program: "subprocess.Popen[bytes]") -> None:
+    process = process_of(program)
+    assert not process.has_ended()
+    program.kill()
+    with open(f"/proc/{program.pid}/stat") as told:  # noqa: PTH123  # a file that changes
+        while " Z " not in told.read():
+            told.seek(0)
+    assert process.has_ended()
+
+
+def test_a_number_that_is_used_again_is_another_process() -> None:
+    own = Process.own()
+    assert not own.has_ended()
+    assert own._replace(born=own.born - 1).has_ended()
+
+
+@pytest.mark.parametrize("lacking", [AttributeError, OSError(24, "Too many open files")])
+def test_without_a_descriptor_a_number_must_do(
+    monkeypatch: pytest.MonkeyPatch, program: "subprocess.Popen[bytes]", lacking: Exception
+) -> None:
+    def refuse(pid: int) -> int:
+        raise lacking
+
+    monkeypatch.setattr("os.pidfd_open", refuse)
+    process = process_of(program)
+    assert not process.has_ended()
+    program.kill()
+    program.wait()
+    assert process.has_ended()
+
+
+def test_of_another_host_only_a_word_tells() -> None:
+    processes, away = Processes(), Process.own()._replace(place="elsewhere", pid=1 << 22)
+    processes.note(1, away)
+    assert not processes.is_beside(1)
+    assert processes.end_of(1) == ""
+    processes.note(1, away._replace(word="its program has ended"))
+    assert processes.end_of(1) == "its program has ended"
+
+
+def test_an_end_counts_when_it_was_noticed_so_long_ago() -> None:
+    processes = Processes()
+    processes.note_end(1, "it left")
+    assert processes.end_of(1, for_seconds=1000.0) == ""
+    assert processes.end_of(1) == "it left"
+    assert processes.end_of(2) == ""
+
+
+def test_in_a_store_that_served_another_world_what_never_lived_is_that_ones() -> None:
+    processes = Processes()
+    processes.is_new = False
+    left = Process.own()._replace(word="its program has ended")
+    processes.note(1, left)
+    assert processes.end_of(1) == ""
+    processes.note(1, left._replace(name="another", word=""))
+    processes.note(1, left._replace(name="another"))
+    assert processes.end_of(1) == "its program has ended"
+
+
+def test_what_another_program_wrote_is_refused() -> None:
+    assert Process.unpack(Process.own().pack()).place == Process.own().place
+    for raw in (b"", b"\xc1", b"\x91\x01", Process.own().pack()[:-1]):
+        with pytest.raises(WireError):
+            Process.unpack(raw)
