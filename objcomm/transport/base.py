@@ -49,7 +49,7 @@ def result_tag(lane: int, sequence: int) -> int:
     return _RESULT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
 
 
-def reason_of(error: RuntimeError) -> str:
+def reason_of(error: BaseException) -> str:
     """Gloo's text without its source file and its general advice."""
     text = str(error)
     if text.startswith("["):

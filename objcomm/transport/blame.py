@@ -4,15 +4,18 @@ Reads meshes and verdicts, and ends none.
 """
 
 import time
+from collections.abc import Mapping
 
 from objcomm.errors import TransportError, TransportTimeout
 from objcomm.history import Entry
 from objcomm.transport.bulletin import Board, StoreSilentError
+from objcomm.transport.liveness import KILLED
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.outage import HOST_LOST
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
 
 _LAST_BYTES_SECONDS = 1.0
+_CLOSED = "it lives, and has destroyed its process group or given up after an error of its own"
 # A rank that loses one peer and a rank that loses all see it at the same time.
 _OTHERS_FIRST_SECONDS = 0.02
 _ALONE = "all of its connections ended at once: it lost its network, or all others ended"
@@ -51,18 +54,47 @@ def lost(mesh: Mesh, board: Board) -> set[int]:
     return {mesh.ranks[peer] for peer in verdict.ranks} if is_loss else set()
 
 
-def in_vain(mesh: Mesh, entry: Entry) -> Verdict | None:
+def in_vain(mesh: Mesh, entry: Entry, groups: Mapping[str, tuple[int, ...]]) -> Verdict | None:
     """What to say of a wait for a process that has ended; None where it is there, or unknown.
 
     Ranks that meet need all of them. Others need whom they await, and get what it has sent before
-    its end first: that is in this host's memory by then, and Gloo's thread takes it out.
+    its end first: that is in this host's memory by then, and Gloo's thread takes it out. In a
+    ``fail_together`` block they need all who are in it, because these meet at its end.
+
+    Args:
+        mesh: of the call.
+        entry: the call.
+        groups: the global ranks of each mesh of this process, by its nonce.
     """
     processes, is_meeting = mesh.bulletin.processes, mesh.link is None
     for peer in mesh.others if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:
         reason = processes.end_of(mesh.ranks[peer], 0.0 if is_meeting else _LAST_BYTES_SECONDS)
         if reason:
+            return by_name(mesh, Verdict.of(Cause.LOST, ranks=(peer,), reason=reason))
+    inside = {each for key in entry.regions for each in groups.get(key.partition("/")[0], ())}
+    for peer, each in enumerate(mesh.ranks):
+        reason = processes.end_of(each, _LAST_BYTES_SECONDS) if each in inside else ""
+        if reason.startswith(KILLED):
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     return None
+
+
+def by_name(mesh: Mesh, verdict: Verdict) -> Verdict:
+    """A loss, as that of the rank that died, where that is known.
+
+    Who has only raised because of it may have closed connections, and its program may have ended.
+    """
+    processes = mesh.bulletin.processes
+    killed = processes.killed()
+    died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
+    if died:
+        named = tuple(rank for rank in verdict.ranks if rank in died)
+        why = next(iter(died.values()))
+        return verdict._replace(ranks=named or tuple(died), reason=verdict.reason if named else why)
+    lives = [processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks]
+    if not all(lives) or any(processes.end_of(mesh.ranks[rank]) for rank in verdict.ranks):
+        return verdict
+    return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
 
 
 def blamed(mesh: Mesh, proposal: Verdict) -> Verdict:
@@ -72,17 +104,22 @@ def blamed(mesh: Mesh, proposal: Verdict) -> Verdict:
     host its other ranks are lost, though their connections may end a moment later.
     """
     others = len(mesh.others)
-    if mesh.verdict is not None or mesh.link is None or others == 1:
+    if mesh.verdict is not None or mesh.link is None:
         return proposal
+    if others == 1:
+        return by_name(mesh, proposal)
     if HOST_LOST in proposal.reason:
         return proposal._replace(ranks=tuple(mesh.link.beside(proposal.ranks)))
     time.sleep(_OTHERS_FIRST_SECONDS)
     if len(mesh.link.closed()) < others:
-        return proposal
+        return by_name(mesh, proposal)
     try:
         mesh.bulletin.call(lambda board: board.look(mesh.nonce))
     except StoreSilentError:
-        return proposal  # then all may have ended because each rank has closed its own
+        # Then all may have ended because each rank has closed its own.
+        return by_name(mesh, proposal)
+    if any(mesh.bulletin.processes.is_beside(mesh.ranks[peer]) for peer in mesh.others):
+        return by_name(mesh, proposal)
     return proposal._replace(ranks=(mesh.rank,), reason=_ALONE)
 
 
@@ -93,5 +130,6 @@ def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
     if isinstance(error, TransportTimeout):
         return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *error.missing})))
     if verdict.cause is Cause.LOST and mesh.link is not None:
-        return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *mesh.link.closed_by()})))
+        ranks = tuple(sorted({*verdict.ranks, *mesh.link.closed_by()}))
+        return by_name(mesh, verdict._replace(ranks=ranks))
     return verdict

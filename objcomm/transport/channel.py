@@ -16,7 +16,7 @@ import torch.distributed as dist
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
 from objcomm.frames import fingerprint
 from objcomm.transport.base import LANE_BITS, Deadline
-from objcomm.transport.creation import store_of
+from objcomm.transport.creation import is_alive, store_of
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
@@ -230,6 +230,7 @@ class Channel:
             members=self.members,
             # Not by ``self``, which holds the mesh: a cycle would keep its connections open.
             whole=None if self._whole is None else functools.partial(_mesh_of, self._whole),
+            is_destroyed=functools.partial(_is_destroyed, self._process_group),
         )
         if ended is not None and ended.link is None:
             mesh.failed_meeting = ended.nonce
@@ -260,6 +261,13 @@ class Channel:
                 raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
         mesh.lanes[name] = Lane(name, number, thread, order)
         return mesh.lanes[name]
+
+
+def _is_destroyed(process_group: Callable[[], dist.ProcessGroup]) -> bool:
+    try:
+        return not is_alive(process_group())
+    except UsageError:
+        return True
 
 
 def _mesh_of(channel: Channel) -> Mesh | None:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from objcomm.errors import text_of
+from objcomm.transport.blame import by_name
 from objcomm.transport.bulletin import Bulletin
 from objcomm.transport.line import are_lines_busy
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.order import are_hands_busy
 from objcomm.transport.outage import hang_up
-from objcomm.transport.verdict import PROGRAM_ENDED, Cause, Verdict
+from objcomm.transport.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict
 
 #: Usually threads end at once; a machine that is busy gets its time, and a slow store does.
 FAREWELL_SECONDS = 2.0
@@ -65,7 +66,9 @@ def end_waits(look: _Look) -> bool:
         occupied = {mesh for mesh in meshes if _is_occupied(mesh)}
         occupied |= {mesh for mesh, listener in listeners if listener.is_alive()}
         for mesh in occupied:
-            mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending()))
+            leaves = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending())
+            # Who ends by an error because of another's death is not the one to be named.
+            mesh.settle(leaves if leaves.reason in FAREWELLS else by_name(mesh, leaves))
         is_any_away = bool(occupied) or are_hands_busy() or are_lines_busy() or _are_any_leaving()
         if not is_any_away or time.monotonic() > until:
             return not is_any_away

@@ -17,6 +17,10 @@ from typing import NamedTuple, Self
 
 from objcomm.transport import record
 
+#: How the reason of a process begins that ended without a word of its own.
+KILLED = "its process, "
+
+_PF_EXITING = 0x4  # linux/sched.h
 _IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
 
 
@@ -71,7 +75,7 @@ class Process(NamedTuple):
             watched = select.poll()
             watched.register(descriptor, select.POLLIN)
             # One that waits for its parent to take its exit status has ended, too.
-            return bool(watched.poll(0)) or _born(self.pid) != self.born
+            return bool(watched.poll(0)) or _is_ending(self.pid) or _born(self.pid) != self.born
         finally:
             os.close(descriptor)
 
@@ -128,6 +132,11 @@ class Processes:
         process = self._known.get(rank)
         return process is not None and process.place == self.own.place
 
+    def killed(self) -> dict[int, str]:
+        """The ranks whose processes have ended without a word of their own, each with why."""
+        ends = {rank: self.end_of(rank) for rank in tuple(self._known)}
+        return {rank: why for rank, why in ends.items() if why.startswith(KILLED)}
+
     def end_of(self, rank: int, for_seconds: float = 0.0) -> str:
         """Why a rank's process has ended, if that was noticed so long ago; empty if not."""
         process = self._known.get(rank)
@@ -144,7 +153,7 @@ class Processes:
     def _end(self, process: Process) -> str:
         if process.word or process.place != self.own.place or not process.has_ended():
             return process.word
-        return f"its process, {process.pid}, has ended"
+        return f"{KILLED}{process.pid}, has ended"
 
 
 def _place() -> str:
@@ -159,11 +168,23 @@ def _room(kind: str) -> int:
 
 
 def _born(pid: int) -> int:
+    fields = _fields_of(pid)
+    return int(fields[19]) if fields else 0  # see proc_pid_stat(5): starttime
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether the kernel is about to end it: its connections close before that is done."""
+    fields = _fields_of(pid)
+    return bool(fields) and bool(int(fields[6]) & _PF_EXITING)  # flags
+
+
+def _fields_of(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; empty if it says nothing."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return 0
-    return int(told.rpartition(")")[2].split()[19])  # see proc_pid_stat(5): starttime
+        return []
+    return told.rpartition(")")[2].split()
 
 
 def _is_there(pid: int) -> bool:

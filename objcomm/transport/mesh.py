@@ -6,6 +6,7 @@ one; nothing of the old one can reach it, because each has a name that no other 
 
 from __future__ import annotations  # torch may be built without distributed
 
+import contextlib
 import logging
 import math
 import threading
@@ -18,6 +19,7 @@ from objcomm.errors import ObjcommError, text_of
 from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
 from objcomm.journal import log
+from objcomm.transport.base import reason_of
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
 from objcomm.transport.order import Single
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 
 _REPORT_SECONDS = 5.0
 
+# What Gloo says where the other end of a connection is at fault; all else is this process's own:
+# no descriptors, no threads, no such network interface.
+_OF_A_PEER = ("onnect", "imed out", "imeout")
+
 
 class Mesh:
     """See the module; every method may be called from any thread.
@@ -48,6 +54,7 @@ class Mesh:
         rank: this process's rank within the group.
         members: those of the group's ranks that it joins, as ranks within the group.
         whole: gives the whole group's mesh, if there is one, where this one joins two ranks.
+        is_destroyed: tells whether this process has destroyed the group.
         history: the group's calls on this rank.
         bulletin: where verdicts are posted.
         lanes: by name.
@@ -71,6 +78,7 @@ class Mesh:
         bulletin: Bulletin,
         members: tuple[int, ...],
         whole: Callable[[], Mesh | None] | None,
+        is_destroyed: Callable[[], bool],
     ) -> None:
         self.name = name
         self.is_world = is_world
@@ -78,6 +86,7 @@ class Mesh:
         self.rank = rank
         self.members = members
         self.whole = whole
+        self.is_destroyed = is_destroyed
         self.history = history
         self.bulletin = bulletin
         self.lanes: dict[str, Lane] = {}
@@ -163,7 +172,10 @@ class Mesh:
         entry.waiter = threading.get_ident()
         lane.begin(entry)  # last: the watcher reads all the rest of it
         try:
-            self.begin_meeting(store, deadline)
+            try:
+                self.begin_meeting(store, deadline)
+            except RuntimeError:  # the others must hear of it, so this thread meets them
+                self._meeting.do_here(partial(self._meet, store, deadline))
             link = self._connected_for(operation)
             self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
@@ -217,6 +229,8 @@ class Mesh:
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
         self._progress.heed = None if self.whole is not None else self._heed
+        with contextlib.suppress(StoreSilentError):  # who has met has said who it is, before
+            self.bulletin.call(lambda _: None)
         try:
             link = GlooLink(store, self.rank, self.members, deadline, self._progress)
             log.debug(
@@ -227,7 +241,12 @@ class Mesh:
         except GivenUpError:
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
-            self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=str(error)))
+            told = str(error)
+            if any(each in told for each in _OF_A_PEER):
+                self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=told))
+            else:
+                reason = f"it could not connect: {reason_of(error)}"
+                self.settle(Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=reason))
             return
         finally:
             self._progress.heed = None  # it holds this mesh: a cycle would keep connections open
@@ -320,7 +339,7 @@ class Mesh:
             self.link.abort()
         if self.nonce:
             # Not the mesh itself: a job that waits would keep its connections open.
-            job = partial(_acknowledge, self.nonce, self.rank, len(self.members), verdict)
+            job = partial(_acknowledge, self.nonce, self.rank, self.members, verdict)
             if board is None:
                 self.bulletin.submit(job)
             else:
@@ -336,12 +355,14 @@ class Mesh:
         return verdict
 
 
-def _acknowledge(nonce: str, rank: int, size: int, verdict: Verdict, board: Board) -> None:
+def _acknowledge(
+    nonce: str, rank: int, members: tuple[int, ...], verdict: Verdict, board: Board
+) -> None:
     """Say that ``rank`` knows what ended its mesh, so that the last to do so clears the store."""
     # Nobody knows one that the store was too slow for, but another rank may have posted its own.
     standing = board.look(nonce) if verdict.is_store_silent else verdict
     if standing is None:
         return
-    lost = standing.ranks if standing.cause is Cause.LOST else ()
+    lost = set(standing.ranks if standing.cause is Cause.LOST else ()).intersection(members)
     if rank not in lost:
-        board.acknowledge(nonce, size - len(lost))
+        board.acknowledge(nonce, len(members) - len(lost))

@@ -110,6 +110,10 @@ class Single:
         if self._thread is None:
             threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
 
+    def do_here(self, job: Callable[[], None]) -> None:
+        """Do ``job`` on the calling thread, unless another one has begun to."""
+        self._run(job)
+
     def _run(self, job: Callable[[], None]) -> None:
         if self._claim.acquire(blocking=False):
             self._thread = threading.current_thread()

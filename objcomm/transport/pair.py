@@ -18,6 +18,7 @@ from objcomm.admission import Gate
 from objcomm.config import Settings, settings
 from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, UsageError
 from objcomm.frames import Header, Operation
+from objcomm.transport import blame
 from objcomm.transport.base import FOREVER_SECONDS, Deadline, reason_of
 from objcomm.transport.bulletin import Board, StoreSilentError
 from objcomm.transport.farewell import FAREWELL_SECONDS
@@ -202,7 +203,8 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
         mesh.settle(proposal_for(error, mesh.rank))
     except RuntimeError as error:
         reason = f"it died, exited or lost its network ({reason_of(error)})"
-        mesh.settle(proposal_for(TransportError("recv", (peer,), reason), mesh.rank))
+        lost = proposal_for(TransportError("recv", (peer,), reason), mesh.rank)
+        mesh.settle(blame.blamed(mesh, lost))
     except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
         mesh.settle(proposal_for(error, mesh.rank))
     if mesh.verdict is not None:

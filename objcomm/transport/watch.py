@@ -47,7 +47,7 @@ from objcomm.transport.inquiry import (
 )
 from objcomm.transport.location import whereabouts
 from objcomm.transport.mesh import Mesh
-from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.verdict import DESTROYED, Cause, Verdict
 from objcomm.transport.whereabouts import Whereabouts
 
 _TICK_SECONDS = 0.25
@@ -186,6 +186,7 @@ class Watcher(threading.Thread):
             if entry.report_at <= now < entry.waits_until:
                 entry.report_at = now + waited
                 late[mesh.bulletin].append((mesh, lane, entry))
+        self._leave_destroyed()
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
         for bulletin, waiting in expired.items():
@@ -198,11 +199,20 @@ class Watcher(threading.Thread):
                     end()
         self._fallbacks = [each for each in self._fallbacks if each[0] > now]
 
+    def _leave_destroyed(self) -> None:
+        """Close the connections of groups that the program has destroyed: others may wait."""
+        for mesh in self._look()[0]:
+            if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
+                left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
+                mesh.stop(left._replace(is_store_silent=True))
+
     def _has_ended_in_vain(self, mesh: Mesh, entry: Entry) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""
         verdict = None
         with logged("whether a process has ended could not be found out"):  # limits still hold
-            verdict = blame.in_vain(mesh, entry)
+            verdict = blame.in_vain(
+                mesh, entry, {each.nonce: each.ranks for each in self._look()[0]}
+            )
         if verdict is None:
             return False
         mesh.is_deserted = mesh.link is None
