@@ -96,7 +96,10 @@ def _look_for_conflict(
     conflict = find_conflict(board.rank, mine, start, lambda rank: board.read(rank, asked))
     # What ranks have done does not change, but whereabouts are read one after another, and a busy
     # rank's are old: who waits for whom must look the same twice, in answers to a later question.
-    calls = conflict and [(rank, *state[:3], step.sequence) for rank, state, step in conflict.found]
+    # Two waits of one call, or two polls, are not the same: each has a beginning of its own.
+    calls = conflict and [
+        (rank, *state[:3], state.since, step.sequence) for rank, state, step in conflict.found
+    ]
     is_sure = conflict is not None and (
         conflict.is_told or conflict.is_of_one_lane or suspected == calls
     )

@@ -82,9 +82,15 @@ class Conflict(NamedTuple):
 
     @property
     def is_of_one_lane(self) -> bool:
-        """Whether it is two calls with the same number on one lane, which both ranks remember."""
+        """Whether it is two calls with the same number on one lane, which both ranks remember.
+
+        Messages from rank to rank are no such calls, nor are meetings.
+        """
         calls = {(state.nonce, state.number, step.sequence) for _, state, step in self.found}
-        return len(calls) == 1 and all(step.sequence != MEETING for _, _, step in self.found)
+        is_numbered = all(
+            state.taken < 0 and step.sequence != MEETING for _, state, step in self.found
+        )
+        return len(calls) == 1 and is_numbered
 
     def holds(self, rank: int, lane: LaneState) -> bool:
         """Whether ``lane`` of ``rank`` still waits where this was found."""
