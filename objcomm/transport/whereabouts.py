@@ -39,7 +39,8 @@ class LaneState(NamedTuple):
         next_sequence: calls begun so far; where any thread may send, messages sent or to be sent.
         taken: where any thread may send, messages that have arrived; -1 on other lanes.
         now: the call under way, if the lane is waiting.
-        awaits: the global rank that it can't go on without; -1 if none.
+        awaits: the global rank that it can't go on without; -1 if none, as where the caller gave a
+            message's wait a limit of its own.
         since: when the wait began, by that process's clock: no two waits of a lane's have the same.
         seconds: since the wait began, or since the last call ended.
         past: the latest calls, the one under way included, oldest first.
