@@ -107,6 +107,11 @@ class Single:
         if self._thread is None:
             threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
 
+    def join(self) -> None:
+        """Wait until the thread has done its job, if it has come."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _run(self, job: Callable[[], None]) -> None:
         if self._claim.acquire(blocking=False):
             self._thread = threading.current_thread()

@@ -1,24 +1,31 @@
 """Who polls: limits of a wait's own close no circle, and lose no message."""
 
-from collections.abc import Callable
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import objcomm
-from objcomm import DesyncError, TransportTimeout
+from objcomm import CollectiveError, DesyncError, TransportTimeout
+from objcomm.transport.mailbox import Arrival, Mailbox
 from tests.group.helpers import (
     assert_group_works,
     error_in,
+    hear,
     is_said,
     say,
     subgroup,
+    tell_all,
 )
 from tests.group.pairs import LARGE, assert_pair_works
 from tests.group.watched import after_looks, closely, patiently
 from tests.ranks import ranks
-from tests.waits import wait_until
+from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
 LOOKS = 6
@@ -134,3 +141,131 @@ def _polled(turn: int) -> list[Any]:
     wait_until(is_there, "a message")
     wait_until(lambda: objcomm.iprobe(1, tag=9), "another message")
     return [*found, objcomm.recv(1, tag=9)]
+
+
+# What has arrived stays
+
+
+def fall_out_of_step() -> None:
+    with closely(), patiently():
+        error_in(DesyncError, lambda: objcomm.recv(1 - here().rank, tag=1 + here().rank))
+
+
+def fall_out_of_step_with_a_collective() -> None:
+    with closely(), patiently():
+        if here().rank == 0:
+            error_in(DesyncError, objcomm.barrier)
+        else:
+            error_in(DesyncError, lambda: objcomm.recv(0, tag=2))
+
+
+def refuse() -> None:
+    if here().rank == 0:
+        with objcomm.configure(max_nbytes=100_000):
+            error_in(objcomm.WireError, lambda: objcomm.recv(1, tag=3))
+    else:
+        error_in(CollectiveError, lambda: objcomm.send(LARGE, 0, tag=3))
+
+
+def pass_a_limit() -> None:
+    if here().rank == 0:
+        error_in(TransportTimeout, lambda: objcomm.recv(1, tag=3, timeout=0.2))
+    tell_all("the limit has passed", "")
+
+
+ERRORS: dict[str, Callable[[], None]] = {
+    "desync": fall_out_of_step,
+    "desync with a collective": fall_out_of_step_with_a_collective,
+    "refusal": refuse,
+    "limit": pass_a_limit,
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ERRORS)
+def test_what_has_arrived_outlives_what_the_two_ranks_outlive(kind: str) -> None:
+    assert_pair_works()
+    if here().rank == 1:
+        for number in range(3):
+            objcomm.send(number, 0, tag=9)
+        objcomm.send("last", 0, tag=8)
+        hear("rank 0 has seen all")
+    else:
+        wait_until(lambda: objcomm.iprobe(1, tag=8), "the last message")
+        say("rank 0 has seen all")
+    ERRORS[kind]()
+    if here().rank == 1:
+        objcomm.send(3, 0, tag=9)  # over new connections, where messages count from 0 again
+        objcomm.send("later", 0, tag=8)
+    else:
+        assert objcomm.iprobe(1, tag=9) is not None
+        assert [objcomm.recv(1, tag=8) for _ in range(2)] == ["last", "later"]
+        assert [objcomm.recv(1, tag=9) for _ in range(4)] == [0, 1, 2, 3]
+    assert_pair_works()
+    assert_group_works()
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["desync", "desync with a collective", "refusal"])
+def test_a_message_whose_body_has_not_come_is_lost_and_its_sender_told(kind: str) -> None:
+    assert_pair_works()
+    if here().rank == 1:
+        sending = objcomm.isend(LARGE, 0, tag=9)
+        hear("rank 0 has seen it")
+        ERRORS[kind]()
+        error_in(objcomm.ObjcommError, sending.wait)
+    else:
+        wait_until(lambda: objcomm.iprobe(1, tag=9), "the message")
+        say("rank 0 has seen it")
+        ERRORS[kind]()
+        assert _iprobe() is None
+    assert_pair_works()
+    assert_group_works()
+
+
+def _iprobe() -> Any:
+    """Look once; the call may be the one that raises what has ended the connection."""
+    try:
+        return objcomm.iprobe(1, tag=9)
+    except objcomm.ObjcommError:
+        return objcomm.iprobe(1, tag=9)
+
+
+@ranks(2)
+def test_what_was_here_but_not_taken_in_when_the_connection_ended_keeps_its_place() -> None:
+    assert_pair_works()
+    if here().rank == 1:
+        for text in ("first", "second"):
+            objcomm.send(text, 0, tag=9)
+        say("rank 1 has sent two")
+        fall_out_of_step_with_a_collective()
+        objcomm.send("third", 0, tag=9)
+        say("rank 1 has sent three")
+    else:
+        with _slow_to_listen() as go_on:
+            hear("rank 1 has sent two")
+            fall_out_of_step_with_a_collective()
+            wait_until(lambda: objcomm.iprobe(1, tag=9), "the first message")
+            assert objcomm.iprobe(1, tag=8) is None  # listens to the new connection
+            hear("rank 1 has sent three")
+            time.sleep(0.1)  # for the third to come before the second, as it must not
+            go_on.set()
+            assert [objcomm.recv(1, tag=9) for _ in range(3)] == ["first", "second", "third"]
+    assert_pair_works()
+    assert_group_works()
+
+
+@contextlib.contextmanager
+def _slow_to_listen() -> Iterator[threading.Event]:
+    """The thread that takes in the next message goes on only when it is told to."""
+    go_on, slow = threading.Event(), list[int]()
+    deliver = Mailbox.deliver
+
+    def deliver_and_rest(box: Mailbox, arrival: Arrival) -> None:
+        deliver(box, arrival)
+        slow.append(threading.get_ident())
+        if slow == slow[:1]:
+            go_on.wait(PATIENCE_S)
+
+    with mock.patch.object(Mailbox, "deliver", deliver_and_rest):
+        yield go_on
