@@ -181,11 +181,11 @@ class Mailbox:
     def ask(self, request: Request) -> None:
         """Give ``request`` a message that is here, or the first that comes and it admits."""
         with self._changed:
-            is_met = self._serve(request)
-            if not is_met:
+            is_over = request.verdict is not None or self._serve(request)
+            if not is_over:
                 self._requests.append(request)
                 self._changed.notify_all()
-        if is_met:
+        if is_over:
             self._tell(request)
 
     def _serve(self, request: Request) -> bool:
@@ -233,10 +233,10 @@ class Mailbox:
             return served
 
     def withdraw(self, request: Request, verdict: Verdict) -> None:
-        """End a request by a verdict, if it still waits."""
+        """End a request by a verdict, if it still waits, or as soon as it is put."""
         with self._changed:
             is_waiting = self._remove(request)
-            if is_waiting:
+            if request.arrival is None and request.verdict is None:
                 request.verdict = verdict
         if is_waiting:
             request.tell()

@@ -1,6 +1,8 @@
-"""Who polls: limits of a wait's own close no circle, and lose no message."""
+"""Who polls: limits of a wait's own close no circle, are kept when short, and lose no message."""
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ from unittest import mock
 import pytest
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, TransportTimeout
+from objcomm import CollectiveError, DesyncError, TransportTimeout, receiving
 from objcomm.transport.mailbox import Arrival, Mailbox
 from tests.group.helpers import (
     assert_group_works,
@@ -19,13 +21,14 @@ from tests.group.helpers import (
     hear,
     is_said,
     say,
+    stopped,
     subgroup,
     tell_all,
 )
 from tests.group.pairs import LARGE, assert_pair_works
 from tests.group.watched import after_looks, closely, patiently
 from tests.ranks import ranks
-from tests.waits import PATIENCE_S, wait_until
+from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
 
 LOOKS = 6
@@ -269,3 +272,65 @@ def _slow_to_listen() -> Iterator[threading.Event]:
 
     with mock.patch.object(Mailbox, "deliver", deliver_and_rest):
         yield go_on
+
+
+# Limits
+
+
+@ranks(2)
+def test_a_short_limit_tells_what_is_known_here() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        for poll in (objcomm.recv, objcomm.probe):
+            error = error_in(TransportTimeout, lambda poll=poll: poll(1, timeout=0.02))
+            assert (error.missing, error.seconds) == ((1,), 0.02)
+            assert list(error.positions) == [0]
+            assert error.positions[0].operation == poll.__name__
+            assert "test_p2p_polling.py" in error.positions[0].call_site
+            assert error.silent == ()  # it was not asked
+            assert not error.is_store_silent
+        error = error_in(TransportTimeout, lambda: objcomm.irecv(timeout=0.02).wait())
+        assert error.missing == (1,)
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_short_limit_is_not_for_what_has_begun_to_come() -> None:
+    """Rank 1 is stopped when its message's head has come, and goes on when the limit has passed."""
+    pids = objcomm.all_gather(os.getpid())
+    if here().rank == 0:
+        wait_until(lambda: objcomm.iprobe(1, tag=9), "the message")
+        with (
+            mock.patch.object(receiving, "_TRANSFER_SECONDS", PATIENCE_S),
+            stopped(pids[1]),
+            after_looks(10, lambda: os.kill(pids[1], signal.SIGCONT)),
+        ):
+            assert objcomm.recv(1, tag=9, timeout=0.02) == LARGE
+    else:
+        objcomm.send(LARGE, 0, tag=9)
+    assert_pair_works()
+    assert_group_works()
+
+
+@pytest.mark.timed
+@ranks(2)
+@pytest.mark.parametrize(("limit_s", "longer_s"), [(0.02, 0.02), (0.2, 0.2), (0.5, 0.4)])
+def test_a_limit_is_lengthened_by_itself_at_most(limit_s: float, longer_s: float) -> None:
+    objcomm.barrier()
+    polls = 10 if limit_s < 0.1 else 3
+    if here().rank == 0:
+        with within(polls * (limit_s + longer_s)):
+            for _ in range(polls):
+                error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=limit_s))
+    tell_all("over", "")
+
+
+@pytest.mark.timed
+@ranks(2)
+def test_a_short_limit_of_what_waits_in_the_background_is_kept() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        with within(10 * 0.04):
+            for _ in range(10):
+                error_in(TransportTimeout, lambda: objcomm.irecv(timeout=0.02).wait())
+    tell_all("over", "")

@@ -191,6 +191,16 @@ def test_a_withdrawn_request_takes_nothing() -> None:
     assert ask(box, 1).got == "a"
 
 
+def test_a_request_that_is_withdrawn_before_it_is_put_takes_nothing_and_ends() -> None:
+    """Its limit may pass while its thread gets no turn."""
+    box, late = filled(arrival(1, 0, "a")), Asked(1)
+    box.withdraw(late.request, LOST)
+    assert late.ends == []
+    box.ask(late.request)
+    assert (late.ends, late.request.verdict, late.request.arrival) == ([1], LOST, None)
+    assert ask(box, 1).got == "a"
+
+
 def test_a_failure_ends_who_waits_for_that_rank_or_for_any() -> None:
     box = filled()
     alone, anybody, other = ask(box, 1), ask(box), ask(box, 2)
