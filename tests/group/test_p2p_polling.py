@@ -281,11 +281,15 @@ def _slow_to_listen() -> Iterator[threading.Event]:
 def test_a_short_limit_tells_what_is_known_here() -> None:
     objcomm.barrier()
     if here().rank == 0:
-        for poll in (objcomm.recv, objcomm.probe):
-            error = error_in(TransportTimeout, lambda poll=poll: poll(1, timeout=0.02))
+        polls: dict[str, Callable[[], Any]] = {
+            "recv": lambda: objcomm.recv(1, timeout=0.02),
+            "probe": lambda: objcomm.probe(1, timeout=0.02),
+        }
+        for name, poll in polls.items():
+            error = error_in(TransportTimeout, poll)
             assert (error.missing, error.seconds) == ((1,), 0.02)
             assert list(error.positions) == [0]
-            assert error.positions[0].operation == poll.__name__
+            assert error.positions[0].operation == name
             assert "test_p2p_polling.py" in error.positions[0].call_site
             assert error.silent == ()  # it was not asked
             assert not error.is_store_silent
