@@ -121,6 +121,22 @@ MUTANTS = (
         ("tests/group/test_p2p_desync.py",),
     ),
     Mutant(
+        "polls-in-circles",
+        "objcomm/transport/location.py",
+        "entry.is_served or (entry.caller or entry).has_own_limit",
+        "entry.is_served",
+        "who polls is taken for waiting for ever",
+        ("tests/group/test_p2p_polling.py",),
+    ),
+    Mutant(
+        "two-waits-taken-for-one",
+        "objcomm/transport/inquiry.py",
+        "(rank, *state[:3], state.since, step.sequence)",
+        "(rank, *state[:3], step.sequence)",
+        "two polls that each look like a circle are believed as one",
+        ("tests/unit/test_suspicions.py",),
+    ),
+    Mutant(
         "circles-never-sure",
         "objcomm/transport/inquiry.py",
         "conflict.is_told or conflict.is_of_one_lane or suspected == calls",
