@@ -18,6 +18,7 @@ from objcomm.group import Timeout, whole_number
 from objcomm.history import Entry, call_site
 from objcomm.recorder import conclude
 from objcomm.spans import Span, span
+from objcomm.transport.base import FOREVER_SECONDS
 from objcomm.transport.device import DevicePath
 from objcomm.transport.exchange import Exchange
 from objcomm.transport.lane import Lane
@@ -89,6 +90,8 @@ class Errand:
         )
         self.entry = Entry(header, self._name, coding.codec_name)
         self.entry.awaits = header.root
+        # No limit at all (``inf``) is cut to one of 115 days: nobody polls so.
+        self.entry.has_own_limit = timeout is not None and self._deadline.seconds < FOREVER_SECONDS
         self._exchange: Exchange | None = None
         self._own_error: BaseException | None = None
         self._span: Span | None = None

@@ -50,6 +50,7 @@ class Entry:
         waits_since: when it began to wait for other ranks, in seconds of ``time.monotonic``.
         waits_until: when its time limit passes.
         limit_seconds: that limit.
+        has_own_limit: whether its caller gave it that limit, so that its wait is meant to end.
         report_at: when it will have waited long enough to be logged.
         awaits: the rank that it can't go on without just now; -1 if none.
         first_asked: the number of the first question where the others are that it made; 0 if none.
@@ -69,6 +70,7 @@ class Entry:
         "codec",
         "first_asked",
         "has_expired",
+        "has_own_limit",
         "header",
         "is_served",
         "lane",
@@ -100,6 +102,7 @@ class Entry:
         self.waits_since = 0.0
         self.waits_until = 0.0
         self.limit_seconds = 0.0
+        self.has_own_limit = False
         self.report_at = math.inf
         self.awaits = -1
         self.first_asked = 0

@@ -96,7 +96,8 @@ def send(
         UsageError: an argument is wrong; nothing was sent.
         NotInGroupError: this rank is no member of ``group``.
         CollectiveError: the object can't be encoded, or the receiver refused it. Both ranks.
-        DesyncError: the receiver waits for this rank elsewhere. Both ranks.
+        DesyncError: the receiver waits for this rank elsewhere, and neither call has a ``timeout``.
+            Both ranks.
         TransportTimeout: the limit passed; the connection of these two ranks ends. Where this send
             still waited for one before it only this one does.
         TransportError: the receiver died. Later calls between the two raise BrokenGroupError.
@@ -156,7 +157,8 @@ def recv(
         tag: of the message; None takes any.
         group: to which both belong; None for the world.
         timeout: seconds or timedelta; the group's own if None. When it passes nothing is lost: a
-            message that comes later waits for the next receive.
+            message that comes later waits for the next receive. One that has begun to come gets as
+            long again, 2 s at least.
         device: where tensors inside the object shall lie.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
@@ -170,7 +172,8 @@ def recv(
         NotInGroupError: this rank is no member of ``group``.
         CollectiveError: the sender could not encode the object. Both ranks.
         DecodeError: the object could not be rebuilt. This rank only.
-        DesyncError: the sender waits for this rank elsewhere. Both ranks.
+        DesyncError: the sender waits for this rank elsewhere, and neither call has a ``timeout``.
+            Both ranks.
         TransportTimeout: the limit passed.
         TransportError: the sender died; or some rank did, where any may send. A rank whose program
             has ended is not waited for, unless it was the last one.

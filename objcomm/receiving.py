@@ -15,9 +15,13 @@ from objcomm.transport.mesh import Mesh
 from objcomm.transport.pair import Pair
 from objcomm.transport.regions import regions
 from objcomm.transport.verdict import Cause, Verdict
-from objcomm.transport.watch import end_elsewhere
+from objcomm.transport.watch import end_elsewhere, hurry
 from objcomm.turn import Turn
 from objcomm.work import Work
+
+# A limit that is short is for finding a message. What has begun to come, and would take the
+# connection with it, gets so much at least.
+_TRANSFER_SECONDS = 2.0
 
 
 class Receive(Errand):
@@ -136,6 +140,7 @@ class Receive(Errand):
         self._lanes = [lane for _, _, lane in admitted]
         for lane in self._lanes:
             lane.begin(self.entry)
+        hurry(self._deadline.seconds)
         mailbox.ask(request)  # from now on the wait may be over, on another thread
         if not admitted:  # from this rank itself: no lane, no watcher
             self._limit(request)
@@ -220,6 +225,7 @@ class Receive(Errand):
             self.entry.is_served = True
             if not self.entry.has_expired:
                 self.entry.withdraw = None  # the sender waits, too: only both can end this
+            self._deadline.leave(_TRANSFER_SECONDS)
             with Turn(mesh, lane, exchange, self._deadline):
                 message = exchange.adopt(arrival.raw, header)
                 exchange.recv_rest([(arrival.peer, message)])

@@ -17,7 +17,7 @@ from objcomm.transport.mesh import Mesh
 from objcomm.transport.proposal import proposal_for
 from objcomm.transport.regions import regions
 from objcomm.transport.verdict import Cause
-from objcomm.transport.watch import end_elsewhere, interruptible
+from objcomm.transport.watch import end_elsewhere, hurry, interruptible
 
 if TYPE_CHECKING:
     from objcomm.message import Message
@@ -76,6 +76,7 @@ class Turn:
         entry.regions = regions.get()
         self._deadline.apply(entry)
         lane.begin(entry)
+        hurry(self._deadline.seconds_left)
         self._interruptible.__enter__()
         self._span = span("transfer")
         self._span.__enter__()

@@ -162,6 +162,11 @@ class Deadline:
         self._left = min(self.seconds, FOREVER_SECONDS)
         self._end = time.monotonic() + self._left
 
+    def leave(self, seconds: float) -> None:
+        """Let the next wait have so much at least, and say so if it does not do."""
+        self.seconds = max(self.seconds, seconds)
+        self._left = max(self._left, seconds)
+
     def apply(self, entry: Entry) -> None:
         """Count what is left, and let the watcher know that ``entry`` waits, and until when."""
         now = entry.waits_since = time.monotonic()

@@ -29,6 +29,12 @@ _ANSWERS_WITHIN_SECONDS = 0.4
 # A wait is asked about after half a second.
 _SURELY_ANSWERED_SECONDS = 1.2
 _PAUSE_SECONDS = 0.02
+# A limit under this was meant so: asking makes it twice as long at most, with a fifth of that time
+# for what comes after the answers.
+_BRIEF_SECONDS = 0.5
+_SHARE_OF_ANSWERS = 0.8
+# Under this one nobody would answer in time.
+_WORTH_ASKING_SECONDS = 0.1
 
 # Who uses objcomm has said who it is when its first call has lasted so long.
 _SURELY_TOLD_SECONDS = 1.0
@@ -120,7 +126,10 @@ def _look_for_conflict(
     conflict = find_conflict(board.rank, mine, start, lambda rank: board.read(rank, asked))
     # What ranks have done does not change, but whereabouts are read one after another, and a busy
     # rank's are old: who waits for whom must look the same twice, in answers to a later question.
-    calls = conflict and [(rank, *state[:3], step.sequence) for rank, state, step in conflict.found]
+    # Two waits of one call, or two polls, are not the same: each has a beginning of its own.
+    calls = conflict and [
+        (rank, *state[:3], state.since, step.sequence) for rank, state, step in conflict.found
+    ]
     is_sure = conflict is not None and (
         conflict.is_told or conflict.is_of_one_lane or suspected == calls
     )
@@ -168,12 +177,29 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
     def concerned() -> set[int]:
         waiting.extend(_taken(expiring))
         waiting[:] = [each for each in waiting if _still_waits(board, *each)]
-        return _ranks_of(waiting)
+        now = time.monotonic()
+        return _ranks_of(
+            (mesh, lane, entry)
+            for mesh, lane, entry in waiting
+            if not is_brief(entry) or now < entry.waits_until + _SHARE_OF_ANSWERS * patience(entry)
+        )
 
     since = min(entry.first_asked or asked for _, _, entry in waiting)
     answers = _answers(board, meshes, asked, since, concerned)
     for mesh, lane, entry in waiting:
         end(board, mesh, entry, timeout_verdict(mesh, lane, entry, _known(mesh, answers)))
+
+
+def is_brief(entry: Entry) -> bool:
+    """Whether a call that polls has a limit so short that others may not answer in as much time."""
+    return entry.withdraw is not None and entry.limit_seconds < _BRIEF_SECONDS
+
+
+def patience(entry: Entry) -> float:
+    """How much longer than its limit a call may take, so that others are asked where they are."""
+    if not is_brief(entry):
+        return _ANSWERS_WITHIN_SECONDS
+    return entry.limit_seconds if entry.limit_seconds >= _WORTH_ASKING_SECONDS else 0.0
 
 
 def report(
@@ -287,7 +313,7 @@ def timeout_verdict(
         mesh: whose.
         lane: which waits.
         entry: its call.
-        answers: whereabouts by rank; ``None`` if the store did not answer.
+        answers: whereabouts by rank, this one's at least; ``None`` if the store did not answer.
     """
     awaited = (entry.awaits,) if entry.awaits >= 0 else ()
     if answers is None:
@@ -304,7 +330,7 @@ def timeout_verdict(
         ranks=missing or awaited,
         seconds=entry.limit_seconds,
         positions=tuple(_where(mesh, lane, rank, answers[rank]) for rank in sorted(answers)),
-        silent=tuple(rank for rank in mesh.members if rank not in answers),
+        silent=tuple(rank for rank in mesh.members if rank not in answers and not is_brief(entry)),
     )
 
 

@@ -75,7 +75,9 @@ def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
         next_sequence, waiter = entry.header.sequence + 1, lane.waiting_thread
     else:
         next_sequence, waiter = lane.sequence, 0
-    awaits = -1 if entry is None or entry.is_served else entry.awaits
+    # A wait that is meant to end by itself is no part of a circle, on whichever rank that closes.
+    is_free = entry is None or entry.is_served or (entry.caller or entry).has_own_limit
+    awaits = -1 if entry is None or is_free else entry.awaits
     last = entries[-1] if entries else None
     if entry is not None:
         seconds = time.monotonic() - entry.waits_since

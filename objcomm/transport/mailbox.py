@@ -12,6 +12,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from objcomm.transport.verdict import Cause
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -54,6 +56,19 @@ class Arrival:
     def is_whole(self) -> bool:
         """Whether nothing of it has yet to come."""
         return self.header is None or self.header.is_all_head
+
+    def is_lost(self, verdict: Verdict | None) -> bool:
+        """Whether what ended its connection has ended it, too.
+
+        What is not here whole can't come any more; its sender is told by the same verdict. What was
+        sent before a block failed may be part of that block, which nothing outside of it may meet.
+        """
+        return verdict is not None and (not self.is_whole or verdict.cause is Cause.FAILED)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its connection is known to have ended, and it is lost with it."""
+        return self.mesh is not None and self.is_lost(self.mesh.verdict)
 
     @property
     def origin(self) -> tuple[Header, Mesh, Lane] | None:
@@ -166,11 +181,11 @@ class Mailbox:
     def ask(self, request: Request) -> None:
         """Give ``request`` a message that is here, or the first that comes and it admits."""
         with self._changed:
-            is_met = self._serve(request)
-            if not is_met:
+            is_over = request.verdict is not None or self._serve(request)
+            if not is_over:
                 self._requests.append(request)
                 self._changed.notify_all()
-        if is_met:
+        if is_over:
             self._tell(request)
 
     def _serve(self, request: Request) -> bool:
@@ -203,6 +218,8 @@ class Mailbox:
     def _served(self, arrival: Arrival) -> list[Request]:
         """The requests that a message ends; where none of them takes it, it is kept."""
         with self._changed:
+            if arrival.is_dead:
+                return []
             met = [each for each in self._requests if each.admits(arrival.peer, arrival.tag)]
             takers = [each for each in met if not each.is_probe]
             # Probes that asked before the taker see it; those behind would see it gone.
@@ -216,10 +233,10 @@ class Mailbox:
             return served
 
     def withdraw(self, request: Request, verdict: Verdict) -> None:
-        """End a request by a verdict, if it still waits."""
+        """End a request by a verdict, if it still waits, or as soon as it is put."""
         with self._changed:
             is_waiting = self._remove(request)
-            if is_waiting:
+            if request.arrival is None and request.verdict is None:
                 request.verdict = verdict
         if is_waiting:
             request.tell()
@@ -242,8 +259,7 @@ class Mailbox:
 
         Those end in any case when there is nobody left.
 
-        Messages that are here whole outlive a connection that nothing can come after. What was
-        begun is lost, and so is all where both ranks begin anew: it belongs to what failed.
+        Messages that are here whole outlive their connection, and come before those of the next.
 
         Args:
             peer: whose connection has ended.
@@ -254,13 +270,10 @@ class Mailbox:
         with self._changed:
             if self._sources.get(peer) is not source:
                 return
-            lost = [
-                each
-                for each in self._arrived
-                if each.peer == peer and (verdict.is_recoverable or not each.is_whole)
-            ]
+            lost = [each for each in self._arrived if each.peer == peer and each.is_lost(verdict)]
             for arrival in lost:
                 self._take(arrival)
+            self._changed.notify_all()  # the connection's own thread, which may wait for room
             self._expected.discard(peer)
             is_for_any = is_for_any or not self._expected
             ended = [
@@ -287,7 +300,12 @@ class Mailbox:
         return self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and not is_wanted
 
     def _first(self, request: Request) -> Arrival | None:
-        found = (each for each in self._arrived if request.admits(each.peer, each.tag))
+        # A connection ends on another thread: one that has just ended may not be told of yet.
+        found = (
+            each
+            for each in self._arrived
+            if request.admits(each.peer, each.tag) and not each.is_dead
+        )
         return next(found, None)
 
     def _take(self, arrival: Arrival) -> None:

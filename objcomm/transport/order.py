@@ -114,6 +114,11 @@ class Single:
         """Do ``job`` on the calling thread, unless another one has begun to."""
         self._run(job)
 
+    def join(self) -> None:
+        """Wait until the thread has done its job, if it has come."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _run(self, job: Callable[[], None]) -> None:
         if self._claim.acquire(blocking=False):
             self._thread = threading.current_thread()

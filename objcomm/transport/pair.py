@@ -66,6 +66,7 @@ class Pair:
         self._lock = threading.Lock()
         self._current: Mesh | None = None
         self._listener = Single(_LISTENER)
+        self._former = Single(_LISTENER)  # of the last connection
 
     @property
     def channel(self) -> Channel:
@@ -86,7 +87,8 @@ class Pair:
             if former is None or (former is not mesh and former.verdict is not None):
                 if former is not None and former.verdict is not None:
                     _fail(self._mailbox, self.peer, former, former.verdict)
-                self._current, self._listener = mesh, Single(_LISTENER)
+                self._current = mesh
+                self._former, self._listener = self._listener, Single(_LISTENER)
                 self._mailbox.expect(self.peer, mesh)
         return mesh, lane
 
@@ -132,11 +134,11 @@ class Pair:
             RuntimeError: this process can start no more threads; the next call tries again.
         """
         with self._lock:
-            is_current, listener = self._current is mesh, self._listener
+            is_current, listener, former = self._current is mesh, self._listener, self._former
         if is_current and not listener.has_begun:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
             told = (settings(), regions.get())
-            listener.start(partial(_listen, mesh, lane, self.peer, self._mailbox, *told))
+            listener.start(partial(_listen, mesh, lane, self.peer, self._mailbox, former, *told))
         elif mesh.verdict is not None:
             _fail(self._mailbox, self.peer, mesh, mesh.verdict)
         return None if is_current else mesh.verdict
@@ -174,10 +176,11 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
     lane: Lane,
     peer: int,
     mailbox: Mailbox,
+    former: Single,
     chosen: Settings,
     blocks: tuple[str, ...],
 ) -> None:
-    """Until the connection ends; keeps no group alive."""
+    """Until the connection ends, and what has come over it is taken in; keeps no group alive."""
     expect(mesh, threading.current_thread())
     try:
         link = mesh.connections
@@ -187,7 +190,8 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
                 if entry.withdraw is not None and set(blocks) & set(entry.regions):
                     entry.withdraw(told)
         standing = lane.standing(link, peer)
-        while mesh.verdict is None:
+        former.join()  # what came over the last connection comes first
+        while True:  # until no more comes
             mailbox.await_room(peer, lambda: mesh.verdict is not None, _LOOK_SECONDS)
             standing.pending.wait(timedelta(seconds=FOREVER_SECONDS))
             header = _judged(mesh, lane, peer, standing.raw, chosen)

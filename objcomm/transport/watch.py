@@ -2,9 +2,9 @@
 
 Four times a second it looks at the calls that wait. What has waited for half a second is
 investigated: where are the others, and has anybody ended this? What has waited for a minute is
-logged, and what has passed its limit ends. The thread itself never talks to the store, which may
-not answer: that is the bulletin's work, and what the bulletin has not done after half a second is
-done here without it.
+logged, and what has passed its limit ends, at that moment and not at the next look. The thread
+itself never talks to the store, which may not answer: that is the bulletin's work, and what the
+bulletin has not done after half a second is done here without it.
 
 It also lets Ctrl-C end a wait that sits in C++. Python runs signal handlers between bytecodes of
 the main thread only, and a wait for a peer is one long call. So while the main thread waits, the
@@ -32,19 +32,12 @@ import torch.distributed as dist
 
 from objcomm.history import Entry
 from objcomm.journal import logged
-from objcomm.transport import blame
+from objcomm.transport import blame, inquiry
 from objcomm.transport.bulletin import Board, Bulletin
 from objcomm.transport.creation import store_of
 from objcomm.transport.farewell import FAREWELL_SECONDS, bring_back
 from objcomm.transport.gloo import is_cut_off
-from objcomm.transport.inquiry import (
-    Waiting,
-    expire,
-    investigate,
-    report,
-    report_silence,
-    timeout_verdict,
-)
+from objcomm.transport.inquiry import Waiting, investigate
 from objcomm.transport.location import whereabouts
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.verdict import DESTROYED, Cause, Verdict
@@ -53,9 +46,9 @@ from objcomm.transport.whereabouts import Whereabouts
 _TICK_SECONDS = 0.25
 #: A wait of this length is no surprise; a longer one is investigated.
 OVERDUE_SECONDS = 0.5
-# A wait this long will be longer still: one look a second does.
+# A wait this long will be longer still: every fourth look does.
 _LONG_SECONDS = 4.0
-_TICKS_BETWEEN_LOOKS = 4
+_LONG_LOOKS = 4
 _EXPIRY_SECONDS = 0.9
 _INTERRUPT_SECONDS = 0.3
 _NUDGE = b"\0"  # no signal's number
@@ -78,17 +71,14 @@ class Watcher(threading.Thread):
         self._sending.setblocking(False)  # noqa: FBT003  # socket's own signature
         self._lock = threading.Lock()
         self._meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
-        self._listeners: weakref.WeakKeyDictionary[Mesh, threading.Thread] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._listeners = weakref.WeakKeyDictionary[Mesh, threading.Thread]()
         # Also those whose world has gone, until their threads have ended.
         self.bulletins: weakref.WeakSet[Bulletin] = weakref.WeakSet()
         self._fallbacks: list[tuple[float, Callable[[], object]]] = []
         self._investigating: set[Bulletin] = set()
-        self._expiring: weakref.WeakKeyDictionary[Bulletin, deque[Waiting]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._ticks = 0
+        self._expiring = weakref.WeakKeyDictionary[Bulletin, deque[Waiting]]()
+        self._looked_at = 0.0
+        self._looks = 0
         self._is_closing = False
         if former is not None:
             self._meshes, self._listeners = former._meshes, former._listeners
@@ -145,18 +135,19 @@ class Watcher(threading.Thread):
                     self._tick(time.monotonic())
 
     def _pause(self) -> float | None:
-        """Until the next tick, or the next limit; without a mesh there is nothing to look at."""
+        """Until the next look, or the next limit; without a mesh there is nothing to look at."""
         if not self._meshes and not self._fallbacks:
             return None
-        limits = [entry.waits_until for _, _, entry in self._waiting() if not entry.has_expired]
-        return max(0.0, min(_TICK_SECONDS, *[limit - time.monotonic() for limit in limits], 1.0))
+        dues = [entry.waits_until for _, _, entry in self._waiting() if not entry.has_expired]
+        dues += [due for due, _ in self._fallbacks]
+        return max(0.0, min([self._looked_at + _TICK_SECONDS, *dues]) - time.monotonic())
 
     def _heed_signals(self, numbers: bytes) -> None:
         target, forward_to = self.target, self.forward_to
         if signal.SIGINT in numbers and target is not None:
             verdict = Verdict.of(Cause.LEFT, ranks=(target.rank,), reason="it was interrupted")
             target.bulletin.submit(functools.partial(target.settle_on, proposal=verdict))
-            self._fall_back(_INTERRUPT_SECONDS, target, verdict)
+            self._fall_back(_INTERRUPT_SECONDS, target, verdict._replace(is_store_silent=True))
         if forward_to != -1 and (signals := numbers.replace(_NUDGE, b"")):
             with contextlib.suppress(OSError):  # its owner may have closed it
                 os.write(forward_to, signals)  # asyncio finds its signals there
@@ -165,23 +156,24 @@ class Watcher(threading.Thread):
         self, seconds: float, mesh: Mesh, verdict: Verdict, entry: Entry | None = None
     ) -> None:
         """End a mesh, or one call, without the store's help unless it has ended by then."""
-        local = verdict._replace(is_store_silent=True)
         end = mesh.stop if entry is None or entry.withdraw is None else entry.withdraw
-        self._fallbacks.append((time.monotonic() + seconds, functools.partial(end, local)))
+        self._fallbacks.append((time.monotonic() + seconds, functools.partial(end, verdict)))
 
     def _tick(self, now: float) -> None:
-        self._ticks += 1
+        """Do what is due; who polls wakes the thread often, and not each time is a look around."""
+        is_look = now >= self._looked_at + _TICK_SECONDS
+        self._looked_at = now if is_look else self._looked_at
+        self._looks += is_look
         overdue: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
         expired: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
         late: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
         for mesh, lane, entry in self._waiting():
             waited = now - entry.waits_since
-            is_long = waited > _LONG_SECONDS
-            if waited >= OVERDUE_SECONDS and self._has_ended_in_vain(mesh, entry):
+            if is_look and waited >= OVERDUE_SECONDS and self._has_ended_in_vain(mesh, entry):
                 continue
             if now >= entry.waits_until:
                 expired[mesh.bulletin].append((mesh, lane, entry))
-            elif waited >= OVERDUE_SECONDS and not (is_long and self._ticks % _TICKS_BETWEEN_LOOKS):
+            elif is_look and self._is_overdue(waited):
                 overdue[mesh.bulletin].append((mesh, lane, entry))
             if entry.report_at <= now < entry.waits_until:
                 entry.report_at = now + waited
@@ -190,7 +182,7 @@ class Watcher(threading.Thread):
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
         for bulletin, waiting in expired.items():
-            self._expire(bulletin, [each for each in waiting if not each[2].has_expired])
+            self._expire(bulletin, waiting)
         for bulletin, waiting in late.items():
             self._report(bulletin, waiting)
         for due, end in self._fallbacks:
@@ -226,6 +218,10 @@ class Watcher(threading.Thread):
         self._fall_back(_INTERRUPT_SECONDS, mesh, verdict)
         return True
 
+    def _is_overdue(self, waited: float) -> bool:
+        is_long = waited > _LONG_SECONDS
+        return waited >= OVERDUE_SECONDS and not (is_long and self._looks % _LONG_LOOKS)
+
     def _waiting(self) -> list[Waiting]:
         with self._lock:
             meshes = [mesh for mesh in self._meshes if mesh.verdict is None]
@@ -237,21 +233,29 @@ class Watcher(threading.Thread):
         ]
 
     def _expire(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
-        """End all calls whose limits have passed, in one go: asking takes a while."""
+        """End all calls whose limits have passed, in one go: asking takes a while.
+
+        A job that is under way takes more of them on.
+        """
+        waiting = [each for each in waiting if not each[2].has_expired]
         if not waiting:
             return
         meshes = self.meshes(bulletin)
         expiring = self._expiring.setdefault(bulletin, deque())
-        expiring.extend(waiting)  # a job that is under way takes them on
-        bulletin.submit(lambda board: expire(board, meshes, expiring))
+        expiring.extend(each for each in waiting if inquiry.patience(each[2]))
+        bulletin.submit(lambda board: inquiry.expire(board, meshes, expiring))
         for mesh, lane, entry in waiting:
             entry.has_expired = True
-            self._fall_back(_EXPIRY_SECONDS, mesh, timeout_verdict(mesh, lane, entry, None), entry)
+            seconds, answers = _EXPIRY_SECONDS, None
+            if inquiry.is_brief(entry):  # nobody else need know
+                seconds, answers = inquiry.patience(entry), {mesh.rank: whereabouts(meshes, 0)}
+            verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
+            self._fall_back(seconds, mesh, verdict, entry)
 
     def _report(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
         meshes, told = self.meshes(bulletin), threading.Event()
-        bulletin.submit(lambda board: report(board, meshes, waiting, told))
-        silence = functools.partial(report_silence, waiting, told)
+        bulletin.submit(lambda board: inquiry.report(board, meshes, waiting, told))
+        silence = functools.partial(inquiry.report_silence, waiting, told)
         self._fallbacks.append((time.monotonic() + _EXPIRY_SECONDS, silence))
 
     def _investigate(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
@@ -294,9 +298,7 @@ class _Watchers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watcher: Watcher | None = None
-        self._bulletins: weakref.WeakKeyDictionary[dist.ProcessGroup, Bulletin] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._bulletins = weakref.WeakKeyDictionary[dist.ProcessGroup, Bulletin]()
 
     def watcher(self) -> Watcher:
         with self._lock:
@@ -334,6 +336,12 @@ def bulletin_of(world: dist.ProcessGroup) -> Bulletin:
 def watch(mesh: Mesh) -> None:
     """See to it that no wait on ``mesh`` is a silent one, as long as it lives."""
     _watchers.watcher().add(mesh)
+
+
+def hurry(seconds: float) -> None:
+    """Let a wait that has begun end after so long, though the watcher may sleep for longer."""
+    if seconds < _TICK_SECONDS:
+        _watchers.watcher()._nudge()  # noqa: SLF001  # its own module's
 
 
 def expect(mesh: Mesh, listener: threading.Thread) -> None:

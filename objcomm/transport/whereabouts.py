@@ -39,7 +39,8 @@ class LaneState(NamedTuple):
         next_sequence: calls begun so far; where any thread may send, messages sent or to be sent.
         taken: where any thread may send, messages that have arrived; -1 on other lanes.
         now: the call under way, if the lane is waiting.
-        awaits: the global rank that it can't go on without; -1 if none.
+        awaits: the global rank that it can't go on without; -1 if none, as where the caller gave a
+            message's wait a limit of its own.
         since: when the wait began, by that process's clock: no two waits of a lane's have the same.
         seconds: since the wait began, or since the last call ended.
         past: the latest calls, the one under way included, oldest first.
@@ -82,9 +83,15 @@ class Conflict(NamedTuple):
 
     @property
     def is_of_one_lane(self) -> bool:
-        """Whether it is two calls with the same number on one lane, which both ranks remember."""
+        """Whether it is two calls with the same number on one lane, which both ranks remember.
+
+        Messages from rank to rank are no such calls, nor are meetings.
+        """
         calls = {(state.nonce, state.number, step.sequence) for _, state, step in self.found}
-        return len(calls) == 1 and all(step.sequence != MEETING for _, _, step in self.found)
+        is_numbered = all(
+            state.taken < 0 and step.sequence != MEETING for _, state, step in self.found
+        )
+        return len(calls) == 1 and is_numbered
 
     def holds(self, rank: int, lane: LaneState) -> bool:
         """Whether ``lane`` of ``rank`` still waits where this was found."""

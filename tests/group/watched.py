@@ -55,6 +55,7 @@ def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
     """
     with (
         mock.patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers_s),
+        mock.patch.object(inquiry, "_BRIEF_SECONDS", 0.0),
         mock.patch.object(watch, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
         mock.patch.object(Bulletin.call, "__defaults__", (PATIENCE_S,)),
     ):

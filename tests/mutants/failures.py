@@ -115,10 +115,26 @@ MUTANTS = (
     Mutant(
         "circles-of-meetings-untold",
         "objcomm/transport/whereabouts.py",
-        "return len(calls) == 1 and all(step.sequence != MEETING for _, _, step in self.found)",
+        "return len(calls) == 1 and is_numbered",
         "return len(calls) == 1",
         "of two that meet and have no name for it yet, the first to find a circle tells nobody",
         ("tests/group/test_p2p_desync.py",),
+    ),
+    Mutant(
+        "polls-in-circles",
+        "objcomm/transport/location.py",
+        "entry.is_served or (entry.caller or entry).has_own_limit",
+        "entry.is_served",
+        "who polls is taken for waiting for ever",
+        ("tests/group/test_p2p_polling.py",),
+    ),
+    Mutant(
+        "two-waits-taken-for-one",
+        "objcomm/transport/inquiry.py",
+        "(rank, *state[:3], state.since, step.sequence)",
+        "(rank, *state[:3], step.sequence)",
+        "two polls that each look like a circle are believed as one",
+        ("tests/unit/test_suspicions.py",),
     ),
     Mutant(
         "circles-never-sure",

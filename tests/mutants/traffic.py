@@ -224,6 +224,22 @@ MUTANTS = (
         (*_MAILBOX, "tests/group/test_p2p.py"),
     ),
     Mutant(
+        "arrived-messages-thrown-away",
+        "objcomm/transport/mailbox.py",
+        "(not self.is_whole or verdict.cause is Cause.FAILED)",
+        "(not self.is_whole or verdict.is_recoverable)",
+        "what has come is gone after an error that both ranks outlive",
+        _MAILBOX,
+    ),
+    Mutant(
+        "messages-overtake-at-a-new-beginning",
+        "objcomm/transport/pair.py",
+        "        former.join()  # what came over the last connection comes first\n",
+        "",
+        "a message of a new connection comes before one of the last",
+        ("tests/group/test_p2p_polling.py",),
+    ),
+    Mutant(
         "envelope-names-the-group-rank",
         "objcomm/probing.py",
         "return Envelope(errand.group.ranks[arrival.peer], arrival.peer,",

@@ -265,6 +265,17 @@ def test_two_that_wait_for_each_others_messages(operation: Operation) -> None:
     assert is_circle({0: [mine], 1: [theirs]})
 
 
+def test_a_circle_of_messages_or_meetings_is_none_of_calls_that_both_remember() -> None:
+    """So it is believed only when it has looked the same twice, and told."""
+    for ranks in (
+        {0: [recv(0, 1)], 1: [recv(1, 0)]},
+        {0: [meeting("a", awaits=1)], 1: [meeting("b", awaits=0)]},
+    ):
+        found = conflict_among(ranks)
+        assert found is not None
+        assert not found.is_of_one_lane
+
+
 def test_a_message_under_way_is_no_conflict() -> None:
     """Rank 1 has sent, and waits for an answer; the bytes are not here yet."""
     ranks = {0: [recv(0, 1, taken=2)], 1: [recv(1, 0, sent=3)]}

@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tests.waits import PATIENCE_S, wait_until
 
 LOST = Verdict.of(Cause.LOST, ranks=(1,), reason="it died")
 DESYNC = Verdict.of(Cause.DESYNC, reason="each waits for another")
+REFUSED = Verdict.of(Cause.REFUSED)
+FAILED = Verdict.of(Cause.FAILED)
 
 #: Stands for a connection to rank 1.
 FIRST = object()
@@ -188,6 +191,16 @@ def test_a_withdrawn_request_takes_nothing() -> None:
     assert ask(box, 1).got == "a"
 
 
+def test_a_request_that_is_withdrawn_before_it_is_put_takes_nothing_and_ends() -> None:
+    """Its limit may pass while its thread gets no turn."""
+    box, late = filled(arrival(1, 0, "a")), Asked(1)
+    box.withdraw(late.request, LOST)
+    assert late.ends == []
+    box.ask(late.request)
+    assert (late.ends, late.request.verdict, late.request.arrival) == ([1], LOST, None)
+    assert ask(box, 1).got == "a"
+
+
 def test_a_failure_ends_who_waits_for_that_rank_or_for_any() -> None:
     box = filled()
     alone, anybody, other = ask(box, 1), ask(box), ask(box, 2)
@@ -228,18 +241,52 @@ def header(*, body_nbytes: int) -> Header:
     return Header(operation=Operation.SEND, sender=1, body_nbytes=body_nbytes)
 
 
-@pytest.mark.parametrize(("verdict", "stays"), [(LOST, True), (DESYNC, False)])
-def test_a_whole_message_outlives_its_senders_end_but_no_new_beginning(
+def over(mesh: Any, tag: int, *, body_nbytes: int = 10, raw: bytes = b"") -> Arrival:
+    return Arrival(1, tag, 0, header(body_nbytes=body_nbytes), raw, mesh)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "stays"), [(LOST, True), (DESYNC, True), (REFUSED, True), (FAILED, False)]
+)
+def test_a_whole_message_outlives_its_connection_but_no_block_that_has_failed(
     verdict: Verdict, *, stays: bool
 ) -> None:
-    large = Arrival(1, 3, 0, header(body_nbytes=1 << 20))
-    small = Arrival(1, 4, 0, header(body_nbytes=10))
+    large, small = over(None, 3, body_nbytes=1 << 20), over(None, 4)
     assert (large.is_whole, small.is_whole) == (False, True)
     box = filled(large, small, arrival(2, 0, "another's"))
     box.fail(1, FIRST, verdict, is_for_any=True)
     assert box.look(1, 3) is None
     assert box.look(1, 4) is (small if stays else None)
     assert ask(box).got == "another's"
+
+
+@pytest.mark.parametrize("verdict", [LOST, DESYNC, FAILED])
+def test_what_is_lost_is_given_to_nobody_before_anybody_has_told_so(verdict: Verdict) -> None:
+    """Its connection ends on another thread, which says so a moment later."""
+    mesh = SimpleNamespace(verdict=None)
+    box = filled(over(mesh, 3, body_nbytes=1 << 20), over(mesh, 3))
+    mesh.verdict = verdict
+    found = box.look(1, 3)
+    assert (found is not None and found.is_whole) == (verdict is not FAILED)
+    asked = ask(box, 1, 5)
+    box.deliver(over(mesh, 5, body_nbytes=1 << 20))
+    assert asked.ends == []
+    assert box.look(1, 5) is None
+
+
+def test_who_waits_for_room_hears_that_the_connection_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
+    box, mesh = filled(Arrival(1, 7, 0, raw=bytes(40))), SimpleNamespace(verdict=None)
+    waiting = threading.Thread(
+        target=box.await_room, args=(1, lambda: mesh.verdict is not None, 1000.0)
+    )
+    waiting.start()
+    mesh.verdict = DESYNC
+    box.fail(1, FIRST, DESYNC, is_for_any=False)
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
 
 
 def test_a_sender_waits_while_its_share_is_full_until_somebody_asks(

@@ -60,6 +60,15 @@ def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
     assert entry.waits_until == clock.now + 10
 
 
+def test_a_limit_can_be_made_longer_for_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    for limit_s, longer_s in ((0.02, 2.0), (10.0, 10.0)):
+        deadline, entry = Deadline(limit_s), Entry(header_of(0), "recv")
+        deadline.leave(2.0)
+        deadline.apply(entry)
+        assert (entry.waits_until, entry.limit_seconds) == (clock.now + longer_s, longer_s)
+
+
 def test_missing_memory_is_a_ranks_failure_and_an_interrupt_its_end() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)

@@ -1,0 +1,76 @@
+"""What a rank must see twice before it believes that nobody can ever end a wait."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from objcomm.frames import Operation
+from objcomm.history import Entry
+from objcomm.transport import inquiry
+from objcomm.transport.whereabouts import LaneState, Whereabouts
+from tests.unit.memory_link import header_of
+from tests.unit.test_conflict import MAIN, recv
+
+
+class Looks:
+    """Rank 1 waits for rank 0's message, and looks again and again where rank 0 is."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.entry = Entry(header_of(1, operation=Operation.RECV), "recv")
+        self.entry.awaits = 0
+        self.mine = recv(1, 0, since=self.entry.waits_since)
+        self.asked = 0
+        self.theirs: LaneState
+        self.settled: list[Any] = []
+        patch.setattr(inquiry, "whereabouts", self._mine)
+        lane = SimpleNamespace(number=0, waits=lambda: [self.entry], order=None)
+        mesh: Any = SimpleNamespace(
+            name=self.mine.group,
+            nonce="",
+            verdict=None,
+            link=object(),
+            whole=None,
+            ranks=(0, 1),
+            settle_on=lambda _, verdict: self.settled.append(verdict),
+        )
+        self._waiting: Any = (mesh, lane, self.entry)
+        self._board: Any = SimpleNamespace(
+            rank=1,
+            ask=self._ask,
+            publish=lambda _: None,
+            read=lambda rank, _: self._of(rank),
+            tell_circle=lambda _: None,
+        )
+
+    def _ask(self) -> int:
+        self.asked += 1
+        return self.asked
+
+    def _mine(self, _meshes: Any, asked: int) -> Whereabouts:
+        return Whereabouts(asked, MAIN, (self.mine,), is_single=True)
+
+    def _of(self, rank: int) -> Whereabouts:
+        lanes = (self.mine,) if rank else (self.theirs,)
+        return Whereabouts(self.asked, MAIN, lanes, is_single=True)
+
+    def look(self, since: float) -> bool:
+        """Whether rank 1 ends its wait, where rank 0 waits since then."""
+        self.theirs = recv(0, 1, since=since)
+        inquiry.investigate(self._board, [self._waiting[0]], [self._waiting])
+        return bool(self.settled)
+
+
+def test_two_looks_at_one_wait_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    assert not looks.look(5.0)
+    assert looks.look(5.0)
+
+
+def test_two_waits_one_after_another_are_not_taken_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = Looks(monkeypatch)
+    for poll in range(10):
+        assert not looks.look(5.0 + poll)
+    assert looks.look(14.0)
