@@ -365,12 +365,24 @@ class LaunchError(ObjcommError, RuntimeError):
         return f"launch: {self.name} failed on {summary}{traces}"
 
 
+def name_of(kind: type, attribute: str = "__name__") -> str:
+    """A class's name, whatever its metaclass would answer; never raises.
+
+    Args:
+        kind: the class.
+        attribute: which name, ``__name__`` or ``__qualname__``.
+    """
+    name: str = type.__dict__[attribute].__get__(kind)
+    return name
+
+
 def text_of(error: BaseException) -> str:
-    """``Type: message`` for an error's text, even where its own ``__str__`` raises."""
+    """``Type: message`` for an error's text; never raises, whatever its own ``__str__`` does."""
+    kind = name_of(type(error))
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as second:  # noqa: BLE001  # any __str__ of a user's may raise
-        return f"{type(error).__name__}: <its __str__ raised {type(second).__name__}>"
+        return f"{kind}: {error}"
+    except BaseException as second:  # noqa: BLE001  # a user's __str__ may even exit
+        return f"{kind}: <its __str__ raised {name_of(type(second))}>"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
