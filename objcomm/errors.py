@@ -142,6 +142,7 @@ class Position(NamedTuple):
         seconds: how long ago the call began, or ended if it is over; 0 where nobody measured it.
         is_over: whether the rank has left that call, its last one.
         group: the group's name, where it is not the one whose error this is.
+        name: of a barrier, as far as it is shown.
     """
 
     rank: int
@@ -152,12 +153,14 @@ class Position(NamedTuple):
     seconds: float = 0.0
     is_over: bool = False
     group: str = ""
+    name: str = ""
 
     def __str__(self) -> str:
         root = "" if self.root < 0 else f" with root {self.root}"
         group = f" of group {self.group!r}" if self.group else ""
         where = f" at {self.call_site}" if self.call_site else ""
-        call = f"{self.operation} (call {self.sequence}){root}{group}{where}"
+        name = f" {self.name!r}" if self.name else ""
+        call = f"{self.operation}{name} (call {self.sequence}){root}{group}{where}"
         if self.is_over and not self.operation:
             return f"rank {self.rank} is in no call"
         if self.is_over:
