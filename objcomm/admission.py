@@ -70,15 +70,25 @@ class Gate:
         header = message.header._replace(destination=destination, number=self._sent)
         return message.head_with(header.pack(self.signer.sign))
 
-    def header_in(self, raw: bytes | bytearray | memoryview) -> Header:
+    def header_in(self, raw: bytes | bytearray | memoryview, sender: int | None = None) -> Header:
         """The header of a message that arrived, once its origin is proved.
+
+        Args:
+            raw: its first bytes.
+            sender: who must have made it, for an error's text; None if it came from no rank.
 
         Raises:
             AuthenticationError: this rank has a key, and it did not sign this header; or it has
                 none, and the header is signed.
             WireError: these bytes are no header.
         """
-        header = Header.unpack(raw)
+        try:
+            header = Header.unpack(raw)
+        except WireError as error:
+            if sender is None:
+                raise
+            told = f"rank {sender} sent rank {self._rank} what it cannot read: {error}"
+            raise WireError(told) from error
         if self.signer is None:
             if header.signature != BLANK:
                 raise AuthenticationError(

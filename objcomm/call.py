@@ -14,7 +14,7 @@ from objcomm.admission import Gate
 from objcomm.coding import Coding
 from objcomm.config import Allowed
 from objcomm.errors import CollectiveError, ObjcommError, WireError
-from objcomm.frames import Flag, Header, Operation, Status, fingerprint
+from objcomm.frames import Flag, Header, Operation, Status, fingerprint, shown
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
 from objcomm.memory import DeviceLike
@@ -138,9 +138,7 @@ class Call:
             raise
         self._lane = lane
         path = DevicePath(self._group.device_link)
-        gate = Gate(self._coding.settings, mesh.nonce, self.rank)
-        device = self._coding.device
-        is_staged = device is not None and device.type == path.linked
+        is_staged = self.device is not None and self.device.type == path.linked
         header = Header(
             status=Status.VALUE,
             flags=Flag.STAGED * is_staged | Flag.PACED * is_paced,
@@ -152,6 +150,7 @@ class Call:
             sequence=lane.sequence,
             fingerprint=fingerprint(must_agree),
             call_site=place,
+            name=shown(must_agree) if operation is Operation.BARRIER else "",
         )
         entry = Entry(header, self.name, self._coding.codec_name, lane.name)
         exchange = Exchange(
@@ -159,14 +158,15 @@ class Call:
             lane=lane,
             entry=entry,
             deadline=self._deadline,
-            gate=gate,
+            gate=Gate(self._coding.settings, mesh.nonce, self.rank),
             device=path,
             meter=self._bar,
         )
         lane.sequence += 1
         lane.past.append(entry)
         self._record(entry)
-        meeting = compose(header, b"") if self._coding.settings.is_checked else None
+        is_met = self._coding.settings.is_checked
+        meeting = compose(header, header.name.encode()) if is_met else None
         return Turn(mesh, lane, exchange, self._deadline, meeting)
 
     def _record(self, entry: Entry) -> None:
@@ -241,8 +241,9 @@ class Call:
         return self._coding.copy(obj)
 
     def announcement(self, status: Status) -> Message:
-        """A message that says all with its status."""
-        return compose(self.exchange.header, b"", status=status)
+        """A message that says all with its status, and the name of a barrier."""
+        header = self.exchange.header
+        return compose(header, header.name.encode(), status=status)
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
         """Raise what some messages, or this rank's own error, call for.

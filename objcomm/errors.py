@@ -142,6 +142,7 @@ class Position(NamedTuple):
         seconds: how long ago the call began, or ended if it is over; 0 where nobody measured it.
         is_over: whether the rank has left that call, its last one.
         group: the group's name, where it is not the one whose error this is.
+        name: of a barrier, as far as it is shown.
     """
 
     rank: int
@@ -152,12 +153,14 @@ class Position(NamedTuple):
     seconds: float = 0.0
     is_over: bool = False
     group: str = ""
+    name: str = ""
 
     def __str__(self) -> str:
         root = "" if self.root < 0 else f" with root {self.root}"
         group = f" of group {self.group!r}" if self.group else ""
         where = f" at {self.call_site}" if self.call_site else ""
-        call = f"{self.operation} (call {self.sequence}){root}{group}{where}"
+        name = f" {self.name!r}" if self.name else ""
+        call = f"{self.operation}{name} (call {self.sequence}){root}{group}{where}"
         if self.is_over and not self.operation:
             return f"rank {self.rank} is in no call"
         if self.is_over:
@@ -365,12 +368,24 @@ class LaunchError(ObjcommError, RuntimeError):
         return f"launch: {self.name} failed on {summary}{traces}"
 
 
+def name_of(kind: type, attribute: str = "__name__") -> str:
+    """A class's name, whatever its metaclass would answer; never raises.
+
+    Args:
+        kind: the class.
+        attribute: which name, ``__name__`` or ``__qualname__``.
+    """
+    name: str = type.__dict__[attribute].__get__(kind)
+    return name
+
+
 def text_of(error: BaseException) -> str:
-    """``Type: message`` for an error's text, even where its own ``__str__`` raises."""
+    """``Type: message`` for an error's text; never raises, whatever its own ``__str__`` does."""
+    kind = name_of(type(error))
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as second:  # noqa: BLE001  # any __str__ of a user's may raise
-        return f"{type(error).__name__}: <its __str__ raised {type(second).__name__}>"
+        return f"{kind}: {error}"
+    except BaseException as second:  # noqa: BLE001  # a user's __str__ may even exit
+        return f"{kind}: <its __str__ raised {name_of(type(second))}>"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -30,6 +30,9 @@ BLANK = bytes(32)
 _SIGNATURE_UNTIL = HEADER_NBYTES - 2 * _CHECKSUM.size
 _SIGNATURE_FROM = _SIGNATURE_UNTIL - len(BLANK)
 
+# So much of a barrier's name is told to the other ranks.
+_NAME_MAX_NBYTES = 64
+
 #: As a header's ``destination``: whoever receives it.
 EVERYONE = -1
 
@@ -89,6 +92,9 @@ class Operation(IntEnum):
     ZERO_FIRST = 46
 
 
+_BARRIER = int(Operation.BARRIER)
+
+
 class Status(IntEnum):
     """What the bytes after the header are."""
 
@@ -131,12 +137,18 @@ class Header(NamedTuple):
     digest: bytes = BLANK  # keyed, of body and payload
     signature: bytes = BLANK  # keyed, of this header
     body_checksum: int = 0  # CRC-32 of the body
+    name: str = ""  # of a barrier: the start of its body, and no part of what is packed
 
     @property
     def position(self) -> Position:
         """Where the sender is, for an error's text."""
         return Position(
-            self.sender, operation_name(self.operation), self.sequence, self.root, self.call_site
+            self.sender,
+            operation_name(self.operation),
+            self.sequence,
+            self.root,
+            self.call_site,
+            name=self.name,
         )
 
     @property
@@ -173,7 +185,7 @@ class Header(NamedTuple):
             self.codec.encode(),
             # The end of a path tells more than its beginning.
             self.call_site.encode("utf-8", "replace")[-64:],
-            *self[12:],
+            *self[12:-1],
             0,
         )[:_SIGNED_NBYTES]
         if sign is not None:
@@ -205,7 +217,10 @@ class Header(NamedTuple):
             raise WireError("the header's checksum is wrong: the message was damaged")
         codec = fields[12].rstrip(b"\0").decode("ascii", "replace")
         call_site = fields[13].rstrip(b"\0").decode("utf-8", "replace")
-        header = cls._make([*fields[2:12], codec, call_site, *fields[14:-1]])
+        header = cls._make([*fields[2:12], codec, call_site, *fields[14:-1], ""])
+        if header.operation == _BARRIER and header.meta_nbytes:
+            named = bytes(raw[HEADER_NBYTES:][: min(header.meta_nbytes, _NAME_MAX_NBYTES)])
+            header = header._replace(name=named.decode("utf-8", "replace"))
         table_nbytes = header.buffer_count * ROW_NBYTES
         if table_nbytes + header.meta_nbytes > header.body_nbytes:
             raise WireError(
@@ -260,6 +275,12 @@ def unpack_table(header: Header, body: memoryview) -> list[Row]:
 def fingerprint(text: str) -> int:
     """A number of 32 bits for ``text``, the same in every process. Empty text gives 0."""
     return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
+def shown(must_agree: str) -> str:
+    """What a barrier's messages tell of its name, or of what else stands before a zero byte."""
+    name = must_agree.partition("\0")[0].encode("utf-8", "replace")
+    return name[:_NAME_MAX_NBYTES].decode("utf-8", "ignore")
 
 
 def operation_name(operation: int) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from objcomm.counters import Counters
 from objcomm.errors import UsageError
 from objcomm.history import History
-from objcomm.transport.base import Deadline, DeviceLink
+from objcomm.transport.base import FOREVER_SECONDS, Deadline, DeviceLink
 from objcomm.transport.channel import Channel
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.mailbox import Mailbox
@@ -40,15 +40,16 @@ _lane_name: ContextVar[str] = ContextVar("objcomm_lane", default="")
 
 
 def seconds_of(operation: str, timeout: float | timedelta) -> float:
-    """What ``timeout=`` means, in seconds.
+    """What ``timeout=`` means, in seconds: ``FOREVER_SECONDS`` if that is longer, or infinity.
 
     Raises:
         UsageError: it is not a positive time.
     """
     seconds: Any = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, (int, float)) or not seconds > 0:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not seconds > 0:
         raise UsageError(f"{operation}: timeout={timeout!r} is not a positive time")
-    return seconds
+    return float(min(seconds, FOREVER_SECONDS))
 
 
 class Group:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from objcomm.errors import Position
+from objcomm.errors import Position, name_of
 from objcomm.frames import Header
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Entry:
 
     def end(self, error: BaseException | None, seconds: float) -> None:
         """The call has returned, or raised ``error``, after so many seconds."""
-        self.outcome = RETURNED if error is None else type(error).__name__
+        self.outcome = RETURNED if error is None else name_of(type(error))
         self.seconds = seconds
 
     def position(self) -> Position:

@@ -4,6 +4,7 @@ A status in the header tells failures from values, so a value that is an excepti
 Live exceptions never travel: they may not pickle, and their frames hold other people's objects.
 """
 
+import contextlib
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from objcomm.errors import (
     RankFailure,
     UsageError,
     WireError,
+    name_of,
     text_of,
 )
 from objcomm.frames import Header, Status
@@ -64,12 +66,15 @@ def named(ranks: Sequence[int]) -> str:
 def failure_of(error: BaseException, rank: int) -> RankFailure:
     """Describe an exception that happened on ``rank``; never raises."""
     kind = type(error)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    message = text_of(error).removeprefix(f"{kind.__name__}: ")
+    name = name_of(kind, "__qualname__")
+    # Any code of a user's may raise, and even exit: ``__str__``, a metaclass, ``__notes__``.
+    with contextlib.suppress(BaseException):
+        name = f"{kind.__module__}.{name}".removeprefix("builtins.")
+    message = text_of(error).removeprefix(f"{name_of(kind)}: ")
     try:
         remote = "".join(traceback.format_exception(error))
-    except Exception as second:  # noqa: BLE001  # any __str__ of a user's may raise
-        remote = f"<its traceback can't be formatted: {type(second).__name__}>"
+    except BaseException as second:  # noqa: BLE001  # see above
+        remote = f"<its traceback can't be formatted: {name_of(type(second))}>"
     return RankFailure(
         rank,
         _shortened(name, _NAME_MAX_NBYTES),

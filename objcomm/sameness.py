@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from objcomm.errors import text_of
+from objcomm.errors import name_of, text_of
 
 _MAX_TEXT = 100
 _PROTOCOL = 5
@@ -189,7 +189,9 @@ def _keys(keys: Sequence[object]) -> str:
 
 
 def _with_type(value: object) -> str:
-    return value.__name__ if isinstance(value, type) else f"{text(value)} ({type(value).__name__})"
+    if isinstance(value, type):
+        return name_of(value)
+    return f"{text(value)} ({name_of(type(value))})"
 
 
 def text(value: object) -> str:
@@ -198,5 +200,5 @@ def text(value: object) -> str:
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
     try:
         return " ".join(_texts.repr(value).split())[: 2 * _MAX_TEXT]
-    except Exception as error:  # noqa: BLE001  # any __repr__ of a user's may raise
-        return f"a {type(value).__name__} ({text_of(error)})"
+    except BaseException as error:  # noqa: BLE001  # a user's __repr__ may even exit
+        return f"a {name_of(type(value))} ({text_of(error)})"

@@ -17,6 +17,7 @@ import torch
 
 from objcomm.errors import UsageError, text_of
 from objcomm.group import seconds_of
+from objcomm.transport.base import FOREVER_SECONDS
 from objcomm.transport.line import Line
 
 if TYPE_CHECKING:
@@ -258,10 +259,13 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
 
 
 def _limit_of(name: str, timeout: Timeout) -> float | None:
-    """A limit in seconds; unlike an operation's it may be 0."""
+    """A limit in seconds, if there is one; unlike an operation's it may be 0."""
     if timeout is None:
         return None
-    return 0.0 if timeout in (0, timedelta(0)) else seconds_of(name, timeout)
+    if not isinstance(timeout, bool) and timeout in (0, timedelta(0)):
+        return 0.0
+    seconds = seconds_of(name, timeout)
+    return None if seconds >= FOREVER_SECONDS else seconds
 
 
 def _checked(name: str, works: Iterable[Work[T]]) -> list[Work[T]]:

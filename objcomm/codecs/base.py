@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from objcomm.config import settings
-from objcomm.errors import DecodeError, EncodeError, UsageError, not_accepted, text_of
+from objcomm.errors import DecodeError, EncodeError, UsageError, name_of, not_accepted, text_of
 from objcomm.memory import Buffer, duplicate
 
 #: Members of this size or more leave a codec's bytes and become buffers.
@@ -144,11 +144,12 @@ def encode(codec: Codec, obj: object, *, device_type: str | None = None) -> Enco
     except EncodeError:
         raise
     except Exception as error:
-        kind = type(obj).__qualname__
+        kind = name_of(type(obj), "__qualname__")
         raise EncodeError(codec.name, kind, "obj", text_of(error)) from error
     if not isinstance(encoded, Encoded):
-        reason = f"its encode() returned a {type(encoded).__name__}, not an Encoded"
-        raise EncodeError(codec.name, type(obj).__qualname__, "obj", reason)
+        kind = name_of(type(obj), "__qualname__")
+        reason = f"its encode() returned a {name_of(type(encoded))}, not an Encoded"
+        raise EncodeError(codec.name, kind, "obj", reason)
     return encoded
 
 

@@ -27,7 +27,7 @@ from objcomm.codecs import restricted, tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
 from objcomm.codecs.paths import blame
 from objcomm.config import settings
-from objcomm.errors import EncodeError, text_of
+from objcomm.errors import EncodeError, name_of, text_of
 from objcomm.memory import Buffer, Kind, duplicate, view
 
 _NAME = "pickle"
@@ -84,7 +84,8 @@ class PickleCodec:
             _Pickler(sink, device_type).dump(obj)
         except Exception as error:
             path, culprit = blame(obj, _can_pickle)
-            raise EncodeError(_NAME, type(culprit).__qualname__, path, text_of(error)) from error
+            kind = name_of(type(culprit), "__qualname__")
+            raise EncodeError(_NAME, kind, path, text_of(error)) from error
         return Encoded(b"".join(sink.parts), sink.buffers)
 
     def copy(self, obj: object) -> Any:

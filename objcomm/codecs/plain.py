@@ -19,7 +19,7 @@ from objcomm.codecs.paths import blame
 from objcomm.codecs.registry import classes
 from objcomm.codecs.rules import BUILTIN_ERRORS, LOWER, RAISE, raise_exception
 from objcomm.config import settings
-from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, text_of
+from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, name_of, text_of
 from objcomm.memory import Buffer, Kind, view
 
 _NAME = "msgpack"
@@ -57,7 +57,8 @@ class PlainCodec:
         except Exception as error:
             path, culprit = blame(obj, _can_encode)
             reason = str(error) if isinstance(error, _RefusedError) else text_of(error)
-            raise EncodeError(_NAME, type(culprit).__qualname__, path, reason) from error
+            kind = name_of(type(culprit), "__qualname__")
+            raise EncodeError(_NAME, kind, path, reason) from error
 
     def decode(
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None

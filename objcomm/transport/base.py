@@ -23,7 +23,7 @@ _RECEIPT = _PAYLOAD << 1
 _RESULT = _PAYLOAD << 2
 POKE_TAG = (1 << 31) - 1  # nothing is ever sent with it
 
-#: No limit. Gloo adds a limit to a clock; one of many years would overflow it.
+#: No limit. Gloo adds a limit to a clock; one of many years would overflow it, as it does timers.
 FOREVER_SECONDS = 1e7
 _LEAST_SECONDS = 0.01
 _GRACE_SECONDS = 2.0
@@ -151,7 +151,7 @@ class Deadline:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.seconds = min(seconds, FOREVER_SECONDS)
         self.lost_seconds = settings().lost_after
         self._report_seconds = settings().report_after
         self._left = self._end = 0.0
@@ -159,7 +159,7 @@ class Deadline:
 
     def restart(self) -> None:
         """Count from now, all of it."""
-        self._left = min(self.seconds, FOREVER_SECONDS)
+        self._left = self.seconds
         self._end = time.monotonic() + self._left
 
     def leave(self, seconds: float) -> None:

@@ -122,7 +122,7 @@ class Exchange(Transfers):
 
     def open(self, raw: bytearray | memoryview, sender: int) -> Message:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
-        header = self.gate.header_in(raw)
+        header = self.gate.header_in(raw, sender)
         self.gate.check_call(self.header, header, sender)
         return self.adopt(raw, header)
 

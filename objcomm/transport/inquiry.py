@@ -372,4 +372,5 @@ def _position(mesh: Mesh, rank: int, state: LaneState, step: Step) -> Position:
         seconds=state.seconds,
         is_over=state.is_over(step),
         group="" if state.group == mesh.name else state.group,
+        name=step.name,
     )

@@ -110,4 +110,5 @@ def _step(entry: Entry) -> Step:
         header.fingerprint,
         header.call_site,
         entry.operation,
+        header.name,
     )

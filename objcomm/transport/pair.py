@@ -232,7 +232,7 @@ def _judged(mesh: Mesh, lane: Lane, peer: int, raw: bytearray, chosen: Settings)
         group=mesh.number,
         sequence=lane.taken,
     )
-    header = gate.header_in(raw)
+    header = gate.header_in(raw, peer)
     gate.check_call(expected, header, peer)
     gate.check_addressed(header)
     return header

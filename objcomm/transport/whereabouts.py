@@ -19,6 +19,7 @@ class Step(NamedTuple):
     fingerprint: int
     call_site: str
     operation_name: str = ""  # of the call that made the ranks meet, where operation is NONE
+    name: str = ""  # of a barrier
 
     def agrees_with(self, other: "Step") -> bool:
         """Whether both can be the same call; a meeting serves any."""

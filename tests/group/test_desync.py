@@ -3,6 +3,7 @@
 No test sets a time limit for its calls: without the watcher they would wait half an hour.
 """
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable
@@ -125,6 +126,29 @@ def test_a_desync_names_operation_number_and_line_of_both_ranks() -> None:
     assert error.reason == "other operations"
     lines = [error.positions[rank].call_site.rpartition(":")[2] for rank in (0, 1)]
     assert int(lines[0]) < int(lines[1])
+    assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("how", ["by its message", "by a question", "by a check"])
+def test_a_desync_of_barriers_shows_their_names(how: str) -> None:
+    """Rank 0 hears of the other name in a message, or by a question, as it waits for the last."""
+    size = objcomm.world_size()
+    objcomm.barrier()
+    name = "epoch\n\udce9 4" if here().rank == size - 1 else "epoch 3"
+    with objcomm.check() if how == "by a check" else contextlib.nullcontext():
+        if how == "by a question" and here().rank == 1 and size == 3:
+            hear("the others know")
+            with contextlib.suppress(DesyncError):
+                objcomm.barrier(name)
+        else:
+            error = desync_in(lambda: objcomm.barrier(name))
+            say("the others know")
+            assert error.reason == "other names"
+            assert error.positions[0].name == "epoch 3"
+            assert error.positions[size - 1].name == "epoch\n? 4"
+            assert "in barrier 'epoch 3' (call" in str(error)
+            assert r"in barrier 'epoch\n? 4' (call" in str(error)
     assert_group_works()
 
 

@@ -25,6 +25,7 @@ from tests.group.helpers import (
     when_main_thread_waits,
 )
 from tests.group.watched import closely, patiently
+from tests.indescribable import INDESCRIBABLE
 from tests.ranks import ranks, solo
 from tests.waits import within
 from tests.workers import here
@@ -88,6 +89,22 @@ def test_an_error_reaches_ranks_that_wait(where: str) -> None:
     assert (failure.type_name, failure.message) == ("LookupError", "no such shard")
     assert "in fail" in failure.traceback
     assert isinstance(error.__cause__, LookupError) == (here().rank == last)
+    assert_group_works()
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", INDESCRIBABLE)
+def test_an_error_that_cannot_be_described_reaches_the_others_all_the_same(name: str) -> None:
+    own = INDESCRIBABLE[name]()
+
+    def block() -> None:
+        if here().rank == 1:
+            raise own
+        objcomm.barrier()
+
+    error = raises_together(block)
+    assert error.failures[1].type_name.rpartition(".")[2] == name
+    assert (error.__cause__ is own) == (here().rank == 1)
     assert_group_works()
 
 

@@ -2,19 +2,21 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import objcomm
-from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError
+from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError, frames
 from tests.cases import case
-from tests.group.helpers import assert_group_works, outcome_of, subgroup, tell_all
+from tests.group.helpers import assert_group_works, error_in, outcome_of, subgroup, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
 from tests.workers import here
@@ -190,4 +192,27 @@ def test_a_small_message_beyond_a_limit_costs_only_its_reader() -> None:
         pytest.raises(WireError, match="max_operation_nbytes"),
     ):
         objcomm.all_gather(bytes(1000))
+    assert_group_works()
+
+
+@ranks(3)
+@pytest.mark.parametrize("name", ["all_gather", "send"])
+def test_a_message_of_another_version_names_the_ranks_of_both(name: str) -> None:
+    objcomm.barrier()
+    version = frames.VERSION
+
+    def call() -> Any:
+        if name == "all_gather":
+            objcomm.all_gather(1)
+        elif here().rank == 2:
+            objcomm.send(1, dst=0)
+        else:
+            objcomm.recv(src=2)
+
+    if name == "all_gather" or here().rank != 1:
+        with mock.patch.object(frames, "VERSION", version + (here().rank == 2)):
+            error = error_in(ObjcommError, lambda: call() or call())  # who only sends may return
+        text = f"rank 2 sent rank 0 .* version {version}, got .* version {version + 1}"
+        assert re.search(text, str(error))
+    tell_all(f"refused {name}", "")
     assert_group_works()

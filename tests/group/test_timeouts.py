@@ -28,7 +28,7 @@ from tests.group.helpers import (
 )
 from tests.group.operations import OPERATIONS
 from tests.group.watched import after_looks, patiently
-from tests.ranks import ranks
+from tests.ranks import ranks, solo
 from tests.stores import loopback_store
 from tests.waits import PATIENCE_S, within
 from tests.workers import here
@@ -261,3 +261,15 @@ def test_a_stopped_store_does_not_hold_a_rank(*, is_first_use: bool) -> None:
         assert error.missing == (1,)
         assert "store: no answer" in str(error)
     tell_all("over", "")
+
+
+@solo()
+def test_ranks_that_set_endless_limits_meet_and_talk() -> None:
+    def work() -> list[Any]:
+        objcomm.init(timeout=float("inf"))
+        other = 1 - objcomm.rank()
+        got = objcomm.sendrecv(1, other, other, timeout=timedelta.max)
+        part = objcomm.split(objcomm.rank(), timeout=10**400)
+        return [got, *objcomm.all_gather(2, timeout=1e300), objcomm.world_size(part)]
+
+    assert objcomm.launch(work, 2, joined=False, timeout=1e300) == [[1, 2, 2, 1]] * 2

@@ -77,6 +77,23 @@ def test_a_refusal_names_the_member_and_where_it_sits(codec: str, path: str) -> 
         assert told in str(error)
 
 
+class _Secretive(type):
+    """A metaclass whose classes tell neither name nor anything else that a codec asks for."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        raise LookupError(f"no {name}")
+
+
+class Secret(metaclass=_Secretive):
+    pass
+
+
+def test_a_refusal_names_a_class_that_does_not_tell_its_name(codec: str) -> None:
+    with pytest.raises(EncodeError) as caught:
+        objcomm.to_tensor([Secret()], codec=codec)
+    assert caught.value.type_name == "Secret"
+
+
 @pytest.mark.parametrize(
     "culprit",
     [

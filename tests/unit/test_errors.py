@@ -8,6 +8,8 @@ import pytest
 import objcomm
 from objcomm import errors
 from objcomm.errors import Position, RankFailure
+from objcomm.outcome import failure_of
+from tests.indescribable import INDESCRIBABLE
 
 _SIDE = Position(rank=0, operation="broadcast", sequence=3, root=1, call_site="train.py:10")
 _OTHER = Position(rank=1, operation="gather", sequence=3, root=-1, call_site="é.py:2")
@@ -136,3 +138,12 @@ def test_errors_can_be_caught_as_their_builtin_kin() -> None:
             raise error
         with pytest.raises(objcomm.ObjcommError):
             raise error
+
+
+@pytest.mark.parametrize("name", INDESCRIBABLE)
+def test_any_exception_can_be_described(name: str) -> None:
+    error = INDESCRIBABLE[name]()
+    failure = failure_of(error, 1)
+    assert errors.text_of(error).startswith(f"{name}: ")
+    assert failure.type_name.rpartition(".")[2] == name
+    assert failure.traceback

@@ -41,6 +41,13 @@ class Unspeakable:
         raise LookupError("no words")
 
 
+class Exits:
+    """Its text ends the process."""
+
+    def __repr__(self) -> str:
+        raise SystemExit(3)
+
+
 @dataclasses.dataclass
 class Config:
     lr: float
@@ -147,6 +154,7 @@ def test_a_value_that_holds_itself_is_compared() -> None:
 
 def test_a_text_is_short_and_never_raises() -> None:
     assert text(Unspeakable()).startswith("<Unspeakable instance")
+    assert text(Exits()) == "a Exits (SystemExit: 3)"
     assert text(10**5000).startswith("a int (ValueError")  # Python writes no more than 4300 digits
     assert len(text("x" * 10_000)) < 300
     assert len(text(list(range(10_000)))) < 300

@@ -1,0 +1,68 @@
+"""What ``timeout=`` takes, in a world of one: any positive time, however long."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import objcomm
+from objcomm import UsageError
+from tests.unit.flights import Begun
+
+ENDLESS = [float("inf"), 1e300, 10**400, threading.TIMEOUT_MAX + 1, timedelta.max]
+WRONG = [True, False, float("nan"), float("-inf"), -1, timedelta(-1), "1", [1]]
+
+
+def _receive(timeout: Any) -> Any:
+    """A message of this rank's own that comes while it waits."""
+    work = objcomm.irecv(src=0, timeout=timeout)
+    objcomm.send(1, dst=0)
+    return work.wait()
+
+
+def _fail_together(timeout: Any) -> int:
+    with objcomm.fail_together(timeout=timeout):
+        return 1
+
+
+#: What takes a limit, and returns 1.
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "broadcast": lambda timeout: objcomm.broadcast(1, timeout=timeout),
+    "agree": lambda timeout: objcomm.agree(1, timeout=timeout) or 1,
+    "run_on_main": lambda timeout: objcomm.run_on_main(lambda: 1, timeout=timeout),
+    "fail_together": _fail_together,
+    "irecv": _receive,
+    "init": lambda timeout: objcomm.init(timeout=timeout).world_size,
+}
+
+
+def _waits(begun: Callable[..., Begun]) -> dict[str, Callable[[Any], Any]]:
+    """What waits for a call in flight that is soon over."""
+
+    def flight() -> objcomm.Work[Any]:
+        made = begun(1)
+        threading.Timer(0.05, made.end).start()
+        return made.work
+
+    return {
+        "wait": lambda timeout: flight().wait(timeout),
+        "wait_all": lambda timeout: objcomm.wait_all([flight()], timeout)[0],
+        "as_completed": lambda timeout: next(objcomm.as_completed([flight()], timeout)).result(),
+    }
+
+
+@pytest.mark.parametrize("name", [*CALLS, "wait", "wait_all", "as_completed"])
+@pytest.mark.parametrize("timeout", ENDLESS, ids=lambda timeout: str(timeout)[:20])
+def test_a_limit_of_any_length_is_one(name: str, timeout: Any, begun: Callable[..., Begun]) -> None:
+    assert (CALLS | _waits(begun))[name](timeout) == 1
+
+
+@pytest.mark.parametrize("name", [*CALLS, "wait", "wait_all", "as_completed", "launch"])
+@pytest.mark.parametrize("timeout", WRONG, ids=str)
+def test_what_is_no_time_is_refused(name: str, timeout: Any, begun: Callable[..., Begun]) -> None:
+    calls = CALLS | _waits(begun)
+    calls["launch"] = lambda timeout: objcomm.launch(print, 1, timeout=timeout)
+    with pytest.raises(UsageError, match="is not a positive time"):
+        calls[name](timeout)
