@@ -5,7 +5,7 @@ Knows nothing of the other modules. The tree::
     ObjcommError
     ├─ UsageError (ValueError)               arguments that must agree; before traffic
     │  └─ NotInGroupError                    this rank is no member of the group
-    ├─ MissingDependencyError (ImportError)  names the extra to install
+    ├─ MissingDependencyError (ImportError)  names what to install
     ├─ CodecError
     │  ├─ EncodeError                        a codec refused an object; nothing was sent
     │  └─ DecodeError                        received bytes did not become an object
@@ -56,16 +56,16 @@ class MissingDependencyError(ObjcommError, ImportError):
 
     Attributes:
         package: the name to import.
-        extra: the extra of objcomm that installs it.
+        wanted: what pip is to install: that package and others that are needed here and missing.
     """
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(package, extra)
+    def __init__(self, package: str, wanted: str) -> None:
+        super().__init__(package, wanted)
         self.package = package
-        self.extra = extra
+        self.wanted = wanted
 
     def __str__(self) -> str:
-        return f"{self.package!r} is not installed; run: pip install 'objcomm[{self.extra}]'"
+        return f"{self.package!r} is not installed; run: pip install {self.wanted}"
 
 
 class CodecError(ObjcommError):
