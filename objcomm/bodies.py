@@ -122,7 +122,7 @@ def answered(
     messages = routes.gather(exchange, mine, hub)
     answer = None
     if messages is not None:
-        answer = call.failures(messages) or call.message(lambda: decide(messages))
+        answer = call.failures(messages) or call.message(lambda: decide(messages), messages)
     return routes.broadcast(exchange, answer, hub)
 
 

@@ -52,6 +52,7 @@ class Call:
     after that is told to the others: see ``Turn.give_up``.
 
     Attributes:
+        call_site: the user's ``file:line``.
         rank: this rank, within the group.
         size: number of ranks.
         ranks: the global ranks of the group.
@@ -104,6 +105,7 @@ class Call:
             MissingDependencyError: there is nothing to show progress with.
         """
         self._began = time.perf_counter()
+        self.call_site = call_site()
         self.name = name or operation.name.lower()
         whole = resolve(group)
         self.root = whole.root(self.name, global_root, group_root)
@@ -124,15 +126,14 @@ class Call:
             self._turn = self._begin(operation, root, must_agree, is_paced=progress)
             self._turn.is_confirmed = confirm
         else:
-            number = self._group.history.next_number()
-            header = Header(operation=operation, root=root, sequence=number, call_site=call_site())
+            number, place = self._group.history.next_number(), self.call_site
+            header = Header(operation=operation, root=root, sequence=number, call_site=place)
             self._record(Entry(header, self.name, self._coding.codec_name))
 
     def _begin(self, operation: Operation, root: int, must_agree: str, *, is_paced: bool) -> Turn:
         """Take the next number on this thread's lane, last of all that can go wrong."""
-        place = call_site()
         try:
-            mesh, lane = self._group.enter(self.name, self._deadline, place)
+            mesh, lane = self._group.enter(self.name, self._deadline, self.call_site)
         except ObjcommError as error:
             attach(error, self._group)
             raise
@@ -149,7 +150,7 @@ class Call:
             group=mesh.number,
             sequence=lane.sequence,
             fingerprint=fingerprint(must_agree),
-            call_site=place,
+            call_site=self.call_site,
             name=shown(must_agree) if operation is Operation.BARRIER else "",
         )
         entry = Entry(header, self.name, self._coding.codec_name, lane.name)
@@ -194,26 +195,30 @@ class Call:
         """The traffic."""
         return self.traffic().exchange
 
-    def message(self, produce: Callable[[], object]) -> Message:
+    def message(self, produce: Callable[[], object], among: Sequence[Message] = ()) -> Message:
         """Encode what ``produce`` returns; an error of either becomes a failure message.
 
         Any exception is caught, KeyboardInterrupt included: this rank still takes part, and raises
         afterwards.
+
+        Args:
+            produce: gives the object.
+            among: the messages of all ranks, if it looks whether these agree.
         """
         try:
             exchange = self.exchange
             return self._coding.message(exchange.header, produce, exchange.device.linked or None)
         except BaseException as error:  # noqa: BLE001  # see above
-            return self.failure(error)
+            return self.failure(error, among)
 
-    def failure(self, error: BaseException) -> Message:
-        """The message that tells the others of this rank's error, or in which ranks disagree."""
+    def failure(self, error: BaseException, among: Sequence[Message] = ()) -> Message:
+        """The message that tells the others of this rank's error, or which of ``among`` differ."""
         if isinstance(error, DifferenceError):
             error = DisagreementError({error.ranks[1]: str(error)})
         if isinstance(error, DisagreementError):
-            return failure_message(self.exchange.header, error.failures())
+            return failure_message(self.exchange.header, error.failures(among))
         self._own_error = error
-        return failure_message(self.exchange.header, [failure_of(error, self.rank)])
+        return failure_message(self.exchange.header, [failure_of(error, self.rank, self.call_site)])
 
     def failures(self, messages: Sequence[Message]) -> Message | None:
         """One message that tells of all the failures in some others, if there are any."""
@@ -229,7 +234,7 @@ class Call:
             return produce()
         except BaseException as error:
             if not self._is_confined:
-                raise_together(self.name, {0: failure_of(error, 0)}, error)
+                raise_together(self.name, {0: failure_of(error, 0, self.call_site)}, error, 0)
             raise
 
     def digest(self, obj: object) -> bytes:
@@ -254,8 +259,8 @@ class Call:
         failures = failures_in(messages)
         own = self._own_error
         if own is not None and not failures:
-            failures = {self.rank: failure_of(own, self.rank)}
-        raise_together(self.name, failures, own)
+            failures = {self.rank: failure_of(own, self.rank, self.call_site)}
+        raise_together(self.name, failures, own, self.rank)
 
     def decode(self, message: Message) -> Any:
         """The object in a message that carries one.
@@ -326,16 +331,16 @@ class Call:
             return _last_half(body)
 
     def _launched(self, body: Generator[None, None, R]) -> Work[R]:
-        place, lane = self._entry.header.call_site, self._lane
+        lane = self._lane
         if lane is None:
-            work: Work[R] = Work(self.name, place)
+            work: Work[R] = Work(self.name, self.call_site)
             work.carry_out(lambda: self.carry_out(body))
             return work
         try:
             next(body)
             if lane.line is None:
                 lane.line = Line(f"objcomm-line {lane.name}".strip())
-            work = Work(self.name, place, lane)
+            work = Work(self.name, self.call_site, lane)
             work.carry_out_on(lane.line, lambda: self._concluded(body))
         except BaseException as error:  # Ctrl-C, or there can be no more threads
             self.__exit__(type(error), error, error.__traceback__)

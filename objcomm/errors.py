@@ -5,7 +5,7 @@ Knows nothing of the other modules. The tree::
     ObjcommError
     ├─ UsageError (ValueError)               arguments that must agree; before traffic
     │  └─ NotInGroupError                    this rank is no member of the group
-    ├─ MissingDependencyError (ImportError)  names the extra to install
+    ├─ MissingDependencyError (ImportError)  names what to install
     ├─ CodecError
     │  ├─ EncodeError                        a codec refused an object; nothing was sent
     │  └─ DecodeError                        received bytes did not become an object
@@ -56,16 +56,16 @@ class MissingDependencyError(ObjcommError, ImportError):
 
     Attributes:
         package: the name to import.
-        extra: the extra of objcomm that installs it.
+        wanted: what pip is to install: that package and others that are needed here and missing.
     """
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(package, extra)
+    def __init__(self, package: str, wanted: str) -> None:
+        super().__init__(package, wanted)
         self.package = package
-        self.extra = extra
+        self.wanted = wanted
 
     def __str__(self) -> str:
-        return f"{self.package!r} is not installed; run: pip install 'objcomm[{self.extra}]'"
+        return f"{self.package!r} is not installed; run: pip install {self.wanted}"
 
 
 class CodecError(ObjcommError):
@@ -280,9 +280,10 @@ class RankFailure:
     Attributes:
         rank: group rank where it happened.
         type_name: the exception's qualified type.
-        message: ``str(exception)``.
-        traceback: the formatted traceback on that rank; empty where no code of it raised, because
-            what it gave does not fit to what the others gave.
+        message: ``str(exception)``, without other ranks' tracebacks.
+        traceback: the line of the call on that rank, and its formatted traceback, in which
+            objcomm's own frames are folded; the line alone where no code of it raised, because what
+            it gave does not fit to what the others gave.
     """
 
     rank: int
@@ -302,19 +303,38 @@ class CollectiveError(ObjcommError):
     Attributes:
         operation: the collective's name.
         failures: what happened, by group rank.
+        own_rank: this rank, so that the text leaves out what Python shows as the cause; None where
+            the error has no such cause.
     """
+
+    own_rank: int | None = None
 
     def __init__(self, operation: str, failures: Mapping[int, RankFailure]) -> None:
         super().__init__(operation, dict(failures))
         self.operation = operation
         self.failures = dict(failures)
 
+    @property
+    def summary(self) -> str:
+        """The text without a traceback."""
+        told = "; ".join(str(self.failures[rank]) for rank in sorted(self.failures))
+        return f"{self.operation} failed on {told}"
+
     def __str__(self) -> str:
-        first = self.failures[min(self.failures)]
-        summary = "; ".join(str(self.failures[rank]) for rank in sorted(self.failures))
-        remote = first.traceback.rstrip()
-        shown = f"\n\nTraceback of rank {first.rank}:\n{remote}" if remote else ""
-        return f"{self.operation} failed on {summary}{shown}"
+        for rank in sorted(self.failures):
+            remote = self.failures[rank].traceback.rstrip()
+            if remote and not self._is_cause(self.failures[rank]):
+                # Where nothing was raised there is the line of the call alone.
+                what = "Traceback" if "Traceback (" in remote else "Call"
+                return f"{self.summary}\n\n{what} of rank {rank}:\n{remote}"
+        return self.summary
+
+    def _is_cause(self, failure: RankFailure) -> bool:
+        """Whether Python shows this above, as the cause: this rank's own, or heard by it, too."""
+        cause = self.__cause__
+        if isinstance(cause, CollectiveError) and failure.message == cause.summary:
+            return True
+        return cause is not None and failure.rank == self.own_rank
 
 
 class StartError(ObjcommError, RuntimeError):

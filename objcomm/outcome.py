@@ -5,8 +5,11 @@ Live exceptions never travel: they may not pickle, and their frames hold other p
 """
 
 import contextlib
+import linecache
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 
 import msgpack
 
@@ -14,6 +17,7 @@ from objcomm.codecs.nesting import check_nesting
 from objcomm.errors import (
     CollectiveError,
     DecodeError,
+    ObjcommError,
     RankFailure,
     UsageError,
     WireError,
@@ -30,6 +34,9 @@ _ERRORS = "surrogatepass"
 
 _REPORT_DEPTH = 2  # a list of lists of texts
 
+_PACKAGE = f"{Path(__file__).parent}/"
+_DEMO = f"{_PACKAGE}demo/"  # reads as a user's program
+
 
 class DisagreementError(Exception):
     """What ranks gave does not fit together; it becomes their failures, and never leaves here.
@@ -42,11 +49,21 @@ class DisagreementError(Exception):
         super().__init__(dict(reasons))
         self.reasons = dict(reasons)
 
-    def failures(self) -> list[RankFailure]:
-        """One for each rank that differs, in whose code nothing was raised."""
+    def failures(self, messages: Iterable[Message]) -> list[RankFailure]:
+        """One for each rank that differs, in whose code nothing was raised.
+
+        Args:
+            messages: what the ranks sent in this call; their headers have the users' lines.
+        """
         kind = f"{UsageError.__module__}.{UsageError.__qualname__}"
+        places = {each.header.sender: each.header.call_site for each in messages}
         return [
-            RankFailure(rank, kind, _shortened(reason, _TEXT_MAX_NBYTES), "")
+            RankFailure(
+                rank,
+                kind,
+                _shortened(reason, _TEXT_MAX_NBYTES),
+                line_of(places.get(rank, "")),
+            )
             for rank, reason in self.reasons.items()
         ]
 
@@ -63,24 +80,77 @@ def named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
 
 
-def failure_of(error: BaseException, rank: int) -> RankFailure:
-    """Describe an exception that happened on ``rank``; never raises."""
+def failure_of(error: BaseException, rank: int, call_site: str = "") -> RankFailure:
+    """Describe an exception that happened on ``rank``; never raises.
+
+    Args:
+        error: the exception.
+        rank: this one.
+        call_site: the user's ``file:line``, where the error was caught inside of a call: its own
+            traceback does not reach as far up.
+    """
     kind = type(error)
     name = name_of(kind, "__qualname__")
     # Any code of a user's may raise, and even exit: ``__str__``, a metaclass, ``__notes__``.
     with contextlib.suppress(BaseException):
         name = f"{kind.__module__}.{name}".removeprefix("builtins.")
-    message = text_of(error).removeprefix(f"{name_of(kind)}: ")
+    if isinstance(error, CollectiveError):
+        message = error.summary  # what it heard from other ranks stands in the traceback
+    else:
+        message = text_of(error).removeprefix(f"{name_of(kind)}: ")
     try:
-        remote = "".join(traceback.format_exception(error))
+        remote = "".join(_folded(error).format())
     except BaseException as second:  # noqa: BLE001  # see above
         remote = f"<its traceback can't be formatted: {name_of(type(second))}>"
     return RankFailure(
         rank,
         _shortened(name, _NAME_MAX_NBYTES),
         _shortened(message, _TEXT_MAX_NBYTES),
-        _shortened(remote, _TEXT_MAX_NBYTES),
+        # Outside of what may be cut: of all lines this one is the user's.
+        line_of(call_site, is_here=True) + _shortened(remote, _TEXT_MAX_NBYTES),
     )
+
+
+def line_of(call_site: str, *, is_here: bool = False) -> str:
+    """A user's ``file:line`` as a traceback shows it; with the code itself, if it is of this rank.
+
+    Another rank's file may be another one here, and its header has only the end of a long path.
+    """
+    if not call_site:
+        return ""
+    file, _, line = call_site.rpartition(":")
+    code = linecache.getline(file, int(line)).strip() if is_here else ""
+    shown = f'  File "{file}", line {line}\n' + f"    {code}\n" * bool(code)
+    return _shortened(shown, _NAME_MAX_NBYTES)
+
+
+class _Folded(traceback.StackSummary):
+    """A stack in which successive frames of objcomm are one line."""
+
+    def format(self, **options: bool) -> list[str]:
+        lines: list[str] = []
+        for is_own, frames in groupby(self, _is_own):
+            if is_own:
+                places = [f"{each.filename[len(_PACKAGE) :]}:{each.lineno}" for each in frames]
+                lines.append(f"  [objcomm: {' … '.join(dict.fromkeys((places[0], places[-1])))}]\n")
+            else:
+                lines += traceback.StackSummary.from_list(frames).format(**options)
+        return lines
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_PACKAGE) and not frame.filename.startswith(_DEMO)
+
+
+def _folded(error: BaseException) -> traceback.TracebackException:
+    """An exception and all that led to it, ready to be formatted."""
+    whole = traceback.TracebackException.from_exception(error)
+    left = [whole]
+    while left:
+        each = left.pop()
+        each.stack = _Folded(each.stack)
+        left += filter(None, (each.__cause__, each.__context__, *(each.exceptions or ())))
+    return whole
 
 
 def _shortened(text: str, nbytes: int) -> str:
@@ -132,7 +202,7 @@ def _checked(rank: object, *texts: object) -> RankFailure:
 
 
 def raise_together(
-    operation: str, failures: Mapping[int, RankFailure], own: BaseException | None
+    operation: str, failures: Mapping[int, RankFailure], own: BaseException | None, rank: int
 ) -> None:
     """Raise what all ranks raise, if there is anything.
 
@@ -140,6 +210,7 @@ def raise_together(
         operation: the collective's name.
         failures: by rank.
         own: what happened on this rank, if it is one of them.
+        rank: this one.
 
     Raises:
         CollectiveError: from ``own`` where there is one. A KeyboardInterrupt or SystemExit of this
@@ -148,4 +219,14 @@ def raise_together(
     if own is not None and not isinstance(own, Exception):
         raise own
     if failures:
-        raise CollectiveError(operation, failures) from own
+        raise on_rank(rank, CollectiveError(operation, failures)) from own
+
+
+def on_rank(rank: int, error: ObjcommError) -> ObjcommError:
+    """The error, as this rank raises it: what its own exception tells is not told again.
+
+    A function, because a variable of whoever raises would hold the error, whose traceback holds it.
+    """
+    if isinstance(error, CollectiveError):
+        error.own_rank = rank
+    return error

@@ -75,7 +75,7 @@ def bar_for(operation: str, rank: int) -> Bar | None:
         MissingDependencyError: tqdm is not installed, on whatever rank.
     """
     if find_spec("tqdm") is None:
-        raise MissingDependencyError("tqdm", "progress")
+        raise MissingDependencyError("tqdm", "tqdm")
     return None if rank else Bar(operation)
 
 

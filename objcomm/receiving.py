@@ -229,7 +229,7 @@ class Receive(Errand):
             with Turn(mesh, lane, exchange, self._deadline):
                 message = exchange.adopt(arrival.raw, header)
                 exchange.recv_rest([(arrival.peer, message)])
-        raise_together(self._name, failures_in([message]), None)
+        raise_together(self._name, failures_in([message]), None, self.group.rank)
         return self._coding.decode(message)
 
 

@@ -3,7 +3,7 @@
 import threading
 
 from objcomm.errand import Errand
-from objcomm.errors import TransportTimeout, UsageError
+from objcomm.errors import RankFailure, TransportTimeout, UsageError
 from objcomm.frames import Operation
 from objcomm.message import Message
 from objcomm.outcome import failure_message, failure_of, raise_together
@@ -76,7 +76,7 @@ class Send(Errand):
         try:
             own = self._coding.copy(obj)
         except BaseException as error:
-            raise_together(self._name, {rank: failure_of(error, rank)}, error)
+            raise_together(self._name, {rank: self._failure_of(error)}, error, rank)
             raise
         self.group.mailbox.deliver(Arrival(rank, tag, 0, obj=own))
 
@@ -86,7 +86,10 @@ class Send(Errand):
             return self._coding.message(self.entry.header, lambda: obj)
         except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
             self._own_error = error
-            return failure_message(self.entry.header, [failure_of(error, self.group.rank)])
+            return failure_message(self.entry.header, [self._failure_of(error)])
+
+    def _failure_of(self, error: BaseException) -> RankFailure:
+        return failure_of(error, self.group.rank, self.entry.header.call_site)
 
     def _transmit(self, pair: Pair, place: Place, message: Message) -> None:
         """Send, after whatever was to be sent before; leaves the place when the next may begin."""
@@ -107,5 +110,5 @@ class Send(Errand):
             exchange.send_rest(message, [pair.peer])
             place.leave()  # this one ends when it was taken
         if self._own_error is not None:
-            own = failure_of(self._own_error, self.group.rank)
-            raise_together(self._name, {self.group.rank: own}, self._own_error)
+            rank, own = self.group.rank, self._own_error
+            raise_together(self._name, {rank: self._failure_of(own)}, own, rank)

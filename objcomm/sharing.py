@@ -118,7 +118,9 @@ def share_outcome(
     """
     with Call(operation, group=group, timeout=timeout, must_agree="outcome") as call:
         if call.is_alone:
-            raise_together(call.name, {} if error is None else {0: failure_of(error, 0)}, error)
+            if error is not None:
+                failure = failure_of(error, 0, call.call_site)
+                raise_together(call.name, {0: failure}, error, 0)
             return
         mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
         with call.traffic() as exchange:

@@ -19,6 +19,8 @@ from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
 from objcomm.frames import Operation, Status, fingerprint
 from objcomm.group import Timeout, whole_number
 from objcomm.journal import log
+from objcomm.message import Message
+from objcomm.outcome import line_of
 from objcomm.transport import routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.creation import create, is_alive
@@ -260,26 +262,30 @@ def _leaders(words: Sequence[_Word]) -> list[Members]:
     return [tuple(sorted(min(part) for part in _by_color(words)))]
 
 
-def _check_colors(operation: str, words: Sequence[_Word]) -> None:
+def _check_colors(operation: str, words: Sequence[_Word], messages: Sequence[Message]) -> None:
     """Refuse colours of two types, on every rank.
+
+    Args:
+        operation: what the user has called.
+        words: what the ranks told.
+        messages: in which they did.
 
     Raises:
         CollectiveError: it names the ranks that differ from the first one with a colour.
     """
     kinds = {rank: type(word.color) for rank, word in enumerate(words) if word.color is not None}
     first = next(iter(kinds), 0)
-    failures = {
-        rank: _differs(rank, kind, first, kinds[first])
-        for rank, kind in kinds.items()
-        if kind is not kinds[first]
-    }
+    failures = {}
+    for rank, kind in kinds.items():
+        if kind is not kinds[first]:
+            reason = (
+                f"its color is of type {kind.__name__}, "
+                f"that of rank {first} is {kinds[first].__name__}"
+            )
+            called = line_of(messages[rank].header.call_site)
+            failures[rank] = RankFailure(rank, "TypeError", reason, called)
     if failures:
         raise CollectiveError(operation, failures)
-
-
-def _differs(rank: int, kind: type, first: int, wanted: type) -> RankFailure:
-    text = f"its color is of type {kind.__name__}, that of rank {first} is {wanted.__name__}"
-    return RankFailure(rank, "TypeError", text, f"TypeError: {text}")
 
 
 def _divided(
@@ -320,9 +326,15 @@ def _divided(
 
 def _told(call: Call, word: _Word) -> Generator[None, None, list[_Word]]:
     """What each rank says; the body of the first call."""
-    told: list[Any] = yield from all_gather_in(call, tuple(word))
-    words = [word_of(each) for each in told]
-    _check_colors(call.name, words)
+    if call.is_alone:
+        return [word]
+    mine = call.message(lambda: tuple(word))
+    yield
+    with call.traffic() as exchange:
+        messages = routes.all_gather(exchange, mine)
+    call.raise_failures(messages)
+    words = [word_of(call.decode(message)) for message in messages]
+    _check_colors(call.name, words, messages)
     return words
 
 

@@ -8,7 +8,8 @@ from objcomm.call import Call
 from objcomm.errors import CollectiveError
 from objcomm.frames import Operation, Status
 from objcomm.group import Timeout
-from objcomm.outcome import failure_of, raise_together
+from objcomm.history import call_site
+from objcomm.outcome import failure_of, on_rank, raise_together
 from objcomm.transport import routes
 from objcomm.transport.regions import regions
 from objcomm.transport.verdict import Cause, Verdict
@@ -83,6 +84,7 @@ class _Block:
         self._name = operation.name.lower()
         self._group_like = group_like
         self._timeout = timeout
+        self._call_site = call_site()
         with self._call("begin") as call:
             self._key = call.place
         self._group = resolve(group_like)
@@ -123,9 +125,9 @@ class _Block:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        failure = failure_of(error, self._group.rank)
+        failure = failure_of(error, self._group.rank, self._call_site)
         if self._group.size == 1:
-            raise_together(self._name, {0: failure}, error)
+            raise_together(self._name, {0: failure}, error, 0)
             return
         if self._group.is_broken:
             return  # the others have been told what broke it
@@ -135,7 +137,7 @@ class _Block:
         self._end_groups(verdict)
         is_theirs = isinstance(error, CollectiveError) and error.operation == self._name
         if isinstance(error, Exception) and not is_theirs:
-            raise verdict.error(self._name) from error
+            raise on_rank(self._group.rank, verdict.error(self._name)) from error
 
     def _end_groups(self, verdict: Verdict | None) -> None:
         """Begin anew wherever no other ranks are joined: each of these leaves this block."""

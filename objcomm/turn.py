@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from objcomm.errors import TransportError
+from objcomm.outcome import failure_of
 from objcomm.spans import Span, span
 from objcomm.transport import blame, routes
 from objcomm.transport.base import Deadline
@@ -16,7 +17,7 @@ from objcomm.transport.lane import Lane
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.proposal import proposal_for
 from objcomm.transport.regions import regions
-from objcomm.transport.verdict import Cause
+from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.watch import end_elsewhere, hurry, interruptible
 
 if TYPE_CHECKING:
@@ -109,7 +110,15 @@ class Turn:
         if not self.is_over:
             self._absolve()
             # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
-            self._mesh.settle(proposal_for(error, self._mesh.rank))
+            self._mesh.settle(self._proposal(error))
+
+    def _proposal(self, error: BaseException) -> Verdict:
+        """What this rank says of an error, with the user's line."""
+        rank, proposal = self._mesh.rank, proposal_for(error, self._mesh.rank)
+        if not proposal.failures:
+            return proposal
+        failure = failure_of(error, rank, self._entry.header.call_site)
+        return proposal._replace(failures=(failure,))
 
     def _absolve(self) -> None:
         """The thread that called hears of it by this call, on whatever lanes it makes others."""
@@ -131,7 +140,7 @@ class Turn:
         mesh, position = self._mesh, self.exchange.header.position
         operation = self._entry.operation
         self._absolve()
-        proposal = proposal_for(error, self._mesh.rank)
+        proposal = self._proposal(error)
         if proposal.cause is Cause.LOST:
             proposal = blame.blamed(mesh, proposal)
         verdict = mesh.settle(proposal)

@@ -1,16 +1,23 @@
 """Every Python block of the documentation runs, and so does every example in a docstring."""
 
+import ast
 import doctest
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import objcomm
+from tests.doctor.job import clean_environment
 from tests.documented import Block, blocks, run_block, run_examples
+from tests.package.pages import PAGES, programs, steps
 from tests.ranks import run_on_fresh_ranks
+
+_ROOT = Path(__file__).parents[1]
 
 # Blocks that launch ranks import torch anew, beside other tests that do so.
 _DEADLINE_S = 200.0
@@ -44,6 +51,47 @@ def test_a_block_of_the_documentation_runs(block: Block, tmp_path: Path) -> None
 
 def test_the_readme_shows_code_that_is_run() -> None:
     assert any(block.where.startswith("README.md") for block in blocks())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_first_page_says_how_each_of_its_programs_is_started(page: str) -> None:
+    for source, commands in programs(_ROOT / page):
+        if source:
+            assert any(words[0] in {"python", "torchrun"} for words in commands), source
+            statements = [
+                each for each in ast.parse(source).body if not isinstance(each, ast.Import)
+            ]
+            assert ast.unparse(statements[0]).startswith("objcomm.init(")
+            assert "print(" in source
+            assert not any(isinstance(each, ast.Assert) for each in ast.walk(ast.parse(source)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("page", PAGES)
+def test_a_first_page_runs_on_any_number_of_ranks_with_what_it_installs(
+    page: str, size: int, tmp_path: Path
+) -> None:
+    """``tests.package`` really installs it, and starts as many ranks as the page does."""
+    path = [tmp_path / "without numpy", _ROOT]
+    path[0].mkdir()
+    (path[0] / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
+    for words, _ in steps(_ROOT / page, tmp_path):
+        if words[0] == "pip":
+            path = path[-1:] if "numpy" in words else path
+            continue
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        done = subprocess.run(
+            [sys.executable, *(launcher if words[0] == "torchrun" else []), words[-1]],
+            env={**clean_environment(), "PYTHONPATH": ":".join(map(str, path))},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{words}\n{done.stderr}"
+        assert done.stdout
 
 
 _STARTS_LIKE_A_SCRIPT = """

@@ -75,3 +75,12 @@ def test_each_requirement_has_its_reason() -> None:
 def test_the_version_is_one_that_can_be_published() -> None:
     assert str(Version(objcomm.__version__)) == objcomm.__version__
     assert PROJECT["dynamic"] == ["version"]
+
+
+def test_nothing_tells_to_install_what_no_index_has() -> None:
+    """There is no release: who needs a package is told that package's name."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir()]
+    for path in [*pages, *(ROOT / "objcomm").rglob("*.py")]:
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"objcomm\[|pip install '?objcomm", text), path

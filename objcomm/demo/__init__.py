@@ -5,14 +5,21 @@ is the program to read first. The other modules are what any such program has: `
 ``digits`` (the data), ``training``, ``evaluation`` and ``report``. They use objcomm's public names
 only.
 
-Importing this package raises ``MissingDependencyError`` where the extra ``demo`` is not installed.
+Importing this package raises ``MissingDependencyError`` where a package that it needs is missing.
 """
 
 from importlib.util import find_spec
 
 from objcomm import MissingDependencyError
 
-# Asked here and not where each is used: a user hears of it before four ranks have started.
-for _package in ("numpy", "sklearn", "matplotlib", "tqdm"):
-    if find_spec(_package) is None:
-        raise MissingDependencyError(_package, "demo")
+_NEEDED = {
+    "numpy": "numpy",
+    "sklearn": "scikit-learn",
+    "matplotlib": "matplotlib",
+    "tqdm": "tqdm",
+}
+
+# Asked here and not where each is used: a user hears of all, and before four ranks have started.
+_missing = [package for package in _NEEDED if find_spec(package) is None]
+if _missing:
+    raise MissingDependencyError(_missing[0], " ".join(_NEEDED[package] for package in _missing))

@@ -34,7 +34,7 @@ def draw(evidence: Evidence, path: Path) -> None:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  # an extra, and slow to import
     except ImportError as error:
-        raise MissingDependencyError("matplotlib", "doctor") from error
+        raise MissingDependencyError("matplotlib", "matplotlib") from error
     figure = Figure(figsize=(11, 5), layout="constrained")
     links = evidence.links
     left = figure.add_subplot(1, 2, 1, title="latency, ms (dark: slow)")

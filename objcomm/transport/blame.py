@@ -103,24 +103,29 @@ def blamed(mesh: Mesh, proposal: Verdict) -> Verdict:
     If others have ended them, their verdict stands already, and this one will not be used. With a
     host its other ranks are lost, though their connections may end a moment later.
     """
-    others = len(mesh.others)
     if mesh.verdict is not None or mesh.link is None:
         return proposal
-    if others == 1:
-        return by_name(mesh, proposal)
     if HOST_LOST in proposal.reason:
         return proposal._replace(ranks=tuple(mesh.link.beside(proposal.ranks)))
+    if _is_alone(mesh):
+        return proposal._replace(ranks=(mesh.rank,), reason=_ALONE)
+    return by_name(mesh, proposal)
+
+
+def _is_alone(mesh: Mesh) -> bool:
+    """Whether all connections have ended at once, to processes of which nothing else is known."""
+    if mesh.link is None or len(mesh.others) == 1:
+        return False
     time.sleep(_OTHERS_FIRST_SECONDS)
-    if len(mesh.link.closed()) < others:
-        return by_name(mesh, proposal)
+    is_cut_off = len(mesh.link.closed()) == len(mesh.others)
+    beside = (mesh.bulletin.processes.is_beside(mesh.ranks[peer]) for peer in mesh.others)
+    if not is_cut_off or any(beside):
+        return False
     try:
         mesh.bulletin.call(lambda board: board.look(mesh.nonce))
     except StoreSilentError:
-        # Then all may have ended because each rank has closed its own.
-        return by_name(mesh, proposal)
-    if any(mesh.bulletin.processes.is_beside(mesh.ranks[peer]) for peer in mesh.others):
-        return by_name(mesh, proposal)
-    return proposal._replace(ranks=(mesh.rank,), reason=_ALONE)
+        return False  # then each rank may have closed its own
+    return True
 
 
 def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:

@@ -180,6 +180,7 @@ class Bulletin:
         store: dist.Store,
         rank: int,
         size: int,
+        *,
         describe: Callable[[Bulletin, int], Whereabouts],
         is_alive: Callable[[], bool],
         is_cut_off: Callable[[int], bool],

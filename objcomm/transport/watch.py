@@ -81,8 +81,8 @@ class Watcher(threading.Thread):
         self._looks = 0
         self._is_closing = False
         if former is not None:
-            self._meshes, self._listeners = former._meshes, former._listeners
-            self.bulletins, self._fallbacks = former.bulletins, former._fallbacks
+            self._meshes, self._listeners = former._meshes, former._listeners  # noqa: SLF001  # its own class
+            self.bulletins, self._fallbacks = former.bulletins, former._fallbacks  # noqa: SLF001  # likewise
         self.start()
         # A thread that is inside of torch when the interpreter ends would abort the process.
         atexit.register(self._close)
@@ -178,13 +178,18 @@ class Watcher(threading.Thread):
             if entry.report_at <= now < entry.waits_until:
                 entry.report_at = now + waited
                 late[mesh.bulletin].append((mesh, lane, entry))
-        self._leave_destroyed()
+        if is_look:
+            self._leave_destroyed()
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
         for bulletin, waiting in expired.items():
             self._expire(bulletin, waiting)
         for bulletin, waiting in late.items():
             self._report(bulletin, waiting)
+        self._end_overdue(now)
+
+    def _end_overdue(self, now: float) -> None:
+        """End without the store what it was to end, and has not."""
         for due, end in self._fallbacks:
             if due <= now:
                 with logged("a wait that is over could not be ended"):  # the others still can
@@ -215,7 +220,7 @@ class Watcher(threading.Thread):
             mesh.settle_on(board, verdict._replace(reason=reason))
 
         mesh.bulletin.submit(job)
-        self._fall_back(_INTERRUPT_SECONDS, mesh, verdict)
+        self._fall_back(_INTERRUPT_SECONDS, mesh, verdict._replace(is_store_silent=True))
         return True
 
     def _is_overdue(self, waited: float) -> bool:

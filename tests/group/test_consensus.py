@@ -68,6 +68,7 @@ def test_who_has_something_else_is_named_on_all_ranks() -> None:
         assert failure.type_name.endswith("UsageError")
         assert str(caught.value).startswith("agree failed on rank 1: ")
         assert "Traceback" not in str(caught.value)
+    assert "\n\nCall of rank " in str(caught.value)
     assert_group_works()
 
 

@@ -347,7 +347,7 @@ def test_without_tqdm_every_rank_is_told_before_any_traffic() -> None:
     objcomm.reset_stats()
     with mock.patch.dict(sys.modules, {"tqdm": None}):
         for call in (objcomm.broadcast, objcomm.gather, objcomm.all_gather):
-            with pytest.raises(MissingDependencyError, match=r"pip install 'objcomm\[progress\]'"):
+            with pytest.raises(MissingDependencyError, match=r"pip install tqdm$"):
                 call("small", progress=True)
         assert outcome_of(lambda: objcomm.broadcast("small")) == "returned"
     assert set(objcomm.stats()) == {"broadcast"}

@@ -163,8 +163,8 @@ MUTANTS = (
     Mutant(
         "cause-lost",
         "objcomm/outcome.py",
-        "raise CollectiveError(operation, failures) from own",
-        "raise CollectiveError(operation, failures)",
+        "raise on_rank(rank, CollectiveError(operation, failures)) from own",
+        "raise on_rank(rank, CollectiveError(operation, failures))",
         "on the rank that failed the original error is no cause of what is raised",
         ("tests/group/test_failures.py",),
     ),

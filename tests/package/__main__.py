@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
+from tests.package.pages import PAGES, steps
+
 T = TypeVar("T")
 
 HERE = Path(__file__).parent
@@ -43,6 +45,7 @@ def main() -> None:
         )
         python = _step("install", lambda: install(wheel, folder))
         _step("smoke test", lambda: _run(python, HERE / "smoke.py", at=folder))
+        _step("pages", lambda: check_pages(wheel, folder))
         _step("types", lambda: check_types(python, folder))
         suite.result()
 
@@ -101,6 +104,25 @@ def install(wheel: Path, folder: Path) -> Path:
     return python
 
 
+def check_pages(wheel: Path, folder: Path) -> None:
+    """The first pages' programs run with exactly what their own lines install, and print that."""
+    binaries = folder / "environment" / "bin"
+    environment = {**_PINNED, "PATH": f"{binaries}:{_PINNED['PATH']}"}
+    for page in PAGES:
+        at = folder / page.replace("/", "-")
+        at.mkdir()
+        for words, shown in steps(ROOT / page, at):
+            command: list[str | Path] = list(words)
+            if words[0] == "pip":
+                command = [binaries / "python", "-m", *words]
+                command[command.index(".")] = wheel
+            elif words[0] == "torchrun":  # with a port that nobody else has
+                command = ["torchrun", "--standalone", *words[1:]]
+            printed = _printed(*command, at=at, environment=environment).splitlines()
+            if not set(shown) <= set(printed):
+                raise SystemExit(f"{page}: {' '.join(words)} printed {printed}, not {shown}")
+
+
 def check_types(python: Path, folder: Path) -> None:
     """Mypy, strict, finds the annotations of what was installed."""
     program = shutil.copy(HERE / "typed.py", folder)  # beside no configuration and no checkout
@@ -121,9 +143,11 @@ def _run(*command: str | Path, at: Path = ROOT, environment: dict[str, str] = _E
         raise SystemExit(f"failed: {' '.join(map(str, command))}")
 
 
-def _printed(*command: str | Path, at: Path = ROOT) -> str:
+def _printed(
+    *command: str | Path, at: Path = ROOT, environment: dict[str, str] = _ENVIRONMENT
+) -> str:
     done = subprocess.run(
-        command, check=False, cwd=at, env=_ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        command, check=False, cwd=at, env=environment, stdout=subprocess.PIPE, text=True
     )
     if done.returncode:
         raise SystemExit(f"failed: {' '.join(map(str, command))}\n{done.stdout}")

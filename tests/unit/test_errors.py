@@ -24,7 +24,10 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
         (errors.ObjcommError("text"), ["text"]),
         (errors.UsageError("give one root"), ["give one root"]),
         (errors.NotInGroupError("rank 0 is outside"), ["rank 0 is outside"]),
-        (errors.MissingDependencyError("numpy", "demo"), ["numpy", "objcomm[demo]"]),
+        (
+            errors.MissingDependencyError("sklearn", "scikit-learn"),
+            ["'sklearn'", "install scikit-learn"],
+        ),
         (errors.CodecError("text"), ["text"]),
         (
             errors.EncodeError("pickle", "lock", "obj['cb']", "why"),

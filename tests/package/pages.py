@@ -1,0 +1,55 @@
+"""What the first pages tell their reader to do, command by command."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+#: The pages that a reader follows from top to bottom, each with all that it takes to do so.
+PAGES = ("docs/index.md", "docs/quickstart.md", "README.md")
+
+_FENCE = re.compile(r"^```(python|text)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Step(NamedTuple):
+    """One command of a page.
+
+    Attributes:
+        words: the command line.
+        shown: what the page says that it prints.
+    """
+
+    words: list[str]
+    shown: list[str]
+
+
+def programs(page: Path) -> Iterator[tuple[str, list[list[str]]]]:
+    """Each program of a page, and the command lines below it; no program, for those before."""
+    source, below = "", list[list[str]]()
+    for kind, content in _FENCE.findall(page.read_text(encoding="utf-8")):
+        if kind == "python":
+            yield source, below
+            source, below = content, []
+        else:
+            below += [line.split() for line in content.splitlines() if line]
+    yield source, below
+
+
+def steps(page: Path, folder: Path) -> Iterator[Step]:
+    """The commands of a page, in order; what one starts lies in the folder when it is given."""
+    for source, below in programs(page):
+        for words in below:
+            if words[0] in {"python", "torchrun"}:
+                (folder / words[-1]).write_text(source, encoding="utf-8")
+            yield Step(words, _shown(source) if words[0] != "pip" else [])
+
+
+def _shown(source: str) -> list[str]:
+    """The comments right below a ``print``."""
+    shown, is_below = [], False
+    for line in map(str.strip, source.splitlines()):
+        if is_below and line.startswith("# "):
+            shown.append(line.removeprefix("# "))
+        else:
+            is_below = line.startswith("print(")
+    return shown
