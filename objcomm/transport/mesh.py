@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from objcomm.errors import ObjcommError, text_of
 from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
@@ -27,8 +29,6 @@ from objcomm.transport.whereabouts import MEETING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch.distributed as dist
 
     from objcomm.history import History
     from objcomm.transport.base import Connections, Deadline
@@ -136,7 +136,7 @@ class Mesh:
         Blocks in Python, so Ctrl-C ends it; what may block in C++ is done by a thread.
 
         Args:
-            store: the group's own.
+            store: the world's.
             deadline: how long to wait for the last rank.
             lane: the calling thread's.
             operation: which call needs the connections.
@@ -204,14 +204,19 @@ class Mesh:
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
         self._progress.heed = None if self.whole is not None else self._heed
+        clients = self.bulletin.clients
         try:
-            link = GlooLink(store, self.rank, self.members, deadline, self._progress)
+            own = clients.take(store, deadline.lost_seconds)
+            part = dist.PrefixStore(self.name, own)
+            link = GlooLink(part, self.rank, self.members, deadline, self._progress)
+            clients.give_back(own)
             log.debug(
                 "group %r: %d ranks connected over Gloo, on %d host(s)",
                 *(self.name, len(self.members), len(set(link.hosts))),
                 extra=self.labels,
             )
         except GivenUpError:
+            clients.give_back(own)
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
             self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=str(error)))

@@ -33,7 +33,6 @@ import torch.distributed as dist
 from objcomm.history import Entry
 from objcomm.journal import logged
 from objcomm.transport.bulletin import Board, Bulletin
-from objcomm.transport.creation import store_of
 from objcomm.transport.farewell import FAREWELL_SECONDS, bring_back
 from objcomm.transport.inquiry import (
     Waiting,
@@ -45,6 +44,7 @@ from objcomm.transport.inquiry import (
 )
 from objcomm.transport.location import whereabouts
 from objcomm.transport.mesh import Mesh
+from objcomm.transport.stores import store_of
 from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import Whereabouts
 
