@@ -24,6 +24,7 @@ import torch.distributed as dist
 from objcomm.errors import LaunchError, RankFailure, UsageError, text_of
 from objcomm.group import Timeout, seconds_of
 from objcomm.outcome import failure_of
+from objcomm.transport.stores import loopback_store
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -181,7 +182,7 @@ class _Job:
         deadline = time.monotonic() + limit
         (self._folder / "order").write_bytes(order)
         # The ranks meet in this process, as they do in torchrun's: no port can be taken meanwhile.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = loopback_store()
         command = ("-c", _PROGRAM, json.dumps(sys.path), str(self._folder), str(os.getpid()))
         before = {each: signal.getsignal(each) for each in _SIGNALS}
         self._context = start_processes(

@@ -27,8 +27,8 @@ from objcomm.errors import StartError, UsageError
 from objcomm.group import Timeout, seconds_of
 from objcomm.history import call_site
 from objcomm.journal import log
-from objcomm.transport.creation import store_of
 from objcomm.transport.rendezvous import GivenUpError, Progress, await_all, meet
+from objcomm.transport.stores import store_of
 from objcomm.world import is_initialized, is_reachable, resolve
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from objcomm.transport import routes
 from objcomm.transport.base import Deadline
 from objcomm.transport.creation import create, is_alive
 from objcomm.transport.liveness import machine
+from objcomm.transport.watch import bulletin_of
 from objcomm.world import NOBODY, GroupLike, is_initialized, process_group_of, resolve
 
 #: Ranks of the parent, in the order of the group that they form.
@@ -436,4 +437,5 @@ def _made(
         limit=timedelta(seconds=deadline.seconds_left / 2),
         timeout=timedelta(seconds=parent.deadline("", None).seconds),
         purpose=operation.name.lower(),
+        clients=bulletin_of(process_group_of(None)).clients_of_groups,
     )

@@ -11,7 +11,7 @@ from objcomm.counters import OperationStats
 from objcomm.environment import Standing, local_rank_in, standing_in
 from objcomm.errors import NotInGroupError, UsageError
 from objcomm.group import Group
-from objcomm.transport.creation import store_of
+from objcomm.transport.stores import bare, store_of
 
 #: What ``group=`` takes: a process group, a one-dimensional device mesh, or None for the world.
 GroupLike: TypeAlias = Any
@@ -144,9 +144,7 @@ def is_reachable(group: GroupLike) -> bool:
             return True
         if dist.get_backend(process_group) in _UNREACHABLE:
             return False
-        store = store_of(process_group)
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
+        store = bare(store_of(process_group))
     except (UsageError, RuntimeError, ValueError):
         return False
     return store is not None and type(store).__name__ not in _STORES_OF_ONE_PROCESS

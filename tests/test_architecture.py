@@ -37,7 +37,7 @@ FLOORS: list[list[str]] = [
     ],
     ["admission", "codecs.restricted", "codecs.rules", "leaves"],
     ["codecs.pickle5", "codecs.plain", "structures"],
-    ["answers", "codecs", "manifests", "transport.record"],
+    ["answers", "codecs", "manifests", "transport.outage", "transport.record"],
     [
         "coding",
         "outcome",
@@ -46,9 +46,9 @@ FLOORS: list[list[str]] = [
         "transport.line",
         "transport.liveness",
         "transport.order",
-        "transport.outage",
         "transport.pieces",
         "transport.regions",
+        "transport.stores",
         "transport.topology",
         "transport.verdict",
         "transport.whereabouts",
@@ -109,7 +109,7 @@ FLOORS: list[list[str]] = [
     ["inspector.table", "inspector.trace", "inspector.verdict"],
     ["doctor.bounded", "doctor.facts", "doctor.schedule"],
     ["doctor.address", "doctor.evidence", "doctor.interfaces", "doctor.measure"],
-    ["doctor.finding", "doctor.host", "doctor.meeting", "doctor.reach"],
+    ["doctor.finding", "doctor.host", "doctor.meeting", "doctor.names", "doctor.reach"],
     [
         "doctor.attendance",
         "doctor.examination",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from objcomm.errors import WireError
 from objcomm.transport.liveness import Process, Processes
 from objcomm.transport.outage import open_sockets, other_ends
+from objcomm.transport.stores import Clients, bare
 from objcomm.transport.verdict import DESTROYED, Cause, Verdict
 from objcomm.transport.whereabouts import Conflict, Whereabouts
 
@@ -159,11 +160,10 @@ class Board:
         return verdict
 
 
-def _addresses_of(store: Any, before: dict[int, int]) -> set[Any]:
+def _addresses_of(store: dist.Store, before: dict[int, int]) -> set[Any]:
     """Where a store is to which this process has just connected."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return other_ends(before, store.port) if isinstance(store, dist.TCPStore) else set()
+    end = bare(store)
+    return other_ends(before, end.port) if isinstance(end, dist.TCPStore) else set()
 
 
 class Bulletin:
@@ -173,6 +173,9 @@ class Bulletin:
         addresses: where the store is, once the thread is connected to it over a network.
         processes: those of the world.
         is_cut_off: see ``__init__``.
+        clients: other connections to it, for threads that connect a mesh.
+        clients_of_groups: the same for process groups of the user's: torch, or the user, may wait
+            in a group's store at any time.
     """
 
     def __init__(
@@ -205,6 +208,8 @@ class Bulletin:
         self.addresses: set[Any] = set()
         self.processes = Processes()
         self._farewell = DESTROYED
+        self.clients = Clients()
+        self.clients_of_groups = Clients()
         self._thread = threading.Thread(target=self._run, name="objcomm-bulletin", daemon=True)
         self._thread.start()
 

@@ -11,18 +11,19 @@ import functools
 import threading
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
 from objcomm.frames import fingerprint
 from objcomm.transport.base import LANE_BITS, Deadline
-from objcomm.transport.creation import is_alive, store_of
+from objcomm.transport.creation import is_alive
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.mesh import Mesh
+from objcomm.transport.stores import store_of
 from objcomm.transport.watch import bulletin_of, end_elsewhere, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch.distributed as dist
 
     from objcomm.history import Entry, History
     from objcomm.transport.order import Order
@@ -186,9 +187,9 @@ class Channel:
         return self._whole is not None and (mesh.link is None or mesh.outlives == verdict.name)
 
     def store(self) -> dist.Store:
-        """Where the members meet, theirs alone."""
-        store: dist.Store = store_of(self._process_group())
-        return store if self._whole is None else dist.PrefixStore(f"pair/{self._pair}", store)
+        """Where the ranks of the world meet."""
+        store: dist.Store = store_of(self._world())
+        return store
 
     @property
     def _pair(self) -> str:

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from objcomm.config import settings
+from objcomm.transport.stores import Clients, store_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -33,6 +36,7 @@ def create(
     limit: timedelta,
     timeout: timedelta,
     purpose: str,
+    clients: Clients,
 ) -> Any:
     """Make a process group with the backend of ``parent``; every one of ``ranks`` must call this.
 
@@ -45,6 +49,7 @@ def create(
         limit: how long to wait for the connections.
         timeout: the new group's own time limit.
         purpose: what torch's log says that it is for.
+        clients: connections to the world's store, for groups of the user's.
 
     Raises:
         RuntimeError: a connection failed.
@@ -52,20 +57,21 @@ def create(
     from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415  # absent in some builds
 
     world: Any = dist.GroupMember.WORLD
-    # A TCPStore lets one thread at a time in: over a shared one, two threads of this rank that
-    # connect at once would wait for each other.
-    store = store_of(parent).clone()
+    backend = dist.get_backend(parent)
+    store = clients.take(store_of(world), settings().lost_after)
     with _binding.hidden(world) as device:
         group, _ = c10d._new_process_group_helper(  # noqa: SLF001  # there is no public way, see above
             len(ranks),
             ranks.index(world.rank()),
             list(ranks),
-            dist.get_backend(parent),
+            backend,
             store,
             name,  # type: ignore[arg-type]  # a NewType of str
             timeout=min(limit, CONNECT_MAX),
             group_desc=f"objcomm.{purpose}",
         )
+    if backend == dist.Backend.GLOO:  # another may meet later, and wait in the store for that
+        clients.give_back(store)
     order = {rank: place for place, rank in enumerate(ranks)}
     c10d._world.pg_group_ranks[group] = order  # noqa: SLF001  # as new_group does
     group.bound_device_id = device
@@ -81,17 +87,6 @@ def is_alive(group: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def store_of(group: Any) -> Any:
-    """The store over which the members of a process group met; None if torch knows of none."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415  # absent in some builds
-
-    # Before torch 2.10 only its own record of each group has it.
-    _, store = c10d._world.pg_map.get(group, (None, None))  # noqa: SLF001  # see above
-    return store
 
 
 class _Binding:

@@ -52,7 +52,7 @@ class GlooLink:
         """Meet the other ranks and connect to each; may block in C++ up to the limit.
 
         Args:
-            store: theirs alone.
+            store: a connection to it that no other thread uses, with a prefix that is theirs alone.
             rank: this one, within the group.
             members: those that it joins, as ranks within the group.
             deadline: how long to wait.
@@ -66,11 +66,8 @@ class GlooLink:
         self.size = size = len(members)
         self._places = {member: place for place, member in enumerate(members)}
         place = self._places[rank]
-        # Gloo waits in the store, and a TCPStore lets one thread at a time in: over the user's own
-        # two groups that connect at once would wait for each other.
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
-        self.hosts = meet(own, place, size, progress)
-        prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", own)
+        self.hosts = meet(store, place, size, progress)
+        prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", store)
         # All ranks are here: one that dies now must not hold this thread for as long as a call.
         limit = min(deadline.left(), CONNECT_MAX)
         before = open_sockets()
@@ -79,7 +76,7 @@ class GlooLink:
         self._apart = Apart()
         if len(set(self.hosts)) > 1:
             notice_outages(before, deadline.lost_seconds)
-        forget(own, progress.nonce, size)
+        forget(store, progress.nonce, size)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``base.Link``."""

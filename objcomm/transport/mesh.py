@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from objcomm.errors import ObjcommError, text_of
 from objcomm.frames import Header, fingerprint
 from objcomm.history import Entry
@@ -30,8 +32,6 @@ from objcomm.transport.whereabouts import MEETING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch.distributed as dist
 
     from objcomm.history import History
     from objcomm.transport.base import Connections, Deadline
@@ -148,7 +148,7 @@ class Mesh:
         Blocks in Python, so Ctrl-C ends it; what may block in C++ is done by a thread.
 
         Args:
-            store: the group's own.
+            store: the world's.
             deadline: how long to wait for the last rank.
             lane: the calling thread's.
             operation: which call needs the connections.
@@ -231,14 +231,19 @@ class Mesh:
         self._progress.heed = None if self.whole is not None else self._heed
         with contextlib.suppress(StoreSilentError):  # who has met has said who it is, before
             self.bulletin.call(lambda _: None)
+        clients = self.bulletin.clients
         try:
-            link = GlooLink(store, self.rank, self.members, deadline, self._progress)
+            own = clients.take(store, deadline.lost_seconds)
+            part = dist.PrefixStore(self.name, own)
+            link = GlooLink(part, self.rank, self.members, deadline, self._progress)
+            clients.give_back(own)
             log.debug(
                 "group %r: %d ranks connected over Gloo, on %d host(s)",
                 *(self.name, len(self.members), len(set(link.hosts))),
                 extra=self.labels,
             )
         except GivenUpError:
+            clients.give_back(own)
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
             told = str(error)

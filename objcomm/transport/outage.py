@@ -41,7 +41,7 @@ def open_sockets() -> dict[int, int]:
     return found
 
 
-def notice_outages(before: Collection[int], seconds: float) -> None:
+def notice_outages(before: Collection[int], seconds: float, port: int = 0) -> None:
     """Let connections end when nothing was heard from their other ends for ``seconds``.
 
     Gloo does not hand out its sockets, so these are all that are new. One that another thread of
@@ -51,13 +51,14 @@ def notice_outages(before: Collection[int], seconds: float) -> None:
     Args:
         before: inodes of sockets that are none of these.
         seconds: infinity for never.
+        port: of the other ends; those that lead to another are let be, unless it is 0.
     """
     if math.isinf(seconds):
         return
     for inode, descriptor in open_sockets().items():
         if inode not in before:
             with contextlib.suppress(OSError):
-                _limit(inode, os.dup(descriptor), seconds)
+                _limit(inode, os.dup(descriptor), seconds, port)
 
 
 def other_ends(before: Collection[int], port: int) -> set[Any]:
@@ -93,11 +94,13 @@ def cause_of(told: str) -> str:
     return HOST_LOST if is_outage else "it died, exited or lost its network"
 
 
-def _limit(inode: int, descriptor: int, seconds: float) -> None:
+def _limit(inode: int, descriptor: int, seconds: float, port: int) -> None:
     with socket.socket(fileno=descriptor) as end:  # a copy: closing it ends nothing
         is_it = os.fstat(end.fileno()).st_ino == inode
         is_tcp = end.type == socket.SOCK_STREAM and end.family != socket.AF_UNIX
         if not is_it or not is_tcp or end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return
+        if port and end.getpeername()[1] != port:
             return
         pause = min(math.ceil(seconds / _QUESTIONS), _LONGEST_PAUSE_SECONDS)
         milliseconds = max(1, round(min(seconds, _LONGEST_SECONDS) * 1000))

@@ -34,12 +34,12 @@ from objcomm.history import Entry
 from objcomm.journal import logged
 from objcomm.transport import blame, inquiry
 from objcomm.transport.bulletin import Board, Bulletin
-from objcomm.transport.creation import store_of
 from objcomm.transport.farewell import FAREWELL_SECONDS, bring_back
 from objcomm.transport.gloo import is_cut_off
 from objcomm.transport.inquiry import Waiting, investigate
 from objcomm.transport.location import whereabouts
 from objcomm.transport.mesh import Mesh
+from objcomm.transport.stores import store_of
 from objcomm.transport.verdict import DESTROYED, Cause, Verdict
 from objcomm.transport.whereabouts import Whereabouts
 

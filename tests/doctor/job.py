@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from objcomm.__main__ import main
+from objcomm.transport.stores import loopback_store
 from tests.hosts import Host, Hosts
-from tests.stores import loopback_store
 from tests.waits import wait_until
 
 DOCTOR = [sys.executable, "-m", "objcomm", "doctor"]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm.transport.creation import store_of
+from objcomm.transport.stores import store_of
 
 #: What happens just before the end.
 EVENTS = [

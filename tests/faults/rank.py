@@ -23,6 +23,7 @@ import objcomm
 from objcomm import subgroups
 from objcomm.transport import base, farewell, inquiry, pair, watch
 from objcomm.transport.bulletin import Bulletin
+from objcomm.transport.stores import loopback_store
 from tests.faults import helpers, pairs, plan
 from tests.faults.plan import (
     DIVISIONS,
@@ -38,7 +39,6 @@ from tests.faults.plan import (
 from tests.faults.victim import armed, sockets, strike_for
 from tests.group.helpers import when_main_thread_waits
 from tests.group.operations import OPERATIONS, ROOTED, first
-from tests.stores import loopback_store
 from tests.waits import PATIENCE_S
 
 #: Torch's object collectives take no limit for one call, so the group gets one that is not long.

@@ -13,10 +13,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from objcomm.transport.stores import loopback_store
 from objcomm.transport.verdict import DESTROYED
 from tests.faults.plan import STOP_SECONDS, Case, Fault
 from tests.faults.rank import Left, Seen, take_part
-from tests.stores import loopback_store
 from tests.waits import PATIENCE_S
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, WireError
 from objcomm.call import Call
-from objcomm.transport.creation import store_of
+from objcomm.transport.stores import store_of
 from objcomm.world import resolve
 from tests.group.helpers import (
     AWAIT_RANK_1,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import DesyncError
 from objcomm.transport import watch
-from objcomm.transport.creation import store_of
+from objcomm.transport.stores import store_of
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,

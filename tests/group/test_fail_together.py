@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.transport.creation import store_of
+from objcomm.transport.stores import store_of
 from objcomm.transport.verdict import Cause, Verdict
 from tests.group.helpers import (
     assert_group_works,

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -87,6 +88,20 @@ def test_what_each_rank_returns_comes_back_in_rank_order(tmp_path: Path) -> None
     assert dict(os.environ) == environ
     assert not objcomm.is_initialized()
     assert_ended([int((tmp_path / str(rank)).read_text()) for rank in (0, 1)])
+
+
+def _answers_over_ipv6() -> bool:
+    try:
+        socket.create_connection(("::1", int(os.environ["MASTER_PORT"]))).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_no_name_has_to_be_looked_up_of_ranks_that_meet() -> None:
+    """On a socket for both families torch would ask for that of ``::ffff:127.0.0.1``."""
+    answers = objcomm.launch(_answers_over_ipv6, 1, joined=False, timeout=_DEADLINE_S)
+    assert answers == [False]
 
 
 class SlowToTellError(Exception):

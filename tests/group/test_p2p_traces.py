@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportError
-from objcomm.transport.creation import store_of
+from objcomm.transport.stores import store_of
 from objcomm.transport.watch import bulletin_of
 from tests.group.helpers import (
     assert_group_works,

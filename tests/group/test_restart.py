@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportTimeout
+from objcomm.transport.stores import loopback_store
 from tests.group.helpers import assert_group_works, keys_in, outcome_of, tell_all
 from tests.group.watched import patiently
 from tests.ranks import ranks
-from tests.stores import loopback_store
 from tests.workers import here, join
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import objcomm
 from objcomm import StartError, TransportError, TransportTimeout, UsageError
 from objcomm.transport.rendezvous import await_all
+from objcomm.transport.stores import loopback_store
 from objcomm.world import resolve
 from tests.group.helpers import assert_group_works, shared_port, tell_all
 from tests.ranks import ranks, solo
-from tests.stores import loopback_store
 from tests.waits import PATIENCE_S
 from tests.workers import here
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, TransportTimeout
+from objcomm.transport.stores import loopback_store
 from tests.group.helpers import (
     AWAIT_RANK_1,
     assert_group_works,
@@ -29,7 +30,6 @@ from tests.group.helpers import (
 from tests.group.operations import OPERATIONS
 from tests.group.watched import after_looks, patiently
 from tests.ranks import ranks, solo
-from tests.stores import loopback_store
 from tests.waits import PATIENCE_S, within
 from tests.workers import here
 

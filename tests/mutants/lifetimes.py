@@ -143,6 +143,26 @@ MUTANTS = (
         ("tests/group/test_lane_names.py",),
     ),
     Mutant(
+        "connections-to-the-store-not-used-again",
+        "objcomm/transport/mesh.py",
+        "            link = GlooLink(part, self.rank, self.members, deadline, self._progress)\n"
+        "            clients.give_back(own)\n",
+        "            link = GlooLink(part, self.rank, self.members, deadline, self._progress)\n",
+        "each group, pair and new meeting opens a connection to the store",
+        ("tests/group/test_connections_to_the_store.py",),
+    ),
+    Mutant(
+        "failed-connections-to-the-store-used-again",
+        "objcomm/transport/mesh.py",
+        "        clients = self.bulletin.clients\n        try:\n"
+        "            own = clients.take(store, deadline.lost_seconds)\n",
+        "        clients = self.bulletin.clients\n"
+        "        own = clients.take(store, deadline.lost_seconds)\n"
+        "        clients.give_back(own)\n        try:\n",
+        "a connection to the store that has failed is taken for the next meeting",
+        ("tests/group/test_connections_to_the_store.py",),
+    ),
+    Mutant(
         "bound-device-forgotten",
         "objcomm/transport/creation.py",
         "world.bound_device_id = self._device",

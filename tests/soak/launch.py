@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from objcomm.transport.stores import loopback_store
 from tests.soak import measure
 from tests.soak.measure import MEBIBYTE, Figures
-from tests.stores import loopback_store
 from tests.workers import Order, Pool, Report
 
 # For starting the ranks, one round that had begun, and settling.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import history
-from objcomm.transport.creation import store_of
+from objcomm.transport.stores import store_of
 from tests.group.helpers import in_thread
 from tests.same import assert_same
 from tests.soak import measure

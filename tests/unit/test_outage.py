@@ -59,6 +59,15 @@ def test_new_connections_get_a_limit_and_no_others(pairs: tuple[Pair, set[int], 
     assert new[1].recv(4) == b"open"
 
 
+def test_of_new_connections_those_to_one_port_can_be_chosen(
+    pairs: tuple[Pair, set[int], Pair],
+) -> None:
+    _, before, (near, far) = pairs
+    notice_outages(before, 30, near.getpeername()[1])
+    assert is_kept(near)
+    assert not is_kept(far)
+
+
 def test_never_is_never(pairs: tuple[Pair, set[int], Pair]) -> None:
     _, before, new = pairs
     notice_outages(before, math.inf)

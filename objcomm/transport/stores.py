@@ -1,0 +1,88 @@
+"""Stores in which ranks meet: this process's connections to one, and one that it hosts itself.
+
+The host of torch's ``TCPStore`` looks up the name of whoever connects, and answers nobody
+meanwhile: where the resolver loses a query, a new connection holds all ranks for 5 s. So those that
+are there are used again.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import contextlib
+import os
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from objcomm.transport.outage import notice_outages, open_sockets
+
+
+def store_of(group: Any) -> Any:
+    """The store over which the members of a process group met; None if torch knows of none."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415  # absent in some builds
+
+    # Before torch 2.10 only its own record of each group has it.
+    _, store = c10d._world.pg_map.get(group, (None, None))  # noqa: SLF001  # see above
+    return store
+
+
+def bare(store: Any) -> Any:
+    """A store without the prefixes before its keys."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def loopback_store() -> dist.TCPStore:
+    """A store that this process hosts for ranks on this machine, on a free port.
+
+    On a socket for both families, as torch makes it, a client is called ``::ffff:127.0.0.1``, which
+    is in no hosts file. On this one it is ``127.0.0.1``, and the host need not ask for its name. A
+    client still asks for that of the host, and alone waits for the answer (torch 2.13).
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return dist.TCPStore(
+            "127.0.0.1",
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+
+
+class Clients:
+    """This process's connections to one store, each lent to one thread at a time.
+
+    A ``TCPStore`` lets one thread in, and who waits in it keeps the others out: two threads that
+    connect at once over the same one, or over the user's own, would wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._free: list[dist.Store] = []
+
+    def take(self, store: dist.Store, lost_seconds: float) -> dist.Store:
+        """A connection that nobody else uses, until it is given back.
+
+        It blocks in C++ if there is none and the store's host is slow.
+
+        Args:
+            store: where a new one shall lead, with its prefix; the same at each call.
+            lost_seconds: for how long the store's host may be out of reach.
+        """
+        if self._pid != os.getpid():  # what a parent has opened is the parent's
+            self._pid, self._free = os.getpid(), []
+        with contextlib.suppress(IndexError):
+            return self._free.pop()
+        before = open_sockets()
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        if isinstance(end := bare(own), dist.TCPStore):
+            # Nothing else asks on it, maybe for hours, in which a firewall may forget it.
+            notice_outages(before, lost_seconds, end.port)
+        return own
+
+    def give_back(self, own: dist.Store) -> None:
+        """Let others use it; one that has raised is to be dropped: an answer may be under way."""
+        self._free.append(own)

@@ -1,0 +1,113 @@
+"""How many connections to the store a process has, and what becomes of one that failed.
+
+The store's host looks up the name of whoever connects, which may hold all ranks for 5 s.
+"""
+
+import gc
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import DesyncError, TransportError
+from objcomm.transport.outage import _connections
+from objcomm.transport.stores import loopback_store, store_of
+from objcomm.transport.watch import bulletin_of
+from tests.group.helpers import assert_group_works, tell_all
+from tests.ranks import ranks
+from tests.waits import wait_until
+from tests.workers import here
+
+
+@contextmanager
+def over_tcp() -> Iterator[int]:
+    """A world that meets in a store on this machine; gives the store's port."""
+    place = here()
+    told = place.store("port")
+    if place.rank == 0:
+        store = loopback_store()
+        told.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(told.get("port")), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+    try:
+        yield store.port
+        tell_all("the store may close", "")
+    finally:
+        dist.destroy_process_group()
+
+
+def connections(port: int) -> set[int]:
+    """This process's connections to a port, by their inodes."""
+    return {inode for inode, address, _ in _connections() if address[1] == port}
+
+
+def meet_again(group: Any) -> None:
+    """Connect the ranks of a group once more."""
+    with pytest.raises(DesyncError):
+        (objcomm.barrier if here().rank else objcomm.all_gather)("a name", group=group)
+    objcomm.barrier(group=group)
+
+
+@ranks(3, joined=False)
+def test_groups_pairs_and_new_meetings_take_the_connections_that_are_there() -> None:
+    with over_tcp() as port:
+        objcomm.barrier()
+        before = connections(port)
+        groups: list[Any] = [None, *(dist.new_group() for _ in range(3))]
+        for group in groups:
+            assert_group_works(group)
+            if here().rank == 0:
+                objcomm.send("to a pair", 1, group=group)
+            elif here().rank == 1:
+                objcomm.recv(0, group=group)
+            meet_again(group)
+        assert connections(port) == before  # torch's, and those of two threads of ours
+        assert len(before) == 3
+
+
+@ranks(2, joined=False)
+def test_groups_of_gloo_that_are_made_one_after_another_share_a_connection() -> None:
+    with over_tcp() as port:
+        first: Any = objcomm.split(0)
+        before = connections(port)
+        several: list[Any] = [objcomm.split(0, group=first), objcomm.dup()]
+        for group in [first, *several]:
+            assert_group_works(group)
+        assert connections(port) == before
+        assert len(before) == 4  # torch's, those of two threads of ours, and one for users' groups
+
+
+@ranks(2, joined=False)
+def test_the_connections_of_a_world_that_was_left_are_closed() -> None:
+    with over_tcp() as port:
+        objcomm.barrier()
+        assert objcomm.all_gather(here().rank, group=objcomm.dup()) == [0, 1]
+        assert len(connections(port)) == 4
+    wait_until(lambda: gc.collect() >= 0 and len(connections(port)) <= 1, "all but the test's own")
+
+
+@ranks(2, joined=False)
+def test_a_connection_that_failed_is_not_used_again() -> None:
+    with over_tcp() as port:
+        objcomm.barrier()
+        if here().rank == 0:
+            world: Any = dist.group.WORLD
+            clients = bulletin_of(world).clients
+            clients.take(store_of(world), 60.0)  # the one that is there
+            before = connections(port)
+            other = clients.take(store_of(world), 60.0)
+            (ours,) = connections(port) - before
+            for inode, _, end in _connections():
+                if inode == ours:
+                    end.shutdown(socket.SHUT_RDWR)
+            clients.give_back(other)
+        group: Any = dist.new_group()
+        if here().rank == 0:
+            with pytest.raises(TransportError):
+                objcomm.barrier(group=group)
+        assert_group_works(group)
