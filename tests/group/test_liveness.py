@@ -11,6 +11,7 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ from objcomm import DesyncError, TransportError, TransportTimeout
 from objcomm.transport import blame, mesh, transfers, watch
 from objcomm.transport.watch import Watcher
 from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
-from tests.group.test_reports import logged
+from tests.group.test_reports import logged, told_when
 from tests.ranks import ranks
 from tests.waits import wait_until
 from tests.workers import here
@@ -106,16 +107,16 @@ def test_a_child_that_holds_a_dead_ranks_sockets_deceives_nobody() -> None:
 
 def keep_connections_only() -> None:
     """Close all else: by the end of a pipe this rank's end is noticed."""
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            status = os.fstat(int(entry))
+            status = os.fstat(int(entry.name))
             if not stat.S_ISSOCK(status.st_mode):
-                os.close(int(entry))
+                os.close(int(entry.name))
                 continue
-            with socket.socket(fileno=os.dup(int(entry))) as end:
+            with socket.socket(fileno=os.dup(int(entry.name))) as end:
                 is_local = end.family == socket.AF_UNIX
             if is_local:
-                os.close(int(entry))
+                os.close(int(entry.name))
 
 
 def tell_all_but(rank: int, topic: str) -> None:
@@ -196,9 +197,7 @@ def test_a_first_call_soon_says_whom_it_waits_for_and_in_which_operation() -> No
     group = dist.new_group([0, 1])
     if here().rank == 0:
         with mock.patch.object(mesh, "_REPORT_SECONDS", 0.1), logged() as texts:
-            threading.Thread(
-                target=lambda: (wait_until(lambda: texts, "the report"), say("it was told"))
-            ).start()
+            told_when(lambda: texts, "it was told")
             objcomm.gather("a", group=group)
         assert re.match(r"rank 0 is in gather \(call 0\) at .* and waits: rank 1", texts[0]), texts
     else:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -54,10 +55,7 @@ def test_a_number_that_is_used_again_is_another_process() -> None:
 def test_without_a_descriptor_a_number_must_do(
     monkeypatch: pytest.MonkeyPatch, program: "subprocess.Popen[bytes]", lacking: Exception
 ) -> None:
-    def refuse(pid: int) -> int:
-        raise lacking
-
-    monkeypatch.setattr("os.pidfd_open", refuse)
+    monkeypatch.setattr("os.pidfd_open", mock.Mock(side_effect=lacking))
     process = process_of(program)
     assert not process.has_ended()
     program.kill()

@@ -8,6 +8,7 @@ import pytest
 from objcomm.frames import Operation
 from objcomm.history import Entry
 from objcomm.transport import inquiry
+from objcomm.transport.liveness import Processes
 from objcomm.transport.whereabouts import LaneState, Whereabouts
 from tests.unit.memory_link import header_of
 from tests.unit.test_conflict import MAIN, recv
@@ -32,6 +33,8 @@ class Looks:
             link=object(),
             whole=None,
             ranks=(0, 1),
+            others=(0,),
+            bulletin=SimpleNamespace(processes=Processes()),
             settle_on=lambda _, verdict: self.settled.append(verdict),
         )
         self._waiting: Any = (mesh, lane, self.entry)
@@ -41,6 +44,7 @@ class Looks:
             publish=lambda _: None,
             read=lambda rank, _: self._of(rank),
             tell_circle=lambda _: None,
+            learn=lambda _: None,
         )
 
     def _ask(self) -> int:

@@ -17,6 +17,7 @@ from objcomm.history import Entry, History
 from objcomm.transport.base import Deadline
 from objcomm.transport.bulletin import Board
 from objcomm.transport.device import DevicePath
+from objcomm.transport.liveness import Processes
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.proposal import proposal_for
 from objcomm.transport.verdict import Cause, Verdict
@@ -95,7 +96,7 @@ def test_missing_memory_on_a_device_is_no_peers_end() -> None:
 
 def board_on(path: Path) -> tuple[Board, dist.Store]:
     store = dist.FileStore(str(path / "store"), 1)
-    return Board(store, 0), dist.PrefixStore("objcomm", store)
+    return Board(store, 0, Processes()), dist.PrefixStore("objcomm", store)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def _mesh_that_has_met(jobs: list[Callable[[Board], object]]) -> Mesh:
         bulletin=bulletin,
         members=(0, 1),
         whole=None,
+        is_destroyed=lambda: False,
     )
     mesh._progress.nonce = "n"  # noqa: SLF001  # as when the ranks have met
     return mesh
