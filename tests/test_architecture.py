@@ -109,7 +109,7 @@ FLOORS: list[list[str]] = [
     ["inspector.table", "inspector.trace", "inspector.verdict"],
     ["doctor.bounded", "doctor.facts", "doctor.schedule"],
     ["doctor.address", "doctor.evidence", "doctor.interfaces", "doctor.measure"],
-    ["doctor.finding", "doctor.host", "doctor.meeting", "doctor.reach"],
+    ["doctor.finding", "doctor.host", "doctor.meeting", "doctor.names", "doctor.reach"],
     [
         "doctor.attendance",
         "doctor.examination",

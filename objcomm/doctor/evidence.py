@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from objcomm.doctor.facts import Contact, Link, Report
+from objcomm.doctor.facts import Contact, Link, Lookup, Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class Evidence:
         is_alone: whether this is what one rank knows by itself.
         seen: ranks that a rank without rank 0 could see in the store; None if there was no store.
         contacts: whom each rank tried to reach, by rank.
+        lookups: how long names took to be looked up, by the rank on the store's host that tried.
         silent: ranks that came, and then did not answer any more.
         links: what was measured.
         failures: what ended the measurement, by rank.
@@ -31,6 +32,7 @@ class Evidence:
     is_alone: bool = False
     seen: tuple[int, ...] | None = None
     contacts: Mapping[int, tuple[Contact, ...]] = field(default_factory=dict)
+    lookups: Mapping[int, tuple[Lookup, ...]] = field(default_factory=dict)
     silent: tuple[int, ...] = ()
     links: tuple[Link, ...] = ()
     failures: Mapping[int, str] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from objcomm.doctor.evidence import Evidence
 from objcomm.doctor.facts import (
+    UNKNOWN,
     Contacts,
     Link,
     Links,
@@ -18,6 +19,7 @@ from objcomm.doctor.facts import (
 from objcomm.doctor.host import examine
 from objcomm.doctor.measure import measure
 from objcomm.doctor.meeting import Board, UnmetError, await_ranks, open_store
+from objcomm.doctor.names import lookups
 from objcomm.doctor.reach import Listener, contacts
 from objcomm.doctor.schedule import peers_of
 from objcomm.environment import Place
@@ -43,6 +45,7 @@ class Limits:
         meet: until all ranks must have come.
         attempt: to reach one rank.
         reach: to reach all.
+        look: to look up names.
         connect: to make a group.
         measure: to measure the links.
     """
@@ -50,6 +53,7 @@ class Limits:
     meet: float
     attempt: float
     reach: float
+    look: float
     connect: float
     measure: float
 
@@ -57,7 +61,7 @@ class Limits:
     def of(cls, seconds: float) -> "Limits":
         """Those of a job: so much for the ranks to come, and as much again for all the rest."""
         third = seconds / 3
-        return cls(seconds, min(_TRY_SECONDS, third), third, third, third)
+        return cls(seconds, min(_TRY_SECONDS, third), third, third / 2, third, third)
 
     @property
     def all(self) -> float:
@@ -93,7 +97,13 @@ def carry_out(environ: Mapping[str, str], limits: Limits, tell: Tell, *, is_quic
     """
     report, place = examine(environ)
     if place is None:
-        evidence = Evidence(report.world_size, {report.rank: report}, is_alone=True)
+        callers = dict.fromkeys(["127.0.0.1", report.gloo.address or "127.0.0.1"], report.rank)
+        evidence = Evidence(
+            report.world_size,
+            {report.rank: report},
+            is_alone=True,
+            lookups={report.rank: lookups(callers, limits.look)},
+        )
         return Outcome(evidence, report, _nothing)
     deadline = time.monotonic() + limits.meet
     try:
@@ -204,7 +214,11 @@ class _Rank:
         board.post("leader is here", Over(0))
         arrived = await_ranks(board, size, deadline, _Waiting(self._tell, deadline))
         chosen, others = self._chosen(arrived)
-        roll = Roll(tuple(_peer(number, report) for number, report in chosen.values()))
+        here = [rank for rank, (_, report) in chosen.items() if report.rendezvous.is_here]
+        roll = Roll(
+            tuple(_peer(number, report) for number, report in chosen.values()),
+            min(here, default=UNKNOWN),
+        )
         board.post("roll", roll)
         evidence = Evidence(
             size,
@@ -247,7 +261,14 @@ class _Rank:
         ordered = sorted(ranks)
         mine = ordered.index(self._place.rank)
         wanted = [ranks[ordered[place]] for place in peers_of(mine, len(ordered))]
-        return Contacts(contacts(wanted, self._limits.attempt))
+        made = contacts(wanted, self._limits.attempt)
+        if roll.looker != self._place.rank:
+            return Contacts(made)
+        callers: dict[str, int] = {}
+        for rank in ordered:
+            if ranks[rank].caller:
+                callers.setdefault(ranks[rank].caller, rank)
+        return Contacts(made, lookups(callers, self._limits.look))
 
     def _links(self, roll: Roll) -> Links:
         machines = [peer.machine for peer in sorted(roll.peers, key=lambda peer: peer.rank)]
@@ -257,15 +278,19 @@ class _Rank:
         )
 
     def _with_contacts(self, evidence: Evidence, roll: Roll) -> Evidence:
-        made = {0: self._contacts(roll).made}
+        found = {0: self._contacts(roll)}
         deadline = time.monotonic() + self._limits.reach + _GRACE_SECONDS
         for rank in evidence.reports:
             if rank:
                 told = self._board.fetch(f"contacts/{rank}", Contacts, deadline)
                 if told is not None:
-                    made[rank] = told.made
-        silent = tuple(rank for rank in evidence.reports if rank not in made)
-        return replace(evidence, contacts=made, silent=silent)
+                    found[rank] = told
+        return replace(
+            evidence,
+            contacts={rank: each.made for rank, each in found.items()},
+            lookups={rank: each.lookups for rank, each in found.items() if each.lookups},
+            silent=tuple(rank for rank in evidence.reports if rank not in found),
+        )
 
     def _with_links(self, evidence: Evidence, roll: Roll) -> Evidence:
         deadline = time.monotonic() + self._limits.connect + self._limits.measure + _GRACE_SECONDS
@@ -301,4 +326,12 @@ class _Waiting:
 
 def _peer(number: int, report: Report) -> Peer:
     address = "" if report.gloo.problem else report.gloo.address
-    return Peer(report.rank, report.machine, address, report.port, report.token, number)
+    return Peer(
+        report.rank,
+        report.machine,
+        address,
+        report.port,
+        report.token,
+        number,
+        report.rendezvous.caller,
+    )

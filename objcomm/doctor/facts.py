@@ -20,6 +20,9 @@ _FRACTION = (float, int)
 #: A number that is not known.
 UNKNOWN = -1
 
+#: What the look-up of a name must not take: every rank waits so long for each that connects.
+SLOW_LOOKUP_SECONDS = 0.2
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interface:
@@ -73,6 +76,8 @@ class Rendezvous:
         problem: why this rank could not meet the others there; empty if it could.
         remedy: what to set then.
         interface: through which this rank reaches it; empty if it does not.
+        caller: this rank's address on the way there; empty if it does not reach it.
+        is_here: whether it is on this rank's host.
     """
 
     host: str = ""
@@ -81,6 +86,8 @@ class Rendezvous:
     problem: str = ""
     remedy: str = ""
     interface: str = ""
+    caller: str = ""
+    is_here: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,6 +158,7 @@ class Peer:
         port: the same.
         token: what it answers there.
         arrival: the number under which it came.
+        caller: its address on the way to the store; empty if it does not reach it.
     """
 
     rank: int
@@ -159,6 +167,7 @@ class Peer:
     port: int
     token: str
     arrival: int
+    caller: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,10 +205,33 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Lookup:
+    """How long the name of a rank's address took to be looked up.
+
+    Attributes:
+        rank: the lowest that connects from there.
+        address: as the store sees it.
+        seconds: what the slowest took, or took at least.
+        count: how many there were.
+    """
+
+    rank: int
+    address: str
+    seconds: float
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Contacts:
-    """All that one rank has reached, or has not."""
+    """All that one rank has reached, or has not.
+
+    Attributes:
+        made: with other ranks.
+        lookups: of names, by a rank on the store's host.
+    """
 
     made: tuple[Contact, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,9 +255,11 @@ class Roll:
 
     Attributes:
         peers: each of them.
+        looker: the rank that looks up names, on the store's host; ``UNKNOWN`` if none is there.
     """
 
     peers: tuple[Peer, ...]
+    looker: int = UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 _PREFIX = "objcomm.doctor"
 _PAUSE_SECONDS = 0.05
-_ASK_SECONDS = 5.0
+# A name server that never answers costs torch's store 10 s, and that is to be found out.
+_ASK_SECONDS = 15.0
 _TOUCH_SECONDS = 2.0
 # A rank of which there are two mostly starts together with its double.
 _SETTLE_SECONDS = 0.3
@@ -76,7 +77,7 @@ def open_store(
     except UnreachedError as error:
         remedy = "set MASTER_ADDR to a name or address of rank 0's host that every host knows"
         raise UnmetError(f"MASTER_ADDR={place.host}: {error}", remedy) from None
-    seen = replace(seen, addresses=addresses)
+    seen = replace(seen, addresses=addresses, is_here=any(map(is_own, addresses)))
     if place.rank == 0 and not is_of_agent:
         made = _made(place.port)
         if made is not None:
@@ -89,7 +90,7 @@ def open_store(
     store = _joined(addresses, place.port, deadline, at)
     if not is_of_agent and not _is_ours(store):
         raise _taken(f"{at} is the store of another job")
-    return dist.PrefixStore(prefix, store), replace(seen, interface=interface_of(own, there))
+    return dist.PrefixStore(prefix, store), _from(seen, own, there)
 
 
 def _made(port: int) -> dist.TCPStore | None:
@@ -156,15 +157,19 @@ def _seen_by_its_host(seen: Rendezvous, there: Sequence[Interface]) -> Rendezvou
         except UnreachedError as error:
             reasons.append(f"{address}: {error}")
         else:
-            return replace(seen, interface=interface_of(own, there))
+            return _from(seen, own, there)
     mine = [address for each in there for address in each.addresses if not each.is_loopback]
-    is_elsewhere = not any(map(is_own, seen.addresses))
-    why = "is no address of rank 0's host" if is_elsewhere else "does not lead to rank 0's store"
+    why = "does not lead to rank 0's store" if seen.is_here else "is no address of rank 0's host"
     return replace(
         seen,
         problem=f"MASTER_ADDR={seen.host} {why} ({'; '.join(reasons)})",
         remedy=f"set MASTER_ADDR={(mine or ['127.0.0.1'])[0]}, or start rank 0 on {seen.host}",
     )
+
+
+def _from(seen: Rendezvous, own: str, there: Sequence[Interface]) -> Rendezvous:
+    """The same by a rank that reaches the store from its address ``own``."""
+    return replace(seen, interface=interface_of(own, there), caller=own)
 
 
 def _remedy(reason: str, seen: Rendezvous) -> str:

@@ -5,13 +5,21 @@ from collections.abc import Iterator
 
 from objcomm.backends import uses_nccl
 from objcomm.doctor.evidence import Evidence
-from objcomm.doctor.facts import UNKNOWN, Interface, Report, is_loopback
+from objcomm.doctor.facts import (
+    SLOW_LOOKUP_SECONDS,
+    UNKNOWN,
+    Interface,
+    Lookup,
+    Report,
+    is_loopback,
+)
 from objcomm.doctor.finding import Finding, Severity, by, finding, interface_to_set
 from objcomm.inspector.words import ranks_text
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 # A card twice as fast stands idle.
 _FASTER = 2
+_LINES_SHOWN = 8
 
 
 def network(evidence: Evidence) -> Iterator[Finding]:
@@ -21,6 +29,7 @@ def network(evidence: Evidence) -> Iterator[Finding]:
     yield from _families(evidence)
     yield from _nccl(evidence)
     yield from _unreached(evidence)
+    yield from _slow_names(evidence)
     yield from _packets(evidence)
     yield from _slower_cards(evidence)
 
@@ -135,6 +144,35 @@ def _used(report: Report) -> Interface | None:
     """The interface that carries objcomm's bytes."""
     first = report.gloo.interface.partition(",")[0]
     return next((each for each in report.interfaces if each.name == first), None)
+
+
+def _slow_names(evidence: Evidence) -> Iterator[Finding]:
+    for looker, told in evidence.lookups.items():
+        host = evidence.reports[looker].host
+        lookups = [each for each in told if each.rank in evidence.reports]
+        slow = [each for each in lookups if each.seconds >= SLOW_LOOKUP_SECONDS]
+        if not slow:
+            continue
+        worst = max(slow, key=lambda each: each.seconds)
+        lines = [f"'{each.address} {_name(evidence, each)}'" for each in lookups]
+        more = f" and so on, for {len(lines) - _LINES_SHOWN} more" * (len(lines) > _LINES_SHOWN)
+        yield finding(
+            Severity.WARNING,
+            "slow-names",
+            [evidence.reports[each.rank] for each in slow],
+            f"torch's store looks up the name of each rank that connects, and answers none "
+            f"meanwhile: on {host} the name of {worst.address} took {worst.seconds:.1f} s, the "
+            f"slowest of {worst.count} look-ups",
+            f"add to /etc/hosts on {host} the line{'s' * (len(lines) > 1)} "
+            f"{', '.join(lines[:_LINES_SHOWN])}{more}; or set RES_OPTIONS=timeout:1 for all "
+            "processes, and a query that is lost costs 1 s instead of 5",
+        )
+
+
+def _name(evidence: Evidence, lookup: Lookup) -> str:
+    """What stands for an address in the proposed line."""
+    is_local = is_loopback(lookup.address)
+    return "localhost" if is_local else evidence.reports[lookup.rank].host
 
 
 def _packets(evidence: Evidence) -> Iterator[Finding]:

@@ -96,6 +96,10 @@ def plain(evidence: Evidence, found: Sequence[Finding], status: int) -> str:
             str(rank): [dataclasses.asdict(each) for each in made]
             for rank, made in sorted(evidence.contacts.items())
         },
+        "lookups": {
+            str(rank): [dataclasses.asdict(each) for each in found]
+            for rank, found in sorted(evidence.lookups.items())
+        },
         "links": [dataclasses.asdict(each) for each in evidence.links],
         "left_out": evidence.left_out,
     }

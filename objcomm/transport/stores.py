@@ -39,7 +39,8 @@ def loopback_store() -> dist.TCPStore:
     """A store that this process hosts for ranks on this machine, on a free port.
 
     On a socket for both families, as torch makes it, a client is called ``::ffff:127.0.0.1``, which
-    is in no hosts file. On this one it is ``127.0.0.1``, and nobody has to be asked for its name.
+    is in no hosts file. On this one it is ``127.0.0.1``, and the host need not ask for its name. A
+    client still asks for that of the host, and alone waits for the answer (torch 2.13).
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return dist.TCPStore(

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from objcomm.doctor.evidence import Evidence
-from objcomm.doctor.facts import UNKNOWN, Choice, Contact, Interface, Link, Rendezvous, Report
+from objcomm.doctor.facts import (
+    UNKNOWN,
+    Choice,
+    Contact,
+    Interface,
+    Link,
+    Lookup,
+    Rendezvous,
+    Report,
+)
 from objcomm.doctor.finding import Finding, Severity, who
 from objcomm.doctor.findings import findings, status
 from tests.doctor.made_up import evidence, links, report
@@ -192,6 +201,37 @@ def test_hosts_that_cannot_reach_each_other_are_one_finding() -> None:
 def test_one_way_is_told_as_one_way() -> None:
     found = only(unreached(evidence(), (0, 3), problem="connection refused"))
     assert found.what == "rank 0 can't reach rank 3 at 10.0.0.2: connection refused"
+
+
+def test_names_that_are_slow_to_be_looked_up_on_the_stores_host() -> None:
+    quick, slow = Lookup(0, "::ffff:10.0.0.1", 0.01, 50), Lookup(2, "::ffff:10.0.0.2", 5.01, 7)
+    found = only(evidence(lookups={1: (quick, slow)}))
+    assert (found.name, found.ranks, found.hosts) == ("slow-names", (2,), ("node1",))
+    assert found.severity is Severity.WARNING
+    assert (
+        "on node0 the name of ::ffff:10.0.0.2 took 5.0 s, the slowest of 7 look-ups" in found.what
+    )
+    # The one that was quick may have been lucky.
+    assert found.remedy.startswith(
+        "add to /etc/hosts on node0 the lines '::ffff:10.0.0.1 node0', '::ffff:10.0.0.2 node1'; or"
+    )
+
+
+def test_the_line_for_a_name_on_one_host_and_lines_for_many() -> None:
+    slow = Lookup(0, "::ffff:127.0.0.1", 1.0, 1)
+    found = only(evidence(lookups={0: (slow,)}))
+    assert "/etc/hosts on node0 the line '::ffff:127.0.0.1 localhost'; or" in found.remedy
+    several = tuple(replace(slow, address=f"::ffff:10.0.0.{number}") for number in range(10))
+    assert (
+        "'::ffff:10.0.0.7 node0' and so on, for 2 more; or"
+        in only(evidence(lookups={0: several})).remedy
+    )
+
+
+def test_names_that_are_quick_are_no_finding() -> None:
+    assert findings(evidence(lookups={0: (Lookup(2, "::ffff:10.0.0.2", 0.02, 50),)})) == []
+    nobody = Lookup(9, "::ffff:10.0.0.9", 5.0, 1)  # by a stranger, of a rank that there is not
+    assert findings(evidence(lookups={0: (nobody,)})) == []
 
 
 def test_packets_of_several_sizes_between_hosts() -> None:

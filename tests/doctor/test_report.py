@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from objcomm.__main__ import main
-from objcomm.doctor.facts import Contact, Contacts, Link, Links, Report, Roll, read, written
+from objcomm.doctor.facts import Contact, Contacts, Link, Links, Lookup, Report, Roll, read, written
 from objcomm.doctor.findings import findings
 from objcomm.doctor.picture import draw, plain
 from objcomm.doctor.table import report as text_of
@@ -22,6 +22,7 @@ def test_facts_come_back_as_they_were() -> None:
     for facts in (
         report(1, environment={"NCCL_DEBUG": "INFO"}),
         Contacts((Contact(1, "no answer"), Contact(2, "", -0.5, 1e-3))),
+        Contacts((), (Lookup(1, "::ffff:10.0.0.2", 5.0, 3),)),
         Links((Link(0, 1, 1e-4, 1e9),), "gone", 3),
         Roll(()),
     ):

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -29,8 +30,8 @@ from tests.waits import PATIENCE_S, wait_until
 # on it: those who are there have come before the limit begins, or are looked for at its end.
 SHORT, LONG = "--timeout=2", "--timeout=60"
 
-# What a busy machine, or one with little memory, may rightly be told.
-OF_THE_MACHINE = {"slow-link", "late-link", "shared-memory", "open-files"}
+# What a busy machine, or one with little memory or a slow resolver, may rightly be told.
+OF_THE_MACHINE = {"slow-link", "late-link", "slow-names", "shared-memory", "open-files"}
 
 
 @pytest.fixture
@@ -225,6 +226,39 @@ def test_a_host_that_listens_on_loopback_only(told: Path) -> None:
     assert found["gloo-loopback"]["ranks"] == [1]
     assert f"set GLOO_SOCKET_IFNAME={interface}" in found["gloo-loopback"]["remedy"]
     assert "unreachable" not in found
+
+
+# A name server that takes questions and answers none.
+_MUTE = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mute:
+    mute.bind(("127.0.0.1", 53))
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_names_that_the_stores_host_waits_for_and_the_lines_that_help(told: Path) -> None:
+    with (
+        Hosts(2) as hosts,
+        hosts[0].popen(
+            [sys.executable, "-c", _MUTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as mute,
+    ):
+        assert mute.stdout is not None
+        assert mute.stdout.readline() == b"ready\n"
+        # Longer than most waits of the doctor's own; without it a look-up would take 10 s.
+        slow = {"RES_OPTIONS": "timeout:3 attempts:2"}
+        zero, one = on_hosts(hosts, [slow, slow], "--timeout=12", "--quick", f"--json={told}")
+        found = findings(told)["slow-names"]
+        lines = [f"::ffff:{host.address} {host.name}" for host in hosts]
+        hosts[0].run("sh", "-c", f"printf '%s\\n' '{lines[0]}' '{lines[1]}' >> /etc/hosts")
+        on_hosts(hosts, [{}, {}], LONG, "--quick", f"--json={told}")
+    assert found["ranks"] == [0, 1]
+    assert f"on {hosts[0].name} the name of ::ffff:" in found["what"]
+    assert all(f"'{line}'" in found["remedy"] for line in lines)
+    assert [zero.status, one.status] == [1, 1]
+    assert "slow-names" not in findings(told)
 
 
 @pytest.mark.timed

@@ -1,0 +1,65 @@
+"""How long the look-ups of names took, with a resolver that the test plays."""
+
+import socket
+import threading
+import time
+from unittest import mock
+
+import pytest
+
+from objcomm.doctor.names import lookups
+
+
+class Resolver:
+    """Stands for the system's, and for the clock."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *takes: float) -> None:
+        self._takes = list(takes)
+        self._now = 1000.0
+        self.asked: list[str] = []
+        patch.setattr(socket, "getnameinfo", self.look_up)
+        patch.setattr("objcomm.doctor.names.time", mock.Mock(monotonic=lambda: self._now))
+
+    def look_up(self, address: tuple[str, int], flags: int) -> tuple[str, str]:
+        assert flags == socket.NI_NUMERICSERV  # as torch 2.13 asks
+        self.asked.append(address[0])
+        self._now += self._takes.pop(0) if self._takes else 0.001
+        raise socket.gaierror(socket.EAI_NONAME, "as good as any answer")
+
+
+def test_a_name_is_looked_up_until_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = Resolver(monkeypatch, 0.001, 0.1, 5.0)
+    (found,) = lookups({"::1": 3}, 100.0)
+    assert (found.rank, found.address, found.count) == (3, "::1", 3)
+    assert found.seconds == pytest.approx(5.0)
+    assert resolver.asked == ["::1"] * 3
+
+
+def test_a_resolver_that_loses_nothing_is_asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = Resolver(monkeypatch)
+    (found,) = lookups({"::1": 0}, 100.0)
+    assert found.seconds == pytest.approx(0.001)
+    assert found.count == len(resolver.asked) == 50
+
+
+def test_an_address_is_looked_up_as_the_store_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = Resolver(monkeypatch, 1.0)
+    (found,) = lookups({"10.0.0.1": 0}, 100.0)
+    with mock.patch.object(socket, "socket", side_effect=OSError("the kernel has no IPv6")):
+        (other,) = lookups({"10.0.0.1": 0}, 0.0)
+    assert found.address in {"::ffff:10.0.0.1", "10.0.0.1"}
+    assert resolver.asked == [found.address]
+    assert (other.address, other.count) == ("10.0.0.1", 0)
+
+
+def test_a_resolver_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(socket, "getnameinfo", lambda *_: may_end.wait())
+    began = time.monotonic()
+    (found,) = lookups({"::1": 0}, 0.3)
+    assert 0.3 <= found.seconds <= time.monotonic() - began
+    may_end.set()
+
+
+def test_nobody_is_looked_up_where_nobody_came() -> None:
+    assert lookups({}, 1.0) == ()
