@@ -97,8 +97,8 @@ MUTANTS = (
     Mutant(
         "sockets-duplicated",
         "objcomm/transport/outage.py",
-        "_limit(inode, os.dup(descriptor), seconds)",
-        "_limit(inode, os.dup(os.dup(descriptor)), seconds)",
+        "_limit(inode, os.dup(descriptor), seconds, port)",
+        "_limit(inode, os.dup(os.dup(descriptor)), seconds, port)",
         "each connection to another host leaves a descriptor open",
         ("tests/unit/test_descriptors.py",),
     ),
