@@ -12,6 +12,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -64,8 +65,8 @@ _GRACE_S = 20.0
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# How often ranks were asked where they are: one key for each store, however often.
-_COUNTER = "objcomm/asked"
+# One key for each store: how often ranks were asked where they are. One for each rank: its process.
+_STAYS = re.compile(r"objcomm/(asked|process/\d+)$")
 
 
 @dataclass(frozen=True)
@@ -337,7 +338,7 @@ def _carry_out_and_look(order: Order, place: Place) -> Report:
             dist.destroy_process_group()
         found = before.find()
     _meet(store, "destroyed", place.world_size)
-    keys = [key for key in store.list_keys() if "objcomm" in key and not key.endswith(_COUNTER)]
+    keys = [key for key in store.list_keys() if "objcomm" in key and not _STAYS.search(key)]
     found += [f"key: {key}" for key in keys]
     if found:
         return Report(place.rank, "failed", "\n".join(["this was left:", *found]))

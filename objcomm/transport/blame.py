@@ -113,13 +113,12 @@ def blamed(mesh: Mesh, proposal: Verdict) -> Verdict:
 
 
 def _is_alone(mesh: Mesh) -> bool:
-    """Whether all connections have ended at once, to processes of which nothing else is known."""
+    """Whether all connections have ended at once, to processes that are there as far as known."""
     if mesh.link is None or len(mesh.others) == 1:
         return False
     time.sleep(_OTHERS_FIRST_SECONDS)
     is_cut_off = len(mesh.link.closed()) == len(mesh.others)
-    beside = (mesh.bulletin.processes.is_beside(mesh.ranks[peer]) for peer in mesh.others)
-    if not is_cut_off or any(beside):
+    if not is_cut_off or any(mesh.bulletin.processes.end_of(rank) for rank in mesh.ranks):
         return False
     try:
         mesh.bulletin.call(lambda board: board.look(mesh.nonce))

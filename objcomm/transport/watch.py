@@ -201,7 +201,10 @@ class Watcher(threading.Thread):
         for mesh in self._look()[0]:
             if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
                 left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
-                mesh.stop(left._replace(is_store_silent=True))
+                if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
+                    mesh.stop(left._replace(is_store_silent=True))  # as if the group were collected
+                else:
+                    mesh.bulletin.submit(functools.partial(mesh.settle_on, proposal=left))
 
     def _has_ended_in_vain(self, mesh: Mesh, entry: Entry) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""

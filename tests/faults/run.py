@@ -31,6 +31,8 @@ HANG_SECONDS = 20.0
 #: once in some thousand cases, with a rank that had done all it was asked for.
 EXIT_UNKNOWN = 255
 _TORCHS_END_SECONDS = 5.0
+#: The key of a rank's process, of which one stays for each world.
+PROCESS = re.compile(r"objcomm/process/\d+$")
 _MADE_GROUP = re.compile(r"objcomm/[0-9a-f]{16}/")
 _STACKS_SECONDS = 0.5
 
@@ -207,8 +209,10 @@ class _Run:
         if self._store is not None:
             # A torch as old as 2.8 can't tell what stayed.
             keys: list[str] = getattr(self._store, "list_keys", list)()
-            # Torch's own keys of a group that objcomm has named stay, like those of any group.
+            # Torch's own keys of a group that objcomm has named stay, like those of any group, and
+            # who each rank's process was.
             left = [key for key in keys if "objcomm" in key and not _MADE_GROUP.search(key)]
+            left = [key for key in left if not PROCESS.search(key)]
             self.outcome.keys = [key for key in left if not self._is_farewell(key)]
 
     def _is_farewell(self, key: str) -> bool:

@@ -64,7 +64,7 @@ def told_when(is_told: Callable[[], object], topic: str) -> threading.Thread:
 @ranks(3)
 def test_the_lowest_rank_that_waits_says_for_whom_and_the_call_completes() -> None:
     own = rf"rank 0 is in all_gather \(call \d+\) at .*{HERE}:\d+ for ([\d.]+) s and waits: "
-    other = rf"rank 1 is in no call; its last was barrier \(call \d+\) at .*{HERE}:\d+, "
+    other = rf"rank 1 is in no call; its last was barrier 'before' \(call \d+\) at .*{HERE}:\d+, "
     with logged() as texts, objcomm.configure(report_after=0.3), patiently():
         objcomm.barrier("before")
         if here().rank == 0:
