@@ -3,6 +3,7 @@
 Reads meshes and verdicts, and ends none.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 
@@ -70,7 +71,7 @@ def in_vain(mesh: Mesh, entry: Entry, groups: Mapping[str, tuple[int, ...]]) -> 
     for peer in mesh.others if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:
         reason = processes.end_of(mesh.ranks[peer], 0.0 if is_meeting else _LAST_BYTES_SECONDS)
         if reason:
-            return by_name(mesh, Verdict.of(Cause.LOST, ranks=(peer,), reason=reason))
+            return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     inside = {each for key in entry.regions for each in groups.get(key.partition("/")[0], ())}
     for peer, each in enumerate(mesh.ranks):
         reason = processes.end_of(each, _LAST_BYTES_SECONDS) if each in inside else ""
@@ -79,20 +80,32 @@ def in_vain(mesh: Mesh, entry: Entry, groups: Mapping[str, tuple[int, ...]]) -> 
     return None
 
 
-def by_name(mesh: Mesh, verdict: Verdict) -> Verdict:
+def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict:
     """A loss, as that of the rank that died, where that is known.
 
     Who has only raised because of it may have closed connections, and its program may have ended.
+
+    Args:
+        mesh: of the call.
+        verdict: as the connections or the kernel tell it.
+        board: given on the bulletin's own thread.
     """
     processes = mesh.bulletin.processes
+    if board is not None:
+        board.learn(processes.killed())  # who ended by itself has left a word
+    elif ended := processes.killed():
+        with contextlib.suppress(StoreSilentError):
+            mesh.bulletin.call(lambda board: board.learn(ended))
     killed = processes.killed()
     died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
     if died:
         named = tuple(rank for rank in verdict.ranks if rank in died)
         why = next(iter(died.values()))
         return verdict._replace(ranks=named or tuple(died), reason=verdict.reason if named else why)
-    lives = [processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks]
-    if not all(lives) or any(processes.end_of(mesh.ranks[rank]) for rank in verdict.ranks):
+    words = [processes.end_of(mesh.ranks[rank]) for rank in verdict.ranks]
+    if any(words):
+        return verdict._replace(reason=next(filter(None, words)))
+    if not all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks):
         return verdict
     return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
 

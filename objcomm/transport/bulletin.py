@@ -96,18 +96,13 @@ class Board:
                     told = Process.unpack(self._store.get(f"process/{rank}"))
                     self._processes.note(rank, told)
 
-    def tell_end(self, rank: int, word: str) -> str:
-        """Say why a rank's process has ended, unless it was said; returns what was said first."""
+    def tell_end(self, rank: int, word: str) -> None:
+        """Say why a rank's process has ended, unless it was said or the rank has another one."""
         own = rank == self.rank
         process = self._processes.own if own else self._processes.of(rank)
-        if process is None or process.word:
-            return word
-        told = process._replace(word=word)
-        standing = self._store.compare_set(f"process/{rank}", process.pack(), told.pack())
-        with contextlib.suppress(WireError):
-            found = Process.unpack(standing)
-            return found.word if found.name == process.name and found.word else word
-        return word
+        if process is not None and not process.word:
+            told = process._replace(word=word)
+            self._store.compare_set(f"process/{rank}", process.pack(), told.pack())
 
     def leave(self, word: str) -> None:
         """Take back what this process has told, and say why it leaves the world."""

@@ -110,7 +110,7 @@ class Processes:
         self.own = Process.own()
         self.is_new = True
         self._known: dict[int, Process] = {}
-        self._ends: dict[str, tuple[str, float]] = {}
+        self._noticed: dict[str, float] = {}
 
     def note(self, rank: int, process: Process) -> None:
         """Take in who a rank's process is, or that it has ended."""
@@ -140,15 +140,11 @@ class Processes:
     def end_of(self, rank: int, for_seconds: float = 0.0) -> str:
         """Why a rank's process has ended, if that was noticed so long ago; empty if not."""
         process = self._known.get(rank)
-        if process is None:
+        end = "" if process is None else self._end(process)
+        if process is None or not end:
             return ""
         now = time.monotonic()
-        if process.name not in self._ends:
-            if not (end := self._end(process)):
-                return ""
-            self._ends[process.name] = end, now
-        end, noticed = self._ends[process.name]
-        return end if now - noticed >= for_seconds else ""
+        return end if now - self._noticed.setdefault(process.name, now) >= for_seconds else ""
 
     def _end(self, process: Process) -> str:
         if process.word or process.place != self.own.place or not process.has_ended():

@@ -247,7 +247,12 @@ class Mesh:
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
             told = str(error)
-            if any(each in told for each in _OF_A_PEER):
+            if isinstance(error, dist.DistNetworkError):
+                killed = self.bulletin.processes.killed()
+                died = tuple(rank for rank, each in enumerate(self.ranks) if each in killed)
+                reason = f"the store where ranks meet is gone ({reason_of(error)})"
+                self.settle(Verdict.of(Cause.LOST, ranks=died or self.others, reason=reason))
+            elif any(each in told for each in _OF_A_PEER):
                 self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=told))
             else:
                 reason = f"it could not connect: {reason_of(error)}"

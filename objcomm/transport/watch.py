@@ -216,11 +216,12 @@ class Watcher(threading.Thread):
         if verdict is None:
             return False
         mesh.is_deserted = mesh.link is None
-        rank = mesh.ranks[verdict.ranks[0]]
 
         def job(board: Board) -> None:
-            reason = board.tell_end(rank, verdict.reason)
-            mesh.settle_on(board, verdict._replace(reason=reason))
+            told = blame.by_name(mesh, verdict, board)
+            for rank in told.ranks:
+                board.tell_end(mesh.ranks[rank], told.reason)
+            mesh.settle_on(board, told)
 
         mesh.bulletin.submit(job)
         self._fall_back(_INTERRUPT_SECONDS, mesh, verdict._replace(is_store_silent=True))

@@ -8,9 +8,10 @@ import resource
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -18,8 +19,9 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import DesyncError, TransportError, TransportTimeout
+from objcomm import CollectiveError, DesyncError, TransportError, TransportTimeout
 from objcomm.transport import blame, mesh, transfers, watch
+from objcomm.transport.stores import loopback_store
 from objcomm.transport.watch import Watcher
 from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
 from tests.group.test_reports import logged, told_when
@@ -147,6 +149,117 @@ def test_a_send_that_gloo_forgets_is_given_up_when_a_rank_has_died() -> None:
 
     with mock.patch.object(transfers.Transfers, "_await_sends", never):
         assert_tells_of(1, KILLED, lambda: objcomm.broadcast(large))
+
+
+@ranks(3, disposable=True)
+def test_a_group_that_one_rank_has_destroyed_is_told_to_those_who_wait_in_it() -> None:
+    group = dist.new_group([0, 1, 2])
+    objcomm.barrier(group=group)
+    if here().rank == 1:
+        hear("rank 0 waits")
+        dist.destroy_process_group(group)  # and ``group`` stays
+    else:
+        if here().rank == 0:
+            say("rank 0 waits")
+        error = error_in(TransportError, lambda: objcomm.all_gather("a", group=group))
+        assert error.peers == (1,)
+        assert "it lives" in error.reason
+    tell_all("all have heard", "")
+    assert_group_works()
+
+
+# Who is named
+
+
+@ranks(3, expect_dead={1, 2})
+def test_who_raises_because_another_died_is_not_the_one_that_is_named() -> None:
+    objcomm.barrier()
+    if here().rank == 2:
+        hear("rank 1 waits")
+        end_this_process(KILLED)
+    if here().rank == 1:
+        say("rank 1 waits")
+        sys.last_value = error_in(TransportError, lambda: objcomm.recv(2))
+        end_this_process(ENDED)
+    error = error_in(TransportError, lambda: objcomm.recv(1))
+    assert error.peers == (2,), error
+
+
+@ranks(3, expect_dead={0}, joined=False)
+def test_ranks_in_a_block_hear_of_a_death_though_the_store_died_with_that_rank() -> None:
+    """They wait for each other, and nobody is left who could ask them."""
+    place = here()
+    if place.rank == 0:
+        store = loopback_store()
+        place.store("port").set("port", str(store.port))
+    else:
+        port = int(place.store("port").get("port"))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=3)
+    objcomm.barrier()
+
+    def wait_inside() -> None:
+        with objcomm.fail_together():
+            if place.rank == 0:
+                hear("rank 1 is inside")
+                hear("rank 2 is inside")
+                end_this_process(KILLED)
+            say(f"rank {place.rank} is inside")
+            objcomm.recv(3 - place.rank)
+
+    error = error_in(CollectiveError, wait_inside)
+    assert "rank 0 ended: " in str(error)
+
+
+# Who can't connect
+
+
+def leave_descriptors(count: int) -> None:
+    """Let this process open so many more files, and no others."""
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + count + 1, hard))
+    opened = []
+    with suppress(OSError):
+        while True:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    for each in opened[-count:]:
+        os.close(each)
+
+
+NO_INTERFACE, NO_DESCRIPTORS = "no such interface", "no descriptors"
+
+
+@pytest.mark.parametrize("lacking", [NO_INTERFACE, NO_DESCRIPTORS])
+@ranks(3, disposable=True)
+def test_all_hear_at_once_why_a_rank_cannot_connect(lacking: str) -> None:
+    objcomm.barrier()
+    group = dist.new_group([0, 1, 2])
+    tell_all("the group is there", "")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if here().rank == 1 and lacking == NO_INTERFACE:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
+    elif here().rank == 1:
+        leave_descriptors(2)  # one for the store, which is a file here
+    error = error_in(TransportError, lambda: objcomm.gather("a", group=group))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert error.peers == (1,), error
+    assert "it could not connect: " in error.reason
+    assert {NO_INTERFACE: "nowhere", NO_DESCRIPTORS: "Too many open files"}[lacking] in error.reason
+    tell_all("all have heard", "")
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    assert objcomm.all_gather("b", group=group) == ["b"] * 3
+
+
+@ranks(3)
+def test_a_rank_without_a_thread_to_spare_meets_the_others_by_itself() -> None:
+    objcomm.barrier()
+    group = dist.new_group([0, 1, 2])
+    refused = RuntimeError("can't start new thread")
+    with ExitStack() as stack:
+        if here().rank == 1:
+            stack.enter_context(mock.patch.object(threading.Thread, "start", side_effect=refused))
+        assert objcomm.all_gather(here().rank, group=group) == [0, 1, 2]
 
 
 # Who watches
