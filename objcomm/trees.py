@@ -15,6 +15,7 @@ from objcomm import elementwise, structures
 from objcomm.answers import Answer, Place, operand, received
 from objcomm.bodies import answered
 from objcomm.call import Call
+from objcomm.codecs.tensors import resize_locks
 from objcomm.config import settings
 from objcomm.errors import UsageError
 from objcomm.frames import Status
@@ -100,6 +101,7 @@ class TreeReduction:
     def _describe(self) -> tuple[Any, list[Any], str]:
         structure, leaves = structures.describe(self._own, self._operator, self._call.rank)
         self._structure, self._leaves = structure, leaves
+        self._locks = [resize_locks(leaf) for leaf in leaves]
         # Containers of its own: an asynchronous call's caller may change theirs meanwhile.
         self._own = structures.rebuild(structure, self._own, leaves)
         abouts = [tensors_of(each) for _, each in structures.leaves_of(structure)]

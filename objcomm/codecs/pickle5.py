@@ -162,7 +162,8 @@ class _Sink:
         if type(owner) is _Carrier:
             self.buffers.append(owner.buffer)
         else:
-            self.buffers.append(Buffer(Kind.MEMORY, buffer, view(buffer.raw())))
+            kept = [buffer, *tensors.resize_locks(owner)]
+            self.buffers.append(Buffer(Kind.MEMORY, kept, view(buffer.raw())))
 
 
 def _is_frame(chunk: bytes) -> bool:

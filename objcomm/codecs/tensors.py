@@ -6,6 +6,7 @@ because the sender's ``cuda:1`` means nothing on the receiver.
 """
 
 import math
+import weakref
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -210,10 +211,29 @@ def describe_array(array: "np.ndarray[Any, Any]") -> tuple[str, torch.Tensor, An
     owner = array if array.flags.forc else array.copy(order="C")
     if not owner.nbytes:
         return order, torch.empty(0, dtype=torch.uint8, device="cpu"), owner
+    kept = [owner, *resize_locks(owner)]
     if not owner.flags.writeable:  # torch.from_numpy warns of those
         address = owner.__array_interface__["data"][0]
-        return order, at_address(address, owner.nbytes, owner), owner
-    return order, torch.from_numpy(owner.ravel("K").view("u1")), owner
+        return order, at_address(address, owner.nbytes, owner), kept
+    return order, torch.from_numpy(owner.ravel("K").view("u1")), kept
+
+
+def resize_locks(owner: Any) -> list[Any]:
+    """What keeps numpy from moving an array's memory, and that of the array that it views.
+
+    ``ndarray.resize(refcheck=False)`` frees memory that others hold, buffer exports included, which
+    ends the process if it travels just then; but it refuses an array with a weak reference.
+
+    Args:
+        owner: any object; only arrays have such locks.
+    """
+    locks = []
+    while ("numpy", "ndarray") in [
+        (each.__module__, each.__name__) for each in type(owner).__mro__
+    ]:
+        locks.append(weakref.ref(owner))
+        owner = owner.base
+    return locks
 
 
 def rebuild_array(

@@ -4,16 +4,18 @@ import asyncio
 import contextlib
 import linecache
 import operator
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DecodeError, Work
-from tests.group.helpers import RefusesToPickle, assert_group_works, subgroup, tell_all
+from tests.group.helpers import RefusesToPickle, assert_group_works, hear, say, subgroup, tell_all
 from tests.group.in_flight import LIMIT_S, meanwhile, own
 from tests.group.operations import OPERATIONS, ROOTED
 from tests.ranks import ranks
@@ -371,3 +373,53 @@ def test_as_completed_and_wait_all_on_real_calls() -> None:
     with pytest.raises(CollectiveError, match="none"):
         objcomm.wait_all(failing)
     assert failing[2].result() == [3] * size
+
+
+def _read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+class _OutOfBand:
+    """Pickles its array as any class may, without objcomm's help."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return bytes, (pickle.PickleBuffer(self.array),)
+
+
+#: How an array is part of what is sent.
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda array: array,
+    "a view of it": lambda array: array[100:],
+    "read-only": _read_only,
+    "in Fortran's order": lambda array: {"t": array.reshape(100, 10_000).T},
+    "out of band": _OutOfBand,
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("part", [*PARTS, "reduced"])
+def test_an_array_cannot_be_resized_while_it_travels(part: str) -> None:
+    """NumPy would free the memory that is being sent, even where it is told not to look."""
+    objcomm.barrier()
+    array = np.ones(1_000_000)
+    if here().rank == 0:
+        if part == "reduced":
+            work = objcomm.all_reduce(array, "sum", async_op=True)
+        else:
+            work = objcomm.broadcast(PARTS[part](array), async_op=True)
+        with pytest.raises(ValueError, match="cannot resize"):
+            array.resize(50_000_000, refcheck=False)
+        say("tried")
+        work.wait()
+        del work
+        array.flags.writeable = True
+        array.resize(10, refcheck=False)
+    else:
+        hear("tried")
+        got = objcomm.all_reduce(array, "sum") if part == "reduced" else objcomm.broadcast(None)
+        assert part == "out of band" or got is not None
+    assert_group_works()
