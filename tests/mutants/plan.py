@@ -1,6 +1,16 @@
 """All mutants; their names are unique."""
 
-from tests.mutants import codecs, failures, lifetimes, results, surroundings, traffic, waits, wire
+from tests.mutants import (
+    codecs,
+    deaths,
+    failures,
+    lifetimes,
+    results,
+    surroundings,
+    traffic,
+    waits,
+    wire,
+)
 from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -9,6 +19,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *traffic.MUTANTS,
     *results.MUTANTS,
     *failures.MUTANTS,
+    *deaths.MUTANTS,
     *waits.MUTANTS,
     *lifetimes.MUTANTS,
     *surroundings.MUTANTS,
