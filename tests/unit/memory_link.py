@@ -164,7 +164,7 @@ class MemoryDeviceLink:
 
 def header_of(rank: int, **fields: Any) -> Header:
     blank = dict.fromkeys(Header._fields, 0)
-    texts = {"codec": "pickle", "call_site": "train.py:1", "root": -1}
+    texts = {"codec": "pickle", "call_site": "train.py:1", "root": -1, "name": ""}
     texts.update(destination=EVERYONE, digest=BLANK, signature=BLANK)
     return Header(**{**blank, **texts, "operation": Operation.GATHER, "sender": rank, **fields})
 
