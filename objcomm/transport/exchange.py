@@ -5,7 +5,7 @@ who has to send to whom.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -161,16 +161,23 @@ class Exchange(Transfers):
         self.confirm([peer for peer, message in noticed if self._is_noticed(message)], ())
 
     def relay_rest(self, message: Message, root: int) -> None:
-        """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks."""
+        """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks.
+
+        The last piece leaves ``root`` when each rank has given its word that it takes the message.
+        So if one refuses it, no rank has returned from the call.
+        """
         if message.is_all_head:
             return
-        nbytes = message.header.body_nbytes + message.header.payload_nbytes
-        parent, children, chunk_nbytes = place = self._place(nbytes, root)
-        if not message.header.is_inline:
-            self._relay(self._body_pieces(message, chunk_nbytes), place, message)
+        header = message.header
+        place = self._place(header.body_nbytes + header.payload_nbytes, root)
+        parent, children, chunk_nbytes = place
+        if not header.is_inline:
+            body = self._body_pieces(message, chunk_nbytes)
+            self._relay(body, place, message, is_last=not header.payload_nbytes)
             if parent is not None:
                 open_body(message, self.device.device)
-        self._relay(self._pieces(message, chunk_nbytes), place, message)
+        if header.payload_nbytes:
+            self._relay(self._pieces(message, chunk_nbytes), place, message, is_last=True)
         if not is_paced(message) and self._is_noticed(message):
             self.confirm([] if parent is None else [parent], children)
 
@@ -236,19 +243,29 @@ class Exchange(Transfers):
         flats = self.device.not_carried(message)
         return [piece for flat in flats for piece in flat.split(chunk_nbytes)]
 
-    def _relay(self, pieces: Sequence[torch.Tensor], place: "_Place", owner: object) -> None:
-        if not pieces:
-            return
-        self.rounds += 1
+    def _relay(
+        self,
+        pieces: Sequence[torch.Tensor],
+        place: "_Place",
+        owner: object,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        self.rounds += bool(pieces)
         parent, children, _ = place
+        are_all_ready = self.words_of(children if is_last else ())
         has_receipts = isinstance(owner, Message) and is_paced(owner)
         relayed = [ended([piece]) for piece in pieces]
         self._meter.expect(nbytes_of(relayed))
         if has_receipts:
             self._expect_receipts(relayed, children, is_counted=parent is None)
-        arriving = iter(relayed)
-        if parent is not None:
+        if parent is None:
+            arriving = _held_back(relayed, are_all_ready)
+        else:
             arriving = self._stream(relayed, parent, is_paced=has_receipts)
+            are_all_ready()
+            if is_last:
+                self.give_word(parent)
         for unit in arriving:
             for child in children:
                 for piece in unit:
@@ -265,6 +282,13 @@ class Exchange(Transfers):
         # Of all peers in turn, because they send at the same time.
         for _ in itertools.zip_longest(*streams):
             pass
+
+
+def _held_back(units: Sequence[Unit], are_all_ready: Callable[[], None]) -> Iterator[Unit]:
+    """What a root sends: the last one when all other ranks have given their word."""
+    yield from units[:-1]
+    are_all_ready()
+    yield from units[-1:]
 
 
 #: See ``Exchange._place``.

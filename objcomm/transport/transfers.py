@@ -130,6 +130,24 @@ class Transfers:
             flat = empty(1)
             self._sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
 
+    def words_of(self, peers: Iterable[int]) -> Callable[[], None]:
+        """Expect a word of some ranks that they take what follows; what comes back waits for it.
+
+        To be called before it is sent, as ``_expect_receipts``.
+        """
+        flats = [(peer, empty(1)) for peer in peers]
+        posted = [(self._post(peer, flat, self._receipt_tag), peer, flat) for peer, flat in flats]
+
+        def wait() -> None:
+            for pending, peer, _ in posted:
+                self._wait(pending, peer)
+
+        return wait
+
+    def give_word(self, peer: int) -> None:
+        """Tell ``peer`` that this rank takes what follows."""
+        self._send(empty(1), peer, self._receipt_tag, None)
+
     def finish(self) -> None:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
 

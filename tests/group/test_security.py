@@ -216,3 +216,30 @@ def test_a_message_of_another_version_names_the_ranks_of_both(name: str) -> None
         assert re.search(text, str(error))
     tell_all(f"refused {name}", "")
     assert_group_works()
+
+
+#: How rank 2 is given a reason to refuse what rank 0 sends.
+REFUSALS: dict[str, dict[str, Any]] = {
+    "another key": {"key": "battery staple correct horse"},
+    "another codec": {"accept": {"msgpack"}},
+    "a limit": {"max_nbytes": 1000},
+}
+
+
+@ranks(3, 4, 5)
+@pytest.mark.parametrize("nbytes", [40_000, 300_000, 4_000_000], ids="{}B".format)
+@pytest.mark.parametrize("why", REFUSALS)
+def test_a_large_broadcast_that_one_rank_refuses_fails_on_every_rank(why: str, nbytes: int) -> None:
+    """None has returned from it, so the ranks are at the same call afterwards."""
+    objcomm.barrier()
+    for root, refusing in ((0, 2), (0, objcomm.world_size() - 1), (1, 0)):
+        chosen = REFUSALS[why] if here().rank == refusing else {}
+        with objcomm.configure(**{"key": KEY} | chosen), case(root, refusing):
+            error = error_in(ObjcommError, partial(objcomm.broadcast, bytes(nbytes), src=root))
+        if here().rank == refusing:
+            assert not isinstance(error, objcomm.CollectiveError)
+        else:
+            assert isinstance(error, objcomm.CollectiveError)
+            assert error.operation == "broadcast"
+            assert list(error.failures) == [refusing]
+        assert_group_works()
