@@ -143,7 +143,9 @@ class Turn:
         proposal = self._proposal(error)
         if proposal.cause is Cause.LOST:
             proposal = blame.blamed(mesh, proposal)
-        verdict = mesh.settle(proposal)
+        is_cut_off = proposal.cause is Cause.LOST and proposal.ranks == (mesh.rank,)
+        # Who is cut off has nobody to tell: the others have told each other, and cleared the store.
+        verdict = mesh.stop(proposal) if is_cut_off else mesh.settle(proposal)
         # On a line's thread it is raised for the one that called.
         end_elsewhere(verdict, None if self._lane.order else self._lane.owner)
         if isinstance(error, TransportError):

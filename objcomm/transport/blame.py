@@ -134,10 +134,9 @@ def _is_alone(mesh: Mesh) -> bool:
     if not is_cut_off or any(mesh.bulletin.processes.end_of(rank) for rank in mesh.ranks):
         return False
     try:
-        mesh.bulletin.call(lambda board: board.look(mesh.nonce))
+        return mesh.bulletin.call(lambda board: board.look(mesh.nonce)) is None
     except StoreSilentError:
         return False  # then each rank may have closed its own
-    return True
 
 
 def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
