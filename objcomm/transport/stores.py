@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from objcomm.transport.outage import notice_outages, open_sockets
 
+_NO_KEY = "objcomm/nobody writes this"
+
 
 def store_of(group: Any) -> Any:
     """The store over which the members of a process group met; None if torch knows of none."""
@@ -74,14 +76,22 @@ class Clients:
         """
         if self._pid != os.getpid():  # what a parent has opened is the parent's
             self._pid, self._free = os.getpid(), []
-        with contextlib.suppress(IndexError):
-            return self._free.pop()
+        while (kept := self._last_kept()) is not None:
+            # It may have broken while nobody used it, by an outage for instance.
+            with contextlib.suppress(dist.DistNetworkError):
+                kept.check([_NO_KEY])
+                return kept
         before = open_sockets()
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
         if isinstance(end := bare(own), dist.TCPStore):
             # Nothing else asks on it, maybe for hours, in which a firewall may forget it.
             notice_outages(before, lost_seconds, end.port)
         return own
+
+    def _last_kept(self) -> dist.Store | None:
+        with contextlib.suppress(IndexError):
+            return self._free.pop()
+        return None
 
     def give_back(self, own: dist.Store) -> None:
         """Let others use it; one that has raised is to be dropped: an answer may be under way."""

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import DesyncError, TransportError
+from objcomm import DesyncError
 from objcomm.transport.outage import _connections
 from objcomm.transport.stores import loopback_store, store_of
 from objcomm.transport.watch import bulletin_of
@@ -92,7 +92,7 @@ def test_the_connections_of_a_world_that_was_left_are_closed() -> None:
 
 
 @ranks(2, joined=False)
-def test_a_connection_that_failed_is_not_used_again() -> None:
+def test_a_connection_that_broke_while_nobody_used_it_is_not_used_again() -> None:
     with over_tcp() as port:
         objcomm.barrier()
         if here().rank == 0:
@@ -107,7 +107,4 @@ def test_a_connection_that_failed_is_not_used_again() -> None:
                     end.shutdown(socket.SHUT_RDWR)
             clients.give_back(other)
         group: Any = dist.new_group()
-        if here().rank == 0:
-            with pytest.raises(TransportError):
-                objcomm.barrier(group=group)
         assert_group_works(group)
