@@ -111,8 +111,9 @@ class _Room:
 
 def free_port() -> int:
     """A port that is free, and below those that the kernel gives to whoever asks for any."""
+    choose = random.SystemRandom()  # pytest-randomly gives every process's `random` one seed
     while True:
-        port = random.randrange(20000, 30000)
+        port = choose.randrange(20000, 30000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 

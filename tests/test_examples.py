@@ -216,10 +216,15 @@ def shown(notebook: Any) -> list[str]:
 def test_the_notebook_shows_what_it_gives_when_it_is_run() -> None:
     import nbclient  # noqa: PLC0415  # see above
     import nbformat  # noqa: PLC0415  # see above
+    from traitlets.config import Config  # noqa: PLC0415  # see above
 
     stored = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]  # it is untyped
     afresh = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]  # it is untyped
-    nbclient.NotebookClient(afresh, timeout=_DEADLINE_S, kernel_name="python3").execute()
+    # Over TCP Jupyter asks for free ports, and its kernel takes them a second later.
+    chosen = Config(KernelManager={"transport": "ipc"})
+    nbclient.NotebookClient(
+        afresh, timeout=_DEADLINE_S, kernel_name="python3", config=chosen
+    ).execute()
     assert len(shown(stored)) == 3
     assert shown(afresh) == shown(stored)
 
