@@ -123,6 +123,6 @@ _LIMITS: dict[str, Callable[[int], int]] = {
     "resident_nbytes": lambda _: 4 * MEBIBYTE,
     # torch 2.13 itself keeps 2.2 objects for each group that it made and destroyed.
     "blocks": lambda groups: 500 + 3 * groups,
-    "threads": lambda _: 2,
+    "threads": lambda _: 4,  # those that wait for large sends stay for 5 s, too
     "descriptors": lambda _: 2,
 }

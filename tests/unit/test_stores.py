@@ -35,10 +35,10 @@ def test_a_forked_child_opens_its_own(store: dist.Store) -> None:
     parents = clients.take(store, 60.0)
     clients.give_back(parents)
     with mock.patch.object(os, "getpid", return_value=-1):
-        childs = clients.take(store, 60.0)
-        assert childs is not parents
-        clients.give_back(childs)
-        assert clients.take(store, 60.0) is childs
+        own = clients.take(store, 60.0)
+        assert own is not parents
+        clients.give_back(own)
+        assert clients.take(store, 60.0) is own
 
 
 def test_a_store_is_not_kept_alive_by_connections_to_it() -> None:
