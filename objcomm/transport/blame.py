@@ -15,6 +15,7 @@ from objcomm.transport.mesh import Mesh
 from objcomm.transport.outage import HOST_LOST
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
 
+# What a process has sent before its end is read by then, also on a busy machine.
 _LAST_BYTES_SECONDS = 1.0
 _CLOSED = "it lives, and has destroyed its process group or given up after an error of its own"
 # A rank that loses one peer and a rank that loses all see it at the same time.
@@ -55,7 +56,7 @@ def lost(mesh: Mesh, board: Board) -> set[int]:
     return {mesh.ranks[peer] for peer in verdict.ranks} if is_loss else set()
 
 
-def in_vain(mesh: Mesh, entry: Entry, groups: Mapping[str, tuple[int, ...]]) -> Verdict | None:
+def in_vain(mesh: Mesh, entry: Entry, blocks: Mapping[str, tuple[int, ...]]) -> Verdict | None:
     """What to say of a wait for a process that has ended; None where it is there, or unknown.
 
     Ranks that meet need all of them. Others need whom they await, and get what it has sent before
@@ -65,14 +66,14 @@ def in_vain(mesh: Mesh, entry: Entry, groups: Mapping[str, tuple[int, ...]]) -> 
     Args:
         mesh: of the call.
         entry: the call.
-        groups: the global ranks of each mesh of this process, by its nonce.
+        blocks: the global ranks of the meshes in which the blocks around it began, by nonce.
     """
     processes, is_meeting = mesh.bulletin.processes, mesh.link is None
     for peer in mesh.others if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:
         reason = processes.end_of(mesh.ranks[peer], 0.0 if is_meeting else _LAST_BYTES_SECONDS)
         if reason:
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
-    inside = {each for key in entry.regions for each in groups.get(key.partition("/")[0], ())}
+    inside = {each for key in entry.regions for each in blocks.get(key.partition("/")[0], ())}
     for peer, each in enumerate(mesh.ranks):
         reason = processes.end_of(each, _LAST_BYTES_SECONDS) if each in inside else ""
         if reason.startswith(KILLED):

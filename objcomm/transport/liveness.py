@@ -75,7 +75,7 @@ class Process(NamedTuple):
             watched = select.poll()
             watched.register(descriptor, select.POLLIN)
             # One that waits for its parent to take its exit status has ended, too.
-            return bool(watched.poll(0)) or _is_ending(self.pid) or _born(self.pid) != self.born
+            return bool(watched.poll(0)) or _is_another_or_ending(self.pid, self.born)
         finally:
             os.close(descriptor)
 
@@ -164,23 +164,23 @@ def _room(kind: str) -> int:
 
 
 def _born(pid: int) -> int:
-    fields = _fields_of(pid)
-    return int(fields[19]) if fields else 0  # see proc_pid_stat(5): starttime
+    return _birth_and_flags(pid)[0]
 
 
-def _is_ending(pid: int) -> bool:
-    """Whether the kernel is about to end it: its connections close before that is done."""
-    fields = _fields_of(pid)
-    return bool(fields) and bool(int(fields[6]) & _PF_EXITING)  # flags
+def _is_another_or_ending(pid: int, born: int) -> bool:
+    """Whether the number is used again, or its process about to end, having closed its sockets."""
+    began, flags = _birth_and_flags(pid)
+    return began != born or bool(flags & _PF_EXITING)
 
 
-def _fields_of(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on; empty if it says nothing."""
+def _birth_and_flags(pid: int) -> tuple[int, int]:
+    """What the kernel says of a process, see proc_pid_stat(5); zeros if it says nothing."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
-    return told.rpartition(")")[2].split()
+        return 0, 0
+    fields = told.rpartition(")")[2].split()  # from the state on
+    return int(fields[19]), int(fields[6])
 
 
 def _is_there(pid: int) -> bool:

@@ -138,6 +138,7 @@ class Crew:
         self._idle = 0
         self.under_way = 0
         self._is_closed = False
+        self._is_given_up = False
 
     def submit(self, job: Callable[[], None]) -> None:
         """Do ``job``, which must not raise, soon.
@@ -150,7 +151,7 @@ class Crew:
             if not has_idle:
                 _Hand(self).start()  # first: what can't be done must not be begun
             self._idle -= has_idle
-            self.under_way += 1
+            self.under_way += not self._is_given_up
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -163,9 +164,9 @@ class Crew:
             self._jobs.put(_nothing)
 
     def give_up(self) -> None:
-        """Count on one of the jobs no more: it may never be done."""
+        """Count on no job any more: some may never be done."""
         with self._lock:
-            self.under_way -= 1
+            self._is_given_up, self.under_way = True, 0
 
     def run(self) -> None:
         """Do jobs, on a thread of the crew's."""
@@ -181,7 +182,7 @@ class Crew:
             job()
             del job  # it holds the caller's objects
             with self._lock:
-                self.under_way -= 1
+                self.under_way -= not self._is_given_up
                 if self._is_closed:
                     return
                 self._idle += 1
@@ -219,7 +220,10 @@ class Apart:
             if self._is_abandoned:
                 raise RuntimeError(_ABANDONED)
             self._under_way.add(done)
-        self._crew.submit(run)
+        try:
+            self._crew.submit(run)
+        except RuntimeError:  # there can be no more threads: this one waits
+            run()
         done.result()
 
     def abandon(self) -> None:
@@ -227,11 +231,12 @@ class Apart:
         with self._lock:
             self._is_abandoned = True
             left = tuple(self._under_way)
+        self._crew.give_up()
         for each in left:
-            if self._conclude(each, RuntimeError(_ABANDONED)):
-                self._crew.give_up()
+            self._conclude(each, RuntimeError(_ABANDONED))
 
-    def _conclude(self, done: Future[None], error: BaseException | None) -> bool:
+    def _conclude(self, done: Future[None], error: BaseException | None) -> None:
+        """Let the caller go on, unless it was let go before."""
         with self._lock:
             is_first = done in self._under_way
             self._under_way.discard(done)
@@ -239,7 +244,6 @@ class Apart:
             done.set_result(None)
         elif is_first:
             done.set_exception(error)
-        return is_first
 
 
 class _Hand(threading.Thread):

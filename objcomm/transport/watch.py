@@ -210,9 +210,8 @@ class Watcher(threading.Thread):
         """End a mesh, if one of its calls waits for a process that has ended."""
         verdict = None
         with logged("whether a process has ended could not be found out"):  # limits still hold
-            verdict = blame.in_vain(
-                mesh, entry, {each.nonce: each.ranks for each in self._look()[0]}
-            )
+            blocks = {each.nonce: each.ranks for each in self._look()[0]} if entry.regions else {}
+            verdict = blame.in_vain(mesh, entry, blocks)
         if verdict is None:
             return False
         mesh.is_deserted = mesh.link is None

@@ -278,7 +278,7 @@ def test_no_error_ends_the_watcher() -> None:
     objcomm.barrier()
     texts: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]  # one handler's own
     logging.getLogger("objcomm").addHandler(handler)
     if here().rank == 0:
         with mock.patch.object(blame, "in_vain", side_effect=LookupError("of the test")):

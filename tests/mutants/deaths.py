@@ -9,7 +9,7 @@ MUTANTS = (
     Mutant(
         "zombies-alive",
         "objcomm/transport/liveness.py",
-        "return bool(watched.poll(0)) or _is_ending(self.pid) or _born(self.pid) != self.born",
+        "return bool(watched.poll(0)) or _is_another_or_ending(self.pid, self.born)",
         "return False",
         "a process that has ended is taken for alive until its parent has heard of it",
         _UNIT,
@@ -17,8 +17,8 @@ MUTANTS = (
     Mutant(
         "births-ignored",
         "objcomm/transport/liveness.py",
-        "_is_ending(self.pid) or _born(self.pid) != self.born",
-        "_is_ending(self.pid)",
+        "return began != born or bool(flags & _PF_EXITING)",
+        "return bool(flags & _PF_EXITING)",
         "a number that the kernel uses again is taken for the process that had it before",
         _UNIT,
     ),

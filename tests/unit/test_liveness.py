@@ -22,7 +22,7 @@ def program() -> Iterator["subprocess.Popen[bytes]"]:
 
 def process_of(program: "subprocess.Popen[bytes]") -> Process:
     """What it would tell of itself."""
-    return Process.own()._replace(pid=program.pid, born=liveness._born(program.pid))  # noqa: SLF001
+    return Process.own()._replace(pid=program.pid, born=liveness._born(program.pid))  # noqa: SLF001  # as own()
 
 
 def test_the_kernel_tells_of_a_process_that_ends(program: "subprocess.Popen[bytes]") -> None:
