@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from objcomm.transport import order as module
-from objcomm.transport.order import Crew, Order, Place, Single
+from objcomm.transport.order import Apart, Crew, Order, Place, Single
 from tests.waits import PATIENCE_S, wait_until
 
 
@@ -157,3 +157,31 @@ def test_idle_threads_end_and_no_job_is_lost() -> None:
             assert done.wait(PATIENCE_S), turn
             time.sleep(0.0095 + 0.0001 * (turn % 10))
         wait_until(lambda: not set(threading.enumerate()) - before, "the end of its threads")
+
+
+def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> None:
+    apart, begun, may_end = Apart(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        may_end.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        caller = pool.submit(apart.do, wait)
+        begun.wait()
+        apart.abandon()
+        with pytest.raises(RuntimeError, match="given up"):
+            caller.result()
+        assert not apart._crew.under_way  # noqa: SLF001  # there is no public way
+        may_end.set()
+    with pytest.raises(RuntimeError, match="given up"):
+        apart.do(wait)
+    wait_until(lambda: apart._crew._idle == 1, "the thread to be idle")  # noqa: SLF001  # likewise
+    assert not apart._crew.under_way  # noqa: SLF001  # likewise
+
+
+def test_without_a_thread_to_spare_the_caller_waits_itself() -> None:
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no threads")):
+        waited = []
+        Apart().do(lambda: waited.append(threading.current_thread()))
+    assert waited == [threading.current_thread()]
