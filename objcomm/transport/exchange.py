@@ -285,10 +285,11 @@ class Exchange(Transfers):
 
 
 def _held_back(units: Sequence[Unit], are_all_ready: Callable[[], None]) -> Iterator[Unit]:
-    """What a root sends: the last one when all other ranks have given their word."""
+    """What a root sends: the last byte when all other ranks have given their word."""
     yield from units[:-1]
+    yield from (unit[:-1] for unit in units[-1:])
     are_all_ready()
-    yield from units[-1:]
+    yield from (unit[-1:] for unit in units[-1:])
 
 
 #: See ``Exchange._place``.

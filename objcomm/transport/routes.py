@@ -94,6 +94,9 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
     if any(each.header.status == Status.FAILURE for each in messages):
         return messages
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
+    if len({each.is_all_head for each in messages}) > 1:
+        # Who sends nothing more would not hear that another rank refuses some third one's.
+        exchange.confirm(others, others)
     if len(set(exchange.hosts)) > 1:
         _pass_around(exchange, messages)
     else:
@@ -159,13 +162,22 @@ def open_bundle(exchange: Exchange, bundle: Message, mine: Message) -> list[Mess
 
 
 def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -> Message:
-    """One message of ``root``'s for each rank; returns this rank's."""
+    """One message of ``root``'s for each rank; returns this rank's.
+
+    What follows the heads moves when all ranks for which there is more have given their word that
+    they take theirs.
+    """
     if messages is None:
-        return recv(exchange, root)
+        return _recv(exchange, root, gives_word=True)
     exchange.rounds += 1
-    for peer, message in enumerate(messages):
-        if peer != root:
-            _send(exchange, message, peer)
+    others = [peer for peer in range(exchange.size) if peer != root]
+    are_all_ready = exchange.words_of(peer for peer in others if not messages[peer].is_all_head)
+    for peer in others:
+        exchange.send_head(messages[peer], [peer], destination=peer)
+    are_all_ready()
+    for peer in others:
+        exchange.send_rest(messages[peer], [peer])
+        exchange.device.send(messages[peer], peer)
     return messages[root]
 
 
@@ -203,10 +215,6 @@ def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]
 def send(exchange: Exchange, message: Message, peer: int) -> None:
     """A message to one rank, which calls ``recv``."""
     exchange.rounds += 1
-    _send(exchange, message, peer)
-
-
-def _send(exchange: Exchange, message: Message, peer: int) -> None:
     exchange.send_head(message, [peer], destination=peer)
     exchange.send_rest(message, [peer])
     exchange.device.send(message, peer)
@@ -214,8 +222,14 @@ def _send(exchange: Exchange, message: Message, peer: int) -> None:
 
 def recv(exchange: Exchange, peer: int) -> Message:
     """The message of one rank, which calls ``send``."""
+    return _recv(exchange, peer)
+
+
+def _recv(exchange: Exchange, peer: int, *, gives_word: bool = False) -> Message:
     (message,) = exchange.recv_heads([peer])
     exchange.gate.check_addressed(message.header)
+    if gives_word and not message.is_all_head:
+        exchange.give_word(peer)
     exchange.recv_rest([(peer, message)])
     exchange.device.recv(message, peer)
     return message

@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "check-not-made",
         "objcomm/call.py",
-        'meeting = compose(header, b"") if self._coding.settings.is_checked else None',
+        "meeting = compose(header, header.name.encode()) if is_met else None",
         "meeting = None",
         "check=True finds nothing that is not found without it",
         _DESYNC,
