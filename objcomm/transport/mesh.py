@@ -342,18 +342,18 @@ class Mesh:
                 return self.verdict
             self.verdict = verdict
             self._progress.is_over = True
+            # Not the mesh itself: a job that waits would keep its connections open.
+            job = partial(_acknowledge, self.nonce, self.rank, self.members, verdict)
+            if self.nonce and board is None:
+                # Before a call wakes: the next mesh may remove what it finds of this one.
+                self.bulletin.submit(job)
             if self.link is None:
                 self._connected.set_exception(verdict.error(FIRST_USE))
                 self._connected.exception()  # taken: nobody may be waiting for it
         if self.link is not None:
             self.link.abort()
-        if self.nonce:
-            # Not the mesh itself: a job that waits would keep its connections open.
-            job = partial(_acknowledge, self.nonce, self.rank, self.members, verdict)
-            if board is None:
-                self.bulletin.submit(job)
-            else:
-                job(board)
+        if self.nonce and board is not None:
+            job(board)
         log.log(
             logging.DEBUG if verdict.reason in FAREWELLS else logging.INFO,
             "group %r: its connections were closed, %s: %s",

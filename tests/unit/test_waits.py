@@ -168,6 +168,16 @@ def test_what_has_ended_already_is_neither_told_nor_acknowledged_again(tmp_path:
     assert not store.check(["known/n"])
 
 
+def test_what_ended_is_acknowledged_before_anybody_can_make_the_next_mesh() -> None:
+    """The next one's meeting waits for earlier words; a later one would stay in the store."""
+    jobs: list[Callable[[Board], object]] = []
+    mesh = _mesh_that_has_met(jobs)
+    words_at_wake: list[int] = []
+    mesh._connected.add_done_callback(lambda _: words_at_wake.append(len(jobs)))  # noqa: SLF001  # as a caller waits
+    mesh.stop(Verdict.of(Cause.LEFT, ranks=(0,)))
+    assert words_at_wake == [1]
+
+
 @pytest.mark.parametrize("lost", [(), (1,), (0,)])
 def test_who_ends_without_the_store_acknowledges_what_it_finds_there_later(
     tmp_path: Path, lost: tuple[int, ...]
