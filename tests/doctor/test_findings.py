@@ -164,6 +164,8 @@ def test_loopback_is_wrong_between_hosts_and_right_on_one() -> None:
 def test_addresses_of_two_kinds_cannot_be_joined() -> None:
     found = only(with_one(1, gloo=Choice("eth0", "fd00::2", "GLOO_SOCKET_IFNAME=eth0")))
     assert (found.name, found.ranks) == ("gloo-family", (1,))
+    newer = (Choice("eth0", f"fd00::{rank}", "GLOO_SOCKET_IFNAME=eth0") for rank in range(4))
+    assert findings(evidence(*(report(rank, gloo=each) for rank, each in enumerate(newer)))) == []
 
 
 @pytest.mark.parametrize(

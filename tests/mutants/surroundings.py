@@ -4,6 +4,8 @@ from tests.mutants.mutant import Mutant
 
 _ENVIRONMENT = ("tests/unit/test_environment.py",)
 _INSPECTOR = ("tests/unit/test_inspector.py",)
+_MESSAGES = ("tests/unit/test_inspector_messages.py",)
+_CLOCKS = ("tests/unit/test_inspector_traces.py",)
 _FINDINGS = ("tests/doctor/test_findings.py",)
 _CONTROL = ("tests/group/test_control.py",)
 _COMPAT_TORCH = ("tests/group/test_compat_torch.py",)
@@ -159,7 +161,7 @@ MUTANTS = (
         "pair = (rank, peer) if call.is_send else (peer, rank)",
         "pair = (rank, peer)",
         "inspect lays a message's two ends into two rows",
-        _INSPECTOR,
+        _MESSAGES,
     ),
     Mutant(
         "earlier-calls-prove-forgetting",
@@ -175,7 +177,7 @@ MUTANTS = (
         "return Clock(0.0 if least <= 0.0 <= most else middle, margin, count)",
         "return Clock(middle, margin, count)",
         "inspect shifts clocks that may well agree",
-        _INSPECTOR,
+        _CLOCKS,
     ),
     Mutant(
         "bars-on-every-rank",
