@@ -8,6 +8,7 @@ breaks its ranks says `disposable=True` and has processes of its own.
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -126,7 +127,7 @@ def _run_in_pool(world_size: int, order: Order, deadline: float) -> list[Report]
 
 def _run_once(pool: Pool, order: Order, deadline: float) -> list[Report]:
     try:
-        return pool.run(order, deadline)
+        return pool.run(replace(order, is_last=True), deadline)
     finally:
         pool.ruined = True  # its ranks may be in any state: do not ask kindly
         pool.close()

@@ -94,11 +94,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Order:
-    """One function to call: what stands in ``module`` under ``function``, or its ``body``."""
+    """One function to call: what stands in ``module`` under ``function``, or its ``body``.
+
+    Attributes:
+        is_last: whether the ranks end with it, so that what it leaves disturbs no other.
+    """
 
     module: str
     function: str
     arguments: Mapping[str, object]
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -280,7 +285,7 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
         for number, order in enumerate(iter(orders.recv, None)):
             _place = replace(place, folder=place.folder / f"order{number}")
             _place.folder.mkdir(exist_ok=True)
-            if leftovers.VARIABLE in os.environ and place.joined:
+            if leftovers.VARIABLE in os.environ and place.joined and not order.is_last:
                 report = _carry_out_and_look(order, _place)
             else:
                 _destroy_subgroups()
