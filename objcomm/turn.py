@@ -149,6 +149,6 @@ class Turn:
         # On a line's thread it is raised for the one that called.
         end_elsewhere(verdict, None if self._lane.order else self._lane.owner)
         if isinstance(error, TransportError):
-            raise blame.local(mesh, verdict, error).error(operation, position) from error
+            raise blame.local(mesh, verdict, error).error(operation, position) from None
         if verdict.name != proposal.name and isinstance(error, Exception):
             raise verdict.error(operation, position) from error

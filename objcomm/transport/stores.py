@@ -10,11 +10,14 @@ from __future__ import annotations  # torch may be built without distributed
 import contextlib
 import os
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from objcomm.transport.outage import notice_outages, open_sockets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NO_KEY = "objcomm/nobody writes this"
 
@@ -52,6 +55,32 @@ def loopback_store() -> dist.TCPStore:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
+
+
+class UntilLost:
+    """A store that is asked nothing more once its host is gone.
+
+    Torch writes a page to stderr, with its own C++ frames, each time that it finds that out anew.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._lost = ""
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        """The store's operation of that name; raises ``DistNetworkError`` once one has."""
+        ask = getattr(self._store, operation)
+
+        def asked(*arguments: object) -> Any:
+            if self._lost:
+                raise dist.DistNetworkError(self._lost)
+            try:
+                return ask(*arguments)
+            except dist.DistNetworkError as error:
+                self._lost = str(error)
+                raise
+
+        return asked
 
 
 class Clients:

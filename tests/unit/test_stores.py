@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import cast
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from objcomm.transport.stores import Clients, bare, loopback_store
+from objcomm.transport.stores import Clients, UntilLost, bare, loopback_store
 
 
 @pytest.fixture(params=["tcp", "file"])
@@ -48,3 +49,27 @@ def test_a_store_is_not_kept_alive_by_connections_to_it() -> None:
     del hosted
     with pytest.raises(dist.DistNetworkError):
         own.add("key", 1)
+
+
+def test_a_store_whose_host_is_gone_is_asked_nothing_more() -> None:
+    """Torch writes a page to stderr for each try."""
+    asked: list[str] = []
+
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            asked.extend(keys)
+            if len(asked) > 1:
+                raise dist.DistNetworkError("Broken pipe")
+            return True
+
+        def add(self, key: str, _: int) -> int:
+            asked.append(key)
+            return 1
+
+    store = UntilLost(cast("dist.Store", Gone()))
+    assert store.check(["there"])
+    with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
+        store.check(["gone"])
+    with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
+        store.add("later", 1)
+    assert asked == ["there", "gone"]
