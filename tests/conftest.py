@@ -11,6 +11,7 @@ import pytest
 # query that takes 5 s, as often as it is asked; so it takes 1 s. Processes inherit this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+from objcomm.transport.stores import loopback_store
 from tests.workers import EXPLAINED
 
 pytest_plugins = ["tests.second_tries"]
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)
     if config.getoption(OPTION):
         os.environ[VARIABLE] = "1"
+        loopback_store()  # the first of torch's stores in a process leaves it a pipe
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,8 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     is_here = not hasattr(request.function, "body")
     before = Leftovers() if is_here and request.config.getoption(OPTION) else None
     yield
+    if before:
+        request.node.funcargs.clear()  # what else is torn down first is held by these
     found = before.find() if before else []
     assert not found, "this was left:\n" + "\n".join(found)
 

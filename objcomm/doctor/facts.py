@@ -211,7 +211,7 @@ class Lookup:
     Attributes:
         rank: the lowest that connects from there.
         address: as the store sees it.
-        seconds: what the slowest took, or took at least.
+        seconds: what the slowest took, or took at least; of those that lost no query, two in a row.
         count: how many there were.
     """
 

@@ -35,6 +35,19 @@ def test_a_name_is_looked_up_until_that_is_slow(monkeypatch: pytest.MonkeyPatch)
     assert resolver.asked == ["::1"] * 3
 
 
+def test_one_slow_look_up_may_be_the_machines_and_two_in_a_row_are_the_resolvers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Resolver(monkeypatch, 0.001, 0.7, 0.001, 0.3)
+    (once,) = lookups({"::1": 0}, 100.0)
+    assert once.seconds == pytest.approx(0.001)
+    assert once.count == 50
+    Resolver(monkeypatch, 0.001, 0.3, 0.25)
+    (twice,) = lookups({"::1": 0}, 100.0)
+    assert twice.seconds == pytest.approx(0.25)
+    assert twice.count == 3
+
+
 def test_a_resolver_that_loses_nothing_is_asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = Resolver(monkeypatch)
     (found,) = lookups({"::1": 0}, 100.0)

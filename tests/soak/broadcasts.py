@@ -37,5 +37,6 @@ def broadcasts(*, count: int, port: int, record: str) -> None:
         done = (window + 1) * count // WINDOWS
         held = measure.held()
         microseconds = round(statistics.median(took) * 1e6, 1)
-        write(mine, measure.Figures(seconds, done, 0, 0, *held, store.num_keys(), microseconds))
+        keys = measure.keys_in(store, place.world_size)
+        write(mine, measure.Figures(seconds, done, 0, 0, *held, keys, microseconds))
         objcomm.barrier()

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 MEBIBYTE = 1 << 20
 
 # A closed connection's descriptors and a thread's end show after a moment.
@@ -32,7 +34,7 @@ class Figures(NamedTuple):
         blocks: objects that Python's allocator holds; unlike memory, no matter of chance.
         threads: of the whole process, those of torch included.
         descriptors: open files and sockets.
-        keys: in the store, less those that torch leaves for each group.
+        keys: in the store, less those that torch leaves for each group and those of each rank.
         microseconds: median of the last operations, where there is but one kind.
     """
 
@@ -75,6 +77,12 @@ def held(descriptors_before: int = sys.maxsize) -> tuple[int, int, int, int]:
     with contextlib.suppress(AttributeError):  # glibc has it
         ctypes.CDLL(None).malloc_trim(0)
     return _resident_nbytes(), sys.getallocatedblocks(), *now
+
+
+def keys_in(store: dist.Store, world_size: int) -> int:
+    """How many keys there are besides those that a rank has one of, once it waited for long."""
+    own = [f"objcomm/{kind}/{rank}" for kind in ("where", "process") for rank in range(world_size)]
+    return int(store.num_keys()) - sum(store.check([key]) for key in ["objcomm/asked", *own])
 
 
 def _handles() -> tuple[int, int]:

@@ -178,7 +178,7 @@ class Soak:
             blocks,
             threads,
             descriptors,
-            self._store.num_keys() - self._groups.left_by_torch,
+            measure.keys_in(self._store, objcomm.world_size()) - self._groups.left_by_torch,
         )
         write(self._record, figures)
         objcomm.barrier("after a checkpoint")

@@ -1,7 +1,9 @@
 """The meeting, on threads and a store of this process."""
 
+import contextlib
 import threading
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,7 +34,8 @@ def met(store: dist.Store, hosts: list[str], attempts: list[Progress]) -> list[t
         return list(ranks.map(attend, range(len(hosts))))
 
 
-def attempts(size: int) -> list[Progress]:
+@contextlib.contextmanager
+def attempts(size: int) -> Iterator[list[Progress]]:
     """One for each rank; they are given up when that takes too long."""
     found = [Progress(rank, tuple(range(size))) for rank in range(size)]
 
@@ -41,9 +44,9 @@ def attempts(size: int) -> list[Progress]:
             each.is_over = True
 
     late = threading.Timer(_LIMIT_S, give_up)
-    late.daemon = True
     late.start()
-    return found
+    yield found
+    late.cancel()
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +55,15 @@ def _several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_rank_learns_the_name_and_who_shares_a_host() -> None:
-    progress = attempts(4)
-    told = met(dist.HashStore(), ["b", "a", "b", "c"], progress)
+    with attempts(4) as progress:
+        told = met(dist.HashStore(), ["b", "a", "b", "c"], progress)
     assert told == [(0, 1, 0, 2)] * 4
     assert len({each.nonce for each in progress} - {""}) == 1
 
 
 def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one() -> None:
     """Its writer had given up while the store was out of reach."""
-    store, progress = dist.HashStore(), attempts(2)
+    store = dist.HashStore()
 
     class Late(threading.Thread):
         def run(self) -> None:
@@ -70,7 +73,7 @@ def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one(
 
     late = Late(daemon=True)
     late.start()
-    with ThreadPoolExecutor(1) as guest:
+    with attempts(2) as progress, ThreadPoolExecutor(1) as guest:
         _here.name = "a"
 
         def attend() -> tuple[int, ...]:
@@ -83,8 +86,8 @@ def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one(
 
 
 def test_a_meeting_that_was_given_up_ends() -> None:
-    store, progress = dist.HashStore(), attempts(2)
-    progress[1].is_over = True
+    progress = Progress(1, (0, 1))
+    progress.is_over = True
     _here.name = "a"
     with pytest.raises(GivenUpError):
-        meet(store, 1, 2, progress[1])
+        meet(dist.HashStore(), 1, 2, progress)
