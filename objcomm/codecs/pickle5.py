@@ -10,6 +10,7 @@ Decoding runs code that the sender chose, unless ``allow=`` says what it may nam
 
 import abc
 import dataclasses
+import importlib
 import pickle
 import struct
 import sys
@@ -266,17 +267,28 @@ def _is_importable(obj: Any) -> bool:
     """Whether a receiver that imports the same modules finds the very same object by its name."""
     if obj in _SINGLETON_TYPES:
         return True
-    found: Any = sys.modules.get(getattr(obj, "__module__", None) or "")
+    found: Any = _module(getattr(obj, "__module__", None) or "")
     for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is obj
+
+
+def _module(name: str) -> Any:
+    """The module of that name; one that was not imported yet is, as by pickle itself."""
+    if name in sys.modules or not name:
+        return sys.modules.get(name)
+    try:
+        return importlib.import_module(name)
+    except Exception:  # noqa: BLE001  # there is none, as for classes made by a program
+        return None
 
 
 def _reduce_dtype(dtype: Any) -> Any:
     """As plain data, where that tells all: numpy's own way sets a state that nothing checks."""
     try:
         name = tensors.array_dtype_name(dtype)
-        is_told = tensors.array_dtype_named(name) == dtype
+        found = tensors.array_dtype_named(name)
+        is_told = found == dtype and repr(found) == repr(dtype)
     except (TypeError, ValueError):
         return NotImplemented
     if not is_told or dtype.metadata or dtype.isalignedstruct or dtype.subdtype:

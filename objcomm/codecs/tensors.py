@@ -279,14 +279,24 @@ def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
     """Plain data that names a numpy dtype.
 
     Raises:
-        TypeError: its items are Python objects, or its fields overlap or lie at odd offsets.
+        TypeError: its items are Python objects, its fields overlap or lie at odd offsets, or its
+            items have a type of their own, as those of a ``numpy.recarray``.
     """
     if dtype.names is None and not dtype.hasobject:
         return dtype.str
-    fields = _lists(dtype.descr)
-    if dtype.hasobject or array_dtype_named(fields) != dtype:
+    fields = [] if dtype.hasobject else _lists(dtype.descr)
+    # Equal dtypes may have items of other types; what is printed tells these, too.
+    if dtype.hasobject or not _is_told(fields, dtype):
         raise TypeError(f"an array of {dtype} is no plain data; use codec='pickle'")
     return fields
+
+
+def _is_told(fields: Any, dtype: "np.dtype[Any]") -> bool:
+    try:
+        found = array_dtype_named(fields)
+    except (DecodeError, TypeError, ValueError):  # a field has metadata
+        return False
+    return found == dtype and repr(found) == repr(dtype)
 
 
 def array_dtype_named(name: Any) -> "np.dtype[Any]":

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from objcomm.errors import WireError
 from objcomm.transport.liveness import Process, Processes
-from objcomm.transport.outage import open_sockets, other_ends
+from objcomm.transport.outage import connected, open_sockets, other_ends
 from objcomm.transport.stores import Clients, UntilLost, bare
 from objcomm.transport.verdict import DESTROYED, Cause, Verdict
 from objcomm.transport.whereabouts import Conflict, Whereabouts
@@ -56,7 +56,9 @@ class Board:
         before = open_sockets()
         own = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
         self.addresses = _addresses_of(own, before)
-        self._store = UntilLost(dist.PrefixStore(_PREFIX, own))
+        port = end.port if isinstance(end := bare(own), dist.TCPStore) else 0
+        ends = connected(before, port) if port else {}
+        self._store = UntilLost(dist.PrefixStore(_PREFIX, own), ends)
         self._processes = processes
         self._circles: deque[Conflict] = deque(maxlen=_CIRCLES)
         self.answered = 0

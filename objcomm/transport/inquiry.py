@@ -63,6 +63,8 @@ def _learn(board: Board, mesh: Mesh, entry: Entry) -> None:
     processes = mesh.bulletin.processes
     unknown = [peer for peer in mesh.others if processes.of(mesh.ranks[peer]) is None]
     awaited = [] if entry.awaits < 0 else [entry.awaits]
+    if len(mesh.others) == 1:  # one that waits for any rank awaits each, too
+        awaited = list(mesh.others)
     wanted = {mesh.ranks[peer] for peer in (*awaited, *unknown[:_MOST_LEARNED])}
     board.learn(rank for rank in wanted if not processes.is_beside(rank))
     # Who has not used objcomm has told nothing; torch's own connection may tell of its end.
@@ -93,9 +95,9 @@ def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry)
     """End a mesh whose ranks have not met, if one of them can't come any more."""
     missing = blame.missing(mesh, board) or _dead(board, mesh, meshes, entry)
     if missing:
-        mesh.is_deserted = True
         reason = "it died, exited or lost its network before it sent to or received from this rank"
-        mesh.settle_on(board, Verdict.of(Cause.LOST, ranks=missing, reason=reason))
+        found = Verdict.of(Cause.LOST, ranks=missing, reason=reason, is_final=True)
+        mesh.settle_on(board, found)
     return bool(missing)
 
 
@@ -317,8 +319,15 @@ def timeout_verdict(
     """
     awaited = (entry.awaits,) if entry.awaits >= 0 else ()
     if answers is None:
+        # Whom this rank awaits may itself wait for one that is stopped, maybe with the store.
+        stopped = mesh.bulletin.processes.stopped()
+        found = tuple(peer for peer in mesh.others if mesh.ranks[peer] in stopped)
         return Verdict.of(
-            Cause.TIMEOUT, ranks=awaited, seconds=entry.limit_seconds, is_store_silent=True
+            Cause.TIMEOUT,
+            ranks=found or awaited,
+            seconds=entry.limit_seconds,
+            silent=found,
+            is_store_silent=True,
         )
     missing = tuple(
         rank

@@ -79,6 +79,10 @@ class Process(NamedTuple):
         finally:
             os.close(descriptor)
 
+    def is_stopped(self) -> bool:
+        """Whether a process of the same place is stopped, by SIGSTOP or a debugger."""
+        return _stat(self.pid)[:1] in (["T"], ["t"])
+
     def pack(self) -> bytes:
         """As bytes for the store."""
         return record.pack(self)
@@ -137,6 +141,11 @@ class Processes:
         ends = {rank: self.end_of(rank) for rank in tuple(self._known)}
         return {rank: why for rank, why in ends.items() if why.startswith(KILLED)}
 
+    def stopped(self) -> set[int]:
+        """The ranks whose processes are on this host and stopped."""
+        known = tuple(self._known.items())
+        return {rank for rank, each in known if self.is_beside(rank) and each.is_stopped()}
+
     def end_of(self, rank: int, for_seconds: float = 0.0) -> str:
         """Why a rank's process has ended, if that was noticed so long ago; empty if not."""
         process = self._known.get(rank)
@@ -174,13 +183,17 @@ def _is_another_or_ending(pid: int, born: int) -> bool:
 
 
 def _birth_and_flags(pid: int) -> tuple[int, int]:
-    """What the kernel says of a process, see proc_pid_stat(5); zeros if it says nothing."""
+    fields = _stat(pid)
+    return (int(fields[19]), int(fields[6])) if fields else (0, 0)
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process from its state on, see proc_pid_stat(5), or nothing."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return 0, 0
-    fields = told.rpartition(")")[2].split()  # from the state on
-    return int(fields[19]), int(fields[6])
+        return []
+    return told.rpartition(")")[2].split()
 
 
 def _is_there(pid: int) -> bool:

@@ -61,7 +61,6 @@ class Mesh:
         link: the connections, once the ranks have met.
         verdict: what ended it.
         number: what headers carry of its nonce, once the ranks have met.
-        is_deserted: whether it ended because a rank that never came is known to be gone.
         outlives: the name of a verdict that was known before its ranks met, and so concerns none of
             its traffic.
         failed_meeting: the nonce of the group's last mesh, where not all ranks came to know it.
@@ -93,7 +92,6 @@ class Mesh:
         self.link: Connections | None = None
         self.verdict: Verdict | None = None
         self.number = 0
-        self.is_deserted = False
         self.outlives = ""
         self.failed_meeting = ""
         self._progress = Progress(rank, members, is_pair=whole is not None)
@@ -129,9 +127,10 @@ class Mesh:
     @property
     def can_be_replaced(self) -> bool:
         """Whether the group's next call may make a new mesh, once there is a verdict."""
-        if self.verdict is None or self.is_deserted:
+        if self.verdict is None:
             return False
-        return self.verdict.is_recoverable or self.link is None
+        has_not_begun = self.link is None and not self.verdict.is_final
+        return self.verdict.is_recoverable or has_not_begun
 
     def connect(
         self,
@@ -191,12 +190,12 @@ class Mesh:
         return link
 
     def _connected_for(self, operation: str) -> Connections:
-        try:
+        failed = self._connected.exception()  # raised, its frames would hold this mesh in a cycle
+        if failed is None:
             return self._connected.result()
-        except ObjcommError:
-            if self.verdict is None:
-                raise
-            raise self.verdict.error(f"{operation} ({FIRST_USE})") from None
+        if self.verdict is None:
+            raise failed
+        raise self.verdict.error(f"{operation} ({FIRST_USE})")
 
     def begin_meeting(self, store: dist.Store, deadline: Deadline) -> None:
         """Let a thread meet the other members, unless one has begun to; returns at once.
@@ -289,6 +288,8 @@ class Mesh:
         # word stays in the store when all ranks have read the first one's.
         if self.verdict is not None:
             return self.verdict
+        if self.link is not None and not proposal.is_recoverable:
+            proposal = proposal._replace(is_final=True)
         return self.stop(board.propose(self.nonce, proposal) if self.nonce else proposal)
 
     def absolve(self, thread: threading.Thread) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import math
 import os
+import select
 import socket
 import stat
 from collections.abc import Collection, Iterator
@@ -70,6 +71,25 @@ def other_ends(before: Collection[int], port: int) -> set[Any]:
     """
     found = {address for inode, address, _ in _connections() if inode not in before}
     return {address for address in found if address[1] == port}
+
+
+def connected(before: Collection[int], port: int) -> dict[int, int]:
+    """New connections of this process to this port: their descriptors by inode."""
+    new = {
+        inode for inode, address, _ in _connections() if inode not in before and address[1] == port
+    }
+    return {inode: descriptor for inode, descriptor in open_sockets().items() if inode in new}
+
+
+def has_closed(inode: int, descriptor: int) -> bool:
+    """Whether the other end of a connection that this process holds has closed it."""
+    with contextlib.suppress(OSError):
+        if os.fstat(descriptor).st_ino != inode:  # the number is another one's by now
+            return True
+        watched = select.poll()
+        watched.register(descriptor, select.POLLRDHUP)
+        return bool(watched.poll(0))
+    return True
 
 
 def hang_up(addresses: Collection[Any]) -> None:

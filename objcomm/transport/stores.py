@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from objcomm.transport.outage import notice_outages, open_sockets
+from objcomm.transport.outage import has_closed, notice_outages, open_sockets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _NO_KEY = "objcomm/nobody writes this"
 
@@ -60,11 +60,18 @@ def loopback_store() -> dist.TCPStore:
 class UntilLost:
     """A store that is asked nothing more once its host is gone.
 
-    Torch writes a page to stderr, with its own C++ frames, each time that it finds that out anew.
+    Torch writes a page to stderr, with its own C++ frames, each time that it finds that out.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, ends: Mapping[int, int]) -> None:
+        """Begin.
+
+        Args:
+            store: which.
+            ends: this process's connections to it, as ``outage.connected`` gives them.
+        """
         self._store = store
+        self._ends = dict(ends)
         self._lost = ""
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
@@ -72,6 +79,8 @@ class UntilLost:
         ask = getattr(self._store, operation)
 
         def asked(*arguments: object) -> Any:
+            if self._ends and all(has_closed(*each) for each in self._ends.items()):
+                self._lost = self._lost or "the store's host has closed the connection"
             if self._lost:
                 raise dist.DistNetworkError(self._lost)
             try:

@@ -60,6 +60,8 @@ class Verdict(NamedTuple):
         operation: what failed, where it is not the operation that a rank is in.
         meshes: the nonces of all meshes that it ends, where there are several.
         circle: who waited for whom, as ``Conflict.pack`` gives it, where ranks waited in a circle.
+        is_final: whether no rank's next call may try again, though its own ranks had not met: one
+            is known to be gone, or another rank has connected and lost what it had.
     """
 
     cause: Cause
@@ -74,6 +76,7 @@ class Verdict(NamedTuple):
     operation: str = ""
     meshes: tuple[str, ...] = ()
     circle: bytes = b""
+    is_final: bool = False
 
     @classmethod
     def of(cls, cause: Cause, **fields: Any) -> Self:

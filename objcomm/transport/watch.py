@@ -214,7 +214,7 @@ class Watcher(threading.Thread):
             verdict = blame.in_vain(mesh, entry, blocks)
         if verdict is None:
             return False
-        mesh.is_deserted = mesh.link is None
+        verdict = verdict._replace(is_final=True)
 
         def job(board: Board) -> None:
             told = blame.by_name(mesh, verdict, board)

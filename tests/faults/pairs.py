@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 import objcomm
-from tests.faults.plan import FAR_SECONDS, Case, Fault, contribution
+from tests.faults.plan import DEADLY, FAR_SECONDS, Case, Fault, contribution
 
 _RELEASE_TAG = 9
 _RELEASED = "released"
@@ -84,7 +84,7 @@ def talk_again(case: Case, rank: int) -> str:
     after, before = (case.survivors[(at + by) % len(case.survivors)] for by in (1, -1))
     if objcomm.sendrecv(rank, after, before, tag=1) != before:
         return "wrong"
-    if case.fault in {Fault.KILLED, Fault.EXITS, Fault.DISCONNECTED}:
+    if case.fault in DEADLY | {Fault.DISCONNECTED}:
         try:
             objcomm.all_gather("later")
         except objcomm.TransportError as error:

@@ -15,6 +15,8 @@ class Phase(StrEnum):
     """How far the victim has come in its call."""
 
     BEFORE = "before its call"
+    FIRST_USE = "before the group's first use"
+    AFTER_ERROR = "before its call, after an error that the group outlives"
     IN_CALL = "before its header"
     BETWEEN = "between header and payload"
     PAYLOAD = "in the payload"
@@ -27,6 +29,7 @@ class Fault(StrEnum):
 
     KILLED = "killed (SIGKILL)"
     EXITS = "exits (`os._exit`)"
+    FORKED = "killed, with a forked child that has its sockets"
     DISCONNECTED = "its sockets close"
     STOPPED = "stopped (SIGSTOP) for longer than the limit"
     RESUMED = "stopped, and resumed in time"
@@ -36,7 +39,7 @@ class Fault(StrEnum):
 
 
 #: After these its process is gone.
-DEADLY = {Fault.KILLED, Fault.EXITS}
+DEADLY = {Fault.KILLED, Fault.EXITS, Fault.FORKED}
 #: After these the survivors' time limit passes.
 UNANSWERED = {Fault.STOPPED, Fault.ABSENT, Fault.STORE_STOPPED}
 
@@ -171,6 +174,11 @@ class Case(NamedTuple):
         return [self.partner] if is_pair else self.survivors
 
     @property
+    def is_disconnected(self) -> bool:
+        """Whether nobody is joined to any other when the fault happens."""
+        return self.phase in {Phase.FIRST_USE, Phase.AFTER_ERROR}
+
+    @property
     def is_stores_host(self) -> bool:
         """Whether the victim hosts the store, and not a process of its own."""
         return self.fault is Fault.STORE_STOPPED
@@ -222,11 +230,14 @@ def _awaited_root(operation: str, victim: int) -> int:
 
 #: The table's rows: a fault, and when it happens.
 TRIED: list[tuple[Fault, Phase]] = [
+    (Fault.KILLED, Phase.FIRST_USE),
+    (Fault.KILLED, Phase.AFTER_ERROR),
     (Fault.KILLED, Phase.BEFORE),
     (Fault.KILLED, Phase.IN_CALL),
     (Fault.KILLED, Phase.BETWEEN),
     (Fault.KILLED, Phase.PAYLOAD),
     (Fault.EXITS, Phase.PAYLOAD),
+    (Fault.FORKED, Phase.PAYLOAD),
     (Fault.DISCONNECTED, Phase.PAYLOAD),
     (Fault.STOPPED, Phase.PAYLOAD),
     (Fault.RESUMED, Phase.PAYLOAD),
@@ -244,16 +255,18 @@ def tabled() -> Iterator[Case]:
             yield Case(
                 operation,
                 fault,
-                _possible(operation, phase),
+                _possible(operation, fault, phase),
                 victim=victim,
                 root=_awaited_root(operation, victim),
                 asked_phase=phase,
             )
 
 
-def _possible(operation: str, phase: Phase) -> Phase:
+def _possible(operation: str, fault: Fault, phase: Phase) -> Phase:
     """The phase that comes nearest: what a barrier sends, or who divides, is all header."""
-    if phase is Phase.PAYLOAD and operation in DIVISIONS:
+    # While torch connects, a forked child would keep it until its own limit.
+    is_heard = fault is not Fault.FORKED
+    if phase is Phase.PAYLOAD and operation in DIVISIONS and is_heard:
         return Phase.CONNECTING
     is_short = operation == "barrier" or operation in DIVISIONS
     return Phase.IN_CALL if is_short and phase in {Phase.BETWEEN, Phase.PAYLOAD} else phase
@@ -261,7 +274,8 @@ def _possible(operation: str, phase: Phase) -> Phase:
 
 def in_torch(case: Case) -> Case | None:
     """The same fault in torch's own operation; ``None`` if it has none."""
-    if case.operation not in TORCHS:
+    # Torch has no error that a group outlives, and connects before any call.
+    if case.operation not in TORCHS or case.phase in {Phase.FIRST_USE, Phase.AFTER_ERROR}:
         return None
     return case._replace(library="torch")
 

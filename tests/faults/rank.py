@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -39,7 +40,7 @@ from tests.faults.plan import (
 from tests.faults.victim import armed, sockets, strike_for
 from tests.group.helpers import when_main_thread_waits
 from tests.group.operations import OPERATIONS, ROOTED, first
-from tests.waits import PATIENCE_S
+from tests.waits import PATIENCE_S, wait_until
 
 #: Torch's object collectives take no limit for one call, so the group gets one that is not long.
 TORCHS_LIMIT_SECONDS = 5.0
@@ -104,14 +105,16 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path, *, is_patient:
     )
     before_mesh = sockets()
     call = _call_of(case, rank)
-    if case.library == "torch":
-        dist.barrier()
-    else:
-        objcomm.barrier()
-        if case.is_between_two:
-            pairs.meet(case, rank)
+    _meet(case, rank, store)
     mesh_sockets = sockets() - (baseline if case.library == "torch" else before_mesh)
-    strike = strike_for(case, lambda what: _tell(pipe, what), mesh_sockets, store.port)
+
+    def stay() -> None:
+        pipe.close()  # or its parent's end would not show
+        until = time.monotonic() + PATIENCE_S
+        while log.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+
+    strike = strike_for(case, lambda what: _tell(pipe, what), stay, mesh_sockets, store.port)
     if rank == case.victim:
         _suffer(case, pipe, call, strike)
         del call
@@ -134,6 +137,23 @@ def _store(case: Case, rank: int, pipe: Connection) -> dist.TCPStore:
         pipe.send(store.port)
         return store
     return dist.TCPStore("127.0.0.1", pipe.recv(), None, is_master=False)
+
+
+def _meet(case: Case, rank: int, store: dist.Store) -> None:
+    """Connect as far as the case has it; the world's own connections stand on every rank then."""
+    if case.library == "torch":
+        dist.barrier()
+        return
+    if case.phase is Phase.FIRST_USE:
+        store.add("joined", 1)
+        wait_until(lambda: store.add("joined", 0) == case.world_size, "all to have joined")
+    else:
+        objcomm.barrier()
+        if case.is_between_two:
+            pairs.meet(case, rank)
+    if case.phase is Phase.AFTER_ERROR:
+        with pytest.raises(objcomm.DesyncError):
+            objcomm.barrier() if rank == case.victim else objcomm.all_gather(rank)
 
 
 def _tell(pipe: Connection, what: str) -> None:
@@ -181,7 +201,11 @@ def _division(case: Case, rank: int) -> Callable[[], Any]:
 def _suffer(
     case: Case, pipe: Connection, call: Callable[[], Any], strike: Callable[[], None]
 ) -> None:
-    if case.phase is Phase.BEFORE or (case.library == "torch" and case.phase is Phase.IN_CALL):
+    if (
+        case.phase is Phase.BEFORE
+        or case.is_disconnected
+        or (case.library == "torch" and case.phase is Phase.IN_CALL)
+    ):
         if case.fault is Fault.ABSENT:
             _tell(pipe, "fault")
             pipe.recv()

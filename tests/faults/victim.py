@@ -41,9 +41,21 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 
 def strike_for(
-    case: Case, tell: Callable[[str], None], mesh_sockets: set[str], store_port: int
+    case: Case,
+    tell: Callable[[str], None],
+    stay: Callable[[], None],
+    mesh_sockets: set[str],
+    store_port: int,
 ) -> Strike:
-    """What happens to this process, as a function; ``tell`` says that it begins."""
+    """What happens to this process, as a function.
+
+    Args:
+        case: which.
+        tell: says that it begins.
+        stay: what a forked child does until the case is over.
+        mesh_sockets: those between ranks.
+        store_port: of the store, whose connection is left alone.
+    """
 
     def strike() -> None:
         tell("fault")
@@ -51,6 +63,11 @@ def strike_for(
             os.kill(os.getpid(), signal.SIGKILL)
         elif case.fault is Fault.EXITS:
             os._exit(1)
+        elif case.fault is Fault.FORKED:
+            if os.fork() == 0:
+                stay()
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
         elif case.fault is Fault.DISCONNECTED:
             _shut(mesh_sockets, store_port)
         elif case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:

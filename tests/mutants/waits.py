@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant(
         "failed-first-use-final",
         "objcomm/transport/mesh.py",
-        "return self.verdict.is_recoverable or self.link is None",
+        "return self.verdict.is_recoverable or has_not_begun",
         "return self.verdict.is_recoverable",
         "a group whose first use was not made by all in time is lost for good",
         ("tests/group/test_timeouts.py",),

@@ -1,6 +1,7 @@
 """Connections to a store: who gets which."""
 
 import os
+import socket
 from pathlib import Path
 from typing import cast
 from unittest import mock
@@ -66,10 +67,21 @@ def test_a_store_whose_host_is_gone_is_asked_nothing_more() -> None:
             asked.append(key)
             return 1
 
-    store = UntilLost(cast("dist.Store", Gone()))
+    store = UntilLost(cast("dist.Store", Gone()), {})
     assert store.check(["there"])
     with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
         store.check(["gone"])
     with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
         store.add("later", 1)
     assert asked == ["there", "gone"]
+
+
+def test_what_its_host_has_closed_is_not_asked_at_all() -> None:
+    near, far = socket.socketpair()
+    ends = {os.fstat(near.fileno()).st_ino: near.fileno()}
+    store = UntilLost(dist.HashStore(), ends)
+    store.set("key", "value")
+    far.close()
+    with pytest.raises(dist.DistNetworkError, match="has closed the connection"):
+        store.get("key")
+    near.close()
