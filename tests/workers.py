@@ -330,6 +330,7 @@ def _carry_out_and_look(order: Order, place: Place) -> Report:
     """Carry it out in a world of its own, and fail where something is left of it afterwards."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    leftovers.profile_once()
     # What a process has one of, such as the watcher's thread, is there after a first barrier.
     for name, wanted in (("first", Order("objcomm", "barrier", {})), ("second", order)):
         before = leftovers.Leftovers()
