@@ -332,9 +332,10 @@ def _carry_out_and_look(order: Order, place: Place) -> Report:
         dist.destroy_process_group()
     orders = [("second", order)]
     if not leftovers.profile_once.cache_info().currsize:
-        # What a process has one of, such as the watcher's thread, is there after a first barrier.
+        # What a process has one of, such as the watcher's thread, is there after a first group; a
+        # barrier of a world of one makes nothing.
         leftovers.profile_once()
-        orders.insert(0, ("first", Order("objcomm", "barrier", {})))
+        orders.insert(0, ("first", Order("objcomm", "split", {"color": 0})))
     for name, wanted in orders:
         before = leftovers.Leftovers()
         join(place, f"{name} world")
