@@ -418,7 +418,15 @@ def _connected(
         raise
     finally:
         failed.clear()  # an error's traceback holds this frame
+    for each in made:
+        _forget_address(each)
     return made[0] if made else None
+
+
+def _forget_address(made: Any) -> None:
+    """Let this rank's address in a new group go from the store: all members have connected."""
+    name, rank = made.group_name, made.rank()
+    bulletin_of(process_group_of(None)).submit(lambda board: board.forget_address(name, rank))
 
 
 def _made(

@@ -6,6 +6,7 @@ torch keep for a group must be gone as well: threads, descriptors, keys in the s
 
 import collections
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -21,7 +22,7 @@ import torch
 
 import objcomm.config
 
-__all__ = ["OPTION", "VARIABLE", "Leftovers"]
+__all__ = ["OPTION", "VARIABLE", "Leftovers", "profile_once"]
 
 OPTION = "--leftovers"
 #: By which ranks know of the option.
@@ -43,10 +44,11 @@ class Leftovers:
 
     def find(self) -> list[str]:
         """What is there now and was not then, or is gone, after time to settle."""
-        gc.collect()  # an error that a test caught holds what its frames held
         until = time.monotonic() + _SETTLE_S
+        gc.collect()  # an error that a test caught holds what its frames held
         while (found := self._compare()) and time.monotonic() < until:
             time.sleep(_LOOK_S)
+            gc.collect()  # a thread that has ended meanwhile held what is in a circle now
         return found
 
     def _compare(self) -> list[str]:
@@ -58,6 +60,17 @@ class Leftovers:
             if kind in _MUST_STAY:
                 found += [f"{kind}: {name} is gone" for name in before - now]
         return found
+
+
+@functools.cache
+def profile_once() -> None:
+    """Let torch make what the first profiler of a process leaves: a thread, and modules.
+
+    One of these, ``torch.distributed.nn``, names the world as a default of its functions, and so
+    keeps the world in which it is imported. This is for before there is one.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass
 
 
 def _descriptors() -> collections.Counter[str]:

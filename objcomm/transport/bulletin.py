@@ -120,6 +120,11 @@ class Board:
             return None
         return found if found.asked >= asked else None
 
+    def forget_address(self, group: str, rank: int) -> None:
+        """Remove where torch wrote how to reach a rank of ``group``, a process group of ours."""
+        # The addresses of a job that splits often would fill the store: torch removes none.
+        self._store.delete_key(f"{group.removeprefix(f'{_PREFIX}/')}//cpu//0/{rank}")
+
     def propose(self, key: str, verdict: Verdict) -> Verdict:
         """Write a verdict unless there is one; returns the one that stands."""
         return self._verdict_in(key, self._store.compare_set(f"verdict/{key}", "", verdict.pack()))

@@ -207,6 +207,8 @@ def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
         with pytest.raises(objcomm.TransportTimeout):  # without a limit of its own
             objcomm.barrier(group=short)
     tell_all("it has ended", "")
+    with pytest.raises(objcomm.TransportError):  # a verdict stays until all ranks have heard it
+        objcomm.barrier(group=short)
     dist.destroy_process_group(short)
 
 

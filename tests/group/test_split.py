@@ -9,10 +9,12 @@ import torch.distributed as dist
 import objcomm
 from objcomm import NotInGroupError, UsageError
 from objcomm.subgroups import _by_color, _leaders, _Word
-from tests.group.helpers import assert_group_works, subgroup
+from objcomm.transport.stores import store_of
+from tests.group.helpers import assert_group_works, keys_in, subgroup
 from tests.group.membership import NOBODY, members
 from tests.group.operations import OPERATIONS
 from tests.ranks import ranks, solo
+from tests.waits import wait_until
 from tests.workers import here
 
 
@@ -308,3 +310,18 @@ def test_without_torch_distributed_there_is_a_world_of_one() -> None:
         objcomm.all_gather(1, group=outside)
     with pytest.raises(UsageError):
         objcomm.split(1.5)  # type: ignore[arg-type]  # that is the point
+
+
+@ranks(3)
+def test_no_address_of_a_new_group_stays_in_the_store() -> None:
+    store: Any = store_of(dist.group.WORLD)
+    group: Any = objcomm.split(0 if here().rank else None)
+    if here().rank:
+        wait_until(lambda: not _addresses(store, group.group_name), "the addresses to go")
+        assert_group_works(group)
+        dist.destroy_process_group(group)
+    assert_group_works()
+
+
+def _addresses(store: dist.Store, name: str) -> list[str]:
+    return [key for key in keys_in(store) if f"{name}//cpu" in key]
