@@ -29,6 +29,7 @@ from objcomm.transport.nccl import device_link
 from objcomm.transport.order import Crew
 from objcomm.transport.pair import Pair, say_farewell
 from objcomm.transport.verdict import Verdict
+from objcomm.transport.watch import check_running
 
 #: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.
 Timeout: TypeAlias = float | timedelta | None
@@ -141,8 +142,9 @@ class Group:
         Raises:
             BrokenGroupError: an earlier error ended the group.
             ObjcommError: what ended the connections since this lane's last call, once.
-            UsageError: this process was forked from the one that made the group; or another live
-                thread has the lane, or this one has it and waits for a callback.
+            UsageError: this process was forked from the one that made the group; or the
+                interpreter is shutting down; or another live thread has the lane, or this one has
+                it and waits for a callback.
             TransportTimeout: not every rank came.
         """
         self._check_process(operation)
@@ -193,6 +195,7 @@ class Group:
                 f"{operation}: a forked process cannot use its parent's connections; "
                 "call objcomm from the process that called init_process_group"
             )
+        check_running(operation)
 
     @functools.cached_property
     def device_link(self) -> DeviceLink | None:

@@ -18,7 +18,7 @@ from objcomm.transport.mesh import Mesh
 from objcomm.transport.proposal import proposal_for
 from objcomm.transport.regions import regions
 from objcomm.transport.verdict import Cause, Verdict
-from objcomm.transport.watch import end_elsewhere, hurry, interruptible
+from objcomm.transport.watch import check_running, end_elsewhere, hurry, interruptible
 
 if TYPE_CHECKING:
     from objcomm.message import Message
@@ -70,6 +70,7 @@ class Turn:
 
     def __enter__(self) -> Exchange:
         lane, entry, verdict = self._lane, self._entry, self._mesh.verdict
+        check_running(entry.operation)
         if verdict is not None:  # while this call waited for those before it
             self._absolve()
             end_elsewhere(verdict, lane.owner)

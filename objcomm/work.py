@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import os
 import threading
 import time
 import warnings
@@ -73,6 +74,7 @@ class Work(Generic[T_co]):
         "_future",
         "_is_asked",
         "_line",
+        "_pid",
         "_waited",
         "call_site",
         "operation",
@@ -84,6 +86,7 @@ class Work(Generic[T_co]):
         self._waited: Waited = _Nobody() if waited is None else waited
         self._line: Line | None = None
         self._is_asked = False
+        self._pid = os.getpid()
         self._future: futures.Future[T_co] = futures.Future()
         self._future.set_running_or_notify_cancel()  # nobody can cancel what others take part in
 
@@ -104,8 +107,14 @@ class Work(Generic[T_co]):
 
         Raises:
             TimeoutError: it is still in flight.
+            UsageError: this process was forked after the operation was begun.
             ObjcommError: whatever the operation raises.
         """
+        if self._pid != os.getpid() and not self.done():
+            raise UsageError(
+                f"{self.operation}: a forked process cannot wait for its parent's work; wait for "
+                "it in the process that began it"
+            )
         seconds = _limit_of(f"{self.operation}: wait", timeout)
         self._is_asked = True
         try:
@@ -211,7 +220,7 @@ class Work(Generic[T_co]):
         return self._future.exception() if self._future.done() else None
 
     def __del__(self) -> None:
-        if getattr(self, "_is_asked", True):
+        if getattr(self, "_is_asked", True) or not hasattr(self, "_future"):
             return
         error = self._error()
         ending = "" if error is None else f", and ended by {text_of(error)}"

@@ -106,7 +106,8 @@ def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict
     words = [processes.end_of(mesh.ranks[rank]) for rank in verdict.ranks]
     if any(words):
         return verdict._replace(reason=next(filter(None, words)))
-    if not all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks):
+    are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
+    if not are_beside or verdict.reason.startswith(_CLOSED):
         return verdict
     return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
 

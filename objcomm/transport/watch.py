@@ -21,6 +21,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from objcomm.errors import UsageError
 from objcomm.history import Entry
 from objcomm.journal import logged
 from objcomm.transport import blame, inquiry
@@ -312,7 +314,7 @@ class _Watchers:
         with self._lock:
             if self._watcher is None or self._watcher.pid != os.getpid():
                 self._watcher = Watcher()
-            elif not self._watcher.is_alive():
+            elif not self._watcher.is_alive() and not sys.is_finalizing():
                 self._watcher = Watcher(self._watcher)
             return self._watcher
 
@@ -334,6 +336,19 @@ class _Watchers:
 
 
 _watchers = _Watchers()
+
+
+def check_running(operation: str) -> None:
+    """Refuse a call that nothing could end.
+
+    Raises:
+        UsageError: the interpreter is shutting down, and no thread runs any more.
+    """
+    if sys.is_finalizing():
+        raise UsageError(
+            f"{operation}: the interpreter is shutting down; make the last call before the program "
+            "ends, or in an atexit handler"
+        )
 
 
 def bulletin_of(world: dist.ProcessGroup) -> Bulletin:

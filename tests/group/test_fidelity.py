@@ -1,5 +1,6 @@
 """Every sample arrives as it was sent, whatever its size, codec and route."""
 
+import importlib
 import sys
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.cases import case
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
 from tests.same import assert_same
+from tests.workers import here
 
 
 @ranks(2)
@@ -116,3 +118,30 @@ def test_a_class_registered_on_one_rank_only_is_refused_by_the_other() -> None:
         with pytest.raises(objcomm.ForbiddenTypeError, match="Rare"):
             objcomm.broadcast(None, codec="msgpack")
     assert_group_works()
+
+
+@ranks(2)
+def test_items_of_record_arrays_keep_their_type_and_fields_their_metadata() -> None:
+    np = pytest.importorskip("numpy")
+    records = np.rec.array([(1, 2.0)], dtype=[("step", "i4"), ("loss", "f8")])
+    for sent in (records, np.array(records), np.zeros(2, [("inner", records.dtype)])):
+        got: Any = objcomm.broadcast(sent if objcomm.rank() == 1 else None, src=1)
+        assert type(got) is type(sent)
+        assert repr(got.dtype) == repr(sent.dtype)
+        assert got.tobytes() == sent.tobytes()
+    assert objcomm.broadcast(records[0], src=1).step == 1
+    noted = np.dtype([("step", np.dtype("i4", metadata={"unit": "s"}))])
+    assert objcomm.broadcast(noted, src=1)["step"].metadata == {"unit": "s"}
+
+
+@ranks(2, disposable=True)
+def test_a_class_goes_by_the_name_of_a_module_that_was_not_imported_yet() -> None:
+    folder = here().folder
+    if here().rank == 0:
+        (folder / "parts.py").write_text("class Chunk: pass\nChunk.__module__ = 'facade'\n")
+        (folder / "facade.py").write_text("from parts import Chunk\n")
+    objcomm.barrier()
+    sys.path.insert(0, str(folder))
+    chunk = importlib.import_module("parts").Chunk
+    assert "facade" not in sys.modules
+    assert [type(each) for each in objcomm.all_gather(chunk())] == [chunk] * 2

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, TransportError, TransportTimeout
+from objcomm import BrokenGroupError, CollectiveError, DesyncError, TransportError, TransportTimeout
 from objcomm.transport import blame, mesh, transfers, watch
 from objcomm.transport.stores import loopback_store
 from objcomm.transport.watch import Watcher
@@ -84,6 +84,26 @@ def test_the_end_of_a_rank_that_never_used_objcomm_is_heard_of() -> None:
     error = error_in(TransportError, lambda: objcomm.gather(1))
     assert error.peers == (1,)
     assert error.operation.startswith("gather")
+
+
+@ranks(3, expect_dead={1})
+def test_a_first_use_to_which_a_rank_can_not_come_is_over_for_all_others_alike() -> None:
+    """One of them knows by torch's own connection; the other one would wait for it next time."""
+    tell_all("all are here", "")
+    if here().rank == 1:
+        end_this_process(KILLED)
+    assert error_in(TransportError, lambda: objcomm.broadcast(None, src=1)).peers == (1,)
+    error_in(BrokenGroupError, lambda: objcomm.all_gather(1, timeout=20))
+
+
+@ranks(3, expect_dead={1})
+def test_who_receives_from_any_rank_hears_of_one_that_never_came() -> None:
+    tell_all("all are here", "")
+    if here().rank == 1:
+        end_this_process(KILLED)
+    if here().rank == 0:
+        assert error_in(TransportError, objcomm.recv).peers == (1,)
+    tell_all_but(1, "rank 0 has heard")
 
 
 # While ranks are connected

@@ -5,9 +5,11 @@ import gc
 import itertools
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -188,3 +190,30 @@ def test_a_forked_worker_that_calls_is_told_that_it_cannot() -> None:
     for told in answers:
         assert "forked process" in told
     assert_group_works()
+
+
+@ranks(2)
+def test_what_runs_while_the_interpreter_shuts_down_is_refused() -> None:
+    """As a generator's ``finally`` does: no thread runs any more that could end a wait."""
+    objcomm.barrier()
+    with mock.patch.object(sys, "is_finalizing", return_value=True):
+        other = 1 - here().rank
+        for call in (objcomm.barrier, lambda: objcomm.recv(other), lambda: objcomm.iprobe(other)):
+            with pytest.raises(objcomm.UsageError, match="the interpreter is shutting down"):
+                call()
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_forked_child_does_not_wait_for_its_parents_work() -> None:
+    late = objcomm.irecv(1 - here().rank, tag=7)
+    child = os.fork()
+    if child == 0:
+        try:
+            late.wait()
+        except objcomm.UsageError as error:
+            os._exit(0 if "cannot wait for its parent's work" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    objcomm.send("late", 1 - here().rank, tag=7)
+    assert late.wait() == "late"

@@ -120,4 +120,28 @@ MUTANTS = (
         "a first use waits for a rank that ended without ever calling objcomm",
         _RANKS,
     ),
+    Mutant(
+        "desertion-told-as-a-delay",
+        "objcomm/transport/watch.py",
+        "verdict = verdict._replace(is_final=True)",
+        "verdict = verdict._replace(is_final=False)",
+        "one rank goes on to wait for others that know that one is dead",
+        _RANKS,
+    ),
+    Mutant(
+        "any-rank-not-looked-up",
+        "objcomm/transport/inquiry.py",
+        "awaited = list(mesh.others)",
+        "awaited = awaited[:]",
+        "who receives from any rank does not hear of one that never came",
+        _RANKS,
+    ),
+    Mutant(
+        "stopped-ranks-taken-for-running",
+        "objcomm/transport/liveness.py",
+        'return _stat(self.pid)[:1] in (["T"], ["t"])',
+        "return False",
+        "with the store stopped a healthy rank between is named",
+        _UNIT,
+    ),
 )

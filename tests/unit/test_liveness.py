@@ -1,5 +1,6 @@
 """What a process knows of the others of its world."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 from objcomm.errors import WireError
 from objcomm.transport import liveness
 from objcomm.transport.liveness import Process, Processes
+from tests.waits import wait_until
 
 
 @pytest.fixture
@@ -96,3 +98,14 @@ def test_what_another_program_wrote_is_refused() -> None:
     for raw in (b"", b"\xc1", b"\x91\x01", Process.own().pack()[:-1]):
         with pytest.raises(WireError):
             Process.unpack(raw)
+
+
+def test_who_is_stopped_is_known_on_its_own_host_only(program: "subprocess.Popen[bytes]") -> None:
+    processes, process = Processes(), process_of(program)
+    processes.note(1, process)
+    processes.note(2, process._replace(name="of another host", place="elsewhere"))
+    assert processes.stopped() == set()
+    program.send_signal(signal.SIGSTOP)
+    wait_until(lambda: processes.stopped() == {1}, "the kernel to stop it")
+    program.send_signal(signal.SIGCONT)
+    wait_until(lambda: processes.stopped() == set(), "it to go on")
