@@ -25,10 +25,12 @@ _DEATH_SECONDS, _LIMIT_MORE_SECONDS, _BROKEN_SECONDS = 2.0, 1.0, 1.0
 _OF_MEETINGS = ("hello/", "joined/", "welcome/", "go/", "verdict/", "known/")
 #: Where these promises are held.
 _TIMED = {
-    "reduce_and_broadcast-killed-between-1_of_3-large",
-    "irecv-killed-payload-1_of_3-large",
-    "gather-stopped-payload-1_of_3-large",
-    "recv-absent-before-1_of_3-large",
+    "broadcast-killed-first_use-root_1_of_3-large",
+    "irecv-killed-after_error-1_of_3-large",
+    "reduce_and_broadcast-killed-before-1_of_3-large",
+    "scan-killed-between-1_of_3-large",
+    "scan-stopped-payload-1_of_3-large",
+    "probe-absent-before-1_of_3-large",
 }
 _QUICK = {str(case) for case in quick_cases()}
 
