@@ -121,7 +121,7 @@ def test_a_region_belongs_to_its_thread() -> None:
     results: list[Any] = []
 
     def background() -> None:
-        with objcomm.lane("side"):
+        with objcomm.lane("of another thread"):
             results.append(objcomm.all_gather(here().rank))
 
     with objcomm.main_only():
