@@ -92,11 +92,13 @@ def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict
         board: given on the bulletin's own thread.
     """
     processes = mesh.bulletin.processes
+    # Who ended by itself, or left its world, has left a word.
+    wanted = {*processes.killed(), *(mesh.ranks[rank] for rank in verdict.ranks)}
     if board is not None:
-        board.learn(processes.killed())  # who ended by itself has left a word
-    elif ended := processes.killed():
+        board.learn(wanted)
+    else:
         with contextlib.suppress(StoreSilentError):
-            mesh.bulletin.call(lambda board: board.learn(ended))
+            mesh.bulletin.call(lambda board: board.learn(wanted))
     killed = processes.killed()
     died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
     if died:
