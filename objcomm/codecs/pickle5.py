@@ -287,11 +287,14 @@ def _reduce_dtype(dtype: Any) -> Any:
     """As plain data, where that tells all: numpy's own way sets a state that nothing checks."""
     try:
         name = tensors.array_dtype_name(dtype)
-        found = tensors.array_dtype_named(name)
-        is_told = found == dtype and repr(found) == repr(dtype)
     except (TypeError, ValueError):
         return NotImplemented
-    if not is_told or dtype.metadata or dtype.isalignedstruct or dtype.subdtype:
+    if (
+        not tensors.is_told(name, dtype)
+        or dtype.metadata
+        or dtype.isalignedstruct
+        or dtype.subdtype
+    ):
         return NotImplemented
     return tensors.array_dtype_named, (name,)
 

@@ -286,14 +286,15 @@ def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
         return dtype.str
     fields = [] if dtype.hasobject else _lists(dtype.descr)
     # Equal dtypes may have items of other types; what is printed tells these, too.
-    if dtype.hasobject or not _is_told(fields, dtype):
+    if dtype.hasobject or not is_told(fields, dtype):
         raise TypeError(f"an array of {dtype} is no plain data; use codec='pickle'")
     return fields
 
 
-def _is_told(fields: Any, dtype: "np.dtype[Any]") -> bool:
+def is_told(name: Any, dtype: "np.dtype[Any]") -> bool:
+    """Whether plain data that ``array_dtype_named`` takes gives this very dtype."""
     try:
-        found = array_dtype_named(fields)
+        found = array_dtype_named(name)
     except (DecodeError, TypeError, ValueError):  # a field has metadata
         return False
     return found == dtype and repr(found) == repr(dtype)
