@@ -111,14 +111,21 @@ def check_pages(wheel: Path, folder: Path) -> None:
     for page in PAGES:
         at = folder / page.replace("/", "-")
         at.mkdir()
+        logs = at / "logs"
         for words, shown in steps(ROOT / page, at):
             command: list[str | Path] = list(words)
             if words[0] == "pip":
                 command = [binaries / "python", "-m", *words]
                 command[command.index(".")] = wheel
-            elif words[0] == "torchrun":  # with a port that nobody else has
-                command = ["torchrun", "--standalone", *words[1:]]
-            printed = _printed(*command, at=at, environment=environment).splitlines()
+            elif words[0] == "torchrun":
+                # With a port that nobody else has. Its ranks write a line and its end apart, so two
+                # lines may share one in what it prints: each rank writes to a file of its own.
+                apart = ("--redirects=1", f"--log-dir={logs}")
+                command = ["torchrun", "--standalone", *apart, *words[1:]]
+            text = _printed(*command, at=at, environment=environment)
+            text += "".join(each.read_text() for each in sorted(logs.rglob("stdout.log")))
+            shutil.rmtree(logs, ignore_errors=True)
+            printed = text.splitlines()
             if not set(shown) <= set(printed):
                 raise SystemExit(f"{page}: {' '.join(words)} printed {printed}, not {shown}")
 
