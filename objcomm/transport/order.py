@@ -231,6 +231,7 @@ class Apart:
         with self._lock:
             self._is_abandoned = True
             left = tuple(self._under_way)
+        self._crew.close()  # nothing will come: no idle thread need wait for it
         self._crew.give_up()
         for each in left:
             self._conclude(each, RuntimeError(_ABANDONED))

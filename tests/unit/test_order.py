@@ -161,14 +161,20 @@ def test_idle_threads_end_and_no_job_is_lost() -> None:
 
 def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> None:
     apart, begun, may_end = Apart(), threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
 
     def wait() -> None:
+        threads.append(threading.current_thread())
         begun.set()
         may_end.wait()
 
-    with ThreadPoolExecutor(1) as pool:
+    with (
+        mock.patch.object(module, "_IDLE_SECONDS", 2 * PATIENCE_S),  # that is not what ends them
+        ThreadPoolExecutor(1) as pool,
+    ):
         caller = pool.submit(apart.do, wait)
         begun.wait()
+        apart.do(lambda: threads.append(threading.current_thread()))  # its thread stays, idle
         apart.abandon()
         with pytest.raises(RuntimeError, match="given up"):
             caller.result()
@@ -176,7 +182,7 @@ def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> Non
         may_end.set()
     with pytest.raises(RuntimeError, match="given up"):
         apart.do(wait)
-    wait_until(lambda: apart._crew._idle == 1, "the thread to be idle")  # noqa: SLF001  # likewise
+    wait_until(lambda: not any(each.is_alive() for each in threads), "their end")
     assert not apart._crew.under_way  # noqa: SLF001  # likewise
 
 
