@@ -20,7 +20,7 @@ import torch.distributed as dist
 from objcomm.errors import WireError
 from objcomm.transport.liveness import Process, Processes
 from objcomm.transport.outage import connected, open_sockets, other_ends
-from objcomm.transport.stores import Clients, UntilLost, bare
+from objcomm.transport.stores import Clients, UntilLost, bare, read
 from objcomm.transport.verdict import DESTROYED, Cause, Verdict
 from objcomm.transport.whereabouts import Conflict, Whereabouts
 
@@ -75,7 +75,7 @@ class Board:
     def asked(self) -> int:
         """The number of the latest question."""
         # add(key, 0) would do, but a FileStore would write each time.
-        return int(self._store.get("asked")) if self._store.check(["asked"]) else 0
+        return int(read(self._store, "asked") or 0)
 
     def publish(self, whereabouts: Whereabouts) -> None:
         """Tell where this process is."""
@@ -91,10 +91,9 @@ class Board:
     def learn(self, ranks: Iterable[int]) -> None:
         """Take in who some ranks' processes are, or that they have ended, where that was told."""
         for rank in ranks:
-            if self._store.check([f"process/{rank}"]):
+            if (raw := read(self._store, f"process/{rank}")) is not None:
                 with contextlib.suppress(WireError):
-                    told = Process.unpack(self._store.get(f"process/{rank}"))
-                    self._processes.note(rank, told)
+                    self._processes.note(rank, Process.unpack(raw))
 
     def tell_end(self, rank: int, word: str) -> None:
         """Say why a rank's process has ended, unless it was said or the rank has another one."""
@@ -112,10 +111,10 @@ class Board:
 
     def read(self, rank: int, asked: int) -> Whereabouts | None:
         """Where another process is, if it has answered question ``asked`` or a later one."""
-        if not self._store.check([f"where/{rank}"]):
+        if (raw := read(self._store, f"where/{rank}")) is None:
             return None
         try:
-            found = Whereabouts.unpack(self._store.get(f"where/{rank}"))
+            found = Whereabouts.unpack(raw)
         except WireError:
             return None
         return found if found.asked >= asked else None
@@ -131,9 +130,8 @@ class Board:
 
     def look(self, key: str) -> Verdict | None:
         """The verdict that stands, if there is one."""
-        if not self._store.check([f"verdict/{key}"]):
-            return None
-        return self._verdict_in(key, self._store.get(f"verdict/{key}"))
+        raw = read(self._store, f"verdict/{key}")
+        return None if raw is None else self._verdict_in(key, raw)
 
     def acknowledge(self, key: str, awaited: int) -> None:
         """Say that this rank knows a verdict; the last of ``awaited`` ranks removes it."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from objcomm.transport.liveness import machine
+from objcomm.transport.stores import read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,8 +167,8 @@ def _answer(
     while missing:
         progress.await_rank(missing[0])
         for peer in missing:
-            if store.check([f"hello/{peer}"]):
-                number, _, place = store.get(f"hello/{peer}").decode().partition(" ")
+            if (hello := read(store, f"hello/{peer}")) is not None:
+                number, _, place = hello.decode().partition(" ")
                 if answered.get(peer) != number:  # a stale hello is answered too, to nobody
                     progress.look_around()
                     store.set(f"welcome/{number}", nonce)
@@ -231,7 +232,7 @@ def _wait_for(
 ) -> str:
     began = said = time.monotonic()
     pause = _PAUSE_MIN_SECONDS
-    while not store.check([key]):
+    while (found := read(store, key)) is None:
         progress.await_rank(0)
         pause = _sleep(pause)
         now = time.monotonic()
@@ -240,7 +241,7 @@ def _wait_for(
             say_again()
             said = now
     progress.await_rank(0)  # an answer may have come to who had given up
-    return store.get(key).decode()
+    return found.decode()
 
 
 def _sleep(pause: float) -> float:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _NO_KEY = "objcomm/nobody writes this"
+_NOTHING = "objcomm has found nothing"  # no value of ours begins so
 
 
 def store_of(group: Any) -> Any:
@@ -38,6 +39,16 @@ def bare(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def read(store: dist.Store | UntilLost, key: str) -> bytes | None:
+    """What stands under a key, if there is something; blocks no longer than the answer takes.
+
+    Between torch's ``check`` and ``get`` another rank may remove the key, and ``get`` waits for the
+    store's own limit then, 5 minutes. To compare is one step, and changes nothing here.
+    """
+    found: bytes = store.compare_set(key, _NOTHING, _NOTHING)
+    return None if found == _NOTHING.encode() else found
 
 
 def loopback_store() -> dist.TCPStore:

@@ -3,12 +3,16 @@
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-from objcomm.transport.bulletin import Bulletin
+from objcomm.transport.bulletin import Board, Bulletin
+from objcomm.transport.liveness import Processes
 from tests.waits import PATIENCE_S
 
 
@@ -38,3 +42,42 @@ def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path
     gc.collect()
     assert watched() is None
     assert done == [True, "told"]
+
+
+class Vanishing:
+    """A store in which another rank removes each key right after somebody has looked for it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            found = getattr(self._store, operation)(*arguments)
+            self._store.delete_key(
+                arguments[0] if isinstance(arguments[0], str) else arguments[0][0]
+            )
+            return found
+
+        return ask
+
+
+@pytest.mark.parametrize(
+    ("key", "look"),
+    [
+        ("verdict/n", lambda board: board.look("n")),
+        ("where/1", lambda board: board.read(1, 0)),
+        ("process/1", lambda board: board.learn([1])),
+        ("asked", lambda board: board.asked()),
+    ],
+    ids=["a verdict", "whereabouts", "a process", "a question"],
+)
+def test_what_is_removed_while_it_is_looked_for_holds_nobody(
+    key: str, look: Callable[[Board], Any]
+) -> None:
+    """It held the thread, and with it all that this process was to tell and to hear, for 300 s."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))  # of a wait; then it raises
+    board = Board(store, 0, Processes())
+    board._store = Vanishing(board._store)  # type: ignore[assignment]  # noqa: SLF001  # there is no public way
+    store.set(f"objcomm/{key}", "7")
+    look(board)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from objcomm.transport.stores import Clients, UntilLost, bare, loopback_store
+from objcomm.transport.stores import Clients, UntilLost, bare, loopback_store, read
 
 
 @pytest.fixture(params=["tcp", "file"])
@@ -30,6 +30,15 @@ def test_two_that_need_one_at_once_have_one_each_and_the_next_takes_one_of_these
     assert store.get("key") == other.get("key")
     clients.give_back(one)
     assert clients.take(store, 60.0) is one
+
+
+def test_what_stands_under_a_key_is_read_and_nothing_is_written(store: dist.Store) -> None:
+    assert read(store, "key") is None
+    assert not store.check(["key"])
+    for value in (b"", b"\0 \xff", bytes(100_000)):
+        store.set("key", value)  # type: ignore[arg-type]  # torch's stub leaves bytes out
+        assert read(store, "key") == value
+        assert store.get("key") == value
 
 
 def test_a_forked_child_opens_its_own(store: dist.Store) -> None:
