@@ -9,6 +9,7 @@ from __future__ import annotations  # torch may be built without distributed
 import contextlib
 import logging
 import math
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from objcomm.transport.base import reason_of
 from objcomm.transport.bulletin import Board, Bulletin, StoreSilentError
 from objcomm.transport.gloo import GlooLink
 from objcomm.transport.order import Single
+from objcomm.transport.proposal import proposal_for
 from objcomm.transport.regions import regions
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
@@ -178,7 +180,13 @@ class Mesh:
             link = self._connected_for(operation)
             self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
-            if isinstance(error, ObjcommError) and self.verdict is not None:
+            is_told = isinstance(error, ObjcommError)
+            if self.verdict is None and self.whole is None:
+                # By Ctrl-C, for instance: the others would meet who is not in their call. Of a pair
+                # the other one has sent nothing yet, and this one may come again.
+                own = proposal_for(error, self.rank)
+                is_told = self.settle(own).name == own.name
+            if is_told and self.verdict is not None:
                 self.absolve(lane.owner)
             entry.end(error, time.time() - entry.began)
             raise
@@ -250,7 +258,10 @@ class Mesh:
                 killed = self.bulletin.processes.killed()
                 died = tuple(rank for rank, each in enumerate(self.ranks) if each in killed)
                 reason = f"the store where ranks meet is gone ({reason_of(error)})"
-                self.settle(Verdict.of(Cause.LOST, ranks=died or self.others, reason=reason))
+                if not died:  # of the others nobody is known to be at fault
+                    hosts = (f"; rank {rank} of the world: {why}" for rank, why in killed.items())
+                    reason += next(hosts, "")
+                self.settle(Verdict.of(Cause.LOST, ranks=died, reason=reason))
             elif any(each in told for each in _OF_A_PEER):
                 self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=told))
             else:
@@ -351,7 +362,9 @@ class Mesh:
             if self.link is None:
                 self._connected.set_exception(verdict.error(FIRST_USE))
                 self._connected.exception()  # taken: nobody may be waiting for it
-        if self.link is not None:
+        # A generator may be closed while the interpreter ends: torch would abort the process then,
+        # and its end closes the connections.
+        if self.link is not None and not sys.is_finalizing():
             self.link.abort()
         if self.nonce and board is not None:
             job(board)

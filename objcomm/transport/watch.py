@@ -31,7 +31,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from objcomm.errors import UsageError
+from objcomm.errors import UsageError, text_of
 from objcomm.history import Entry
 from objcomm.journal import logged
 from objcomm.transport import blame, inquiry
@@ -182,6 +182,7 @@ class Watcher(threading.Thread):
                 late[mesh.bulletin].append((mesh, lane, entry))
         if is_look:
             self._leave_destroyed()
+            self._leave_failed()
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
         for bulletin, waiting in expired.items():
@@ -207,6 +208,18 @@ class Watcher(threading.Thread):
                     mesh.stop(left._replace(is_store_silent=True))  # as if the group were collected
                 else:
                     mesh.bulletin.submit(functools.partial(mesh.settle_on, proposal=left))
+
+    def _leave_failed(self) -> None:
+        """Tell who waits for the main thread that it has failed, where others keep its process."""
+        main, error = threading.main_thread(), getattr(sys, "last_value", None)
+        if main.is_alive() or error is None:
+            return
+        reason = f"its main thread ended by {text_of(error)}, and another one goes on"
+        for mesh in self._look()[0]:
+            is_its = any(lane.owner is main for lane in tuple(mesh.lanes.values()))
+            if is_its and mesh.verdict is None and mesh.link is not None:
+                left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason)
+                mesh.bulletin.submit(functools.partial(mesh.settle_on, proposal=left))
 
     def _has_ended_in_vain(self, mesh: Mesh, entry: Entry) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""

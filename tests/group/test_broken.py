@@ -26,7 +26,7 @@ from tests.group.helpers import (
 )
 from tests.group.operations import OPERATIONS
 from tests.ranks import ranks
-from tests.waits import within
+from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
 
 
@@ -103,6 +103,28 @@ def test_ctrl_c_ends_a_wait_in_any_operation_and_the_group() -> None:
         with pytest.raises(TransportError):
             go_on(name)
     tell_all("the end", "")
+
+
+@ranks(3, disposable=True)
+def test_ctrl_c_in_a_first_use_is_told_to_who_has_come() -> None:
+    group = dist.new_group()
+    if here().rank == 1:
+
+        def interrupt() -> None:
+            mesh = resolve(group)._whole.mesh  # noqa: SLF001  # as below
+            wait_until(lambda: mesh is not None and mesh.nonce, "rank 0's answer")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        when_main_thread_waits(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            objcomm.all_gather("x", group=group)
+    elif here().rank == 0:
+        with pytest.raises(TransportError, match="KeyboardInterrupt") as caught:
+            objcomm.all_gather("x", group=group, timeout=PATIENCE_S)
+        assert type(caught.value) is TransportError  # and not by the limit
+        assert caught.value.peers == (1,)
+    tell_all("both have raised", "")
+    assert objcomm.all_gather(here().rank, group=group) == [0, 1, 2]
 
 
 @ranks(2, disposable=True)

@@ -23,7 +23,14 @@ from objcomm import BrokenGroupError, CollectiveError, DesyncError, TransportErr
 from objcomm.transport import blame, mesh, transfers, watch
 from objcomm.transport.stores import loopback_store
 from objcomm.transport.watch import Watcher
-from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
+from tests.group.helpers import (
+    assert_group_works,
+    error_in,
+    hear,
+    say,
+    tell_all,
+    when_main_thread_waits,
+)
 from tests.group.test_reports import logged, told_when
 from tests.ranks import ranks
 from tests.waits import wait_until
@@ -200,9 +207,26 @@ def test_who_raises_because_another_died_is_not_the_one_that_is_named() -> None:
     assert error.peers == (2,), error
 
 
-@ranks(3, expect_dead={0}, joined=False)
-def test_ranks_in_a_block_hear_of_a_death_though_the_store_died_with_that_rank() -> None:
-    """They wait for each other, and nobody is left who could ask them."""
+@ranks(2, disposable=True)
+def test_a_main_thread_that_has_failed_is_told_though_another_thread_goes_on() -> None:
+    """Python waits for that one, for ever perhaps, before it ends the program."""
+    if here().rank == 0:
+        objcomm.barrier()
+        error = error_in(TransportError, lambda: objcomm.all_gather("a"))
+        assert error.peers == (1,)
+        assert "its main thread ended by ValueError: no such file" in error.reason
+        say("rank 0 has raised")
+        return
+    main = threading.Thread(target=objcomm.barrier)
+    main.start()
+    main.join()
+    with mock.patch.object(threading, "main_thread", return_value=main):
+        sys.last_value = ValueError("no such file")  # as Python keeps what it has printed
+        hear("rank 0 has raised")
+
+
+def join_with_the_store_in_rank_0() -> None:
+    """It dies with that rank."""
     place = here()
     if place.rank == 0:
         store = loopback_store()
@@ -211,6 +235,32 @@ def test_ranks_in_a_block_hear_of_a_death_though_the_store_died_with_that_rank()
         port = int(place.store("port").get("port"))
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=3)
+
+
+@ranks(3, expect_dead={0}, joined=False)
+def test_who_meets_others_when_the_stores_host_dies_blames_none_of_them() -> None:
+    join_with_the_store_in_rank_0()
+    group = dist.new_group([1, 2])
+    objcomm.barrier()
+    if here().rank == 0:
+        hear("rank 1 waits")
+        end_this_process(KILLED)
+    if here().rank == 2:
+        hear("rank 1 has raised")
+        return
+    when_main_thread_waits(lambda: say("rank 1 waits"))
+    error = error_in(TransportError, lambda: objcomm.all_gather("a", group=group))
+    assert error.peers == ()
+    assert "the store where ranks meet is gone" in error.reason
+    assert "; rank 0 of the world: its process, " in error.reason
+    say("rank 1 has raised")
+
+
+@ranks(3, expect_dead={0}, joined=False)
+def test_ranks_in_a_block_hear_of_a_death_though_the_store_died_with_that_rank() -> None:
+    """They wait for each other, and nobody is left who could ask them."""
+    place = here()
+    join_with_the_store_in_rank_0()
     objcomm.barrier()
 
     def wait_inside() -> None:

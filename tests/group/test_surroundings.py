@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import objcomm
+from objcomm.transport.gloo import GlooLink
+from objcomm.world import resolve
 from tests.cases import case
-from tests.group.helpers import assert_group_works
+from tests.group.helpers import assert_group_works, tell_all
 from tests.group.operations import MESSAGES, OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
 from tests.workers import here
@@ -202,6 +204,27 @@ def test_what_runs_while_the_interpreter_shuts_down_is_refused() -> None:
             with pytest.raises(objcomm.UsageError, match="the interpreter is shutting down"):
                 call()
     assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_a_block_that_is_closed_while_the_interpreter_shuts_down_leaves_torch_alone() -> None:
+    """By a generator that was suspended in it: torch would abort the process."""
+
+    def suspended() -> Iterator[None]:
+        with objcomm.fail_together():
+            yield
+
+    generator = suspended()
+    next(generator)
+    tell_all("all are inside", "")
+    with (
+        mock.patch.object(sys, "is_finalizing", return_value=True),
+        mock.patch.object(GlooLink, "abort", side_effect=AssertionError) as abort,
+    ):
+        generator.close()
+    assert not abort.called
+    assert resolve(None).verdict is not None
+    tell_all("all have left", "")
 
 
 @ranks(2)
