@@ -6,7 +6,7 @@ import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -210,7 +210,7 @@ def test_what_runs_while_the_interpreter_shuts_down_is_refused() -> None:
 def test_a_block_that_is_closed_while_the_interpreter_shuts_down_leaves_torch_alone() -> None:
     """By a generator that was suspended in it: torch would abort the process."""
 
-    def suspended() -> Iterator[None]:
+    def suspended() -> Generator[None]:
         with objcomm.fail_together():
             yield
 
