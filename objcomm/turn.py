@@ -142,11 +142,8 @@ class Turn:
         operation = self._entry.operation
         self._absolve()
         proposal = self._proposal(error)
-        if proposal.cause is Cause.LOST:
-            proposal = blame.blamed(mesh, proposal)
-        is_cut_off = proposal.cause is Cause.LOST and proposal.ranks == (mesh.rank,)
-        # Who is cut off has nobody to tell: the others have told each other, and cleared the store.
-        verdict = mesh.stop(proposal) if is_cut_off else mesh.settle(proposal)
+        is_loss = proposal.cause is Cause.LOST
+        verdict = blame.end_by_loss(mesh, proposal) if is_loss else mesh.settle(proposal)
         # On a line's thread it is raised for the one that called.
         end_elsewhere(verdict, None if self._lane.order else self._lane.owner)
         if isinstance(error, TransportError):

@@ -1,6 +1,6 @@
 """Which ranks are at fault for the end of a mesh: those that are gone, or this one.
 
-Reads meshes and verdicts, and ends none.
+Reads meshes and verdicts, and ends none but by ``end_by_loss``.
 """
 
 import contextlib
@@ -114,33 +114,43 @@ def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict
     return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
 
 
-def blamed(mesh: Mesh, proposal: Verdict) -> Verdict:
-    """``proposal`` of a lost peer, or of this rank if all its connections have ended by itself.
+def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
+    """End a mesh that has lost a peer; by that peer's doing, or by this rank's own.
 
-    If others have ended them, their verdict stands already, and this one will not be used. With a
-    host its other ranks are lost, though their connections may end a moment later.
+    With a host its other ranks are lost, though their connections may end a moment later. If all of
+    this rank's connections have ended, the others may have ended them, and told why.
+
+    Args:
+        mesh: which.
+        proposal: what this rank's wait has found.
+
+    Returns:
+        What holds.
     """
     if mesh.verdict is not None or mesh.link is None:
-        return proposal
+        return mesh.settle(proposal)
     if HOST_LOST in proposal.reason:
-        return proposal._replace(ranks=tuple(mesh.link.beside(proposal.ranks)))
-    if _is_alone(mesh):
-        return proposal._replace(ranks=(mesh.rank,), reason=_ALONE)
-    return by_name(mesh, proposal)
+        return mesh.settle(proposal._replace(ranks=tuple(mesh.link.beside(proposal.ranks))))
+    if _are_all_closed(mesh):
+        try:
+            standing = mesh.bulletin.call(lambda board: board.look(mesh.nonce))
+        except StoreSilentError:  # then each rank may have closed its own
+            return mesh.settle(by_name(mesh, proposal))
+        if standing is not None:
+            # Not once more by ``settle``: the others may have read it by then, and removed it.
+            return mesh.stop(standing)
+        if not any(mesh.bulletin.processes.end_of(rank) for rank in mesh.ranks):
+            # Nobody is there to be told: the others have told each other, and cleared the store.
+            return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
+    return mesh.settle(by_name(mesh, proposal))
 
 
-def _is_alone(mesh: Mesh) -> bool:
-    """Whether all connections have ended at once, to processes that are there as far as known."""
+def _are_all_closed(mesh: Mesh) -> bool:
+    """Whether all of several connections have ended."""
     if mesh.link is None or len(mesh.others) == 1:
         return False
     time.sleep(_OTHERS_FIRST_SECONDS)
-    is_cut_off = len(mesh.link.closed()) == len(mesh.others)
-    if not is_cut_off or any(mesh.bulletin.processes.end_of(rank) for rank in mesh.ranks):
-        return False
-    try:
-        return mesh.bulletin.call(lambda board: board.look(mesh.nonce)) is None
-    except StoreSilentError:
-        return False  # then each rank may have closed its own
+    return len(mesh.link.closed()) == len(mesh.others)
 
 
 def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:

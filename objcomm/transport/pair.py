@@ -208,7 +208,7 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
     except RuntimeError as error:
         reason = f"it died, exited or lost its network ({reason_of(error)})"
         lost = proposal_for(TransportError("recv", (peer,), reason), mesh.rank)
-        mesh.settle(blame.blamed(mesh, lost))
+        blame.end_by_loss(mesh, lost)
     except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
         mesh.settle(proposal_for(error, mesh.rank))
     if mesh.verdict is not None:

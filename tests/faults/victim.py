@@ -69,7 +69,7 @@ def strike_for(
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         elif case.fault is Fault.DISCONNECTED:
-            _shut(mesh_sockets, store_port)
+            shut(mesh_sockets, store_port)
         elif case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
             os.kill(os.getpid(), signal.SIGSTOP)
             tell("resumed")
@@ -77,7 +77,8 @@ def strike_for(
     return strike
 
 
-def _shut(targets: set[str], store_port: int) -> None:
+def shut(targets: set[str], store_port: int) -> None:
+    """Close those of ``targets`` that are connections between ranks."""
     for descriptor, target in _descriptors():
         if target in targets:
             with socket.socket(fileno=os.dup(descriptor)) as connection:

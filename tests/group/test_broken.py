@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -11,11 +12,15 @@ import torch.distributed as dist
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, WireError
 from objcomm.call import Call
-from objcomm.transport.stores import store_of
+from objcomm.transport.bulletin import Board, Bulletin
+from objcomm.transport.stores import bare, store_of
+from objcomm.transport.verdict import Verdict
 from objcomm.world import resolve
+from tests.faults.victim import shut, sockets
 from tests.group.helpers import (
     AWAIT_RANK_1,
     assert_group_works,
+    error_in,
     exit_at_once,
     groups_that_await_rank_1,
     hear,
@@ -43,6 +48,34 @@ def test_a_peer_that_exits_is_named() -> None:
         assert "rank 1" in str(caught.value)
         with pytest.raises(TransportError):
             OPERATIONS[name](1, group=group, **AWAIT_RANK_1[name])
+
+
+@ranks(3, disposable=True)
+def test_who_lost_its_own_connections_repeats_nothing_that_the_others_have_cleared() -> None:
+    before = sockets()
+    objcomm.barrier()
+    mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public has its name
+    assert mesh is not None
+    look = Board.look
+
+    def when_cleared(board: Board, key: str) -> Verdict | None:
+        told = wait_until(lambda: look(board, key), "what the others say")
+        wait_until(lambda: look(board, key) is None, "the others to have read that")
+        return told
+
+    if here().rank == 1:
+        store = bare(store_of(dist.group.WORLD))
+        with (
+            mock.patch.object(Board, "look", when_cleared),
+            mock.patch.object(Bulletin.call, "__defaults__", (PATIENCE_S,)),
+        ):
+            shut(sockets() - before, getattr(store, "port", 0))
+            error = error_in(TransportError, lambda: objcomm.all_gather("a"))
+    else:
+        error = error_in(TransportError, lambda: objcomm.all_gather("a"))
+    assert error.peers == (1,)
+    tell_all("all have raised", "")
+    assert mesh.bulletin.call(lambda board: board.look(mesh.nonce), PATIENCE_S) is None
 
 
 @ranks(2, expect_dead={0})

@@ -219,8 +219,8 @@ MUTANTS = (
     Mutant(
         "unwaited-works-silent",
         "objcomm/work.py",
-        'if getattr(self, "_is_asked", True):',
-        'if getattr(self, "_is_asked", True) or self.done():',
+        'if getattr(self, "_is_asked", True) or not hasattr',
+        'if getattr(self, "_is_asked", True) or self.done() or not hasattr',
         "an asynchronous call that nobody waits for fails unseen",
         ("tests/unit/test_work.py",),
     ),

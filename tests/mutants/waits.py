@@ -161,8 +161,8 @@ MUTANTS = (
     Mutant(
         "every-waiting-rank-reports",
         "objcomm/transport/inquiry.py",
-        "rank < mesh.rank and _has_arrived(mesh, lane, entry, known[rank]) for rank in known",
-        "rank < 0 and _has_arrived(mesh, lane, entry, known[rank]) for rank in known",
+        "rank < mesh.rank and has_come(mesh, lane, entry, known[rank]) for rank in known",
+        "rank < 0 and has_come(mesh, lane, entry, known[rank]) for rank in known",
         "each of a thousand ranks logs the same line",
         ("tests/group/test_reports.py",),
     ),
