@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import objcomm
 from tests import samples
@@ -99,6 +98,9 @@ def test_a_class_of_the_running_script_keeps_its_identity() -> None:
 
 @ranks(2)
 def test_a_shard_of_a_distributed_tensor_is_refused_with_advice() -> None:
+    # Takes most of a second, in each of the processes that import this module.
+    from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415
+
     shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.raises(objcomm.CollectiveError, match="to_local"):
         objcomm.all_gather({"w": shard})
