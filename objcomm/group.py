@@ -224,6 +224,17 @@ class Group:
         is_same = mesh is None or (mesh.verdict is None and key.startswith(mesh.nonce))
         return None if mesh is None or is_same else mesh.failed(key)
 
+    def enter_block(self, key: str) -> Verdict | None:
+        """Begin the block ``key``, unless another rank has failed in it and this one has heard."""
+        mesh = self._whole.mesh
+        return None if mesh is None else mesh.enter(key)
+
+    def end_block(self, key: str) -> None:
+        """End the block ``key``."""
+        mesh = self._whole.mesh
+        if mesh is not None:
+            mesh.blocks.discard(key)
+
     def leave(self, key: str) -> None:
         """Forget the block ``key``, which this rank leaves by an error."""
         mesh = self._whole.mesh

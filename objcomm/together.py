@@ -85,11 +85,23 @@ class _Block:
         self._group_like = group_like
         self._timeout = timeout
         self._call_site = call_site()
-        with self._call("begin") as call:
-            self._key = call.place
         self._group = resolve(group_like)
-        if self._key:  # in a group of one nobody else fails
-            regions.set((*regions.get(), self._key))
+        try:
+            with self._call("begin") as call:
+                self._key = call.place
+        except CollectiveError:
+            # Nobody waits for anybody at the beginning: another rank may have failed inside.
+            told = self._group.verdict
+            if told is not None and told.block and told.block not in regions.get():
+                self._absolve_groups(told)
+            raise
+        if not self._key:
+            return  # in a group of one nobody else fails
+        told = self._group.enter_block(self._key)
+        if told is not None:
+            self._absolve_groups(told)
+            raise told.error(self._name)
+        regions.set((*regions.get(), self._key))
 
     def _call(self, part: str) -> Call:
         return Call(
@@ -107,6 +119,7 @@ class _Block:
             else:
                 self._meet()
         finally:
+            self._group.end_block(self._key)
             # Not by a token: generators leave blocks in any order, and in other contexts.
             regions.set(tuple(each for each in regions.get() if each != self._key))
 
@@ -132,7 +145,8 @@ class _Block:
         if self._group.is_broken:
             return  # the others have been told what broke it
         verdict = self._group.fail(
-            self._key, Verdict.of(Cause.FAILED, failures=(failure,), operation=self._name)
+            self._key,
+            Verdict.of(Cause.FAILED, failures=(failure,), operation=self._name, block=self._key),
         )
         self._end_groups(verdict)
         is_theirs = isinstance(error, CollectiveError) and error.operation == self._name
@@ -142,6 +156,9 @@ class _Block:
     def _end_groups(self, verdict: Verdict | None) -> None:
         """Begin anew wherever no other ranks are joined: each of these leaves this block."""
         self._group.leave(self._key)
+        if verdict is not None:
+            self._absolve_groups(verdict)
+
+    def _absolve_groups(self, verdict: Verdict) -> None:
         for group in known_groups():
-            if verdict is not None:
-                group.absolve(verdict, self._group.ranks)
+            group.absolve(verdict, self._group.ranks)

@@ -66,6 +66,7 @@ class Mesh:
         outlives: the name of a verdict that was known before its ranks met, and so concerns none of
             its traffic.
         failed_meeting: the nonce of the group's last mesh, where not all ranks came to know it.
+        blocks: the keys of those in which this rank is.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Mesh:
         self.number = 0
         self.outlives = ""
         self.failed_meeting = ""
+        self.blocks: set[str] = set()
         self._progress = Progress(rank, members, is_pair=whole is not None)
         self._meeting = Single("objcomm-connect")
         self._connected: Future[Connections] = Future()
@@ -336,6 +338,14 @@ class Mesh:
         except StoreSilentError:
             return None
 
+    def enter(self, key: str) -> Verdict | None:
+        """Be in the block ``key``, unless another rank has failed in it and this one has heard."""
+        with self._lock:
+            if self.verdict is not None and self.verdict.block == key:
+                return self.verdict
+            self.blocks.add(key)
+            return None
+
     def leave(self, key: str) -> None:
         """Say that this rank leaves the block ``key`` by its verdict."""
         self.bulletin.submit(lambda board: board.acknowledge(key, len(self.members)))
@@ -355,7 +365,8 @@ class Mesh:
             self.verdict = verdict
             self._progress.is_over = True
             # Not the mesh itself: a job that waits would keep its connections open.
-            job = partial(_acknowledge, self.nonce, self.rank, self.members, verdict)
+            blocks = frozenset(self.blocks)
+            job = partial(_acknowledge, self.nonce, self.rank, self.members, blocks, verdict)
             if self.nonce and board is None:
                 # Before a call wakes: the next mesh may remove what it finds of this one.
                 self.bulletin.submit(job)
@@ -379,10 +390,19 @@ class Mesh:
         return verdict
 
 
-def _acknowledge(
-    nonce: str, rank: int, members: tuple[int, ...], verdict: Verdict, board: Board
+def _acknowledge(  # noqa: PLR0917  # what a job is given
+    nonce: str,
+    rank: int,
+    members: tuple[int, ...],
+    blocks: frozenset[str],
+    verdict: Verdict,
+    board: Board,
 ) -> None:
-    """Say that ``rank`` knows what ended its mesh, so that the last to do so clears the store."""
+    """Say that ``rank`` knows what ended its mesh, so that the last to do so clears the store.
+
+    Who is in the failed block says so when it leaves; another rank may be on its way there still,
+    and hears in the call before.
+    """
     # Nobody knows one that the store was too slow for, but another rank may have posted its own.
     standing = board.look(nonce) if verdict.is_store_silent else verdict
     if standing is None:
@@ -390,3 +410,5 @@ def _acknowledge(
     lost = set(standing.ranks if standing.cause is Cause.LOST else ()).intersection(members)
     if rank not in lost:
         board.acknowledge(nonce, len(members) - len(lost))
+    if standing.block.startswith(nonce) and standing.block not in blocks:
+        board.acknowledge(standing.block, len(members))

@@ -62,6 +62,7 @@ class Verdict(NamedTuple):
         circle: who waited for whom, as ``Conflict.pack`` gives it, where ranks waited in a circle.
         is_final: whether no rank's next call may try again, though its own ranks had not met: one
             is known to be gone, or another rank has connected and lost what it had.
+        block: the key of the block in which a rank has failed.
     """
 
     cause: Cause
@@ -77,6 +78,7 @@ class Verdict(NamedTuple):
     meshes: tuple[str, ...] = ()
     circle: bytes = b""
     is_final: bool = False
+    block: str = ""
 
     @classmethod
     def of(cls, cause: Cause, **fields: Any) -> Self:

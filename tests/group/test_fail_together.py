@@ -270,6 +270,22 @@ def test_blocks_leave_no_keys_behind() -> None:
     assert_no_verdict_stays(store)
 
 
+@ranks(2, disposable=True)
+def test_who_hears_of_a_failed_block_outside_of_it_leaves_no_keys_behind() -> None:
+    store = store_of(dist.group.WORLD)
+    objcomm.barrier()
+    if here().rank == 1:
+        raises_together(fail)
+        say("rank 1 has failed")
+    else:
+        hear("rank 1 has failed")  # nobody waits for anybody where a block begins
+        with pytest.raises(CollectiveError, match="no such shard"):
+            objcomm.barrier()
+    assert_group_works()
+    tell_all("all have raised", "")
+    assert_no_verdict_stays(store)
+
+
 @ranks(2)
 def test_a_block_of_one_rank_is_looked_up_by_no_other() -> None:
     with subgroup(0) as zero, subgroup(1) as one, subgroup(0, 1) as both:
