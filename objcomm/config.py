@@ -80,7 +80,7 @@ def settings_with(
     """The options in force here, but for what a call's own arguments say.
 
     Raises:
-        UsageError: ``allow`` names what does not exist.
+        UsageError: ``allow`` names what does not exist, or what can't be admitted safely.
     """
     before = settings()
     if accept is None and allow is None:
@@ -247,6 +247,10 @@ def _codecs(accept: Iterable[str]) -> frozenset[str]:
     return frozenset([accept] if isinstance(accept, str) else accept)
 
 
+# numpy takes any bytes for the addresses of objects, and divides by zero for some dtypes' names.
+_BEYOND_CHECKING = frozenset({"numpy.ndarray", "numpy.dtype"})
+
+
 def _admitted(allow: Iterable[Allowed]) -> dict[str, Any]:
     """Classes and functions by the names that a pickle has for them."""
     admitted = {}
@@ -255,6 +259,11 @@ def _admitted(allow: Iterable[Allowed]) -> dict[str, Any]:
         name = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
         if not callable(found) or not name.strip("."):
             raise UsageError(f"allow= lists classes, functions and their names, not {each!r}")
+        if name in _BEYOND_CHECKING:
+            raise UsageError(
+                f"allow= lists {name}, with which any message could end this process; dtypes and "
+                "arrays of plain memory need no entry"
+            )
         admitted[name] = found
         if isinstance(each, str):
             admitted[each] = found

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -163,10 +164,17 @@ def _told(groups: list[Group], *, is_whole: bool) -> dict[str, Any]:
 
 
 def _write(told: dict[str, Any], path: Path) -> None:
-    """Replace the file in one step: who reads it at that moment finds the old one or the new."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace the file in one step: who reads it at that moment finds the old one or the new.
+
+    It is written under a name that nobody could know before, and to be read by this user only: in a
+    folder that others can write to, a link of a known name would lead elsewhere.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    unfinished = Path(name)
     try:
-        unfinished.write_text(json.dumps(told, allow_nan=False), encoding="ascii")
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            json.dump(told, file, allow_nan=False)
         unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    except BaseException:
+        unfinished.unlink()
+        raise

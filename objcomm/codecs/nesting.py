@@ -44,14 +44,28 @@ class _Stop(NamedTuple):
     run_from: int
     run_until: int
     members: int | None  # of a container
+    members_from: int = 0
 
 
-def check_nesting(meta: memoryview, max_depth: int) -> None:
+# Lists that begin with these names hold lists that are no containers of the object's; the first one
+# is itself none.
+_HEAD = b"\xc7"
+_NUMBER_HEAD = b"\xc7\x03\x01int"
+_DESCRIPTION_HEADS = (
+    b"\xc7\x06\x01tensor",
+    b"\xc7\x07\x01ndarray",
+    b"\xc7\x05\x01dtype",
+    b"\xc7\x06\x01scalar",
+)
+
+
+def check_nesting(meta: memoryview, max_depth: int, description_depth: int = 0) -> None:
     """Refuse a stream whose decoding would cost far more than its bytes.
 
     Args:
         meta: msgpack, well-formed or not: what is not is left to the decoder.
-        max_depth: how deep its containers may lie in each other.
+        max_depth: how deep the object's containers may lie in each other.
+        description_depth: how much deeper the lists may lie that describe a member.
 
     Raises:
         DecodeError: it claims more members than it has bytes, or is nested too deep.
@@ -69,7 +83,7 @@ def check_nesting(meta: memoryview, max_depth: int) -> None:
             if members > len(raw):
                 raise DecodeError(_NAME, f"{len(raw)} bytes claim to hold {members} members")
     if containers > max_depth:
-        _check_depth(raw, max_depth)
+        _check_depth(raw, max_depth, description_depth)
 
 
 @functools.cache  # compiled by the first stream that needs them, which takes a millisecond
@@ -93,18 +107,21 @@ def _stops(raw: bytes) -> Iterator[_Stop]:
             at += 1 + width + further + int.from_bytes(raw[at + 1 : at + 1 + width], "big")
         elif first in _LONG_CONTAINERS:
             width, each = _LONG_CONTAINERS[first]
-            yield _Stop(start, at, each * int.from_bytes(raw[at + 1 : at + 1 + width], "big"))
+            members = each * int.from_bytes(raw[at + 1 : at + 1 + width], "big")
+            yield _Stop(start, at, members, at + 1 + width)
             at += 1 + width
         elif first & 0xE0 == 0x80:  # noqa: PLR2004  # 0x80 to 0x8f: mappings, 0x90 to 0x9f: lists
-            yield _Stop(start, at, (first & 0x0F) * (1 if first & 0x10 else 2))
+            yield _Stop(start, at, (first & 0x0F) * (1 if first & 0x10 else 2), at + 1)
             at += 1
         else:
             return  # cut off, or the byte that means nothing
 
 
-def _check_depth(raw: bytes, max_depth: int) -> None:
+def _check_depth(raw: bytes, max_depth: int, description_depth: int) -> None:
     token, _ = _patterns()
-    due = [1]  # members that each open container still lacks
+    # Of each open container: the members that it still lacks, how deep it lies in the object, and
+    # whether it is a description.
+    due, depths, described = [1], [0], [False]
     for stop in _stops(raw):
         scalars = len(token.findall(raw, stop.run_from, stop.run_until)) + (stop.members is None)
         while scalars and due[0]:
@@ -113,8 +130,15 @@ def _check_depth(raw: bytes, max_depth: int) -> None:
             scalars -= taken
             _close_full(due)
         if stop.members is not None:
+            del depths[len(due) :], described[len(due) :]
+            is_description, is_counted = described[-1], not described[-1]
+            if raw.startswith(_HEAD, stop.members_from):
+                is_description |= raw.startswith(_DESCRIPTION_HEADS, stop.members_from)
+                is_counted &= not raw.startswith(_NUMBER_HEAD, stop.members_from)
             due.append(stop.members)
-            if len(due) - 1 > max_depth:
+            depths.append(depths[-1] + is_counted)
+            described.append(is_description)
+            if depths[-1] > max_depth or len(due) - 1 > max_depth + description_depth:
                 raise DecodeError(
                     _NAME,
                     f"it is nested deeper than {max_depth}; see objcomm.configure(max_depth=)",

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from objcomm.codecs import restricted, tensors
+from objcomm.codecs import array_dtypes, restricted, tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
 from objcomm.codecs.paths import blame
 from objcomm.config import settings
@@ -110,13 +110,13 @@ class PickleCodec:
     ) -> Any:
         """Unpickle; an error of any ``__setstate__`` comes out as it is."""
         in_force = settings()
-        token = tensors.target_device.set(device)
+        token = tensors.landing.set(tensors.Landing(device))
         try:
             if in_force.allow is not None:
                 return restricted.loads(meta, buffers, in_force.allow, in_force.max_depth)
             return pickle.loads(meta, buffers=buffers)  # noqa: S301  # what this codec is for
         finally:
-            tensors.target_device.reset(token)
+            tensors.landing.reset(token)
 
 
 #: While a copy is made: the members that it shares with what it is a copy of.
@@ -286,17 +286,17 @@ def _module(name: str) -> Any:
 def _reduce_dtype(dtype: Any) -> Any:
     """As plain data, where that tells all: numpy's own way sets a state that nothing checks."""
     try:
-        name = tensors.array_dtype_name(dtype)
+        name = array_dtypes.array_dtype_name(dtype)
     except (TypeError, ValueError):
         return NotImplemented
     if (
-        not tensors.is_told(name, dtype)
+        not array_dtypes.is_told(name, dtype)
         or dtype.metadata
         or dtype.isalignedstruct
         or dtype.subdtype
     ):
         return NotImplemented
-    return tensors.array_dtype_named, (name,)
+    return array_dtypes.array_dtype_named, (name,)
 
 
 def _same(buffer: Any) -> Any:

@@ -12,12 +12,13 @@ from typing import Any
 import msgpack
 import torch
 
-from objcomm.codecs import tensors
+from objcomm.codecs import array_dtypes, tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
+from objcomm.codecs.budget import Budget, check_spread
 from objcomm.codecs.nesting import check_nesting
 from objcomm.codecs.paths import blame
 from objcomm.codecs.registry import classes
-from objcomm.codecs.rules import BUILTIN_ERRORS, LOWER, RAISE, raise_exception
+from objcomm.codecs.rules import BUILTIN_ERRORS, CONSTRUCTORS, LOWER, raise_exception
 from objcomm.config import settings
 from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, name_of, text_of
 from objcomm.memory import Buffer, Kind, view
@@ -64,11 +65,11 @@ class PlainCodec:
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
         """Rebuild plain data; only functions given to ``register`` on this rank are called."""
-        token = tensors.target_device.set(device)
+        token = tensors.landing.set(tensors.Landing(device))
         try:
-            return _Decoder(buffers).decode(meta)
+            return _Decoder(meta, buffers).decode()
         finally:
-            tensors.target_device.reset(token)
+            tensors.landing.reset(token)
 
 
 def _can_encode(obj: object) -> bool:
@@ -149,12 +150,12 @@ class _Encoder:
         if tensors.is_plain_array(obj):
             order, flat, owner = tensors.describe_array(obj)
             position = self._buffer(Buffer(Kind.TENSOR, owner, flat))
-            dtype = tensors.array_dtype_name(obj.dtype)
+            dtype = array_dtypes.array_dtype_name(obj.dtype)
             return _extended("ndarray", position, dtype, list(obj.shape), order)
         if type(obj).__module__ == "numpy" and hasattr(obj, "dtype") and hasattr(obj, "tobytes"):
-            return _extended("scalar", tensors.array_dtype_name(obj.dtype), obj.tobytes())
+            return _extended("scalar", array_dtypes.array_dtype_name(obj.dtype), obj.tobytes())
         if type(obj).__module__ == "numpy.dtypes":
-            return _extended("dtype", tensors.array_dtype_name(obj))
+            return _extended("dtype", array_dtypes.array_dtype_name(obj))
         return self._lower_object(obj)
 
     def _lower_object(self, obj: Any) -> Any:
@@ -209,28 +210,42 @@ def _listed(field: Any) -> Any:
 class _Decoder:
     """Rebuilds one object; every name that arrives is looked up in a table of this process."""
 
-    def __init__(self, buffers: Sequence[Any]) -> None:
+    def __init__(self, meta: memoryview, buffers: Sequence[Any]) -> None:
+        self._meta = meta
         self._buffers = buffers
+        self._budget = Budget(_NAME, meta, buffers)
+        self._heads = 0  # extensions that no list has begun with yet
 
-    def decode(self, meta: memoryview) -> Any:
-        check_nesting(meta, settings().max_depth + _DESCRIPTION_DEPTH)
-        return msgpack.unpackb(
-            meta,
+    def decode(self) -> Any:
+        check_nesting(self._meta, settings().max_depth, _DESCRIPTION_DEPTH)
+        decoded = msgpack.unpackb(
+            self._meta,
             strict_map_key=False,
             unicode_errors=_TEXT_ERRORS,
-            ext_hook=_raise_tag,
+            ext_hook=self._raise_tag,
             list_hook=self._raise_list,
         )
+        if self._heads:
+            raise DecodeError(_NAME, "an extension stands where no list begins")
+        return decoded
+
+    def _raise_tag(self, code: int, name: bytes) -> _Tag:
+        if code != _TAG_CODE:
+            raise DecodeError(_NAME, f"unknown extension {code}")
+        self._heads += 1
+        return _Tag(name, "ascii")
 
     def _raise_list(self, members: list[Any]) -> Any:
         if members and type(members[0]) is _Tag:
+            self._heads -= 1
             name = members[0]
-            if name in _RAISE_BUFFER:
-                return _RAISE_BUFFER[name](self, *members[1:])
-            rule = _RAISE_MEMBERS.get(name)
-            if rule is None:
+            rule = _RAISE.get(name)
+            if rule is not None:
+                return rule(self, *members[1:])
+            constructor = CONSTRUCTORS.get(name)
+            if constructor is None:
                 raise DecodeError(_NAME, f"no rule for {name!r}; is the sender newer?")
-            return rule(*members[1:])
+            return constructor(*members[1:])
         return members
 
     def _at(self, position: Any) -> Any:
@@ -254,41 +269,52 @@ class _Decoder:
         fields = [tuple(field) if type(field) is list else field for field in about]
         return tensors.rebuild(tensors.Dense._make(fields), self._raise_flat(position))
 
-    def _raise_array(self, position: Any, dtype: Any, shape: list[int], order: str) -> Any:
+    def _raise_sparse(
+        self, indices: Any, values: Any, shape: Any, is_coalesced: Any, requires_grad: Any
+    ) -> torch.Tensor:
+        self._budget.spend(tensors.numel_of(indices) + tensors.numel_of(values))
+        return tensors.rebuild_coo(indices, values, shape, is_coalesced, requires_grad)
+
+    def _raise_array(self, position: Any, dtype: Any, shape: Any, order: Any) -> Any:
         flat = self._raise_flat(position)
         if type(shape) is not list:
-            raise DecodeError(_NAME, f"{shape!r} is no shape")
-        return tensors.rebuild_array(flat, tensors.array_dtype_named(dtype), tuple(shape), order)
+            raise DecodeError(_NAME, "the shape of an array is no list")
+        named = array_dtypes.array_dtype_named(dtype)
+        return tensors.rebuild_array(flat, named, tuple(shape), order)
+
+    def _raise_dict(self, *members: Any) -> dict[Any, Any]:
+        check_spread(_NAME, members[::2])
+        return dict(zip(members[::2], members[1::2], strict=True))
+
+    def _raise_set(self, *members: Any) -> set[Any]:
+        check_spread(_NAME, members)
+        return set(members)
+
+    def _raise_frozenset(self, *members: Any) -> frozenset[Any]:
+        check_spread(_NAME, members)
+        return frozenset(members)
+
+    def _raise_object(self, name: Any, state: Any) -> Any:
+        entry = classes.by_name(name) if type(name) is str else None
+        if entry is None:
+            raise ForbiddenTypeError(
+                _NAME, f"class {name!r} is not registered on this rank; use objcomm.register"
+            )
+        return entry.decode(state)
 
 
-def _raise_tag(code: int, name: bytes) -> _Tag:
-    if code != _TAG_CODE:
-        raise DecodeError(_NAME, f"unknown extension {code}")
-    return _Tag(name, "ascii")
-
-
-def _raise_object(name: str, state: Any) -> Any:
-    entry = classes.by_name(name)
-    if entry is None:
-        raise ForbiddenTypeError(
-            _NAME, f"class {name!r} is not registered on this rank; use objcomm.register"
-        )
-    return entry.decode(state)
-
-
-_RAISE_MEMBERS: dict[str, Callable[..., Any]] = {
-    **RAISE,
-    "int": lambda text: int(text, 16),
-    "dict": lambda *members: dict(zip(members[::2], members[1::2], strict=True)),
-    "sparse": tensors.rebuild_coo,
-    "scalar": tensors.rebuild_scalar,
-    "dtype": tensors.array_dtype_named,
-    "object": _raise_object,
-    "exception": raise_exception,
-}
 # By functions: see ``_LOWER_BY_TYPE``.
-_RAISE_BUFFER: dict[str, Callable[..., Any]] = {
+_RAISE: dict[str, Callable[..., Any]] = {
+    "tuple": lambda _, *members: members,
     "buffer": _Decoder._raise_buffer,  # noqa: SLF001  # part of that class
     "tensor": _Decoder._raise_tensor,  # noqa: SLF001  # likewise
+    "sparse": _Decoder._raise_sparse,  # noqa: SLF001  # likewise
     "ndarray": _Decoder._raise_array,  # noqa: SLF001  # likewise
+    "dict": _Decoder._raise_dict,  # noqa: SLF001  # likewise
+    "set": _Decoder._raise_set,  # noqa: SLF001  # likewise
+    "frozenset": _Decoder._raise_frozenset,  # noqa: SLF001  # likewise
+    "object": _Decoder._raise_object,  # noqa: SLF001  # likewise
+    "scalar": lambda _, dtype, raw: tensors.rebuild_scalar(dtype, raw),
+    "dtype": lambda _, name: array_dtypes.array_dtype_named(name),
+    "exception": lambda _, *parts: raise_exception(*parts),
 }

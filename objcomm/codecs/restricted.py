@@ -2,8 +2,9 @@
 
 An unpickler of Python's with its tables replaced: what a stream may name is looked up, never
 imported; only what was looked up may be called; and state may be given only to instances of an
-admitted class, so that no class, function or enum member of this process can be changed. It is
-Python's slow unpickler, because the fast one can't be held to the last two.
+admitted class, so that no class, function or enum member of this process can be changed. What is
+used again and again costs a stream two bytes each time, so that work is counted. It is Python's
+slow unpickler, because the fast one can't be held to this.
 
 What an admitted class does with arguments or a state that a stranger chose is its own affair.
 """
@@ -17,7 +18,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from objcomm.codecs import tensors
+from objcomm.codecs import array_dtypes, tensors
+from objcomm.codecs.budget import Budget, Spread, check_spread
+from objcomm.codecs.rules import CONSTRUCTORS
 from objcomm.errors import DecodeError, ForbiddenTypeError
 
 _NAME = "pickle"
@@ -51,8 +54,6 @@ _PLAIN_OPCODES = [
     "EMPTY_DICT",
     "EMPTY_SET",
     "MEMOIZE",
-    "BINGET",
-    "LONG_BINGET",
     "STACK_GLOBAL",
     "NEXT_BUFFER",
     "READONLY_BUFFER",
@@ -80,6 +81,10 @@ def loads(
 
 _PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # see the module
 
+_STEPS_MAX = 1 << 62
+# Up to so many members it does not matter how their hashes are spread.
+_FEW_MEMBERS = 1_000
+
 
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no types
     dispatch: ClassVar[dict[int, Callable[[Any], None]]]
@@ -93,9 +98,15 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         self._callable = {id(each) for each in self._admitted.values()}
         self._classes = {each for each in allow.values() if isinstance(each, type)}
         self._classes.add(collections.OrderedDict)
+        self._tools = {id(each) for each in (*_TOOLS.values(), *_CALLED.values())}
+        self._budget = Budget(_NAME, meta, buffers)
         self._max_depth = max_depth
-        self._depths: dict[int, int] = {}
-        self._alive: list[Any] = []  # so that no id in ``_depths`` comes to stand for another
+        # Of each container: how deep it reaches, and how many members one meets who walks through
+        # it, where one that is a member twice counts twice.
+        self._extents: dict[int, tuple[int, int]] = {}
+        self._alive: list[Any] = []  # so that no id in ``_extents`` comes to stand for another
+        self._spreads: dict[int, Spread] = {}
+        self._fetched: dict[tuple[int, int], int] = {}  # by the place on the stack, what
 
     def find_class(self, module: str, name: str) -> Any:
         """What a stream names; a dotted name leads nowhere but to an entry of that name."""
@@ -107,28 +118,51 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         return found
 
     def _nest(self, made: Any, *parts: Any) -> Any:
-        """Note how deep ``made`` reaches, so that nothing recursive meets a deeper one."""
-        depths = self._depths
-        depth = 1 + max([depths.get(id(part), 0) for part in parts], default=0)
+        """Note how far ``made`` reaches, so that nothing recursive meets a deeper one."""
+        extents = self._extents
+        depth, steps = 0, 0
+        for part in parts:
+            known = extents.get(id(part))
+            if known is None:
+                steps += 1
+            else:
+                depth, steps = max(depth, known[0]), steps + known[1]
+        depth += 1
         if depth > self._max_depth:
             raise DecodeError(
                 _NAME,
                 f"it is nested deeper than {self._max_depth}; see objcomm.configure(max_depth=)",
             )
-        if made is not None and depth > depths.get(id(made), 0):
-            depths[id(made)] = depth
-            self._alive.append(made)
+        if made is not None:
+            before = extents.get(id(made))
+            if before is None:
+                self._alive.append(made)
+                before = 1, 1
+            extents[id(made)] = max(depth, before[0]), min(steps + before[1], _STEPS_MAX)
         return made
+
+    def _steps(self, given: Any) -> int:
+        """How much there is to walk through."""
+        known = self._extents.get(id(given))
+        if known is not None:
+            return known[1]
+        return len(given) if type(given) in {str, bytes, bytearray} else 1
 
     def _called(self, function: Any, arguments: Any, options: Mapping[str, Any]) -> None:
         if type(arguments) is not tuple:
             raise DecodeError(_NAME, "the arguments of a call are no tuple")
-        made = function(*arguments, **options)
         parts = (*arguments, *options.values())
-        self.append(self._nest(made, *parts))
+        # What a class of the program's does with its arguments is its own affair, but many walk
+        # through them, and a range of 20 bytes may have any length.
+        steps = len(parts) + sum(_length(each) for each in parts if type(each) is range)
+        if id(function) in self._tools:
+            steps += sum(map(self._steps, parts))
+            steps += sum(map(tensors.numel_of, parts)) if function is _sparse else 0
+        self._budget.spend(steps)
+        self.append(self._nest(function(*arguments, **options), *parts))
 
     def _make(self, cls: Any, arguments: Any, options: Mapping[str, Any]) -> None:
-        if not isinstance(cls, type) or id(cls) not in self._callable:
+        if not isinstance(cls, type) or cls not in self._classes or cls in _CALLED:
             raise ForbiddenTypeError(_NAME, f"a {type(cls).__name__} is made like a class")
         self._called(lambda *given, **named: cls.__new__(cls, *given, **named), arguments, options)
 
@@ -137,7 +171,32 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         target = self.stack[-1]
         if id(target) in self._callable or isinstance(target, (type, torch.Tensor, enum.Enum)):
             raise ForbiddenTypeError(_NAME, f"members are added to {target!r}")
+        if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):
+            # What holds it would become deeper, and nobody would notice.
+            raise DecodeError(_NAME, "members are added to what is a member of something else")
         return target
+
+    def _get(self, position: int) -> None:
+        """Fetch what the stream has made before; what is being made never is in that place."""
+        self.append(self.memo[position])
+        self._fetched[len(self.metastack), len(self.stack)] = id(self.stack[-1])
+
+    def load_binget(self) -> None:
+        self._get(self.read(1)[0])
+
+    def load_long_binget(self) -> None:
+        self._get(int.from_bytes(self.read(4), "little"))
+
+    def _hashed(self, target: Any, members: Sequence[Any]) -> None:
+        """Count what it takes to make ``members`` keys of ``target``, or members of a set."""
+        # A tuple's hash is that of all it holds, found out each time.
+        self._budget.spend(sum(map(self._steps, members)))
+        if len(members) + len(target) > _FEW_MEMBERS:
+            spread = self._spreads.get(id(target))
+            if spread is None:
+                spread = self._spreads[id(target)] = Spread(_NAME)
+                spread.add(target)
+            spread.add(members)
 
     def load_tuple(self) -> None:
         members = self.pop_mark()
@@ -158,6 +217,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
 
     def load_frozenset(self) -> None:
         members = self.pop_mark()
+        self._budget.spend(sum(map(self._steps, members)))
+        check_spread(_NAME, members)
         self.append(self._nest(frozenset(members), *members))
 
     def load_append(self) -> None:
@@ -171,16 +232,20 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
     def load_additems(self) -> None:
         members = self.pop_mark()
         target = self._nest(self._target(), *members)
+        self._hashed(target, members)
         for member in members:
             target.add(member)
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._nest(self._target(), key, value)[key] = value
+        target = self._nest(self._target(), key, value)
+        self._hashed(target, (key,))
+        target[key] = value
 
     def load_setitems(self) -> None:
         members = self.pop_mark()
         target = self._nest(self._target(), *members)
+        self._hashed(target, members[::2])
         for at in range(0, len(members), 2):
             target[members[at]] = members[at + 1]
 
@@ -188,7 +253,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         arguments, function = self.stack.pop(), self.stack.pop()
         if id(function) not in self._callable:
             raise ForbiddenTypeError(_NAME, f"a {type(function).__name__} is called")
-        self._called(function, arguments, {})
+        is_class = isinstance(function, type)
+        self._called(_CALLED.get(function, function) if is_class else function, arguments, {})
 
     def load_newobj(self) -> None:
         arguments, cls = self.stack.pop(), self.stack.pop()
@@ -207,6 +273,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
                 _NAME, f"a {kind.__name__} is given a state, but its class is not in allow="
             )
         self._nest(target, state)
+        self._budget.spend(len(state) if type(state) in {dict, tuple} else 1)
         if hasattr(kind, "__setstate__"):
             target.__setstate__(state)
             return
@@ -226,6 +293,10 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         self.append(bytearray(self.read(nbytes)))
 
 
+def _length(numbers: range) -> int:
+    return max(0, -((numbers.start - numbers.stop) // numbers.step))  # len() has a limit
+
+
 def _tensor(about: Any, flat: Any) -> torch.Tensor:
     if type(about) is not tuple or not isinstance(flat, torch.Tensor):
         raise DecodeError(_NAME, "a tensor is not made of a description and memory")
@@ -233,10 +304,7 @@ def _tensor(about: Any, flat: Any) -> torch.Tensor:
 
 
 def _sparse(*parts: Any) -> torch.Tensor:
-    indices, values, *rest = parts
-    if not (isinstance(indices, torch.Tensor) and isinstance(values, torch.Tensor)):
-        raise DecodeError(_NAME, "a sparse tensor is not made of tensors")
-    return tensors.rebuild_coo(indices, values, *rest)
+    return tensors.rebuild_coo(*parts)
 
 
 def _array(flat: Any, *about: Any) -> Any:
@@ -248,9 +316,9 @@ def _array(flat: Any, *about: Any) -> Any:
 def _scalar(dtype: Any, raw: Any) -> Any:
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
-    if not isinstance(dtype, np.dtype) or dtype.hasobject or type(raw) is not bytes:
+    if not isinstance(dtype, np.dtype) or dtype.hasobject:
         raise DecodeError(_NAME, "a numpy scalar is not made of a dtype and bytes")
-    return tensors.rebuild_scalar(tensors.array_dtype_name(dtype), raw)
+    return tensors.rebuild_scalar(array_dtypes.array_dtype_name(dtype), raw)
 
 
 def _set_attributes(tensor: Any, attributes: Any) -> None:
@@ -262,26 +330,31 @@ def _set_attributes(tensor: Any, attributes: Any) -> None:
     vars(tensor).update(attributes)
 
 
-def _size(sizes: Any) -> torch.Size:
+def _sizes(sizes: Any) -> Any:
     if type(sizes) is not tuple:  # a range would be walked to its end
         raise DecodeError(_NAME, "a torch.Size is not made of a tuple")
-    return torch.Size(sizes)
+    return CONSTRUCTORS["torch.Size"](*sizes)
+
+
+def _ordered() -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict()
 
 
 def _same(buffer: Any) -> Any:
     return buffer
 
 
-#: What every stream may name, by the name it has there; these are harmless with any arguments.
+#: What every stream may name, by the name it has there.
 _TOOLS: dict[str, Any] = {
     **{f"builtins.{each.__name__}": each for each in (complex, range, slice)},
     "builtins.Ellipsis": ...,
     "builtins.NotImplemented": NotImplemented,
     "collections.OrderedDict": collections.OrderedDict,
     "torch.device": torch.device,
-    "torch.Size": _size,
+    "torch.Size": torch.Size,
     **{str(each): each for each in tensors.DTYPES.values()},
-    "objcomm.codecs.tensors.array_dtype_named": tensors.array_dtype_named,
+    "objcomm.codecs.array_dtypes.array_dtype_named": array_dtypes.array_dtype_named,
+    "objcomm.codecs.tensors.array_dtype_named": array_dtypes.array_dtype_named,
     "objcomm.codecs.tensors.rebuild_array": _array,
     "objcomm.codecs.tensors.rebuild_coo": _sparse,
     "objcomm.codecs.pickle5._rebuild_tensor": _tensor,
@@ -291,29 +364,59 @@ _TOOLS: dict[str, Any] = {
     "numpy.core.multiarray.scalar": _scalar,
 }
 
-_Unpickler.dispatch = {
-    **{
-        getattr(pickle, name)[0]: _PythonUnpickler.dispatch[getattr(pickle, name)[0]]
-        for name in _PLAIN_OPCODES
-    },
-    **{
-        getattr(pickle, name)[0]: getattr(_Unpickler, f"load_{name.lower()}")
-        for name in [
-            "TUPLE",
-            "TUPLE1",
-            "TUPLE2",
-            "TUPLE3",
-            "FROZENSET",
-            "APPEND",
-            "APPENDS",
-            "ADDITEMS",
-            "SETITEM",
-            "SETITEMS",
-            "REDUCE",
-            "NEWOBJ",
-            "NEWOBJ_EX",
-            "BUILD",
-            "BYTEARRAY8",
-        ]
-    },
+#: What is called in the place of a class that every stream may name.
+_CALLED: dict[type, Callable[..., Any]] = {
+    complex: CONSTRUCTORS["complex"],
+    range: CONSTRUCTORS["range"],
+    slice: CONSTRUCTORS["slice"],
+    collections.OrderedDict: _ordered,
+    torch.device: CONSTRUCTORS["torch.device"],
+    torch.Size: _sizes,
 }
+
+
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    """By their bytes; any other one is refused by its name."""
+
+    def __missing__(self, opcode: int) -> Callable[[Any], None]:
+        raise ForbiddenTypeError(
+            _NAME, f"the opcode {_OPCODE_NAMES.get(opcode, opcode)} stands in it"
+        )
+
+
+_OPCODE_NAMES = {
+    getattr(pickle, name)[0]: name
+    for name in pickle.__all__
+    if name.isupper() and type(getattr(pickle, name)) is bytes
+}
+
+_Unpickler.dispatch = _Opcodes(
+    {
+        **{
+            getattr(pickle, name)[0]: _PythonUnpickler.dispatch[getattr(pickle, name)[0]]
+            for name in _PLAIN_OPCODES
+        },
+        **{
+            getattr(pickle, name)[0]: getattr(_Unpickler, f"load_{name.lower()}")
+            for name in [
+                "TUPLE",
+                "TUPLE1",
+                "TUPLE2",
+                "TUPLE3",
+                "FROZENSET",
+                "APPEND",
+                "APPENDS",
+                "ADDITEMS",
+                "SETITEM",
+                "SETITEMS",
+                "REDUCE",
+                "NEWOBJ",
+                "NEWOBJ_EX",
+                "BUILD",
+                "BYTEARRAY8",
+                "BINGET",
+                "LONG_BINGET",
+            ]
+        },
+    }
+)

@@ -1,7 +1,8 @@
-"""How the ``msgpack`` codec takes the standard library's and torch's own types apart, and back.
+"""All that a stranger's message can have made: each constructor with what it must be given.
 
-The way back gets members of any type a sender likes, so each must be harmless with all of them: it
-may raise, but neither run what the sender chose nor compute for long.
+Both ways to decode safely, ``msgpack`` and a pickle under ``allow=``, make the same things by this
+one table. What arrives may be of any type, so each argument is held to its exact type and its
+bounds before anything is called: no constructor runs what a sender chose, or computes for long.
 """
 
 import builtins
@@ -9,74 +10,211 @@ import datetime
 import decimal
 import fractions
 import pathlib
+import re
 import uuid
 import zoneinfo
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from objcomm.codecs import tensors
+from objcomm.codecs.array_dtypes import DIMENSIONS_MAX
 from objcomm.errors import DecodeError, ForbiddenTypeError
 
 _NAME = "msgpack"
 
+#: Reducing a fraction of larger numbers would take seconds: the time grows with their square.
+FRACTION_BITS_MAX = 1 << 16
 
-def _raise_fraction(numerator: Any, denominator: Any) -> fractions.Fraction:
-    # Fraction("1e9999999999") would be computed.
-    if type(numerator) is not int or type(denominator) is not int:
-        raise DecodeError(_NAME, "a fraction is not of two integers")
+_HEX = re.compile(r"-?0x[0-9a-f]+")
+_DEVICE = re.compile(r"[a-z][a-z0-9_]{0,31}(:\d{1,4})?")
+_ZONE = re.compile(r"[A-Za-z0-9_+./-]{1,100}")
+_UUID_NBYTES = 16
+
+
+class Argument(NamedTuple):
+    """What one argument must be.
+
+    Attributes:
+        words: for an error.
+        fits: the test.
+    """
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _exactly(kind: type, words: str) -> Argument:
+    return Argument(words, lambda given: type(given) is kind)
+
+
+ANYTHING = Argument("anything", lambda _: True)
+INTEGER = _exactly(int, "an integer")
+NUMBER = _exactly(float, "a float")
+TEXT = _exactly(str, "a text")
+SIZE = Argument("a size", lambda given: type(given) is int and 0 <= given < 1 << 63)
+ZONE = Argument(
+    "None or a time zone",  # also one of a registered class
+    lambda given: given is None or issubclass(type(given), datetime.tzinfo),
+)
+
+
+def _matches(words: str, pattern: re.Pattern[str]) -> Argument:
+    return Argument(words, lambda given: type(given) is str and bool(pattern.fullmatch(given)))
+
+
+@dataclass(frozen=True)
+class Constructor:
+    """One thing that can be made.
+
+    Attributes:
+        name: on msgpack's wire, and in errors.
+        make: makes it.
+        arguments: what ``make`` must be given.
+        rest: what all further ones must be; None where there may be none.
+        optional: how many of the last may be missing.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    arguments: tuple[Argument, ...] = ()
+    rest: Argument | None = None
+    optional: int = 0
+
+    def __call__(self, *given: Any) -> Any:
+        """Make it.
+
+        Raises:
+            DecodeError: it must be given something else.
+        """
+        wanted = self.arguments
+        least, most = len(wanted) - self.optional, len(wanted)
+        if len(given) < least or (len(given) > most and self.rest is None):
+            raise DecodeError(_NAME, f"a {self.name} is not made of {len(given)} parts")
+        for number, each in enumerate(given):
+            argument = wanted[number] if number < most else self.rest
+            if argument is not None and not argument.fits(each):
+                kind = type(each).__name__
+                raise DecodeError(
+                    _NAME, f"part {number} of a {self.name} is a {kind}, not {argument.words}"
+                )
+        return self.make(*given)
+
+
+def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
+    if max(numerator.bit_length(), denominator.bit_length()) > FRACTION_BITS_MAX:
+        raise DecodeError(_NAME, f"a fraction of numbers of more than {FRACTION_BITS_MAX} bits")
     return fractions.Fraction(numerator, denominator)
 
 
-# How each further type is taken apart: its name on the wire, its members, and the way back.
-_RULES: tuple[tuple[type, str, Callable[[Any], Sequence[Any]], Callable[..., Any]], ...] = (
-    (tuple, "tuple", tuple, lambda *members: members),
-    (set, "set", tuple, lambda *members: set(members)),
-    (frozenset, "frozenset", tuple, lambda *members: frozenset(members)),
-    (complex, "complex", lambda z: (z.real, z.imag), complex),
-    (range, "range", lambda r: (r.start, r.stop, r.step), range),
-    (slice, "slice", lambda s: (s.start, s.stop, s.step), slice),
-    (decimal.Decimal, "decimal", lambda d: (str(d),), decimal.Decimal),
-    (fractions.Fraction, "fraction", lambda f: f.as_integer_ratio(), _raise_fraction),
-    (uuid.UUID, "uuid", lambda u: (u.bytes,), lambda raw: uuid.UUID(bytes=raw)),
-    (datetime.date, "date", lambda d: (d.year, d.month, d.day), datetime.date),
-    (
-        datetime.time,
+def _size(*sizes: int) -> torch.Size:
+    if len(sizes) > DIMENSIONS_MAX:
+        raise DecodeError(_NAME, f"a torch.Size of more than {DIMENSIONS_MAX} sizes")
+    return torch.Size(sizes)
+
+
+_DAY = (INTEGER, INTEGER, INTEGER)
+_TIME = (INTEGER, INTEGER, INTEGER, INTEGER, ZONE, INTEGER)
+
+#: By name; what takes large members, or members of any kind, is in ``plain`` and ``restricted``.
+CONSTRUCTORS = {
+    each.name: each
+    for each in (
+        Constructor("complex", complex, (NUMBER, NUMBER)),
+        Constructor("range", range, (INTEGER,) * 3),
+        Constructor("slice", slice, (ANYTHING,) * 3),
+        Constructor("int", lambda text: int(text, 16), (_matches("a hexadecimal number", _HEX),)),
+        Constructor("decimal", decimal.Decimal, (TEXT,)),
+        Constructor("fraction", _fraction, (INTEGER, INTEGER)),
+        Constructor(
+            "uuid",
+            lambda raw: uuid.UUID(bytes=raw),
+            (
+                Argument(
+                    f"{_UUID_NBYTES} bytes",
+                    lambda raw: type(raw) is bytes and len(raw) == _UUID_NBYTES,
+                ),
+            ),
+        ),
+        Constructor("date", datetime.date, _DAY),
+        Constructor("time", lambda *fields: datetime.time(*fields[:5], fold=fields[5]), _TIME),
+        Constructor(
+            "datetime",
+            lambda *fields: datetime.datetime(*fields[:8], fold=fields[8]),  # noqa: DTZ001  # as sent
+            _DAY + _TIME,
+        ),
+        Constructor("timedelta", datetime.timedelta, _DAY),
+        Constructor(
+            "timezone",
+            datetime.timezone,
+            (_exactly(datetime.timedelta, "a timedelta"), TEXT),
+            optional=1,
+        ),
+        Constructor("zoneinfo", zoneinfo.ZoneInfo, (_matches("a time zone's name", _ZONE),)),
+        Constructor("path", pathlib.Path, (TEXT,)),
+        Constructor("posix path", pathlib.PurePosixPath, (TEXT,)),
+        Constructor("windows path", pathlib.PureWindowsPath, (TEXT,)),
+        Constructor("torch.Size", _size, rest=SIZE),
+        Constructor(
+            "torch.device",
+            torch.device,
+            (_matches("a device's name", _DEVICE),),
+        ),
+        Constructor("torch.dtype", tensors.dtype_named, (TEXT,)),
+    )
+}
+
+
+def _lower_fraction(fraction: fractions.Fraction) -> tuple[int, int]:
+    numbers = fraction.as_integer_ratio()
+    if max(map(int.bit_length, numbers)) > FRACTION_BITS_MAX:
+        raise ValueError(
+            f"a fraction of numbers of more than {FRACTION_BITS_MAX} bits takes a receiver long; "
+            "send its numerator and denominator"
+        )
+    return numbers
+
+
+def _lower_size(size: torch.Size) -> tuple[int, ...]:
+    if len(size) > DIMENSIONS_MAX:
+        raise ValueError(f"a torch.Size of more than {DIMENSIONS_MAX} sizes; send a tuple")
+    return tuple(size)
+
+
+#: How each further type is taken apart: its name on the wire, and its members.
+LOWER: dict[type, tuple[str, Callable[[Any], Sequence[Any]]]] = {
+    tuple: ("tuple", tuple),
+    set: ("set", tuple),
+    frozenset: ("frozenset", tuple),
+    complex: ("complex", lambda z: (z.real, z.imag)),
+    range: ("range", lambda r: (r.start, r.stop, r.step)),
+    slice: ("slice", lambda s: (s.start, s.stop, s.step)),
+    decimal.Decimal: ("decimal", lambda d: (str(d),)),
+    fractions.Fraction: ("fraction", _lower_fraction),
+    uuid.UUID: ("uuid", lambda u: (u.bytes,)),
+    datetime.date: ("date", lambda d: (d.year, d.month, d.day)),
+    datetime.time: (
         "time",
         lambda t: (t.hour, t.minute, t.second, t.microsecond, t.tzinfo, t.fold),
-        lambda *fields: datetime.time(*fields[:5], fold=fields[5]),
     ),
-    (
-        datetime.datetime,
+    datetime.datetime: (
         "datetime",
         lambda t: (*t.timetuple()[:6], t.microsecond, t.tzinfo, t.fold),
-        lambda *fields: datetime.datetime(*fields[:8], fold=fields[8]),  # noqa: DTZ001  # as sent
     ),
-    (
-        datetime.timedelta,
-        "timedelta",
-        lambda d: (d.days, d.seconds, d.microseconds),
-        datetime.timedelta,
-    ),
-    (
-        datetime.timezone,
-        "timezone",
-        lambda zone: zone.__getinitargs__(),  # as pickle: UTC and unnamed offsets stay so
-        datetime.timezone,
-    ),
-    (zoneinfo.ZoneInfo, "zoneinfo", lambda zone: (zone.key,), zoneinfo.ZoneInfo),
-    (pathlib.PosixPath, "path", lambda path: (str(path),), pathlib.Path),
-    (pathlib.WindowsPath, "path", lambda path: (str(path),), pathlib.Path),
-    (pathlib.PurePosixPath, "posix path", lambda p: (str(p),), pathlib.PurePosixPath),
-    (pathlib.PureWindowsPath, "windows path", lambda p: (str(p),), pathlib.PureWindowsPath),
-    (torch.Size, "torch.Size", tuple, lambda *sizes: torch.Size(sizes)),
-    (torch.device, "torch.device", lambda device: (str(device),), torch.device),
-    (torch.dtype, "torch.dtype", lambda dtype: (tensors.dtype_name(dtype),), tensors.dtype_named),
-)
-LOWER = {cls: (name, members) for cls, name, members, _ in _RULES}
-RAISE = {name: rebuild for _, name, _, rebuild in _RULES}
-
+    datetime.timedelta: ("timedelta", lambda d: (d.days, d.seconds, d.microseconds)),
+    # As pickle does: UTC and unnamed offsets stay so.
+    datetime.timezone: ("timezone", lambda zone: zone.__getinitargs__()),
+    zoneinfo.ZoneInfo: ("zoneinfo", lambda zone: (zone.key,)),
+    pathlib.PosixPath: ("path", lambda path: (str(path),)),
+    pathlib.WindowsPath: ("path", lambda path: (str(path),)),
+    pathlib.PurePosixPath: ("posix path", lambda p: (str(p),)),
+    pathlib.PureWindowsPath: ("windows path", lambda p: (str(p),)),
+    torch.Size: ("torch.Size", _lower_size),
+    torch.device: ("torch.device", lambda device: (str(device),)),
+    torch.dtype: ("torch.dtype", lambda dtype: (tensors.dtype_name(dtype),)),
+}
 
 BUILTIN_ERRORS = {
     name: value
@@ -90,10 +228,22 @@ def raise_exception(name: Any, args: Any, notes: Any, text: Any) -> BaseExceptio
 
     Raises:
         ForbiddenTypeError: no builtin exception has that name.
+        DecodeError: it can't be made of these.
     """
+    if type(name) is not str or type(text) is not str:
+        raise DecodeError(_NAME, "an exception is not made of a name, arguments and a text")
     cls = BUILTIN_ERRORS.get(name)
     if cls is None:
         raise ForbiddenTypeError(_NAME, f"{name!r} is no builtin exception ({text})")
+    is_plain = type(args) is tuple and type(notes) is list
+    if not is_plain or not all(type(note) is str for note in notes):  # a range would be walked
+        raise DecodeError(_NAME, "an exception's arguments are no tuple, or its notes no texts")
+    # A group walks through its second argument, which might be a range.
+    if issubclass(cls, BaseExceptionGroup) and type(args[-1] if args else None) not in {
+        list,
+        tuple,
+    }:
+        raise DecodeError(_NAME, "a group of exceptions is not made of a list")
     error: BaseException = cls(*args)
     for note in notes:
         error.add_note(note)

@@ -6,20 +6,54 @@ because the sender's ``cuda:1`` means nothing on the receiver.
 """
 
 import math
+import re
 import weakref
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from objcomm.codecs.array_dtypes import DIMENSIONS_MAX, array_dtype_named
 from objcomm.errors import DecodeError
 from objcomm.memory import at_address
 
 if TYPE_CHECKING:
     import numpy as np
 
-#: Where ``Codec.decode`` wants tensors, for the functions that a pickle calls by name.
-target_device: ContextVar[torch.device | None] = ContextVar("objcomm_target_device", default=None)
+
+class Landing:
+    """Where one message's tensors go."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        """Begin.
+
+        Args:
+            device: where ``Codec.decode`` wants them; on devices of their own types if None.
+        """
+        self._device = device
+        self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def land(self, flat: torch.Tensor, device_type: str) -> torch.Tensor:
+        """A piece of memory where it belongs; moved once, so that tied tensors stay tied.
+
+        Raises:
+            DecodeError: this rank has no such device.
+        """
+        device = self._device or torch.device(device_type)
+        if flat.device.type == device.type and device.index in (None, flat.device.index):
+            return flat
+        key = id(flat), device
+        if key not in self._moved:
+            try:
+                self._moved[key] = flat, flat.to(device)
+            except (RuntimeError, AssertionError) as error:
+                reason = f"a tensor belongs on device {str(device)!r}, which this rank cannot use"
+                raise DecodeError("tensor", f"{reason} ({error}); pass another device=") from error
+        return self._moved[key][1]
+
+
+#: The message's that is decoded, for the functions that a pickle calls by name.
+landing: ContextVar[Landing | None] = ContextVar("objcomm_landing", default=None)
 
 #: By name, so that a stream can name nothing but a dtype.
 DTYPES = {
@@ -46,7 +80,10 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-_PLAIN_FIELDS = frozenset({str, bool, tuple, type(None)})
+_NUMEL_MAX = (1 << 63) - 1
+_INTEGERS = frozenset({int})
+_USUAL_DEVICE_TYPES = frozenset({"cpu", "cuda", "meta", "mps", "xpu"})
+_DEVICE_TYPE = re.compile("[a-z][a-z0-9_]{0,31}")
 
 
 class Dense(NamedTuple):
@@ -120,14 +157,14 @@ def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:
     Raises:
         DecodeError: dtype or sizes make no sense, or its device does not exist here.
     """
-    if not _PLAIN_FIELDS.issuperset(map(type, about)):  # a range would be walked to its end
-        raise DecodeError("tensor", "its description is no plain data")
+    _check(about)
     dtype = dtype_named(about.dtype)
     with torch.inference_mode(mode=False):
         if about.device_type == "meta":
             tensor = torch.empty(about.shape, dtype=dtype, device="meta")
         else:
-            tensor = _on_device(flat, about.device_type).view(dtype).view(about.shape)
+            landed = (landing.get() or Landing(None)).land(flat, about.device_type)
+            tensor = landed.view(dtype).view(about.shape)
         if about.order is not None:
             inverse = sorted(range(len(about.order)), key=about.order.__getitem__)
             tensor = tensor.permute(inverse)
@@ -138,15 +175,42 @@ def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:
         return tensor.requires_grad_(about.requires_grad) if about.requires_grad else tensor
 
 
-def _on_device(flat: torch.Tensor, device_type: str) -> torch.Tensor:
-    device = target_device.get() or torch.device(device_type)
-    if flat.device.type == device.type and device.index in (None, flat.device.index):
-        return flat
-    try:
-        return flat.to(device)
-    except (RuntimeError, AssertionError) as error:
-        reason = f"a tensor belongs on device {str(device)!r}, which this rank cannot use ({error})"
-        raise DecodeError("tensor", f"{reason}; pass another device=") from error
+def _check(about: Any) -> None:
+    """Refuse a description that torch might walk to its end, or multiply."""
+    is_plain = (
+        type(about.dtype) is str
+        and type(about.requires_grad) is bool
+        and type(about.is_parameter) is bool
+        and type(about.device_type) is str
+        and (about.device_type in _USUAL_DEVICE_TYPES or _DEVICE_TYPE.fullmatch(about.device_type))
+    )
+    if not is_plain:
+        raise DecodeError("tensor", "its description is no plain data")
+    check_shape("tensor", about.shape)
+    if about.expanded is not None:
+        check_shape("tensor", about.expanded)
+    order = about.order
+    if order is not None and (
+        type(order) is not tuple
+        or not all(type(each) is int for each in order)
+        or sorted(order) != list(range(len(about.shape)))
+    ):
+        raise DecodeError("tensor", "the order of its dimensions is none")
+
+
+def check_shape(what: str, shape: Any) -> None:
+    """Refuse a shape with which nothing can be made.
+
+    Raises:
+        DecodeError: it is no tuple of sizes, or has too many of them, or they are too large.
+    """
+    if type(shape) is not tuple or len(shape) > DIMENSIONS_MAX:
+        raise DecodeError(what, f"its shape is no tuple of up to {DIMENSIONS_MAX} sizes")
+    if not _INTEGERS.issuperset(map(type, shape)) or min(shape, default=0) < 0:
+        raise DecodeError(what, "its shape has sizes that make no sense")
+    # As if no size were 0: some code multiplies before it looks.
+    if max(shape, default=0) > _NUMEL_MAX or math.prod(filter(None, shape)) > _NUMEL_MAX:
+        raise DecodeError(what, "its shape has more elements than there can be")
 
 
 def is_coo_tensor(obj: object) -> bool:
@@ -154,13 +218,18 @@ def is_coo_tensor(obj: object) -> bool:
     return type(obj) is torch.Tensor and obj.layout is torch.sparse_coo
 
 
+def numel_of(part: Any) -> int:
+    """How many elements a member has, if it is a tensor."""
+    return part.numel() if isinstance(part, torch.Tensor) else 0
+
+
 def describe_coo(
     tensor: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], bool, bool]:
     """What ``rebuild_coo`` takes; a tensor that was not coalesced stays so."""
     return (
-        tensor._indices(),  # noqa: SLF001  # indices() refuses uncoalesced ones
-        tensor._values(),  # noqa: SLF001  # likewise
+        tensor._indices().contiguous(),  # noqa: SLF001  # indices() refuses uncoalesced ones
+        tensor._values().contiguous(),  # noqa: SLF001  # likewise
         tuple(tensor.shape),
         tensor.is_coalesced(),
         tensor.requires_grad,
@@ -168,19 +237,22 @@ def describe_coo(
 
 
 def rebuild_coo(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    shape: tuple[int, ...],
-    is_coalesced: bool,  # noqa: FBT001  # positional: a stream calls it
-    requires_grad: bool,  # noqa: FBT001  # likewise
+    indices: Any, values: Any, shape: Any, is_coalesced: Any, requires_grad: Any
 ) -> torch.Tensor:
     """The tensor that ``describe_coo`` saw.
 
     Raises:
-        DecodeError: the shape is no tuple.
+        DecodeError: its parts are not those of a sparse tensor.
     """
-    if type(shape) is not tuple:
-        raise DecodeError("tensor", f"{shape!r} is no shape")
+    check_shape("tensor", shape)
+    parts = (indices, values)
+    # Expanded, a few bytes would be the indices of billions of elements, and torch looks at each.
+    if not all(is_plain_tensor(part) and part.is_contiguous() for part in parts):
+        raise DecodeError("tensor", "a sparse tensor is not made of two dense ones")
+    if type(is_coalesced) is not bool or type(requires_grad) is not bool:
+        raise DecodeError("tensor", "its description is no plain data")
+    if indices.is_meta or values.is_meta:
+        raise DecodeError("tensor", "a sparse tensor is not made of tensors without elements")
     tensor = torch.sparse_coo_tensor(
         indices,
         values,
@@ -236,9 +308,7 @@ def resize_locks(owner: Any) -> list[Any]:
     return locks
 
 
-def rebuild_array(
-    flat: torch.Tensor, dtype: "np.dtype[Any]", shape: tuple[int, ...], order: Any
-) -> "np.ndarray[Any, Any]":
+def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np.ndarray[Any, Any]":
     """The array that ``describe_array`` saw, over the memory ``flat``: writable and aligned.
 
     Raises:
@@ -246,10 +316,9 @@ def rebuild_array(
     """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
-    # A text among the sizes would be repeated as often as the others say, to gigabytes.
-    is_shape = type(shape) is tuple and all(type(size) is int for size in shape)
-    if not is_shape or not isinstance(dtype, np.dtype):
-        raise DecodeError("array", f"{shape!r} is no shape, or {dtype!r} no dtype")
+    check_shape("array", shape)
+    if not isinstance(dtype, np.dtype) or order not in ("C", "F"):
+        raise DecodeError("array", "it is not made of a dtype and an order")
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
         raise DecodeError("array", f"{flat.numel()} bytes are no {dtype} array of shape {shape}")
     if flat.numel() == 0 and not dtype.itemsize:
@@ -260,7 +329,7 @@ def rebuild_array(
     return np.ndarray(shape, dtype, buffer=flat.numpy(), order=order)
 
 
-def rebuild_scalar(dtype: Any, raw: bytes) -> Any:
+def rebuild_scalar(dtype: Any, raw: Any) -> Any:
     """A numpy scalar from its ``tobytes()``.
 
     Raises:
@@ -269,53 +338,7 @@ def rebuild_scalar(dtype: Any, raw: bytes) -> Any:
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     named = array_dtype_named(dtype)
-    if named.itemsize != len(raw):
-        raise DecodeError("array", f"{len(raw)} bytes are no {named} scalar")
+    if type(raw) is not bytes or named.itemsize != len(raw):
+        raise DecodeError("array", f"what arrived is no {named} scalar")
     # Empty text has items of no bytes, which frombuffer refuses.
     return np.frombuffer(raw, named)[0] if named.itemsize else np.zeros((), named)[()]
-
-
-def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
-    """Plain data that names a numpy dtype.
-
-    Raises:
-        TypeError: its items are Python objects, its fields overlap or lie at odd offsets, or its
-            items have a type of their own, as those of a ``numpy.recarray``.
-    """
-    if dtype.names is None and not dtype.hasobject:
-        return dtype.str
-    fields = [] if dtype.hasobject else _lists(dtype.descr)
-    # Equal dtypes may have items of other types; what is printed tells these, too.
-    if dtype.hasobject or not is_told(fields, dtype):
-        raise TypeError(f"an array of {dtype} is no plain data; use codec='pickle'")
-    return fields
-
-
-def is_told(name: Any, dtype: "np.dtype[Any]") -> bool:
-    """Whether plain data that ``array_dtype_named`` takes gives this very dtype."""
-    try:
-        found = array_dtype_named(name)
-    except (DecodeError, TypeError, ValueError):  # a field has metadata
-        return False
-    return found == dtype and repr(found) == repr(dtype)
-
-
-def array_dtype_named(name: Any) -> "np.dtype[Any]":
-    """The inverse of ``array_dtype_name``."""
-    import numpy as np  # noqa: PLC0415  # numpy is optional
-
-    if isinstance(name, str):
-        return np.dtype(name)
-    if type(name) is not list:
-        raise DecodeError("array", f"{name!r} is no dtype")
-    fields = []
-    for field_name, form, *shape in name:
-        inner = form if isinstance(form, str) else array_dtype_named(form)
-        if any(type(sizes) not in (list, tuple) for sizes in shape):
-            raise DecodeError("array", f"{shape!r} is no shape")
-        fields.append((field_name, inner, *(tuple(sizes) for sizes in shape)))
-    return np.dtype(fields)
-
-
-def _lists(value: Any) -> Any:
-    return [_lists(member) for member in value] if isinstance(value, (list, tuple)) else value

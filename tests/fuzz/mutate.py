@@ -12,7 +12,7 @@ import torch
 import objcomm
 from objcomm import structures
 from objcomm.codecs import codec_named, tensors
-from objcomm.codecs.rules import RAISE
+from objcomm.codecs.rules import CONSTRUCTORS
 from objcomm.errors import RankFailure
 from objcomm.frames import HEADER_NBYTES, ROW_NBYTES, Header, Row, Status, pack_table
 from objcomm.message import compose
@@ -85,7 +85,21 @@ _MUTATIONS: tuple[Mutation, ...] = (
     *(_insert_word, _insert_word),
 )
 
-_NAMES = [*RAISE, "int", "dict", "buffer", "tensor", "ndarray", "sparse", "scalar", "dtype"]
+_NAMES = [
+    *CONSTRUCTORS,
+    "tuple",
+    "set",
+    "frozenset",
+    "exception",
+    "int",
+    "dict",
+    "buffer",
+    "tensor",
+    "ndarray",
+    "sparse",
+    "scalar",
+    "dtype",
+]
 _NAMES.append("object")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 import objcomm
-from objcomm import BrokenGroupError, DesyncError, ObjcommError, TransportError, TransportTimeout
+from objcomm import (
+    BrokenGroupError,
+    DesyncError,
+    ObjcommError,
+    TransportError,
+    TransportTimeout,
+    recorder,
+)
 from objcomm.__main__ import inspect
 from objcomm.inspector.dumps import read
 from tests.group.helpers import (
@@ -336,6 +344,23 @@ def test_a_world_of_one_is_told_too() -> None:
     assert [each["operation"] for each in told["entries"]] == ["all_gather", "barrier"]
     assert [each["sequence"] for each in told["entries"]] == [0, 1]
     assert all(HERE in each["call_site"] for each in told["entries"])
+
+
+@solo()
+def test_a_dump_is_its_users_own_and_follows_no_link() -> None:
+    folder = here().folder
+    precious, dump = folder / "precious", folder / "calls.json"
+    precious.write_text("as it was")
+    dump.symlink_to(precious)
+    (folder / f".calls.json.{os.getpid()}").symlink_to(precious)
+    objcomm.recorder.dump(dump)
+    assert precious.read_text() == "as it was"
+    assert stat.S_IMODE(dump.lstat().st_mode) == 0o600
+    assert json.loads(dump.read_text())["pid"] == os.getpid()
+    before = set(folder.iterdir())
+    with pytest.raises(TypeError):  # and where writing fails nothing stays
+        recorder._write({"at": object()}, dump)  # noqa: SLF001  # there is no public way
+    assert set(folder.iterdir()) == before
 
 
 @ranks(1, 2)

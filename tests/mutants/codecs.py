@@ -7,9 +7,9 @@ _CODECS = ("tests/unit/test_codecs.py",)
 MUTANTS = (
     Mutant(
         "tuples-become-lists",
-        "objcomm/codecs/rules.py",
-        '(tuple, "tuple", tuple, lambda *members: members),',
-        '(tuple, "tuple", tuple, lambda *members: list(members)),',
+        "objcomm/codecs/plain.py",
+        '"tuple": lambda _, *members: members,',
+        '"tuple": lambda _, *members: list(members),',
         "msgpack gives lists where tuples were sent",
         _CODECS,
     ),

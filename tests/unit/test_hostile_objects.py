@@ -1,0 +1,181 @@
+"""Streams of a stranger's that asked for far more than their bytes, or ended the process.
+
+Each is decoded in a process of its own with little memory and little processor time: a defect may
+end it.
+"""
+
+import json
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import msgpack
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_LITTLE_NBYTES = 300 << 20
+_LITTLE_SECONDS = 3
+_HANG_SECONDS = 120.0
+PROTO = b"\x80\x05"
+
+
+def ext(name: str) -> msgpack.ExtType:
+    """The head of an extended value."""
+    return msgpack.ExtType(1, name.encode())
+
+
+def named(module: str, name: str) -> bytes:
+    """Opcodes that put what two texts name on the stack."""
+    texts = (b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+    return b"".join(texts) + b"\x93"
+
+
+def number(value: int) -> bytes:
+    """Opcodes of an integer."""
+    raw = pickle.encode_long(value)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+LONG_RANGE = [ext("range"), 0, 1 << 40, 1]
+PICKLED_RANGE = named("builtins", "range") + number(0) + number(1 << 40) + number(1) + b"\x87R"
+
+
+def doubled(times: int) -> bytes:
+    """Opcodes of a tuple that holds another one twice, which holds another one twice, and so on."""
+    return (
+        b")\x94" + b"".join(b"h" + bytes([at]) + b"\x86\x94" for at in range(times))
+        if times
+        else b")"
+    )
+
+
+def same_hash(count: int) -> list[int]:
+    """Integers that all have the hash 1."""
+    return [1 + turn * ((1 << 61) - 1) for turn in range(count)]
+
+
+def hexadecimal(value: int) -> list[object]:
+    """An integer of any size, as msgpack carries it."""
+    return [ext("int"), hex(value)]
+
+
+PLAIN: dict[str, object] = {
+    "a unit of no time": [ext("dtype"), "m8[D/0]"],
+    "a scalar of such": [ext("scalar"), "m8[D/0]", bytes(8)],
+    "a dtype by numpy's parser": [ext("dtype"), "(99999999,)i4"],
+    "arguments of an exception": [ext("exception"), "ValueError", LONG_RANGE, [], ""],
+    "members of a group of exceptions": [
+        ext("exception"),
+        "ExceptionGroup",
+        [ext("tuple"), "x", LONG_RANGE],
+        [],
+        "",
+    ],
+    "notes of an exception": [ext("exception"), "ValueError", [ext("tuple")], LONG_RANGE, ""],
+    "sparse indices": [ext("sparse"), LONG_RANGE, [1.0], [ext("torch.Size"), 5], False, False],
+    "a shape of many sizes": [ext("torch.Size"), *[(1 << 62)] * 60_000],
+    "keys of one hash": [
+        ext("dict"),
+        *[each for value in same_hash(60_000) for each in (hexadecimal(value), None)],
+    ],
+    "members of one hash": [ext("set"), *map(hexadecimal, same_hash(60_000))],
+    "a fraction": [ext("fraction"), hexadecimal(3**1_000_000), hexadecimal(2**1_500_000 + 1)],
+    "an extension alone": ext("tuple"),
+    "an extension as a member": [1, ext("tuple")],
+    "an extension as a key": {ext("tuple"): 1},
+    "too deep": None,
+}
+for _ in range(201):
+    PLAIN["too deep"] = [PLAIN["too deep"]]
+
+PICKLED: dict[str, bytes] = {
+    "a unit of no time": named("objcomm.codecs.array_dtypes", "array_dtype_named")
+    + b"\x8c\x07m8[D/0]\x85R.",
+    "a range to a queue": named("collections", "deque") + PICKLED_RANGE + b"\x85R.",
+    "a range of sizes": named("torch", "Size") + PICKLED_RANGE + b"\x85R.",
+    "a key that doubles": b"}" + doubled(60) + b"Ns.",
+    "a member that doubles": b"\x8f(" + doubled(60) + b"\x90.",
+    "a frozen member that doubles": b"(" + doubled(60) + b"\x91.",
+    "keys of one hash": b"}("
+    + b"".join(
+        b"\x8b" + struct.pack("<i", len(raw := pickle.encode_long(value))) + raw + b"N"
+        for value in same_hash(60_000)
+    )
+    + b"u.",
+    "filled after its place": b"]\x94]\x94h\x00h\x01a0" + b"h\x01]a" + b".",
+    "a large argument again and again": b"("
+    + b"K\x01" * 60_000
+    + b"t\x94(("
+    + (named("torch", "Size") + b"h\x00\x85R") * 1_000
+    + b"t.",
+    "an unknown opcode": b"c",
+}
+
+# Torch is imported once; each stream has a child of its own.
+_JUDGE = """
+import json, os, resource, sys
+import collections, torch, numpy, objcomm
+from objcomm.codecs.plain import PlainCodec
+from objcomm.codecs import restricted
+
+def decode(kind, raw):
+    if kind == "plain":
+        return PlainCodec().decode(raw, [])
+    return restricted.loads(raw, [], {{"collections.deque": collections.deque}}, 200)
+
+PlainCodec().decode(memoryview(PlainCodec().encode([1j, numpy.float32(1)]).meta), [])
+for line in sys.stdin:
+    name, kind, raw = json.loads(line)
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + {nbytes},) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, ({seconds},) * 2)
+        try:
+            decode(kind, memoryview(bytes.fromhex(raw)))
+            told = "decoded"
+        except objcomm.DecodeError as error:
+            told = f"refused: {{error}}"
+        except BaseException as error:
+            told = repr(error)
+        os.write(writing, told[:1000].encode("utf-8", "replace"))
+        os._exit(0)
+    os.close(writing)
+    told = open(reading, "rb").read().decode()
+    print(json.dumps([name, told or f"ended by status {{os.waitpid(child, 0)[1]}}"]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    """What became of each stream."""
+    plain = [(f"plain: {name}", "plain", msgpack.packb(each)) for name, each in PLAIN.items()]
+    pickled = [(f"pickle: {name}", "pickle", PROTO + each) for name, each in PICKLED.items()]
+    lines = [json.dumps([name, kind, raw.hex()]) for name, kind, raw in [*plain, *pickled]]
+    program = _JUDGE.format(nbytes=_LITTLE_NBYTES, seconds=_LITTLE_SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=_ROOT,
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=_HANG_SECONDS,
+        check=True,
+    )
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_msgpack_refuses_what_asks_for_more_than_its_bytes(
+    name: str, answers: dict[str, str]
+) -> None:
+    assert answers[f"plain: {name}"].startswith("refused: ")
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_a_pickle_under_allow_is_refused_that_asks_for_more(
+    name: str, answers: dict[str, str]
+) -> None:
+    assert answers[f"pickle: {name}"].startswith("refused: ")
