@@ -93,6 +93,9 @@ class Link(Protocol):
     def abort(self) -> None:
         """Close every connection, from any thread, so that whoever waits raises."""
 
+    def is_flowing(self) -> bool:
+        """Whether every connection is known to stand and to take more bytes at once."""
+
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """Let a thread of the link's do ``wait``, and raise what it raises.
 

@@ -5,6 +5,7 @@ who has to send to whom.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -74,6 +75,8 @@ class Exchange(Transfers):
         self._lane = lane
         self.gate = gate
         self._head_tag = head_tag(lane.number)
+        self._heads_to: Counter[int] = Counter()
+        self._heads_from: Counter[int] = Counter()
 
     def send_head(
         self, message: Message, peers: Iterable[int], destination: int = EVERYONE
@@ -82,6 +85,22 @@ class Exchange(Transfers):
         flat = torch.frombuffer(self.gate.head_of(message, destination), dtype=torch.uint8)
         for peer in peers:
             self._send(flat, peer, self._head_tag, message)
+            self._heads_to[peer] += 1
+
+    def finish(self) -> None:
+        """See ``Transfers``."""
+        super().finish()
+        self._lane.answering.update(self._heads_to)
+
+    def are_asked_for(self) -> bool:
+        """See ``Transfers``."""
+        # Each rank posts the receive for a rank's next first message when it has taken one, so that
+        # Gloo reads its word of that before its own next first message.
+        are_heads = len(self._sends) == self._heads_to.total()
+        return are_heads and all(
+            count <= self._heads_from[peer] and peer in self._lane.answering
+            for peer, count in self._heads_to.items()
+        )
 
     def recv_heads(self, peers: Sequence[int], *, made_by: int | None = None) -> list[Message]:
         """Wait for the next first message of each of ``peers``.
@@ -107,6 +126,7 @@ class Exchange(Transfers):
                 is_late = self._has_timed_out(error)
                 missing = absent(peers, standing, at) if is_late else (peer,)
                 raise self._naming(error, missing) from error
+            self._heads_from[peer] += 1
             message = self.open(each.raw, peer if made_by is None else made_by)
             each.renew()
             self.received_nbytes += message.header.head_nbytes

@@ -18,7 +18,7 @@ from objcomm.memory import empty
 from objcomm.transport.base import POKE_TAG, Deadline, Pending
 from objcomm.transport.creation import CONNECT_MAX
 from objcomm.transport.order import Apart
-from objcomm.transport.outage import notice_outages, open_sockets
+from objcomm.transport.outage import flow, notice_outages, open_sockets
 from objcomm.transport.rendezvous import Progress, forget, meet
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class GlooLink:
         # Any: torch's stubs leave out point-to-point of a backend.
         self._mesh: Any = dist.ProcessGroupGloo(prefixed, place, size, limit)
         self._apart = Apart()
+        self._flow = flow(before, size - 1)
         if len(set(self.hosts)) > 1:
             notice_outages(before, deadline.lost_seconds)
         forget(store, progress.nonce, size)
@@ -95,6 +96,10 @@ class GlooLink:
             # To each in turn: a connection that is closed already refuses, and closes no other.
             self._poke(peer)
         self._apart.abandon()
+
+    def is_flowing(self) -> bool:
+        """See ``base.Link``."""
+        return self._flow is not None and self._flow.is_free()
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``base.Link``."""

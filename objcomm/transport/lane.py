@@ -51,6 +51,8 @@ class Lane:
         runner: the thread that carries ``entry`` out, as a number; its owner, or the line's.
         waiter: the thread that waits for a call which the line carries out; 0 if none does.
         line: carries out asynchronous calls, if there ever was one.
+        answering: the ranks that took a first message in an earlier call. Each has then posted the
+            receive for the next one before it sends one itself.
         owes: whether its thread has yet to raise the verdict that ended the link.
     """
 
@@ -68,6 +70,7 @@ class Lane:
         self.runner = 0
         self.waiter = 0
         self.line: Line | None = None
+        self.answering: set[int] = set()
         self.owes = True
         self.past: deque[Entry] = deque(maxlen=_PAST)
         self._standing: dict[int, Standing] = {}

@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import stat
+import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ HOST_LOST = "its host, or the network on the way there, has failed"
 
 # What Linux says then: the last is what a router, or the own host, has told it meanwhile.
 _OUTAGES = [os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)]
+
+# To ask for more takes as long as what it saves.
+_FLOWS_MAX = 16
 
 # How often it asks before it gives up.
 _QUESTIONS = 4
@@ -79,6 +83,47 @@ def connected(before: Collection[int], port: int) -> dict[int, int]:
         inode for inode, address, _ in _connections() if inode not in before and address[1] == port
     }
     return {inode: descriptor for inode, descriptor in open_sockets().items() if inode in new}
+
+
+class Flow:
+    """Whether some connections stand, and take more bytes at once."""
+
+    def __init__(self, sockets: dict[int, int]) -> None:
+        """Begin.
+
+        Args:
+            sockets: descriptors by inode.
+        """
+        self._sockets = sockets
+        self._lock = threading.Lock()  # a poll serves one thread at a time
+        self._poll = select.poll()
+        for descriptor in sockets.values():
+            self._poll.register(descriptor, select.POLLOUT | select.POLLRDHUP)
+
+    def is_free(self) -> bool:
+        """Ask the system, which takes 2 µs for each."""
+        with self._lock:
+            found = self._poll.poll(0)
+        if len(found) < len(self._sockets) or any(event != select.POLLOUT for _, event in found):
+            return False
+        try:  # a number may be another one's by now
+            return all(os.fstat(each).st_ino == inode for inode, each in self._sockets.items())
+        except OSError:  # closed since
+            return False
+
+
+def flow(before: Collection[int], count: int) -> Flow | None:
+    """That of new connections of this process; None where they are too many, or can't be told.
+
+    Args:
+        before: inodes of sockets that are not new.
+        count: how many connections there are at least.
+    """
+    if count > _FLOWS_MAX:
+        return None
+    new = {inode for inode, _, _ in _connections() if inode not in before}
+    sockets = {inode: found for inode, found in open_sockets().items() if inode in new}
+    return Flow(sockets) if len(sockets) >= count else None
 
 
 def has_closed(inode: int, descriptor: int) -> bool:

@@ -31,9 +31,6 @@ from objcomm.transport.pieces import NOBODY, Meter, Unit, ended, nbytes_of
 # on a busy machine, and so did all its receipts.
 _AHEAD = 4
 
-# A thread of its own for a wait costs 50 µs, which a send of so much takes twenty times over.
-_LARGE_NBYTES = 1 << 20
-
 
 class Arriving(NamedTuple):
     """Bytes on their way to this rank.
@@ -151,10 +148,12 @@ class Transfers:
     def finish(self) -> None:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
 
-        When a connection closes, Gloo does not wake whoever waits for a send that is under way (see
-        ``pieces.ended``), but it does for the receive of a receipt. It now and then forgets that
-        one as well: a quarter of the ranks that died in an ``all_gather`` of 32 MiB left another
-        waiting. So a wait that large sends make likely is one that can be abandoned.
+        When a connection closes, Gloo wakes who waits for a receive, or for a send that the peer
+        has not asked for yet, but not who waits for one that is under way: its
+        ``Pair::signalException`` passes over what is in ``tx_``. A small send gets there, too, if
+        the peer has reset the connection and Gloo has not noticed yet: of 400 interrupts on a busy
+        machine one left another rank waiting so. So each wait is one that can be abandoned, by a
+        thread of the link's, unless what was sent is certain to have been handed to the system.
         """
         for row in itertools.zip_longest(*self._milestones):
             for milestone in filter(None, row):
@@ -162,7 +161,7 @@ class Transfers:
                     self._wait(pending, peer)
                 self._meter.moved(milestone.nbytes)
         self._milestones.clear()
-        if self.sent_nbytes < _LARGE_NBYTES:
+        if not self._sends or (self.are_asked_for() and self._link.is_flowing()):
             self._await_sends()
         else:
             try:
@@ -172,6 +171,10 @@ class Transfers:
             except RuntimeError as error:  # given up
                 raise self._naming(error, (self.entry.awaits,)) from error
         self._sends.clear()
+
+    def are_asked_for(self) -> bool:
+        """Whether Gloo is certain to know that the peers take all that was sent."""
+        return False
 
     def _await_sends(self) -> None:
         for pending, peer, _, _ in reversed(self._sends):

@@ -156,8 +156,9 @@ def tell_all_but(rank: int, topic: str) -> None:
             hear(f"{topic}{other}")
 
 
+@pytest.mark.parametrize("nbytes", [4 << 20, 10])
 @ranks(2, expect_dead={1})
-def test_a_send_that_gloo_forgets_is_given_up_when_its_receiver_has_died() -> None:
+def test_a_send_that_gloo_forgets_is_given_up_when_its_receiver_has_died(nbytes: int) -> None:
     """A quarter of plain kills leave a rank in such a wait, which nothing can wake."""
     objcomm.barrier()
     if here().rank == 1:
@@ -170,7 +171,7 @@ def test_a_send_that_gloo_forgets_is_given_up_when_its_receiver_has_died() -> No
         threading.Event().wait()
 
     with mock.patch.object(transfers.Transfers, "_await_sends", never):
-        assert_tells_of(1, KILLED, lambda: objcomm.gather(bytes(4 << 20), dst=1))
+        assert_tells_of(1, KILLED, lambda: objcomm.gather(bytes(nbytes), dst=1))
 
 
 @ranks(3, disposable=True)

@@ -116,6 +116,10 @@ class MemoryLink:
         self._wires.between(peer, self.rank, tag).post(arrival)
         return arrival
 
+    def is_flowing(self) -> bool:
+        """See ``Link``."""
+        return True
+
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``; there is nothing that could be stuck."""
         wait()
