@@ -4,7 +4,7 @@ Everything here happens before a byte is allocated for a message, and before one
 headers; knows nothing of links or of what messages mean.
 """
 
-from objcomm.authentication import environment_secret, signer_for
+from objcomm.authentication import Newest, environment_secret, signer_for
 from objcomm.config import Settings
 from objcomm.errors import AuthenticationError, ObjcommError, WireError, not_accepted
 from objcomm.frames import (
@@ -114,7 +114,8 @@ class Gate:
             sender: who must have made it.
 
         Raises:
-            AuthenticationError: it is a message of before, or one for another rank.
+            AuthenticationError: it is a message of before, or of this rank's own, or one for
+                another rank.
             DesyncError: the other rank is in another operation, call or root.
             WireError: the message is of another group, lane or sender.
         """
@@ -122,10 +123,16 @@ class Gate:
         if signer is None:
             check_same_call(mine, theirs, sender)
             return
-        place = (theirs.lane, theirs.sender)
-        is_old = theirs.sequence < signer.newest.get(place, 0)
+        if theirs.sender == self._rank != sender:
+            raise AuthenticationError(f"this rank's own message came back to it: {theirs.position}")
+        newest = signer.newest.setdefault((theirs.lane, theirs.sender), Newest(theirs.sequence))
+        if newest.sequence < theirs.sequence:
+            newest.sequence, newest.numbers = theirs.sequence, set()
+        is_old = theirs.sequence < newest.sequence or (
+            theirs.sequence < mine.sequence and theirs.number in newest.numbers
+        )
         if not is_old:
-            signer.newest[place] = theirs.sequence
+            newest.numbers.add(theirs.number)
             check_same_call(mine, theirs, sender)
         message = (theirs.sender, theirs.number)
         if is_old or message in self._seen or (mine.flags ^ theirs.flags) & Flag.ACKNOWLEDGEMENT:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from objcomm import structures
-from objcomm.errors import DecodeError
+from objcomm.errors import DecodeError, shown
 from objcomm.leaves import Tensors, described, tensors_of
 
 _OPERAND = ("structure", "leaves", "linked")
@@ -74,7 +74,7 @@ def received(plain: Any, place: Place) -> Answer:
     if not all(isinstance(each, (tuple, list)) for each in (answer.folded, answer.following)):
         _refuse("its results are no list")
     if answer.linked not in ("", place.linked):
-        _refuse(f"all ranks are joined by {answer.linked!r}, but this one is not")
+        _refuse(f"all ranks are joined by {shown(answer.linked)}, but this one is not")
     _check_following(answer.following, leaves, place)
     if place.is_taker and len(answer.folded) != len(leaves) - len(answer.following):
         _refuse("it has not one result for each leaf")
@@ -93,7 +93,7 @@ def operand(plain: Any) -> tuple[Any, list[Any], str]:
         _refuse("it is no operand")
     structure, values, linked = plain
     if not isinstance(linked, str):
-        _refuse(f"{linked!r} is no type of device")
+        _refuse(f"{shown(linked)} is no type of device")
     leaves = _Checking(must_make=False).leaves_of(structure, None)
     if not isinstance(values, list) or len(values) != len(leaves):
         _refuse("it has other leaves than its structure")
@@ -102,7 +102,7 @@ def operand(plain: Any) -> tuple[Any, list[Any], str]:
         if about is not None and value is not None:
             found = described(value)
             if found is None or found[0][:3] != description[:3]:
-                _refuse(f"a leaf is not what {description!r} describes")
+                _refuse("a leaf is not what is said of it")
     return structure, values, linked
 
 
@@ -117,14 +117,14 @@ def _check_following(
             _refuse("what is to follow is no leaf")
         at, ranks = each
         if type(at) is not int or not last < at < len(leaves):
-            _refuse(f"there is no leaf {at!r} to follow")
+            _refuse(f"there is no leaf {shown(at)} to follow")
         last = at
         description, is_own = leaves[at]
         about = _tensors_of(description)
         if about is None:
             _refuse(f"leaf {at} is to follow, but is no tensor")
         if not _are_ranks(ranks, place.size) or (place.rank in ranks) != is_own:
-            _refuse(f"leaf {at} follows from ranks {ranks!r}")
+            _refuse(f"leaf {at} follows from ranks that make no sense")
         nbytes += 0 if is_own else about.nbytes
     if nbytes > place.most_nbytes:
         _refuse(
@@ -146,9 +146,9 @@ def _tensors_of(description: Any) -> Tensors | None:
     try:
         about = tensors_of(description)
     except (ValueError, TypeError):
-        _refuse(f"{description!r} describes no leaf")
+        _refuse("a leaf is described by what is no description")
     if about is not None and not all(type(each) is int and each >= 0 for each in about.shape):
-        _refuse(f"{about.shape!r} is no shape")
+        _refuse("a leaf has a shape that is none")
     return about
 
 
@@ -194,9 +194,9 @@ class _Checking:
 
     def _leaf(self, number: Any, description: Any, own: Any) -> None:
         if type(number) is not int or number != len(self.leaves):
-            _refuse(f"a leaf has the number {number!r}")
+            _refuse(f"a leaf has the number {shown(number)}")
         if _tensors_of(description) is None and not structures.is_plain(description):
-            _refuse(f"{description!r} describes no leaf")
+            _refuse("a leaf is described by what is no description")
         if own is not None and (
             len(own) != len(("number", "description")) or own[1] != description
         ):

@@ -11,6 +11,7 @@ import hmac
 import os
 import stat
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from objcomm.errors import UsageError
@@ -26,12 +27,24 @@ _MESHES_REMEMBERED = 256
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
+@dataclass(slots=True)
+class Newest:
+    """The last that a sender has proved to have reached.
+
+    Attributes:
+        sequence: of its call.
+        numbers: of its messages in that call.
+    """
+
+    sequence: int
+    numbers: set[int] = field(default_factory=set)
+
+
 class Signer:
     """Signs and checks under one derived key; serves all threads at once.
 
     Attributes:
-        newest: the highest sequence that each (lane, sender) has proved to have reached, so that
-            an older message is known for a replay.
+        newest: by (lane, sender), so that an older message is known for a replay.
     """
 
     __slots__ = ("_key", "newest")
@@ -44,7 +57,7 @@ class Signer:
             purpose: what the derived key is for; another purpose gives another key.
         """
         self._key = hashlib.blake2b(purpose.encode(), key=secret, person=b"objcomm key").digest()
-        self.newest: dict[tuple[int, int], int] = {}
+        self.newest: dict[tuple[int, int], Newest] = {}
 
     def sign(self, header: bytes | bytearray) -> bytes:
         """The signature of a header."""

@@ -30,6 +30,10 @@ from typing import NamedTuple
 
 _PAIR = 2
 
+# Of what was received, so much stands in an error.
+_SHOWN_LETTERS = 100
+_SHOWN_MAX = 1 << 64
+
 
 class ObjcommError(Exception):
     """The root: ``except objcomm.ObjcommError`` catches all that objcomm raises itself.
@@ -406,6 +410,19 @@ def text_of(error: BaseException) -> str:
         return f"{kind}: {error}"
     except BaseException as second:  # noqa: BLE001  # a user's __str__ may even exit
         return f"{kind}: <its __str__ raised {name_of(type(second))}>"
+
+
+def shown(received: object) -> str:
+    """How an error names what a stranger sent: itself where it is short, its type elsewhere.
+
+    The ``repr`` of a tensor of 50 bytes may ask for gigabytes.
+    """
+    kind = type(received)
+    if kind is str:
+        return repr(received[:_SHOWN_LETTERS])  # type: ignore[index]  # a str by its type
+    if kind is int and -_SHOWN_MAX < received < _SHOWN_MAX:  # type: ignore[operator]  # likewise
+        return repr(received)
+    return repr(received) if received is None or kind in {bool, float} else f"a {name_of(kind)}"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -21,6 +21,8 @@ _STEPS_PER_BYTE = 32
 # Up to so many members it does not matter how their hashes are spread.
 _FEW_MEMBERS = 1_000
 _EQUAL_HASHES_MAX = 100
+_HARMLESS = frozenset({str, bytes, float})
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
 class Budget:
@@ -64,7 +66,11 @@ def check_spread(codec: str, members: Sequence[Any]) -> None:
 
 
 class Spread:
-    """How the hashes of a container's members are spread; texts' hashes nobody can choose."""
+    """How the hashes of a container's members are spread.
+
+    Texts' hashes nobody can choose, and of floats and of integers of 64 bits only some 50 have the
+    same one.
+    """
 
     def __init__(self, codec: str) -> None:
         self._codec = codec
@@ -78,7 +84,8 @@ class Spread:
         """
         counts = self._counts
         for member in members:
-            if type(member) is str or type(member) is bytes:
+            kind = type(member)
+            if kind in _HARMLESS or (kind is int and _INT_MIN <= member <= _INT_MAX):
                 continue
             key = hash(member)
             counts[key] += 1

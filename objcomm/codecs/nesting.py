@@ -25,27 +25,22 @@ _TOKEN += b"|".join(rb"\x%02x.{%d}" % (0xA0 + nbytes, nbytes) for nbytes in rang
 
 # Texts, bytes and extensions: the length's own bytes, and what an extension has besides.
 _LONG_TOKENS = {
-    0xD9: (1, 0),
-    0xDA: (2, 0),
-    0xDB: (4, 0),
-    0xC4: (1, 0),
-    0xC5: (2, 0),
-    0xC6: (4, 0),
-    0xC7: (1, 1),
-    0xC8: (2, 1),
-    0xC9: (4, 1),
+    b"\xd9": (1, 0),
+    b"\xda": (2, 0),
+    b"\xdb": (4, 0),
+    b"\xc4": (1, 0),
+    b"\xc5": (2, 0),
+    b"\xc6": (4, 0),
+    b"\xc7": (1, 1),
+    b"\xc8": (2, 1),
+    b"\xc9": (4, 1),
 }
-_LONG_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-
-
-class _Stop(NamedTuple):
-    """A token that is no part of a run, and the run before it."""
-
-    run_from: int
-    run_until: int
-    members: int | None  # of a container
-    members_from: int = 0
-
+# How many members a head of one byte announces; a mapping has two for each.
+_FEW_MEMBERS = {
+    bytes([first]): (first & 0x0F) * (1 if first & 0x10 else 2) for first in range(0x80, 0xA0)
+}
+_HEAD_OF_CONTAINER = rb"[\x80-\x9f]|[\xdc\xde]..|[\xdd\xdf].{4}"
+_MAPPINGS_FROM = 0xDE
 
 # Lists that begin with these names hold lists that are no containers of the object's; the first one
 # is itself none.
@@ -75,78 +70,85 @@ def check_nesting(meta: memoryview, max_depth: int, description_depth: int = 0) 
     openers = len(raw) - len(raw.translate(None, _OPENERS))
     if openers <= max_depth and not any(mark in raw for mark in _LONG_LISTS):
         return
-    containers = members = 0
-    for stop in _stops(raw):
-        if stop.members is not None:
-            containers += 1
-            members += stop.members
-            if members > len(raw):
-                raise DecodeError(_NAME, f"{len(raw)} bytes claim to hold {members} members")
-    if containers > max_depth:
-        _check_depth(raw, max_depth, description_depth)
+    members = 0
+    # Of each open container, behind what stands for the stream: the members that it still lacks,
+    # how deep it lies in the object, and whether it is a description.
+    due, depths, described = [1], [0], [False]
+    for scalars, count, at in _containers(raw):
+        members += count
+        if members > len(raw):
+            raise DecodeError(_NAME, f"{len(raw)} bytes claim to hold {members} members")
+        if scalars < due[-1]:
+            due[-1] -= scalars
+        else:
+            _close(due, scalars)
+            if not due[0]:
+                return  # the rest belongs to nothing, which the decoder refuses
+        opened = len(due)
+        is_description = described[opened - 1]
+        depth = depths[opened - 1] + (not is_description)
+        if raw.startswith(_HEAD, at):
+            is_description = is_description or raw.startswith(_DESCRIPTION_HEADS, at)
+            depth -= raw.startswith(_NUMBER_HEAD, at)
+        if depth > max_depth or opened > max_depth + description_depth:
+            raise DecodeError(
+                _NAME,
+                f"it is nested deeper than {max_depth}; see objcomm.configure(max_depth=)",
+            )
+        if count:
+            due.append(count)
+            depths[opened:] = (depth,)
+            described[opened:] = (is_description,)
+        else:
+            _close(due, 1)
+
+
+def _close(due: list[int], scalars: int) -> None:
+    """Take so many members, and what is full with them."""
+    while scalars and due[0]:
+        taken = min(scalars, due[-1])
+        due[-1] -= taken
+        scalars -= taken
+        while len(due) > 1 and not due[-1]:
+            due.pop()
+            due[-1] -= 1
+
+
+class _Patterns(NamedTuple):
+    token: re.Pattern[bytes]
+    run: re.Pattern[bytes]  # as many tokens as there are
+    step: re.Pattern[bytes]  # and a container's head behind them
 
 
 @functools.cache  # compiled by the first stream that needs them, which takes a millisecond
-def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """One token, and a run of as many as there are."""
-    return re.compile(_TOKEN, re.DOTALL), re.compile(b"(?:" + _TOKEN + b")*+", re.DOTALL)
+def _patterns() -> _Patterns:
+    run = b"(?:" + _TOKEN + b")*+"
+    step = b"(" + run + b")(" + _HEAD_OF_CONTAINER + b")"
+    return _Patterns(*(re.compile(each, re.DOTALL) for each in (_TOKEN, run, step)))
 
 
-def _stops(raw: bytes) -> Iterator[_Stop]:
-    at, end = 0, len(raw)
-    _, tokens = _patterns()
-    while at < end:
-        run = tokens.match(raw, at)
-        start, at = at, run.end() if run else at
-        if at >= end:
-            return
-        first = raw[at]
-        if first in _LONG_TOKENS:
-            width, further = _LONG_TOKENS[first]
-            yield _Stop(start, at, None)
+def _containers(raw: bytes) -> Iterator[tuple[int, int, int]]:
+    """Each list and mapping: the scalars since the one before, its members, where they begin."""
+    token, run, step = _patterns()
+    at = scalars = 0
+    while True:
+        for found in iter(step.scanner(raw, at).match, None):  # type: ignore[attr-defined]  # fast
+            before, head = found.groups()
+            if before:
+                scalars += len(token.findall(before))
+            at = found.end()
+            count = _FEW_MEMBERS.get(head)
+            if count is None:
+                count = int.from_bytes(head[1:], "big") * (2 if head[0] >= _MAPPINGS_FROM else 1)
+            yield scalars, count, at
+            scalars = 0
+        rest = run.match(raw, at)
+        if rest:
+            scalars += len(token.findall(rest[0]))
+            at = rest.end()
+        if raw[at : at + 1] not in _LONG_TOKENS:
+            return  # at its end, cut off, or the byte that means nothing
+        while (known := _LONG_TOKENS.get(raw[at : at + 1])) is not None:
+            width, further = known
             at += 1 + width + further + int.from_bytes(raw[at + 1 : at + 1 + width], "big")
-        elif first in _LONG_CONTAINERS:
-            width, each = _LONG_CONTAINERS[first]
-            members = each * int.from_bytes(raw[at + 1 : at + 1 + width], "big")
-            yield _Stop(start, at, members, at + 1 + width)
-            at += 1 + width
-        elif first & 0xE0 == 0x80:  # noqa: PLR2004  # 0x80 to 0x8f: mappings, 0x90 to 0x9f: lists
-            yield _Stop(start, at, (first & 0x0F) * (1 if first & 0x10 else 2), at + 1)
-            at += 1
-        else:
-            return  # cut off, or the byte that means nothing
-
-
-def _check_depth(raw: bytes, max_depth: int, description_depth: int) -> None:
-    token, _ = _patterns()
-    # Of each open container: the members that it still lacks, how deep it lies in the object, and
-    # whether it is a description.
-    due, depths, described = [1], [0], [False]
-    for stop in _stops(raw):
-        scalars = len(token.findall(raw, stop.run_from, stop.run_until)) + (stop.members is None)
-        while scalars and due[0]:
-            taken = min(scalars, due[-1])
-            due[-1] -= taken
-            scalars -= taken
-            _close_full(due)
-        if stop.members is not None:
-            del depths[len(due) :], described[len(due) :]
-            is_description, is_counted = described[-1], not described[-1]
-            if raw.startswith(_HEAD, stop.members_from):
-                is_description |= raw.startswith(_DESCRIPTION_HEADS, stop.members_from)
-                is_counted &= not raw.startswith(_NUMBER_HEAD, stop.members_from)
-            due.append(stop.members)
-            depths.append(depths[-1] + is_counted)
-            described.append(is_description)
-            if depths[-1] > max_depth or len(due) - 1 > max_depth + description_depth:
-                raise DecodeError(
-                    _NAME,
-                    f"it is nested deeper than {max_depth}; see objcomm.configure(max_depth=)",
-                )
-            _close_full(due)
-
-
-def _close_full(due: list[int]) -> None:
-    while len(due) > 1 and not due[-1]:
-        due.pop()
-        due[-1] -= 1
+            scalars += 1

@@ -20,7 +20,7 @@ from objcomm.codecs.paths import blame
 from objcomm.codecs.registry import classes
 from objcomm.codecs.rules import BUILTIN_ERRORS, CONSTRUCTORS, LOWER, raise_exception
 from objcomm.config import settings
-from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, name_of, text_of
+from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, name_of, shown, text_of
 from objcomm.memory import Buffer, Kind, view
 
 _NAME = "msgpack"
@@ -31,9 +31,10 @@ _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1  # what msgpack itself can carry
 # A tensor's or an array's shape and dtype lie deeper in the stream than it does in the object.
 _DESCRIPTION_DEPTH = 8
 
-# Lists and mappings of nothing else go to msgpack's C code as they are.
+# Lists of nothing else, and mappings with such keys, go to msgpack's C code as they are.
 _NATIVE = frozenset({type(None), bool, int, float, str})
-_NATIVE_KEYS = frozenset({*_NATIVE, bytes})
+# Nobody can choose their hashes, so that a mapping of them costs what its length says.
+_NATIVE_KEYS = frozenset({str, bytes})
 
 
 class _Tag(str):
@@ -129,7 +130,7 @@ class _Encoder:
         return _extended("buffer", self._buffer(Buffer(made, locked, view(locked))))
 
     def _lower_dict(self, mapping: dict[Any, Any]) -> Any:
-        if _NATIVE_KEYS.issuperset(map(type, mapping)) and _all_fit(mapping):
+        if _NATIVE_KEYS.issuperset(map(type, mapping)):
             return {key: self._lower(value) for key, value in mapping.items()}
         pairs = (self._lower(member) for pair in mapping.items() for member in pair)
         return _extended("dict", *pairs)
@@ -220,7 +221,6 @@ class _Decoder:
         check_nesting(self._meta, settings().max_depth, _DESCRIPTION_DEPTH)
         decoded = msgpack.unpackb(
             self._meta,
-            strict_map_key=False,
             unicode_errors=_TEXT_ERRORS,
             ext_hook=self._raise_tag,
             list_hook=self._raise_list,
@@ -250,7 +250,7 @@ class _Decoder:
 
     def _at(self, position: Any) -> Any:
         if type(position) is not int or not 0 <= position < len(self._buffers):
-            raise DecodeError(_NAME, f"there is no buffer {position!r}")
+            raise DecodeError(_NAME, f"the number of a buffer is {shown(position)}")
         return self._buffers[position]
 
     def _raise_buffer(self, position: Any) -> Any:
@@ -295,10 +295,12 @@ class _Decoder:
         return frozenset(members)
 
     def _raise_object(self, name: Any, state: Any) -> Any:
-        entry = classes.by_name(name) if type(name) is str else None
+        if type(name) is not str:
+            raise DecodeError(_NAME, f"the name of an object's class is {shown(name)}")
+        entry = classes.by_name(name)
         if entry is None:
             raise ForbiddenTypeError(
-                _NAME, f"class {name!r} is not registered on this rank; use objcomm.register"
+                _NAME, f"class {shown(name)} is not registered on this rank; use objcomm.register"
             )
         return entry.decode(state)
 

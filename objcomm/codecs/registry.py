@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, overload
 
-from objcomm.errors import UsageError
+from objcomm.errors import DecodeError, UsageError, shown
 
 C = TypeVar("C", bound=type)
+
+_NAME = "msgpack"
 
 # An object's own part where all its state is in __dict__; a builtin base makes it larger.
 _PLAIN_BASICSIZE = 32
@@ -124,19 +126,19 @@ def register(
 
 def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     if issubclass(cls, enum.Flag):
-        return (lambda member: member.value), cls
+        return (lambda member: member.value), lambda value: cls(_checked(cls, value, int))
     if issubclass(cls, enum.Enum):
-        return (lambda member: member.name), cls.__getitem__
+        return (lambda member: member.name), lambda name: cls[_checked(cls, name, str)]
     if issubclass(cls, tuple) and hasattr(cls, "_make"):
-        return list, cls._make
+        return list, lambda members: cls._make(_checked(cls, members, list))
     if dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls)]
         return (
             lambda obj: [getattr(obj, name) for name in _all_of(obj, names)],
-            lambda values: _filled(cls, dict(zip(names, values, strict=True))),
+            lambda values: _filled(cls, dict(zip(names, _checked(cls, values, list), strict=True))),
         )
     if issubclass(cls, BaseException):
-        return (lambda error: [error.args, vars(error)]), lambda parts: _raised(cls, *parts)
+        return (lambda error: [error.args, vars(error)]), lambda parts: _raised(cls, parts)
     has_slots = any("__slots__" in vars(base) for base in cls.__mro__[:-1])
     if has_slots or cls.__basicsize__ > _PLAIN_BASICSIZE:
         raise UsageError(
@@ -145,14 +147,24 @@ def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     return (lambda obj: dict(vars(obj))), (lambda state: _with_state(cls.__new__(cls), state))
 
 
-def _raised(cls: Any, args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+def _checked(cls: Any, received: Any, kind: type) -> Any:
+    """What arrived for an instance, if it is of the very type that was sent."""
+    if type(received) is not kind:
+        raise DecodeError(_NAME, f"a {cls.__qualname__} is not made of {shown(received)}")
+    return received
+
+
+def _raised(cls: Any, parts: Any) -> Any:
     """An exception as it was, without a call of ``__init__``."""
-    error = cls.__new__(cls, *args)
+    args, state = _checked(cls, parts, list)
+    error = cls.__new__(cls, *_checked(cls, args, tuple))
     error.args = args
     return _with_state(error, state)
 
 
-def _with_state(obj: Any, state: dict[str, Any]) -> Any:
+def _with_state(obj: Any, state: Any) -> Any:
+    for name in _checked(type(obj), state, dict):
+        _checked(type(obj), name, str)
     # Not by setattr, for a name of the sender's may be that of a property.
     vars(obj).update(state)
     return obj

@@ -21,7 +21,7 @@ import torch
 from objcomm.codecs import array_dtypes, tensors
 from objcomm.codecs.budget import Budget, Spread, check_spread
 from objcomm.codecs.rules import CONSTRUCTORS
-from objcomm.errors import DecodeError, ForbiddenTypeError
+from objcomm.errors import DecodeError, ForbiddenTypeError, name_of
 
 _NAME = "pickle"
 
@@ -82,6 +82,7 @@ def loads(
 _PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # see the module
 
 _STEPS_MAX = 1 << 62
+_BITS_PER_STEP = 1 << 10
 # Up to so many members it does not matter how their hashes are spread.
 _FEW_MEMBERS = 1_000
 
@@ -124,7 +125,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         for part in parts:
             known = extents.get(id(part))
             if known is None:
-                steps += 1
+                steps += 1 if type(part) is not int else self._steps(part)
             else:
                 depth, steps = max(depth, known[0]), steps + known[1]
         depth += 1
@@ -146,6 +147,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         known = self._extents.get(id(given))
         if known is not None:
             return known[1]
+        if type(given) is int:  # its hash is computed each time
+            return 1 + given.bit_length() // _BITS_PER_STEP
         return len(given) if type(given) in {str, bytes, bytearray} else 1
 
     def _called(self, function: Any, arguments: Any, options: Mapping[str, Any]) -> None:
@@ -170,7 +173,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         """What the stream adds members to, which may be nothing that it only named."""
         target = self.stack[-1]
         if id(target) in self._callable or isinstance(target, (type, torch.Tensor, enum.Enum)):
-            raise ForbiddenTypeError(_NAME, f"members are added to {target!r}")
+            raise ForbiddenTypeError(_NAME, f"members are added to a {name_of(type(target))}")
         if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):
             # What holds it would become deeper, and nobody would notice.
             raise DecodeError(_NAME, "members are added to what is a member of something else")
@@ -280,8 +283,12 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         slots: Mapping[str, Any] = {}
         if type(state) is tuple and len(state) == 2:  # noqa: PLR2004  # (state, slots), as pickle
             state, slots = state
-        vars(target).update(state or {})
-        for name, value in (slots or {}).items():
+        state, slots = state or {}, slots or {}
+        for each in (state, slots):
+            if type(each) is not dict or not all(type(name) is str for name in each):
+                raise DecodeError(_NAME, f"the state of a {kind.__name__} has no names")
+        vars(target).update(state)
+        for name, value in slots.items():
             if name.startswith("__") and name.endswith("__"):
                 raise ForbiddenTypeError(_NAME, f"the state of a {kind.__name__} sets {name!r}")
             setattr(target, name, value)
@@ -297,9 +304,18 @@ def _length(numbers: range) -> int:
     return max(0, -((numbers.start - numbers.stop) // numbers.step))  # len() has a limit
 
 
+def _check_memory(flat: Any) -> None:
+    # Another tensor might be expanded, and take gigabytes where it is moved.
+    if not (tensors.is_plain_tensor(flat) and flat.dtype is torch.uint8 and flat.dim() == 1):
+        raise DecodeError(_NAME, f"a {name_of(type(flat))} is no memory of a tensor or an array")
+    if not flat.is_contiguous():
+        raise DecodeError(_NAME, "the memory of a tensor or an array is not in one piece")
+
+
 def _tensor(about: Any, flat: Any) -> torch.Tensor:
-    if type(about) is not tuple or not isinstance(flat, torch.Tensor):
+    if type(about) is not tuple:
         raise DecodeError(_NAME, "a tensor is not made of a description and memory")
+    _check_memory(flat)
     return tensors.rebuild(tensors.Dense(*about), flat)
 
 
@@ -308,8 +324,7 @@ def _sparse(*parts: Any) -> torch.Tensor:
 
 
 def _array(flat: Any, *about: Any) -> Any:
-    if not isinstance(flat, torch.Tensor):
-        raise DecodeError(_NAME, "an array is not made of memory")
+    _check_memory(flat)
     return tensors.rebuild_array(flat, *about)
 
 

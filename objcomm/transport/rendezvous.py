@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from objcomm.errors import WireError
 from objcomm.transport.liveness import machine
 from objcomm.transport.stores import read
 
@@ -167,8 +168,8 @@ def _answer(
     while missing:
         progress.await_rank(missing[0])
         for peer in missing:
-            if (hello := read(store, f"hello/{peer}")) is not None:
-                number, _, place = hello.decode().partition(" ")
+            if (hello := _read_text(store, f"hello/{peer}")) is not None:
+                number, _, place = hello.partition(" ")
                 if answered.get(peer) != number:  # a stale hello is answered too, to nobody
                     progress.look_around()
                     store.set(f"welcome/{number}", nonce)
@@ -192,7 +193,7 @@ def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> tuple[in
         store.set(f"joined/{nonce}/{rank}", "")
         told = _wait_for(store, f"go/{nonce}", progress)
         if told != _GIVEN_UP:
-            return tuple(map(int, told.split()))
+            return _numbers(told)
         for key in (f"welcome/{number}", f"joined/{nonce}/{rank}", f"go/{nonce}"):
             store.delete_key(key)
 
@@ -232,7 +233,7 @@ def _wait_for(
 ) -> str:
     began = said = time.monotonic()
     pause = _PAUSE_MIN_SECONDS
-    while (found := read(store, key)) is None:
+    while (found := _read_text(store, key)) is None:
         progress.await_rank(0)
         pause = _sleep(pause)
         now = time.monotonic()
@@ -241,7 +242,29 @@ def _wait_for(
             say_again()
             said = now
     progress.await_rank(0)  # an answer may have come to who had given up
-    return found.decode()
+    return found
+
+
+def _read_text(store: dist.Store, key: str) -> str | None:
+    found = read(store, key)
+    try:
+        return None if found is None else found.decode()
+    except UnicodeDecodeError as error:
+        raise _damaged(found) from error
+
+
+def _numbers(told: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, told.split()))
+    except ValueError as error:
+        raise _damaged(told) from error
+
+
+def _damaged(found: object) -> WireError:
+    """The error of a rank that read what no rank writes, such as another program's word."""
+    return WireError(
+        f"the store where ranks meet holds what no rank of objcomm wrote: {found!r:.80}"
+    )
 
 
 def _sleep(pause: float) -> float:

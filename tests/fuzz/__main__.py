@@ -1,9 +1,13 @@
-"""The command line: ``python -m tests.fuzz --messages 10000000``; prints counts and the rate."""
+"""The command line: ``python -m tests.fuzz --minutes 60``; prints counts and the rate.
+
+Each batch runs in a child with little memory and little processor time, which a defect may end: its
+input is kept, and the next child goes on.
+"""
 
 import argparse
-import contextlib
 import faulthandler
-import math
+import json
+import os
 import random
 import resource
 import sys
@@ -11,26 +15,57 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tests.fuzz.mutate import seeds, variant
-from tests.fuzz.targets import LIMIT_NBYTES, TARGETS, attempt
+from tests.fuzz.targets import TARGETS, attempt
 
-_BATCH = 1000
-_HANG_SECONDS = 1.0
-_STUCK_SECONDS = 60
+_BATCH = 500
+_BATCH_CPU_SECONDS = 60
+_BATCH_SECONDS = 1200  # on a machine that others use, too
 
-# What one input may make the process grow: the limit itself, and what torch loads at its first use.
-_GROWTH_MAX_NBYTES = 64 * LIMIT_NBYTES
-_ADDRESS_SPACE_NBYTES = 8 << 30
+# What one input may take of a processor and of memory: something, and in proportion to its bytes.
+_FREE_SECONDS, _SECONDS_PER_BYTE = 0.5, 1e-5
+_FREE_NBYTES, _NBYTES_PER_BYTE = 64 << 20, 256
+_ADDRESS_SPACE_NBYTES = 1 << 30
 
 # Of a hundred messages. Decoding a tensor or a pickle costs five times as much as the rest.
-_SHARES = {"header": 18, "message": 30, "plain": 30, "failure": 12, "bundle": 5}
+_SHARES = {"header": 13, "message": 20, "plain": 30, "restricted_pickle": 15, "failure": 7}
 _SMALL_SHARE = 2.5
 
 
+def _trial(name: str, raw: bytes, highest: int) -> tuple[bool, str]:
+    """Whether the bytes were taken for right ones, and what was wrong with that.
+
+    Args:
+        name: the target's.
+        raw: its input.
+        highest: bytes of memory that the process has had at once so far.
+    """
+    began = time.process_time()
+    try:
+        accepted, wrong = attempt(name, raw), ""
+    except Exception as error:  # noqa: BLE001  # anything that comes out is a defect
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        accepted, wrong = False, f"{type(error).__name__} at {where.name}:{where.lineno}"
+    seconds = time.process_time() - began
+    if seconds > _FREE_SECONDS + _SECONDS_PER_BYTE * len(raw):
+        wrong = wrong or "took too long"
+    if _highest_nbytes() - highest > _FREE_NBYTES + _NBYTES_PER_BYTE * len(raw):
+        wrong = wrong or "took too much memory"
+    return accepted, wrong
+
+
+def _highest_nbytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 class Campaign:
-    """Mutated messages, tried in turn on every target.
+    """Drawn and mutated messages, tried in turn on every target.
 
     Attributes:
         tried: inputs so far, by target.
@@ -38,43 +73,59 @@ class Campaign:
         found: kinds of defects with the first input of each.
     """
 
-    def __init__(self, seed: int, out: Path) -> None:
+    def __init__(self, targets: Sequence[str], seed: int, out: Path) -> None:
         self.tried: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
         self.found: dict[str, Path] = {}
+        self._right = {name: seeds(name) for name in targets}
+        for name, right in self._right.items():
+            for raw in right:  # what torch loads at a first use is loaded before there is a child
+                attempt(name, raw)
         self._chance = random.Random(seed)
         self._out = out
-        self._highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         # Written before each attempt, so that a crash leaves its input behind.
-        self._current = (out / "current").open("wb", buffering=0)
+        self._current = out / "current"
 
-    def run(self, name: str, count: int) -> None:
-        """Try ``count`` inputs on one target."""
-        right = seeds(name)
-        for _ in range(count // _BATCH):
-            faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True)
-            for _ in range(_BATCH):
-                self._try(name, variant(self._chance, name, self._chance.choice(right)))
-            self.tried[name] += _BATCH
+    def run_batch(self, name: str) -> None:
+        """Try some inputs on one target, in a child."""
+        seed = self._chance.getrandbits(64)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            self._be_child(name, seed, writing)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as told:
+            ended = [json.loads(line) for line in told]
+        _, status = os.waitpid(child, 0)
+        for accepted, wrong, raw in ended:
+            self.accepted[name] += accepted
+            if wrong:
+                self._keep(name, wrong, bytes.fromhex(raw))
+        self.tried[name] += len(ended)
+        if status:
+            code = os.waitstatus_to_exitcode(status)
+            self._keep(name, f"ended the process with {code}", self._current.read_bytes())
 
-    def _try(self, name: str, raw: bytes) -> None:
-        self._current.seek(0)
-        self._current.truncate()
-        self._current.write(raw)
-        began = time.perf_counter()
+    def _be_child(self, name: str, seed: int, writing: int) -> None:
         try:
-            self.accepted[name] += attempt(name, raw)
-        except BaseException as error:  # anything that comes out is a defect
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            self._keep(name, f"{type(error).__name__} at {where.name}:{where.lineno}", raw)
-        if time.perf_counter() - began > _HANG_SECONDS:
-            self._keep(name, "took too long", raw)
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if highest - self._highest > _GROWTH_MAX_NBYTES:
-            self._keep(name, f"took {(highest - self._highest) >> 20} MiB", raw)
-        self._highest = highest
+            _limit(resource.RLIMIT_AS, _address_space_nbytes() + _ADDRESS_SPACE_NBYTES)
+            _limit(resource.RLIMIT_CPU, _BATCH_CPU_SECONDS)
+            faulthandler.dump_traceback_later(_BATCH_SECONDS, exit=True)
+            chance = random.Random(seed)
+            with os.fdopen(writing, "wb", 0) as telling, self._current.open("wb", 0) as kept:
+                for _ in range(_BATCH):
+                    raw = variant(chance, name, chance.choice(self._right[name]))
+                    kept.seek(0)
+                    kept.truncate()
+                    kept.write(raw)
+                    accepted, wrong = _trial(name, raw, _highest_nbytes())
+                    line = json.dumps([accepted, wrong, raw.hex() if wrong else ""])
+                    telling.write(line.encode() + b"\n")
+        except BaseException:  # noqa: BLE001  # the parent sees the status
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
 
     def _keep(self, name: str, what: str, raw: bytes) -> None:
         key = f"{name}: {what}"
@@ -85,34 +136,39 @@ class Campaign:
             print(f"{key}: {place}", flush=True)
 
 
+def _limit(what: int, most: int) -> None:
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _address_space_nbytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[0]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def main(arguments: list[str]) -> int:
     """Run a campaign and give its exit status: 1 where anything was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--out", type=Path, default=Path("fuzz-out"), help="where inputs are kept")
-    options = parser.parse_args(arguments)
+    options: Any = parser.parse_args(arguments)
     options.out.mkdir(exist_ok=True)
-    faulthandler.enable()
-    with contextlib.suppress(ValueError):  # a lower limit holds already
-        resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_NBYTES,) * 2)
     warnings.simplefilter("ignore")  # torch and numpy warn of odd sizes and dtypes
-    campaign = Campaign(options.seed, options.out)
-    began = time.perf_counter()
+    torch.set_num_threads(1)  # a child has no other threads
+    campaign = Campaign(options.targets, options.seed, options.out)
+    began = time.monotonic()
     shares = {name: _SHARES.get(name, _SMALL_SHARE) for name in options.targets}
+    while time.monotonic() - began < 60 * options.minutes:
+        # Whichever is furthest behind its share.
+        campaign.run_batch(min(shares, key=lambda name: campaign.tried[name] / shares[name]))
+    seconds = time.monotonic() - began
     for name in options.targets:
-        started = time.perf_counter()
-        share = options.messages * shares[name] / sum(shares.values())
-        campaign.run(name, math.ceil(share / _BATCH) * _BATCH)
-        rate = campaign.tried[name] / (time.perf_counter() - started)
-        tried, accepted = campaign.tried[name], campaign.accepted[name]
-        print(f"{name:18} {tried:10} tried {accepted:9} accepted {rate:9.0f}/s", flush=True)
-    faulthandler.cancel_dump_traceback_later()
+        print(f"{name:18} {campaign.tried[name]:10} tried {campaign.accepted[name]:9} accepted")
     total = campaign.tried.total()
-    seconds = time.perf_counter() - began
-    rate, kinds = total / seconds, len(campaign.found)
-    print(f"{total} messages in {seconds:.0f} s, {rate:.0f}/s; {kinds} kinds of defects")
+    kinds = len(campaign.found)
+    print(f"{total} messages in {seconds:.0f} s, {total / seconds:.0f}/s; {kinds} kinds of defects")
     return int(bool(campaign.found))
 
 

@@ -11,8 +11,7 @@ import torch
 
 import objcomm
 from objcomm import structures
-from objcomm.codecs import codec_named, tensors
-from objcomm.codecs.rules import CONSTRUCTORS
+from objcomm.codecs import codec_named
 from objcomm.errors import RankFailure
 from objcomm.frames import HEADER_NBYTES, ROW_NBYTES, Header, Row, Status, pack_table
 from objcomm.message import compose
@@ -20,28 +19,12 @@ from objcomm.ops import operator_for
 from objcomm.outcome import failure_message
 from objcomm.transport import routes
 from tests import samples
+from tests.fuzz import drawn
 from tests.fuzz.targets import BUNDLE_SIZE, HEADS_META, OPERAND, PAIR
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 
 _LARGEST_SEED_NBYTES = 8000
-_NUMBERS: Final = (0, 1, 2, 3, 7, 8, 31, 64, 127, 128, 255, 256, 32_768, 65_536, 1 << 20)
-_LARGE: Final = (2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
-_EXTREMES: Final = (*_NUMBERS, *_LARGE)
-_TEXTS: Final = (
-    *("", "a", "float32", "int64", "<f4", "|V8", "U1000000000", "S999999999", "O", "cpu", "meta"),
-    *("cuda", "mps", "C", "F", "1e999999999", "nan", "-1", "0x7f", "UTC", "../x"),
-    *(
-        "(99999999,)i4",
-        "i4,f8",
-        "datetime64[as]",
-        "M8[D]",
-        "tests.samples.Run",
-        "é",
-        "\ud800",
-        "x" * 300,
-    ),
-)
-
+_LONGEST_WORD = 1000
 Mutation = Callable[[random.Random, bytearray], None]
 
 
@@ -55,7 +38,7 @@ def _set(chance: random.Random, raw: bytearray) -> None:
 
 def _overwrite(chance: random.Random, raw: bytearray) -> None:
     nbytes = chance.choice((1, 2, 4, 8))
-    number = chance.choice(_EXTREMES) % (1 << 8 * nbytes)
+    number = chance.choice(drawn.EXTREMES) % (1 << 8 * nbytes)
     at = chance.randrange(len(raw))
     raw[at : at + nbytes] = number.to_bytes(nbytes, chance.choice(("big", "little")))
 
@@ -85,33 +68,10 @@ _MUTATIONS: tuple[Mutation, ...] = (
     *(_insert_word, _insert_word),
 )
 
-_NAMES = [
-    *CONSTRUCTORS,
-    "tuple",
-    "set",
-    "frozenset",
-    "exception",
-    "int",
-    "dict",
-    "buffer",
-    "tensor",
-    "ndarray",
-    "sparse",
-    "scalar",
-    "dtype",
-]
-_NAMES.append("object")
-
-
-def _packed(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
-    return packed
-
-
 _WORDS = [
-    *(_packed(msgpack.ExtType(1, name.encode())) for name in _NAMES),
-    *(_packed(text) for text in _TEXTS),
-    *(_packed(number) for number in _EXTREMES),
+    *(drawn.packed(msgpack.ExtType(1, name.encode())) for name in drawn.PARTS),
+    *(drawn.packed(text) for text in drawn.TEXTS if len(text) < _LONGEST_WORD),
+    *(drawn.packed(number) for number in drawn.EXTREMES),
     *(b"\x90", b"\x91", b"\x92", b"\x93", b"\x94", b"\x98", b"\xc0", b"\xc2", b"\xc3", b"\xdd"),
 ]
 
@@ -123,38 +83,6 @@ def damaged(chance: random.Random, raw: bytes) -> bytes:
         if changed:
             chance.choice(_MUTATIONS)(chance, changed)
     return bytes(changed)
-
-
-def invented(chance: random.Random, depth: int = 0) -> Any:
-    """A value of the plain codec's grammar, its members of any kind."""
-    draw = chance.random()
-    if depth > 3 or draw < 0.3:
-        return chance.choice((*_EXTREMES, -1, -(2**63), None, True, False, 0.5, b"", b"\0" * 16))
-    if draw < 0.45:
-        return chance.choice(_TEXTS)
-    members = [invented(chance, depth + 1) for _ in range(chance.choice((0, 1, 1, 2, 3, 5, 8)))]
-    if draw < 0.55:
-        return members
-    if draw < 0.6:
-        return {chance.choice(_TEXTS): member for member in members}
-    name = chance.choice(_NAMES)
-    if name == "tensor":
-        members = _tensor_members(chance)
-    elif name == "ndarray":
-        shape = [chance.choice((0, 1, 2, 8, 16)) for _ in range(chance.randrange(4))]
-        members = [chance.choice((0, 4)), chance.choice(_TEXTS), shape, chance.choice("CFA")]
-    return [msgpack.ExtType(1, name.encode()), *members]
-
-
-def _tensor_members(chance: random.Random) -> list[Any]:
-    """About a tensor over one of the two buffers that are tensors."""
-    shape = [chance.choice((0, 1, 2, 4, 8, 16, -1)) for _ in range(chance.randrange(4))]
-    order = chance.choice((None, list(range(len(shape))), [0, 0], [5], [-1], "ab"))
-    expanded = chance.choice((None, None, shape, [2**40], [2**62, 4], [-1]))
-    dtype = chance.choice(list(tensors.DTYPES))
-    device = chance.choice(("cpu", "cpu", "meta", "cuda", "cpu:7", "xpu", ""))
-    at = chance.choice((0, 0, 4, 1, -1))
-    return [at, dtype, shape, order, expanded, device, *chance.choices((True, False), k=2)]
 
 
 def _seed_objects() -> list[Any]:
@@ -276,14 +204,26 @@ def seeds(name: str) -> list[bytes]:
     return _messages("msgpack") if name == "tensor" else [*_messages("msgpack"), *_bundles()]
 
 
+# How many inputs are drawn anew; of the others, what is no structure at all is soon refused.
+_DRAWN_SHARES = {
+    "plain": 0.5,
+    "restricted_pickle": 0.5,
+    "operands": 0.1,
+    "answer": 0.1,
+    "word": 0.1,
+}
+
+
 def variant(chance: random.Random, name: str, raw: bytes) -> bytes:
     """A mutated input for a target, made of a right one."""
-    if name in {"plain", "operands", "answer", "word"}:
+    if name in _DRAWN_SHARES:
         draw = chance.random()
-        share = 0.5 if name == "plain" else 0.1  # what is no structure at all is soon refused
-        value = _packed(invented(chance)) if draw < share else raw
-        return value if draw < 0.8 * share else damaged(chance, value)
-    if name == "restricted_pickle" or chance.random() < 0.1:
+        share = _DRAWN_SHARES[name]
+        if draw < share:
+            value = drawn.value(chance)
+            raw = drawn.Pickled(chance, value).stream if "pickle" in name else drawn.packed(value)
+        return raw if draw < 0.8 * share else damaged(chance, raw)
+    if chance.random() < 0.1:
         return damaged(chance, raw)
     return _resealed(chance, raw)
 
@@ -321,7 +261,7 @@ def _content(chance: random.Random, header: Header, meta: bytes) -> bytes:
             changed = damaged(chance, head)
         return meta[:at] + changed + meta[at + head_nbytes :]
     if chance.random() < 0.4:
-        return _packed(invented(chance))
+        return drawn.packed(drawn.value(chance))
     return damaged(chance, meta)
 
 
@@ -337,7 +277,7 @@ _FIELD_BITS: Final[Sequence[tuple[str, int, bool]]] = (
 def _with_other_fields(chance: random.Random, header: Header) -> Header:
     for name, bits, is_signed in chance.sample(_FIELD_BITS, chance.choice((1, 1, 2, 3))):
         before: int = getattr(header, name)
-        number = chance.choice((chance.choice(_EXTREMES), before + 1, max(0, before - 1)))
+        number = chance.choice((chance.choice(drawn.EXTREMES), before + 1, max(0, before - 1)))
         number %= 1 << bits
         changed: dict[str, Any] = {name: -number if is_signed and number % 2 else number}
         header = header._replace(**changed)
@@ -354,7 +294,7 @@ def _with_other_rows(chance: random.Random, header: Header, body: bytes) -> tupl
         for at in range(0, table_nbytes, ROW_NBYTES)
     ]
     at = chance.randrange(len(rows))
-    nbytes = chance.choice((rows[at].nbytes, chance.choice(_EXTREMES)))
+    nbytes = chance.choice((rows[at].nbytes, chance.choice(drawn.EXTREMES)))
     rows[at] = Row(nbytes, chance.randrange(8))
     rest = body[table_nbytes:]
     if chance.random() < 0.5:

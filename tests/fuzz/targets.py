@@ -3,6 +3,8 @@
 No target ever unpickles without a list of admitted functions: a mutated pickle may run anything.
 """
 
+import collections
+import datetime
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,7 @@ from objcomm.admission import Gate
 from objcomm.answers import Place, operand, received
 from objcomm.codecs.base import decode
 from objcomm.config import Settings
-from objcomm.errors import CollectiveError
+from objcomm.errors import CollectiveError, text_of
 from objcomm.frames import HEADER_NBYTES, Header, Operation, Status, check_same_call
 from objcomm.leaves import room_for, tensors_of
 from objcomm.message import Message, compose, open_body
@@ -75,8 +77,8 @@ def plain(raw: bytes) -> None:
 
 
 def restricted_pickle(raw: bytes) -> None:
-    """The pickle codec's own bytes, where nothing is admitted but what it needs itself."""
-    with objcomm.configure(allow=[]):
+    """The pickle codec's own bytes, where what it needs itself and a few classes are admitted."""
+    with objcomm.configure(allow=[collections.deque, datetime.date, samples.Run]):
         decode("pickle", memoryview(raw), _buffers())
 
 
@@ -180,11 +182,17 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
 def attempt(name: str, raw: bytes) -> bool:
     """Run a target, and say whether the bytes were taken for right ones.
 
-    Anything but a value and an ``ObjcommError`` comes out as it is, and is a defect.
+    Anything but a value and an ``ObjcommError`` comes out as it is, and is a defect; so is one that
+    tells of memory that could not be had.
     """
     try:
         TARGETS[name](raw)
-    except objcomm.ObjcommError:
+    except objcomm.ObjcommError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, MemoryError) or "allocate memory" in text_of(cause):
+                raise
+            cause = cause.__cause__
         return False
     return True
 

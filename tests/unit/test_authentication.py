@@ -155,6 +155,26 @@ def test_a_message_of_an_earlier_call_is_old_and_not_out_of_step() -> None:
         later.open(head, 1)
 
 
+def test_a_message_of_the_call_just_before_is_old_and_not_out_of_step() -> None:
+    mesh = Settings(secret=secret_of(KEY + "of a third mesh"))
+    sending, first, wires = pair(mesh, mesh)
+    head = sending.gate.head_of(message_of(sending))
+    first.open(head, 1)
+    next_one = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=1)
+    with pytest.raises(AuthenticationError, match="an old message came again"):
+        next_one.open(head, 1)
+
+
+@pytest.mark.parametrize("sequence", [0, 1])
+def test_a_message_that_comes_back_to_its_maker_is_no_other_ranks(sequence: int) -> None:
+    mesh = Settings(secret=secret_of(KEY + "of a fourth mesh"))
+    _, mine, wires = pair(mesh, mesh)
+    head = mine.gate.head_of(message_of(mine))
+    later = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=sequence)
+    with pytest.raises(AuthenticationError, match="this rank's own message came back"):
+        later.open(head, 1)
+
+
 def test_a_rank_that_made_one_call_fewer_is_out_of_step_and_no_forger() -> None:
     mesh = Settings(secret=secret_of(KEY + "of another mesh"))
     behind, _, wires = pair(mesh, mesh)

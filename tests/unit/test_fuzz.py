@@ -10,8 +10,11 @@ import torch
 
 import objcomm
 from objcomm import DecodeError, WireError
+from objcomm.codecs import plain, restricted, tensors
 from objcomm.codecs.base import decode
+from objcomm.codecs.rules import CONSTRUCTORS
 from tests import fuzz
+from tests.fuzz import drawn
 from tests.fuzz.mutate import seeds, variant
 from tests.fuzz.targets import TARGETS, attempt
 from tests.unit.test_frames import _address_space
@@ -73,3 +76,25 @@ def test_a_head_that_a_bundle_cuts_off_is_refused() -> None:
     for name in ("message/table-longer-than-what-arrived", "bundle/head-cut-off"):
         with pytest.raises(objcomm.WireError, match="cut off"):
             TARGETS[name.partition("/")[0]]((_CORPUS / name).read_bytes())
+
+
+def test_all_that_can_be_made_is_drawn() -> None:
+    arguments = [
+        each.words for one in CONSTRUCTORS.values() for each in (*one.arguments, one.rest) if each
+    ]
+    assert set(arguments) == set(drawn.ARGUMENTS)
+    assert set(drawn.PARTS) == {*CONSTRUCTORS, *plain._RAISE}  # noqa: SLF001  # the table's rest
+    dtypes = {str(each) for each in tensors.DTYPES.values()}
+    tools = restricted._TOOLS.keys() - dtypes  # noqa: SLF001  # likewise
+    assert {*drawn.TOOLS.values(), *drawn.ADMITTED} >= tools
+
+
+@pytest.mark.filterwarnings("ignore")  # of odd sizes
+@pytest.mark.parametrize("name", drawn.PARTS)
+def test_what_is_drawn_is_made_now_and_then(name: str) -> None:
+    chance = random.Random(name)
+    several = [drawn.made(chance, name, 4) for _ in range(100)]
+    assert any(attempt("plain", drawn.packed(each)) for each in several)
+    if name in drawn.TOOLS:
+        pickles = [drawn.Pickled(chance, each).stream for each in several]
+        assert any(attempt("restricted_pickle", each) for each in pickles)

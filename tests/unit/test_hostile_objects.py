@@ -35,7 +35,9 @@ def named(module: str, name: str) -> bytes:
 def number(value: int) -> bytes:
     """Opcodes of an integer."""
     raw = pickle.encode_long(value)
-    return b"\x8a" + bytes([len(raw)]) + raw
+    if len(raw) < 256:
+        return b"\x8a" + bytes([len(raw)]) + raw
+    return b"\x8b" + struct.pack("<i", len(raw)) + raw
 
 
 LONG_RANGE = [ext("range"), 0, 1 << 40, 1]
@@ -61,7 +63,26 @@ def hexadecimal(value: int) -> list[object]:
     return [ext("int"), hex(value)]
 
 
+# Over the one buffer of 64 bytes; its text alone takes gigabytes.
+EXPANDED = [ext("tensor"), 0, "float8_e5m2", [64], None, [1 << 32, 64], "cpu", False, False]
+
+
+def registered(name: str, state: object) -> list[object]:
+    """An object of one of the classes that the judge registers."""
+    return [ext("object"), name, state]
+
+
 PLAIN: dict[str, object] = {
+    "a tensor as a class's name": [ext("object"), EXPANDED, None],
+    "a tensor as a buffer's number": [ext("buffer"), EXPANDED],
+    "a tensor as an enum's name": registered("Enum", EXPANDED),
+    "a tensor as a flag's value": registered("Flag", EXPANDED),
+    "members of a named tuple": registered("Tuple", LONG_RANGE),
+    "fields of a dataclass": registered("Dataclass", LONG_RANGE),
+    "parts of an error of the program's": registered("Error", LONG_RANGE),
+    "arguments of an error of the program's": registered("Error", [LONG_RANGE, {}]),
+    "a state without names": registered("Class", [ext("dict"), 1, 2]),
+    "a state of pairs": registered("Class", [["a", 1]]),
     "a unit of no time": [ext("dtype"), "m8[D/0]"],
     "a scalar of such": [ext("scalar"), "m8[D/0]", bytes(8)],
     "a dtype by numpy's parser": [ext("dtype"), "(99999999,)i4"],
@@ -74,7 +95,7 @@ PLAIN: dict[str, object] = {
         "",
     ],
     "notes of an exception": [ext("exception"), "ValueError", [ext("tuple")], LONG_RANGE, ""],
-    "sparse indices": [ext("sparse"), LONG_RANGE, [1.0], [ext("torch.Size"), 5], False, False],
+    "sparse indices": [ext("sparse"), LONG_RANGE, [1.0], [ext("tuple"), 5], False, False],
     "a shape of many sizes": [ext("torch.Size"), *[(1 << 62)] * 60_000],
     "keys of one hash": [
         ext("dict"),
@@ -90,7 +111,32 @@ PLAIN: dict[str, object] = {
 for _ in range(201):
     PLAIN["too deep"] = [PLAIN["too deep"]]
 
+EXPANDED_PICKLE = (
+    named("objcomm.codecs.pickle5", "_rebuild_tensor")
+    + b"(\x8c\x0bfloat8_e5m2K@\x85N"
+    + number(1 << 32)
+    + b"K@\x86\x8c\x03cpu\x89\x89t\x97\x86R"
+)
+
+
+def mapping(keys: list[bytes]) -> bytes:
+    """A mapping of msgpack's own with any keys, which msgpack's packer would not write."""
+    return b"\xdf" + struct.pack(">I", len(keys)) + b"".join(key + b"\xc0" for key in keys)
+
+
+PACKED: dict[str, bytes] = {
+    **{name: msgpack.packb(each) for name, each in PLAIN.items()},
+    "keys of one hash in a mapping of msgpack's": mapping(
+        [msgpack.packb(hexadecimal(value)) for value in same_hash(60_000)]
+    ),
+}
+
 PICKLED: dict[str, bytes] = {
+    "a key of a hundred kilobytes in many mappings": number(1 << 1_000_000)
+    + b"\x940("
+    + b"}h\x00Ns" * 20_000
+    + b"t.",
+    "memory that is a tensor": EXPANDED_PICKLE[:-3] + EXPANDED_PICKLE + b"\x86R.",
     "a unit of no time": named("objcomm.codecs.array_dtypes", "array_dtype_named")
     + b"\x8c\x07m8[D/0]\x85R.",
     "a range to a queue": named("collections", "deque") + PICKLED_RANGE + b"\x85R.",
@@ -98,11 +144,10 @@ PICKLED: dict[str, bytes] = {
     "a key that doubles": b"}" + doubled(60) + b"Ns.",
     "a member that doubles": b"\x8f(" + doubled(60) + b"\x90.",
     "a frozen member that doubles": b"(" + doubled(60) + b"\x91.",
+    "a state that doubles": named("collections", "OrderedDict") + b")R" + doubled(60) + b"b.",
+    "members of an expanded tensor": EXPANDED_PICKLE + b"K\x01a.",
     "keys of one hash": b"}("
-    + b"".join(
-        b"\x8b" + struct.pack("<i", len(raw := pickle.encode_long(value))) + raw + b"N"
-        for value in same_hash(60_000)
-    )
+    + b"".join(number(value) + b"N" for value in same_hash(60_000))
     + b"u.",
     "filled after its place": b"]\x94]\x94h\x00h\x01a0" + b"h\x01]a" + b".",
     "a large argument again and again": b"("
@@ -116,16 +161,24 @@ PICKLED: dict[str, bytes] = {
 # Torch is imported once; each stream has a child of its own.
 _JUDGE = """
 import json, os, resource, sys
-import collections, torch, numpy, objcomm
-from objcomm.codecs.plain import PlainCodec
-from objcomm.codecs import restricted
+import collections, dataclasses, enum, torch, numpy, objcomm
+from typing import NamedTuple
+from objcomm.codecs import base
+
+objcomm.register(enum.Enum("E", "a b"), name="Enum")
+objcomm.register(enum.Flag("F", "a b"), name="Flag")
+objcomm.register(NamedTuple("T", [("a", int)]), name="Tuple")
+objcomm.register(dataclasses.make_dataclass("D", ["a", "b"]), name="Dataclass")
+objcomm.register(type("R", (Exception,), {{}}), name="Error")
+objcomm.register(type("C", (), {{}}), name="Class")
 
 def decode(kind, raw):
-    if kind == "plain":
-        return PlainCodec().decode(raw, [])
-    return restricted.loads(raw, [], {{"collections.deque": collections.deque}}, 200)
+    buffers = [torch.zeros(64, dtype=torch.uint8)]
+    with objcomm.configure(allow=[collections.deque]):
+        return base.decode(kind, raw, buffers)
 
-PlainCodec().decode(memoryview(PlainCodec().encode([1j, numpy.float32(1)]).meta), [])
+for codec in ("msgpack", "pickle"):
+    objcomm.from_tensor(objcomm.to_tensor([1j, numpy.float32(1), torch.ones(3)], codec=codec))
 for line in sys.stdin:
     name, kind, raw = json.loads(line)
     reading, writing = os.pipe()
@@ -137,7 +190,8 @@ for line in sys.stdin:
             decode(kind, memoryview(bytes.fromhex(raw)))
             told = "decoded"
         except objcomm.DecodeError as error:
-            told = f"refused: {{error}}"
+            lacked = isinstance(error.__cause__, MemoryError) or "allocate memory" in str(error)
+            told = "asked for too much" if lacked else f"refused: {{error}}"
         except BaseException as error:
             told = repr(error)
         os.write(writing, told[:1000].encode("utf-8", "replace"))
@@ -151,7 +205,7 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, str]:
     """What became of each stream."""
-    plain = [(f"plain: {name}", "plain", msgpack.packb(each)) for name, each in PLAIN.items()]
+    plain = [(f"plain: {name}", "msgpack", each) for name, each in PACKED.items()]
     pickled = [(f"pickle: {name}", "pickle", PROTO + each) for name, each in PICKLED.items()]
     lines = [json.dumps([name, kind, raw.hex()]) for name, kind, raw in [*plain, *pickled]]
     program = _JUDGE.format(nbytes=_LITTLE_NBYTES, seconds=_LITTLE_SECONDS)
@@ -167,7 +221,7 @@ def answers() -> dict[str, str]:
     return dict(map(json.loads, done.stdout.splitlines()))
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", PACKED)
 def test_msgpack_refuses_what_asks_for_more_than_its_bytes(
     name: str, answers: dict[str, str]
 ) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from objcomm.errors import WireError
 from objcomm.transport import rendezvous
 from objcomm.transport.rendezvous import GivenUpError, Progress, meet
 from tests.waits import PATIENCE_S, wait_until
@@ -91,3 +92,23 @@ def test_a_meeting_that_was_given_up_ends() -> None:
     _here.name = "a"
     with pytest.raises(GivenUpError):
         meet(dist.HashStore(), 1, 2, progress)
+
+
+@pytest.mark.parametrize("word", [b"\xff\xfe", b"no numbers"])
+def test_what_no_rank_wrote_is_told_as_that(word: bytes) -> None:
+    """Another program uses the same store, or its content was damaged."""
+    store = dist.HashStore()
+    progress = Progress(1, (0, 1))
+    _here.name = "a"
+
+    def answer() -> None:
+        ours = dist.PrefixStore("objcomm", store)
+        wait_until(lambda: ours.check(["hello/1"]), "the guest")
+        number = ours.get("hello/1").decode().split()[0]
+        ours.set(f"welcome/{number}", "n")
+        ours.set("go/n", word)  # type: ignore[arg-type]  # torch takes bytes as well
+
+    with ThreadPoolExecutor(1) as host:
+        host.submit(answer)
+        with pytest.raises(WireError, match="no rank of objcomm wrote"):
+            meet(store, 1, 2, progress)
