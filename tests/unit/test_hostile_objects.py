@@ -14,6 +14,8 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from tests.once import once
+
 _ROOT = Path(__file__).parents[2]
 _LITTLE_NBYTES = 300 << 20
 _LITTLE_SECONDS = 3
@@ -203,8 +205,13 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, str]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What became of each stream."""
+    return once(tmp_path_factory, "hostile objects", lambda _: judged())
+
+
+def judged() -> dict[str, str]:
+    """Have each stream decoded."""
     plain = [(f"plain: {name}", "msgpack", each) for name, each in PACKED.items()]
     pickled = [(f"pickle: {name}", "pickle", PROTO + each) for name, each in PICKLED.items()]
     lines = [json.dumps([name, kind, raw.hex()]) for name, kind, raw in [*plain, *pickled]]
