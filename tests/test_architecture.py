@@ -17,6 +17,7 @@ FLOORS: list[list[str]] = [
         "authentication",
         "codecs.array_dtypes",
         "codecs.budget",
+        "codecs.positions",
         "counters",
         "eager",
         "elementwise",

@@ -7,6 +7,7 @@ Never by numpy's parser with a text that a sender chose: it takes far more than 
 import functools
 import math
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from objcomm.errors import DecodeError
@@ -30,6 +31,7 @@ _TIME = re.compile(r"([<>])([mM])8(?:\[([1-9]\d{0,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps
 
 # Of a dtype within a dtype.
 _DEPTH_MAX = 32
+_FIELDS_MAX = 100_000
 
 
 def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
@@ -64,12 +66,12 @@ def array_dtype_named(name: Any) -> "np.dtype[Any]":
         DecodeError: that gives no such name, or this numpy has no such dtype.
     """
     try:
-        return _dtype(name, 0)
+        return _dtype(name, 0, Counter())
     except (TypeError, ValueError) as error:  # fields of the same name, a number of another machine
         raise DecodeError("array", f"this numpy has no such dtype ({error})") from error
 
 
-def _dtype(name: Any, depth: int) -> "np.dtype[Any]":
+def _dtype(name: Any, depth: int, seen: Counter[str]) -> "np.dtype[Any]":
     if type(name) is str:
         return _simple(name)
     if type(name) is not list or depth > _DEPTH_MAX:
@@ -81,7 +83,10 @@ def _dtype(name: Any, depth: int) -> "np.dtype[Any]":
     for each in name:
         if type(each) not in (list, tuple) or len(each) not in (2, 3) or type(each[0]) is not str:
             raise DecodeError("array", "a dtype's field is no name, form and shape")
-        inner = _dtype(each[1], depth + 1)
+        seen["fields"] += 1  # of a list that stands in it twice each time
+        if seen["fields"] > _FIELDS_MAX:
+            raise DecodeError("array", f"a dtype of more than {_FIELDS_MAX} fields")
+        inner = _dtype(each[1], depth + 1, seen)
         shape = _shape(each[2]) if len(each) == 3 else None  # noqa: PLR2004  # see above
         nbytes += inner.itemsize * math.prod(shape or ())
         if nbytes > _NBYTES_MAX:

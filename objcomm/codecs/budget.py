@@ -6,7 +6,7 @@ counted while it is decoded.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from objcomm.errors import DecodeError
 _FREE_STEPS = 1_000_000
 _STEPS_PER_BYTE = 32
 
-# Up to so many members it does not matter how their hashes are spread.
-_FEW_MEMBERS = 1_000
-_EQUAL_HASHES_MAX = 100
+# Comparing: so many bits or letters are one step, as a power of two; a fraction takes 1 µs, and a
+# scalar of numpy's 10.
+_COMPARED_BITS = 9
+_USUAL_WEIGHT, _OTHERS_WEIGHT = 20, 200
 _HARMLESS = frozenset({str, bytes, float})
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
@@ -55,32 +56,29 @@ def _nbytes(buffer: Any) -> int:
     return buffer.nbytes if isinstance(buffer, torch.Tensor) else len(memoryview(buffer))
 
 
-def check_spread(codec: str, members: Sequence[Any]) -> None:
-    """Refuse members of a set, or keys, that would be compared with each other one by one.
-
-    Raises:
-        DecodeError: many of them have the same hash.
-    """
-    if len(members) > _FEW_MEMBERS:
-        Spread(codec).add(members)
-
-
 class Spread:
-    """How the hashes of a container's members are spread.
+    """Counts what it takes to compare the members of one set, or the keys of one mapping.
 
-    Texts' hashes nobody can choose, and of floats and of integers of 64 bits only some 50 have the
-    same one.
+    Members of the same hash are compared with each other. Texts' hashes nobody can choose, and of
+    floats and of integers of 64 bits only some 50 have the same one.
     """
 
-    def __init__(self, codec: str) -> None:
-        self._codec = codec
+    def __init__(self, budget: Budget, weigh: Callable[[Any], int]) -> None:
+        """Begin.
+
+        Args:
+            budget: what it is counted against.
+            weigh: how many steps it takes to compare a member with another one.
+        """
+        self._budget = budget
+        self._weigh = weigh
         self._counts: Counter[int] = Counter()
 
     def add(self, members: Iterable[Any]) -> None:
-        """Count more of them.
+        """Count more of them, before they are compared.
 
         Raises:
-            DecodeError: too many have the same hash.
+            DecodeError: it would take more than the message is worth.
         """
         counts = self._counts
         for member in members:
@@ -88,10 +86,19 @@ class Spread:
             if kind in _HARMLESS or (kind is int and _INT_MIN <= member <= _INT_MAX):
                 continue
             key = hash(member)
-            counts[key] += 1
-            if counts[key] > _EQUAL_HASHES_MAX:
-                raise DecodeError(
-                    self._codec,
-                    f"more than {_EQUAL_HASHES_MAX} members of one set, or keys of one mapping, "
-                    "have the same hash",
-                )
+            if before := counts[key]:
+                self._budget.spend(before * self._weigh(member))
+            counts[key] = before + 1
+
+
+def weight_of(member: Any) -> int:
+    """How many steps it takes to compare a member of a set with another one."""
+    kind = type(member)
+    if kind is tuple or kind is frozenset:
+        return 1 + sum(map(weight_of, member))
+    if kind is int:  # beside a Decimal it is converted, in quadratic time
+        parts: int = member.bit_length() >> _COMPARED_BITS
+        return 1 + parts * parts
+    if kind is str or kind is bytes:
+        return 1 + (len(member) >> _COMPARED_BITS)
+    return _OTHERS_WEIGHT if hasattr(member, "dtype") else _USUAL_WEIGHT

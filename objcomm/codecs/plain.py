@@ -14,7 +14,7 @@ import torch
 
 from objcomm.codecs import array_dtypes, tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
-from objcomm.codecs.budget import Budget, check_spread
+from objcomm.codecs.budget import Budget, Spread, weight_of
 from objcomm.codecs.nesting import check_nesting
 from objcomm.codecs.paths import blame
 from objcomm.codecs.registry import classes
@@ -25,6 +25,7 @@ from objcomm.memory import Buffer, Kind, view
 
 _NAME = "msgpack"
 _TAG_CODE = 1
+_AS_DATETIME = 3  # of msgpack's own extension, which asks no hook
 _TEXT_ERRORS = "surrogatepass"  # os.fsdecode makes such strings of odd file names
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1  # what msgpack itself can carry
 
@@ -223,6 +224,7 @@ class _Decoder:
             self._meta,
             unicode_errors=_TEXT_ERRORS,
             ext_hook=self._raise_tag,
+            timestamp=_AS_DATETIME,
             list_hook=self._raise_list,
         )
         if self._heads:
@@ -283,15 +285,15 @@ class _Decoder:
         return tensors.rebuild_array(flat, named, tuple(shape), order)
 
     def _raise_dict(self, *members: Any) -> dict[Any, Any]:
-        check_spread(_NAME, members[::2])
+        Spread(self._budget, weight_of).add(members[::2])
         return dict(zip(members[::2], members[1::2], strict=True))
 
     def _raise_set(self, *members: Any) -> set[Any]:
-        check_spread(_NAME, members)
+        Spread(self._budget, weight_of).add(members)
         return set(members)
 
     def _raise_frozenset(self, *members: Any) -> frozenset[Any]:
-        check_spread(_NAME, members)
+        Spread(self._budget, weight_of).add(members)
         return frozenset(members)
 
     def _raise_object(self, name: Any, state: Any) -> Any:
@@ -316,7 +318,9 @@ _RAISE: dict[str, Callable[..., Any]] = {
     "set": _Decoder._raise_set,  # noqa: SLF001  # likewise
     "frozenset": _Decoder._raise_frozenset,  # noqa: SLF001  # likewise
     "object": _Decoder._raise_object,  # noqa: SLF001  # likewise
-    "scalar": lambda _, dtype, raw: tensors.rebuild_scalar(dtype, raw),
+    "scalar": lambda _, dtype, raw: tensors.rebuild_scalar(
+        array_dtypes.array_dtype_named(dtype), raw
+    ),
     "dtype": lambda _, name: array_dtypes.array_dtype_named(name),
     "exception": lambda _, *parts: raise_exception(*parts),
 }

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, overload
 
+from objcomm.codecs.positions import check_positions
 from objcomm.errors import DecodeError, UsageError, shown
 
 C = TypeVar("C", bound=type)
@@ -157,7 +158,8 @@ def _checked(cls: Any, received: Any, kind: type) -> Any:
 def _raised(cls: Any, parts: Any) -> Any:
     """An exception as it was, without a call of ``__init__``."""
     args, state = _checked(cls, parts, list)
-    error = cls.__new__(cls, *_checked(cls, args, tuple))
+    check_positions(cls, _checked(cls, args, tuple))
+    error = cls.__new__(cls, *args)
     error.args = args
     return _with_state(error, state)
 

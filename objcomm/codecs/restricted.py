@@ -13,13 +13,13 @@ import collections
 import enum
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from objcomm.codecs import array_dtypes, tensors
-from objcomm.codecs.budget import Budget, Spread, check_spread
+from objcomm.codecs.budget import Budget, Spread, weight_of
 from objcomm.codecs.rules import CONSTRUCTORS
 from objcomm.errors import DecodeError, ForbiddenTypeError, name_of
 
@@ -76,15 +76,18 @@ def loads(
         DecodeError: it is nested too deep. Whatever else it raises is an error of the stream, or
             of an admitted class.
     """
-    return _Unpickler(meta, buffers, allow, max_depth).load()
+    unpickler = _Unpickler(meta, buffers, allow, max_depth)
+    found = unpickler.load()
+    unpickler.check_depth(found)
+    return found
 
 
 _PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # see the module
 
 _STEPS_MAX = 1 << 62
 _BITS_PER_STEP = 1 << 10
-# Up to so many members it does not matter how their hashes are spread.
-_FEW_MEMBERS = 1_000
+_WALKED_MAX = 1_000
+_STEPS_PER_FIELD = 20  # of a dtype
 
 
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no types
@@ -106,8 +109,50 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         # it, where one that is a member twice counts twice.
         self._extents: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []  # so that no id in ``_extents`` comes to stand for another
+        self._held: set[int] = set()  # what is a member of something, and may still grow
+        self._has_grown_late = False
         self._spreads: dict[int, Spread] = {}
         self._fetched: dict[tuple[int, int], int] = {}  # by the place on the stack, what
+
+    def check_depth(self, found: Any) -> None:
+        """Look again how deep ``found`` is, if anything grew that was in something else already.
+
+        As what is in a circle does, such as a child that knows its parent.
+
+        Raises:
+            DecodeError: it is too deep.
+        """
+        if not self._has_grown_late:
+            return
+        depths: dict[int, int] = {}  # of what was looked through, by how deep it reaches
+        path: list[tuple[Any, Iterator[Any], int]] = [(found, _members_of(found), 0)]
+        under_way = {id(found)}
+        while path:
+            if len(path) > self._max_depth + 1:
+                raise self._too_deep()
+            each, members, depth = path.pop()
+            for member in members:
+                if id(member) in under_way:  # a circle
+                    continue
+                known = depths.get(id(member))
+                if known is None:
+                    path += [(each, members, depth), (member, _members_of(member), 0)]
+                    under_way.add(id(member))
+                    break
+                depth = max(depth, known)
+            else:
+                under_way.discard(id(each))
+                depths[id(each)] = depth + (type(each) not in _SCALARS)
+                if depths[id(each)] + len(path) > self._max_depth:
+                    raise self._too_deep()
+                if path:
+                    outer, rest, reached = path.pop()
+                    path.append((outer, rest, max(reached, depths[id(each)])))
+
+    def _too_deep(self) -> DecodeError:
+        return DecodeError(
+            _NAME, f"it is nested deeper than {self._max_depth}; see objcomm.configure(max_depth=)"
+        )
 
     def find_class(self, module: str, name: str) -> Any:
         """What a stream names; a dotted name leads nowhere but to an entry of that name."""
@@ -123,6 +168,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         extents = self._extents
         depth, steps = 0, 0
         for part in parts:
+            if type(part) in _GROWING or type(part) in self._classes:
+                self._held.add(id(part))
             known = extents.get(id(part))
             if known is None:
                 steps += 1 if type(part) is not int else self._steps(part)
@@ -130,10 +177,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
                 depth, steps = max(depth, known[0]), steps + known[1]
         depth += 1
         if depth > self._max_depth:
-            raise DecodeError(
-                _NAME,
-                f"it is nested deeper than {self._max_depth}; see objcomm.configure(max_depth=)",
-            )
+            raise self._too_deep()
         if made is not None:
             before = extents.get(id(made))
             if before is None:
@@ -151,6 +195,11 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
             return 1 + given.bit_length() // _BITS_PER_STEP
         return len(given) if type(given) in {str, bytes, bytearray} else 1
 
+    def _weight(self, member: Any) -> int:
+        """How many steps it takes to compare a member of a set; one that doubles is not walked."""
+        steps = self._steps(member)
+        return steps if steps > _WALKED_MAX else weight_of(member) + steps
+
     def _called(self, function: Any, arguments: Any, options: Mapping[str, Any]) -> None:
         if type(arguments) is not tuple:
             raise DecodeError(_NAME, "the arguments of a call are no tuple")
@@ -158,8 +207,9 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         # What a class of the program's does with its arguments is its own affair, but many walk
         # through them, and a range of 20 bytes may have any length.
         steps = len(parts) + sum(_length(each) for each in parts if type(each) is range)
-        if id(function) in self._tools:
-            steps += sum(map(self._steps, parts))
+        if id(function) in self._tools or isinstance(function, enum.EnumMeta):
+            weight = _STEPS_PER_FIELD if function is array_dtypes.array_dtype_named else 1
+            steps += weight * sum(map(self._steps, parts))
             steps += sum(map(tensors.numel_of, parts)) if function is _sparse else 0
         self._budget.spend(steps)
         self.append(self._nest(function(*arguments, **options), *parts))
@@ -172,6 +222,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
     def _target(self) -> Any:
         """What the stream adds members to, which may be nothing that it only named."""
         target = self.stack[-1]
+        self._has_grown_late |= id(target) in self._held
         if id(target) in self._callable or isinstance(target, (type, torch.Tensor, enum.Enum)):
             raise ForbiddenTypeError(_NAME, f"members are added to a {name_of(type(target))}")
         if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):
@@ -194,12 +245,10 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         """Count what it takes to make ``members`` keys of ``target``, or members of a set."""
         # A tuple's hash is that of all it holds, found out each time.
         self._budget.spend(sum(map(self._steps, members)))
-        if len(members) + len(target) > _FEW_MEMBERS:
-            spread = self._spreads.get(id(target))
-            if spread is None:
-                spread = self._spreads[id(target)] = Spread(_NAME)
-                spread.add(target)
-            spread.add(members)
+        spread = self._spreads.get(id(target))
+        if spread is None:
+            spread = self._spreads[id(target)] = Spread(self._budget, self._weight)
+        spread.add(members)
 
     def load_tuple(self) -> None:
         members = self.pop_mark()
@@ -221,7 +270,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
     def load_frozenset(self) -> None:
         members = self.pop_mark()
         self._budget.spend(sum(map(self._steps, members)))
-        check_spread(_NAME, members)
+        Spread(self._budget, self._weight).add(members)
         self.append(self._nest(frozenset(members), *members))
 
     def load_append(self) -> None:
@@ -287,6 +336,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         for each in (state, slots):
             if type(each) is not dict or not all(type(name) is str for name in each):
                 raise DecodeError(_NAME, f"the state of a {kind.__name__} has no names")
+        if kind is collections.OrderedDict and any(hasattr(kind, name) for name in state):
+            raise ForbiddenTypeError(_NAME, "an OrderedDict's own methods are set")
         vars(target).update(state)
         for name, value in slots.items():
             if name.startswith("__") and name.endswith("__"):
@@ -298,6 +349,25 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         if nbytes > self._nbytes:
             raise DecodeError(_NAME, f"it announces a bytearray of {nbytes} bytes")
         self.append(bytearray(self.read(nbytes)))
+
+
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+_GROWING = frozenset({list, dict, set, collections.OrderedDict})
+
+
+def _members_of(each: Any) -> Iterator[Any]:
+    """What one meets who walks through ``each``."""
+    kind = type(each)
+    if kind in _SCALARS:
+        return
+    if kind in {list, tuple, set, frozenset}:
+        yield from each
+    elif issubclass(kind, dict):
+        yield from each.keys()
+        yield from each.values()
+    state = getattr(each, "__dict__", None)
+    if type(state) is dict:
+        yield from state.values()
 
 
 def _length(numbers: range) -> int:
@@ -333,7 +403,7 @@ def _scalar(dtype: Any, raw: Any) -> Any:
 
     if not isinstance(dtype, np.dtype) or dtype.hasobject:
         raise DecodeError(_NAME, "a numpy scalar is not made of a dtype and bytes")
-    return tensors.rebuild_scalar(array_dtypes.array_dtype_name(dtype), raw)
+    return tensors.rebuild_scalar(dtype, raw)
 
 
 def _set_attributes(tensor: Any, attributes: Any) -> None:

@@ -21,12 +21,16 @@ import torch
 
 from objcomm.codecs import tensors
 from objcomm.codecs.array_dtypes import DIMENSIONS_MAX
+from objcomm.codecs.positions import check_positions
 from objcomm.errors import DecodeError, ForbiddenTypeError
 
 _NAME = "msgpack"
 
 #: Reducing a fraction of larger numbers would take seconds: the time grows with their square.
 FRACTION_BITS_MAX = 1 << 16
+
+#: A range divides its numbers when it is made; the time grows likewise.
+RANGE_BITS_MAX = 1 << 12
 
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 _DEVICE = re.compile(r"[a-z][a-z0-9_]{0,31}(:\d{1,4})?")
@@ -52,6 +56,10 @@ def _exactly(kind: type, words: str) -> Argument:
 
 ANYTHING = Argument("anything", lambda _: True)
 INTEGER = _exactly(int, "an integer")
+MODERATE = Argument(
+    f"an integer of up to {RANGE_BITS_MAX} bits",
+    lambda given: type(given) is int and given.bit_length() <= RANGE_BITS_MAX,
+)
 NUMBER = _exactly(float, "a float")
 TEXT = _exactly(str, "a text")
 SIZE = Argument("a size", lambda given: type(given) is int and 0 <= given < 1 << 63)
@@ -123,7 +131,7 @@ CONSTRUCTORS = {
     each.name: each
     for each in (
         Constructor("complex", complex, (NUMBER, NUMBER)),
-        Constructor("range", range, (INTEGER,) * 3),
+        Constructor("range", range, (MODERATE,) * 3),
         Constructor("slice", slice, (ANYTHING,) * 3),
         Constructor("int", lambda text: int(text, 16), (_matches("a hexadecimal number", _HEX),)),
         Constructor("decimal", decimal.Decimal, (TEXT,)),
@@ -177,6 +185,13 @@ def _lower_fraction(fraction: fractions.Fraction) -> tuple[int, int]:
     return numbers
 
 
+def _lower_range(numbers: range) -> tuple[int, int, int]:
+    parts = numbers.start, numbers.stop, numbers.step
+    if max(map(int.bit_length, parts)) > RANGE_BITS_MAX:
+        raise ValueError(f"a range of numbers of more than {RANGE_BITS_MAX} bits; send the numbers")
+    return parts
+
+
 def _lower_size(size: torch.Size) -> tuple[int, ...]:
     if len(size) > DIMENSIONS_MAX:
         raise ValueError(f"a torch.Size of more than {DIMENSIONS_MAX} sizes; send a tuple")
@@ -189,7 +204,7 @@ LOWER: dict[type, tuple[str, Callable[[Any], Sequence[Any]]]] = {
     set: ("set", tuple),
     frozenset: ("frozenset", tuple),
     complex: ("complex", lambda z: (z.real, z.imag)),
-    range: ("range", lambda r: (r.start, r.stop, r.step)),
+    range: ("range", _lower_range),
     slice: ("slice", lambda s: (s.start, s.stop, s.step)),
     decimal.Decimal: ("decimal", lambda d: (str(d),)),
     fractions.Fraction: ("fraction", _lower_fraction),
@@ -244,6 +259,7 @@ def raise_exception(name: Any, args: Any, notes: Any, text: Any) -> BaseExceptio
         tuple,
     }:
         raise DecodeError(_NAME, "a group of exceptions is not made of a list")
+    check_positions(cls, args)
     error: BaseException = cls(*args)
     for note in notes:
         error.add_note(note)

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from objcomm.codecs.array_dtypes import DIMENSIONS_MAX, array_dtype_named
+from objcomm.codecs.array_dtypes import (
+    DIMENSIONS_MAX,
+    array_dtype_named,  # noqa: F401  # streams of before name it here
+)
 from objcomm.errors import DecodeError
 from objcomm.memory import at_address
 
@@ -329,7 +332,7 @@ def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np
     return np.ndarray(shape, dtype, buffer=flat.numpy(), order=order)
 
 
-def rebuild_scalar(dtype: Any, raw: Any) -> Any:
+def rebuild_scalar(dtype: "np.dtype[Any]", raw: Any) -> Any:
     """A numpy scalar from its ``tobytes()``.
 
     Raises:
@@ -337,8 +340,7 @@ def rebuild_scalar(dtype: Any, raw: Any) -> Any:
     """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
-    named = array_dtype_named(dtype)
-    if type(raw) is not bytes or named.itemsize != len(raw):
-        raise DecodeError("array", f"what arrived is no {named} scalar")
+    if type(raw) is not bytes or dtype.itemsize != len(raw):
+        raise DecodeError("array", f"what arrived is no {dtype} scalar")
     # Empty text has items of no bytes, which frombuffer refuses.
-    return np.frombuffer(raw, named)[0] if named.itemsize else np.zeros((), named)[()]
+    return np.frombuffer(raw, dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]

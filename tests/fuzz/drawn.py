@@ -213,6 +213,7 @@ def _zone(chance: _Draw, depth: int) -> Any:
 ARGUMENTS: Final[dict[str, Callable[[_Draw, int], Any]]] = {
     "anything": lambda chance, depth: value(chance, depth + 1),
     "an integer": lambda chance, _: _integer(chance),
+    "an integer of up to 4096 bits": lambda chance, _: _integer(chance),
     "a float": lambda chance, _: chance.choice(_FLOATS),
     "a text": lambda chance, _: chance.choice(TEXTS),
     "a size": lambda chance, _: _size(chance),

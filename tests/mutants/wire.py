@@ -154,6 +154,22 @@ MUTANTS = (
         _HOSTILE,
     ),
     Mutant(
+        "late-growth-unseen",
+        "objcomm/codecs/restricted.py",
+        "        self._has_grown_late |= id(target) in self._held\n",
+        "",
+        "lists that are put into each other before they are filled nest as deep as one likes",
+        ("tests/unit/test_hostile_objects.py",),
+    ),
+    Mutant(
+        "positions-of-errors-believed",
+        "objcomm/codecs/rules.py",
+        "    check_positions(cls, args)\n",
+        "",
+        "an error of 73 bytes ends the process that prints it",
+        ("tests/unit/test_hostile_objects.py",),
+    ),
+    Mutant(
         "received-things-shown-whole",
         "objcomm/errors.py",
         'repr(received) if received is None or kind in {bool, float} else f"a {name_of(kind)}"',
@@ -205,8 +221,8 @@ MUTANTS = (
     Mutant(
         "spread-unchecked",
         "objcomm/codecs/budget.py",
-        "            if counts[key] > _EQUAL_HASHES_MAX:\n",
-        "            if counts[key] < 0:\n",
+        "            if before := counts[key]:\n",
+        "            if (before := counts[key]) < 0:\n",
         "keys that all have one hash are compared with each other",
         ("tests/unit/test_hostile_objects.py",),
     ),

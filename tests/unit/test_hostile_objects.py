@@ -55,6 +55,15 @@ def doubled(times: int) -> bytes:
     )
 
 
+def filled_from_the_top(count: int, *rounds: bytes) -> bytes:
+    """Opcodes of so many lists, each of which is put into the next one while it still is empty."""
+    parts = [b"]\x94" * (count + 1)]
+    for at in range(count, 0, -1):
+        below = b"j" + struct.pack("<I", at - 1)
+        parts += [b"(", *[each.replace(b"?", below) for each in rounds], b"e0"]
+    return b"".join(parts)
+
+
 def same_hash(count: int) -> list[int]:
     """Integers that all have the hash 1."""
     return [1 + turn * ((1 << 61) - 1) for turn in range(count)]
@@ -74,7 +83,39 @@ def registered(name: str, state: object) -> list[object]:
     return [ext("object"), name, state]
 
 
+P = (1 << 61) - 1  # integers that differ by it have the same hash
+
+
+def exception(name: str, *arguments: object) -> list[object]:
+    """A builtin exception."""
+    return [ext("exception"), name, [ext("tuple"), *arguments], [], ""]
+
+
 PLAIN: dict[str, object] = {
+    "an error that reads before its text": exception(
+        "UnicodeDecodeError", "utf8", b"abc", -(1 << 45), 1 - (1 << 45), "x"
+    ),
+    "an error with a terabyte of marks": exception(
+        "SyntaxError", "m", [ext("tuple"), "f", 1, 1, "text", 1, 1 << 40]
+    ),
+    "a large integer beside decimals of its hash": [
+        ext("set"),
+        hexadecimal(5 + (P << 80_000)),
+        *([ext("decimal"), str(5 + each * P)] for each in range(999)),
+    ],
+    "members that are equal for long": [
+        ext("set"),
+        *(
+            [ext("tuple"), *[[ext("fraction"), 1, 1]] * 50, hexadecimal(5 + each * P)]
+            for each in range(1000)
+        ),
+    ],
+    "a range of large numbers": [
+        ext("range"),
+        0,
+        hexadecimal((1 << 1_600_000) - 1),
+        hexadecimal((1 << 800_000) + 1),
+    ],
     "a tensor as a class's name": [ext("object"), EXPANDED, None],
     "a tensor as a buffer's number": [ext("buffer"), EXPANDED],
     "a tensor as an enum's name": registered("Enum", EXPANDED),
@@ -147,6 +188,30 @@ PICKLED: dict[str, bytes] = {
     "a member that doubles": b"\x8f(" + doubled(60) + b"\x90.",
     "a frozen member that doubles": b"(" + doubled(60) + b"\x91.",
     "a state that doubles": named("collections", "OrderedDict") + b")R" + doubled(60) + b"b.",
+    "a dtype that doubles when it is full": filled_from_the_top(
+        30, b"\x8c\1a?\x86", b"\x8c\1b?\x86"
+    )
+    + b"\x8c\1a\x8c\3|u1\x86a0"
+    + named("objcomm.codecs.array_dtypes", "array_dtype_named")
+    + b"h\x1e\x85R.",
+    "lists that are filled from the top": filled_from_the_top(5_000, b"?")
+    + b"0j"
+    + struct.pack("<I", 5_000)
+    + b".",
+    "tuples that are equal for long": b"\x8f("
+    + b"".join(
+        b"M\x2c\x01\x85\x94"
+        + b"".join((b"j" + struct.pack("<I", 11 * each + at)) * 2 + b"\x86\x94" for at in range(10))
+        + number(5 + each * P)
+        + b"\x86"
+        for each in range(500)
+    )
+    + b"\x90.",
+    "an enum of a value that doubles": doubled(40)
+    + b"\x940"
+    + named("a module", "Enum")
+    + b"h\x29\x85R.",
+    "methods of an ordered mapping": named("collections", "OrderedDict") + b")R}\x8c\5itemsNsb.",
     "members of an expanded tensor": EXPANDED_PICKLE + b"K\x01a.",
     "keys of one hash": b"}("
     + b"".join(number(value) + b"N" for value in same_hash(60_000))
@@ -167,7 +232,8 @@ import collections, dataclasses, enum, torch, numpy, objcomm
 from typing import NamedTuple
 from objcomm.codecs import base
 
-objcomm.register(enum.Enum("E", "a b"), name="Enum")
+Enum = enum.Enum("Enum", "a b", module="a module")
+objcomm.register(Enum, name="Enum")
 objcomm.register(enum.Flag("F", "a b"), name="Flag")
 objcomm.register(NamedTuple("T", [("a", int)]), name="Tuple")
 objcomm.register(dataclasses.make_dataclass("D", ["a", "b"]), name="Dataclass")
@@ -176,7 +242,7 @@ objcomm.register(type("C", (), {{}}), name="Class")
 
 def decode(kind, raw):
     buffers = [torch.zeros(64, dtype=torch.uint8)]
-    with objcomm.configure(allow=[collections.deque]):
+    with objcomm.configure(allow=[collections.deque, Enum]):
         return base.decode(kind, raw, buffers)
 
 for codec in ("msgpack", "pickle"):
