@@ -178,8 +178,8 @@ def _decode_by(
         return codec.decode(meta, buffers, device=device)
     except DecodeError:
         raise
-    except MemoryError:
-        raise DecodeError(codec.name, "there is no memory for it") from None
+    except MemoryError as error:  # there may be none for its text either
+        raise DecodeError(codec.name, "there is no memory for it") from error
     except Exception as error:
         raise DecodeError(codec.name, text_of(error)) from error
 

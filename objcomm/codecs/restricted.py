@@ -210,7 +210,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         if id(function) in self._tools or isinstance(function, enum.EnumMeta):
             weight = _STEPS_PER_FIELD if function is array_dtypes.array_dtype_named else 1
             steps += weight * sum(map(self._steps, parts))
-            steps += sum(map(tensors.numel_of, parts)) if function is _sparse else 0
+            steps += sum(map(tensors.numel_of, parts)) if function is tensors.rebuild_coo else 0
         self._budget.spend(steps)
         self.append(self._nest(function(*arguments, **options), *parts))
 
@@ -389,10 +389,6 @@ def _tensor(about: Any, flat: Any) -> torch.Tensor:
     return tensors.rebuild(tensors.Dense(*about), flat)
 
 
-def _sparse(*parts: Any) -> torch.Tensor:
-    return tensors.rebuild_coo(*parts)
-
-
 def _array(flat: Any, *about: Any) -> Any:
     _check_memory(flat)
     return tensors.rebuild_array(flat, *about)
@@ -441,7 +437,7 @@ _TOOLS: dict[str, Any] = {
     "objcomm.codecs.array_dtypes.array_dtype_named": array_dtypes.array_dtype_named,
     "objcomm.codecs.tensors.array_dtype_named": array_dtypes.array_dtype_named,
     "objcomm.codecs.tensors.rebuild_array": _array,
-    "objcomm.codecs.tensors.rebuild_coo": _sparse,
+    "objcomm.codecs.tensors.rebuild_coo": tensors.rebuild_coo,
     "objcomm.codecs.pickle5._rebuild_tensor": _tensor,
     "objcomm.codecs.pickle5._same": _same,
     "objcomm.codecs.pickle5._set_attributes": _set_attributes,

@@ -77,10 +77,12 @@ def other_ends(before: Collection[int], port: int) -> set[Any]:
     return {address for address in found if address[1] == port}
 
 
-def connected(before: Collection[int], port: int) -> dict[int, int]:
-    """New connections of this process to this port: their descriptors by inode."""
+def connected(before: Collection[int], port: int = 0) -> dict[int, int]:
+    """New connections of this process, to this port unless it is 0: descriptors by inode."""
     new = {
-        inode for inode, address, _ in _connections() if inode not in before and address[1] == port
+        inode
+        for inode, address, _ in _connections()
+        if inode not in before and port in {0, address[1]}
     }
     return {inode: descriptor for inode, descriptor in open_sockets().items() if inode in new}
 
@@ -121,8 +123,7 @@ def flow(before: Collection[int], count: int) -> Flow | None:
     """
     if count > _FLOWS_MAX:
         return None
-    new = {inode for inode, _, _ in _connections() if inode not in before}
-    sockets = {inode: found for inode, found in open_sockets().items() if inode in new}
+    sockets = connected(before)
     return Flow(sockets) if len(sockets) >= count else None
 
 
