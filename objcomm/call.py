@@ -155,7 +155,7 @@ class Call:
         )
         entry = Entry(header, self.name, self._coding.codec_name, lane.name)
         exchange = Exchange(
-            link=mesh.connections,
+            link=mesh.connections_for(self.name),
             lane=lane,
             entry=entry,
             deadline=self._deadline,
@@ -333,14 +333,12 @@ class Call:
     def _launched(self, body: Generator[None, None, R]) -> Work[R]:
         lane = self._lane
         if lane is None:
-            work: Work[R] = Work(self.name, self.call_site)
-            work.carry_out(lambda: self.carry_out(body))
-            return work
+            return Work[R](self.name, self.call_site).carry_out_here(lambda: self.carry_out(body))
         try:
             next(body)
             if lane.line is None:
                 lane.line = Line(f"objcomm-line {lane.name}".strip())
-            work = Work(self.name, self.call_site, lane)
+            work = Work[R](self.name, self.call_site, lane)
             work.carry_out_on(lane.line, lambda: self._concluded(body))
         except BaseException as error:  # Ctrl-C, or there can be no more threads
             self.__exit__(type(error), error, error.__traceback__)

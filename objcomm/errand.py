@@ -142,7 +142,7 @@ class Errand:
             lane=lane.number, group=mesh.number, sequence=sequence
         )
         self._exchange = Exchange(
-            link=mesh.connections,
+            link=mesh.connections_for(self.entry.operation),
             lane=lane,
             entry=self.entry,
             deadline=self._deadline,

@@ -365,5 +365,8 @@ def sendrecv(
     except BaseException:  # Ctrl-C is not kept waiting
         sending.disown()
         raise
-    sending.wait()
-    return received
+    else:
+        sending.wait()
+        return received
+    finally:
+        del sending  # it holds the error, whose traceback holds this frame

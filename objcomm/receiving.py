@@ -50,11 +50,14 @@ class Receive(Errand):
         except BaseException as error:
             if self.claim():
                 self.group.mailbox.cancel(request)
-                self._finish(error)
+                self._finish(error.with_traceback(None))  # it would hold the work, and so itself
             if not isinstance(error, Exception):  # Ctrl-C
                 work.disown()
                 raise
-        return work
+        try:
+            return work
+        finally:
+            del work  # as in ``Work.carry_out_here``
 
     def _hand_over(self) -> bool:
         """The wait is over, as some thread knows that must not wait itself: another one goes on.
@@ -66,7 +69,7 @@ class Receive(Errand):
             self.group.crew.submit(self._go_on)
         except RuntimeError as error:
             if self.claim():
-                self._finish(error.with_traceback(None))  # it would hold the work, and so itself
+                self._finish(error.with_traceback(None))  # as in ``launch``
                 return False
         return True
 
@@ -77,6 +80,7 @@ class Receive(Errand):
     def _finish(self, error: BaseException | None) -> None:
         """Do the rest on this thread; if there is an error, it is to raise that in the work."""
         self._own_error = error
+        del error  # as there
         if self._jobs:
             # In no variable: an error's traceback would hold that, and so the work.
             self._jobs.pop()()

@@ -36,9 +36,7 @@ class Send(Errand):
         """Encode, and let another thread do the rest; ``obj`` may not change before its end."""
         pair = self._pair()
         if pair is None:
-            work = self.work()
-            work.carry_out(lambda: self.run(obj))
-            return work
+            return self.work().carry_out_here(lambda: self.run(obj))
         self.begin()
         place = Place(pair.order)
         try:

@@ -389,8 +389,8 @@ def _connected(
     made: list[Any] = []
 
     def check(_: None) -> None:
-        for error in failed:
-            raise error
+        if failed:
+            raise failed.pop()  # from no variable: an error's traceback holds its frame
 
     failed: list[BaseException] = []
     # A rank may have had every word, and not all have had its own: connecting waits in C++, so it

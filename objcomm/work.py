@@ -12,7 +12,7 @@ import time
 import warnings
 from concurrent import futures
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import torch
 
@@ -165,6 +165,18 @@ class Work(Generic[T_co]):
             self._future.set_exception(error)
         finally:
             del self, body  # an error's traceback holds this frame
+
+    def carry_out_here(self, body: Callable[[], T_co]) -> Self:
+        """The same; returns the work.
+
+        Whoever calls this keeps the work in no variable of its own: an error's traceback holds the
+        frames of all who called, and the work holds the error.
+        """
+        try:
+            self.carry_out(body)
+            return self
+        finally:
+            del self, body
 
     def carry_out_on(self, line: Line | Crew, body: Callable[[], T_co]) -> None:
         """The same on another thread, with this thread's context, modes and CUDA stream."""

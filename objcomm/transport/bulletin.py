@@ -9,6 +9,7 @@ times a second whether somebody asks where it is.
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
+import functools
 import queue
 import threading
 from collections import deque
@@ -158,6 +159,16 @@ class Board:
         return verdict
 
 
+def _answer(answer: Future[R], job: Callable[[Board], R], board: Board) -> None:
+    """Do a job for the thread that waits for its answer."""
+    try:
+        answer.set_result(job(board))
+    except Exception as error:  # noqa: BLE001  # raised by the thread that waits
+        answer.set_exception(error)
+    finally:
+        del answer  # as in ``call``
+
+
 def _addresses_of(store: dist.Store, before: dict[int, int]) -> set[Any]:
     """Where a store is to which this process has just connected."""
     end = bare(store)
@@ -222,22 +233,17 @@ class Bulletin:
         Raises:
             StoreSilentError: the store did not answer within ``seconds``.
         """
-        answer: Future[R] = Future()
-
-        def run(board: Board) -> None:
-            try:
-                answer.set_result(job(board))
-            except Exception as error:  # noqa: BLE001  # raised by the thread that waits
-                answer.set_exception(error)
-
         if not self._thread.is_alive():
             raise StoreSilentError
-        self._jobs.put(run)
+        answer: Future[R] = Future()
+        self._jobs.put(functools.partial(_answer, answer, job))
         try:
             return answer.result(seconds)
         except (TimeoutError, RuntimeError) as error:
             self._forget_if_over()
             raise StoreSilentError from error
+        finally:
+            del answer  # it holds the error, whose traceback holds this frame
 
     def _forget_if_over(self) -> None:
         """Let go of jobs that came when the thread had ended: they hold meshes, and so sockets."""

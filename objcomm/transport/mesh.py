@@ -119,11 +119,6 @@ class Mesh:
         return tuple(member for member in self.members if member != self.rank)
 
     @property
-    def connections(self) -> Connections:
-        """The link of a mesh whose ranks have met."""
-        return self._connected.result() if self.link is None else self.link
-
-    @property
     def is_meeting(self) -> bool:
         """Whether a thread is about to connect the members, or to give up."""
         return self._meeting.is_alive
@@ -179,7 +174,7 @@ class Mesh:
                 self.begin_meeting(store, deadline)
             except RuntimeError:  # the others must hear of it, so this thread meets them
                 self._meeting.do_here(partial(self._meet, store, deadline))
-            link = self._connected_for(operation)
+            link = self.connections_for(operation)
             self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
             is_told = isinstance(error, ObjcommError)
@@ -199,7 +194,17 @@ class Mesh:
         entry.end(None, time.time() - entry.began)
         return link
 
-    def _connected_for(self, operation: str) -> Connections:
+    def connections_for(self, operation: str) -> Connections:
+        """The link, once the ranks have met.
+
+        Args:
+            operation: which call needs it.
+
+        Raises:
+            ObjcommError: the verdict, if they never will.
+        """
+        if self.link is not None:
+            return self.link
         failed = self._connected.exception()  # raised, its frames would hold this mesh in a cycle
         if failed is None:
             return self._connected.result()

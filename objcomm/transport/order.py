@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -207,24 +208,19 @@ class Apart:
             RuntimeError: it was abandoned, or this process can start no more threads.
         """
         done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                wait()
-            except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
-                self._conclude(done, error)
-            else:
-                self._conclude(done, None)
-
         with self._lock:
             if self._is_abandoned:
                 raise RuntimeError(_ABANDONED)
             self._under_way.add(done)
+        run = partial(self._run, wait, done)
         try:
             self._crew.submit(run)
         except RuntimeError:  # there can be no more threads: this one waits
             run()
-        done.result()
+        try:
+            done.result()
+        finally:
+            del done, run  # an error's traceback holds this frame, and its future the error
 
     def abandon(self) -> None:
         """Let all that wait raise, now and from now on."""
@@ -235,6 +231,16 @@ class Apart:
         self._crew.give_up()
         for each in left:
             self._conclude(each, RuntimeError(_ABANDONED))
+
+    def _run(self, wait: Callable[[], None], done: Future[None]) -> None:
+        try:
+            wait()
+        except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
+            self._conclude(done, error)
+        else:
+            self._conclude(done, None)
+        finally:
+            del done  # as in ``do``
 
     def _conclude(self, done: Future[None], error: BaseException | None) -> None:
         """Let the caller go on, unless it was let go before."""

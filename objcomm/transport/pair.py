@@ -183,7 +183,7 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
     """Until the connection ends, and what has come over it is taken in; keeps no group alive."""
     expect(mesh, threading.current_thread())
     try:
-        link = mesh.connections
+        link = mesh.connections_for("recv")
         told = mesh.met_too_late(blocks)
         if told is not None:  # what comes is not for who still waits in the block
             for entry in lane.waits():

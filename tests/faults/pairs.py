@@ -103,7 +103,11 @@ def _once_begun(begin: Callable[[], objcomm.Work[Any]]) -> Call:
     def call() -> Any:
         if not begun:
             begun.append(begin())
-        return begun[0].wait()
+        try:
+            return begun[0].wait()
+        except Exception:
+            begun.clear()  # its traceback holds this frame, and the work holds the error
+            raise
 
     return call
 

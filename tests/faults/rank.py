@@ -93,6 +93,7 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path, *, is_patient:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
+    gc.disable()  # no cycle may keep a connection open until the collector comes by
     store = _store(case, rank, pipe)
     baseline = sockets()
     limit = TORCHS_LIMIT_SECONDS if case.library == "torch" else FAR_SECONDS
@@ -320,7 +321,6 @@ def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left
     """Destroy everything, and find what stays."""
     del store
     dist.destroy_process_group()
-    gc.collect()
     until = time.monotonic() + PATIENCE_S
     is_store_here = case.is_stores_host and rank == case.victim  # whose sockets stay
     while (left := _left(baseline)).threads or (left.sockets and not is_store_here):

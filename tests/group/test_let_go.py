@@ -50,6 +50,18 @@ def test_what_could_not_be_sent_is_let_go() -> None:
 
 
 @ranks(2)
+def test_a_work_that_failed_at_once_is_let_go() -> None:
+    with no_collector():
+        work = objcomm.isend(Unsendable(), here().rank)
+        kept = weakref.ref(work)
+        with suppress(CollectiveError):
+            work.wait()
+        del work
+        assert kept() is None
+    assert_group_works()
+
+
+@ranks(2)
 def test_a_message_that_was_taken_in_is_let_go() -> None:
     def messages() -> int:
         return sum(type(each) is Arrival for each in gc.get_objects())

@@ -153,7 +153,7 @@ def test_a_rank_that_lost_its_connections_may_still_come() -> None:
     if rank == 1:
         mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public loses a connection
         assert mesh is not None
-        mesh.connections.abort()
+        mesh.connections_for("barrier").abort()
         time.sleep(2.5)  # longer than it takes to believe that it is dead, and no longer
     assert objcomm.all_gather(rank, group=group) == [0, 1]
 

@@ -1,8 +1,12 @@
 """Threads one after another, and threads that are used again."""
 
+import contextlib
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -191,3 +195,24 @@ def test_without_a_thread_to_spare_the_caller_waits_itself() -> None:
         waited = []
         Apart().do(lambda: waited.append(threading.current_thread()))
     assert waited == [threading.current_thread()]
+
+
+def test_the_error_of_a_wait_is_freed_with_its_last_user() -> None:
+    """No cycle may hold what the wait holds, which is connections, until the collector comes."""
+
+    class Held:
+        pass
+
+    def wait(held: object) -> None:
+        raise RuntimeError(f"while {type(held).__name__} was held")
+
+    apart, held = Apart(), Held()
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            apart.do(partial(wait, held))
+        del held
+        wait_until(lambda: gone() is None, "what the wait held to be freed")
+    finally:
+        gc.enable()
