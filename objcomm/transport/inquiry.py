@@ -318,17 +318,19 @@ def timeout_verdict(
         answers: whereabouts by rank, this one's at least; ``None`` if the store did not answer.
     """
     awaited = (entry.awaits,) if entry.awaits >= 0 else ()
+    processes = mesh.bulletin.processes.stopped()
+    stopped = tuple(peer for peer in mesh.others if mesh.ranks[peer] in processes)
     if answers is None:
         # Whom this rank awaits may itself wait for one that is stopped, maybe with the store.
-        stopped = mesh.bulletin.processes.stopped()
-        found = tuple(peer for peer in mesh.others if mesh.ranks[peer] in stopped)
         return Verdict.of(
             Cause.TIMEOUT,
-            ranks=found or awaited,
+            ranks=stopped or awaited,
             seconds=entry.limit_seconds,
-            silent=found,
+            silent=stopped,
             is_store_silent=True,
         )
+    # An answer to a question of this wait may be as old as the wait, from before it was stopped.
+    answers = {rank: answer for rank, answer in answers.items() if rank not in stopped}
     missing = tuple(
         rank
         for rank in (mesh.others if lane.order is not None else mesh.members)

@@ -182,12 +182,14 @@ def _be_patient(case: Case) -> None:
     patch.object(plan, "LIMIT_SECONDS", limit_of(case, is_patient=True)).start()
     if case.fault is Fault.STORE_STOPPED:
         return  # nobody is to wait for a store that never answers
-    patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", 1.2).start()
-    patch.object(Bulletin.call, "__defaults__", (2.0,)).start()
-    patch.object(watch, "_EXPIRY_SECONDS", 8.0).start()
-    patch.object(base, "_GRACE_SECONDS", 20.0).start()  # Gloo's own limit comes after all of these
+    # Of one that is stopped no answer comes.
+    answers = 2.0 if case.fault is Fault.STOPPED else 6.0
+    patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers).start()
+    patch.object(Bulletin.call, "__defaults__", (8.0,)).start()
+    patch.object(watch, "_EXPIRY_SECONDS", 16.0).start()
+    patch.object(base, "_GRACE_SECONDS", 30.0).start()  # Gloo's own limit comes after all of these
     for module in (farewell, watch, pair):
-        patch.object(module, "FAREWELL_SECONDS", 5.0).start()
+        patch.object(module, "FAREWELL_SECONDS", 8.0).start()
 
 
 def _division(case: Case, rank: int) -> Callable[[], Any]:

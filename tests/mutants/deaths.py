@@ -208,6 +208,14 @@ MUTANTS = (
         _RANKS,
     ),
     Mutant(
+        "answers-of-stopped-ranks-believed",
+        "objcomm/transport/inquiry.py",
+        "for rank, answer in answers.items() if rank not in stopped}",
+        "for rank, answer in answers.items()}",
+        "of a rank that is stopped a time limit says where it was, and not that it does not answer",
+        ("tests/unit/test_timeout_verdicts.py",),
+    ),
+    Mutant(
         "stopped-ranks-taken-for-running",
         "objcomm/transport/liveness.py",
         'return _stat(self.pid)[:1] in (["T"], ["t"])',

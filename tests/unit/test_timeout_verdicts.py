@@ -1,0 +1,35 @@
+"""What a limit that has passed is blamed on, given what the others have answered."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from objcomm.frames import Operation
+from objcomm.history import Entry
+from objcomm.transport import inquiry
+from objcomm.transport.whereabouts import Whereabouts
+from tests.unit.memory_link import header_of
+from tests.unit.test_conflict import MAIN, recv
+
+
+@pytest.mark.parametrize("stopped", [set(), {5}], ids=["all run", "one is stopped"])
+def test_what_a_rank_answered_before_it_was_stopped_is_no_answer(stopped: set[int]) -> None:
+    mesh: Any = SimpleNamespace(
+        name="",
+        nonce="",
+        ranks=(4, 5),
+        members=(0, 1),
+        others=(1,),
+        bulletin=SimpleNamespace(processes=SimpleNamespace(stopped=lambda: stopped)),
+    )
+    lane: Any = SimpleNamespace(number=0, order=None)
+    entry = Entry(header_of(0, operation=Operation.RECV), "recv")
+    entry.awaits = 1
+    answers = {
+        rank: Whereabouts(1, MAIN, (recv(rank, 1 - rank, since=5.0),), is_single=True)
+        for rank in (0, 1)
+    }
+    verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
+    assert verdict.silent == ((1,) if stopped else ())
+    assert [each.rank for each in verdict.positions] == ([0] if stopped else [0, 1])
