@@ -168,24 +168,20 @@ class configure:  # noqa: N801  # used as a function and as a context
         lost_after: float | None = None,
         everywhere: bool = False,
     ) -> None:
-        given: dict[str, int | None] = {
+        given = {
+            "codec": codec or None,
             "max_nbytes": max_nbytes,
             "max_operation_nbytes": max_operation_nbytes,
             "max_depth": max_depth,
             "max_buffers": max_buffers,
+            "check": check,
+            "report_after": report_after,
+            "lost_after": lost_after,
         }
-        limits = {name: limit for name, limit in given.items() if limit is not None}
-        for name, limit in limits.items():
-            if limit < (name != "max_buffers"):
-                raise UsageError(f"{name}={limit} leaves no room for any message")
-        changed: dict[str, Any] = {"codec": codec, **limits} if codec else {**limits}
-        if check is not None:
-            changed["check"] = check
-        for name, seconds in {"report_after": report_after, "lost_after": lost_after}.items():
-            if seconds is not None:
-                if not seconds > 0:
-                    raise UsageError(f"{name}={seconds} is no number of seconds to wait")
-                changed[name] = seconds
+        changed: dict[str, Any] = {
+            name: value for name, value in given.items() if value is not None
+        }
+        _check_numbers(changed)
         if record_folder is not None:
             changed["record_folder"] = os.fspath(record_folder)
         if key is not None:
@@ -241,6 +237,25 @@ def check(*, everywhere: bool = False) -> configure:
 @functools.cache
 def _environment_check() -> bool:
     return os.environ.get("OBJCOMM_CHECK", "") not in {"", "0"}
+
+
+def _check_numbers(changed: Mapping[str, Any]) -> None:
+    """Refuse limits and waits that are none.
+
+    Raises:
+        UsageError: one is no number, or too small.
+    """
+    for name in changed.keys() & {"report_after", "lost_after"}:
+        seconds = changed[name]
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not is_number or not seconds > 0:
+            raise UsageError(f"{name}={seconds!r} is no number of seconds to wait")
+    for name in changed.keys() & {"max_nbytes", "max_operation_nbytes", "max_depth", "max_buffers"}:
+        limit = changed[name]
+        if not isinstance(limit, int) or isinstance(limit, bool):
+            raise UsageError(f"{name}={limit!r} is no whole number")
+        if limit < (name != "max_buffers"):
+            raise UsageError(f"{name}={limit} leaves no room for any message")
 
 
 def _codecs(accept: Iterable[str]) -> frozenset[str]:

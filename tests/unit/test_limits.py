@@ -273,3 +273,19 @@ def test_an_exception_that_is_not_registered_here_is_told_by_its_text() -> None:
     value = [ext(b"exception"), "Disk", [], [], "/: 3"]
     with pytest.raises(ForbiddenTypeError, match="/: 3"):
         unpacked(msgpack.packb(value))
+
+
+@pytest.mark.parametrize("name", ["max_nbytes", "max_operation_nbytes", "max_depth", "max_buffers"])
+@pytest.mark.parametrize("limit", [True, 1.5, "5"], ids=str)
+def test_a_limit_that_is_no_whole_number_is_refused(name: str, limit: Any) -> None:
+    given: dict[str, Any] = {name: limit}
+    with pytest.raises(UsageError, match="is no whole number"):
+        objcomm.configure(**given)
+
+
+@pytest.mark.parametrize(
+    "given", [{"max_nbytes": 0}, {"max_depth": -1}, {"max_buffers": -1}], ids=str
+)
+def test_a_limit_that_leaves_no_room_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="leaves no room"):
+        objcomm.configure(**given)

@@ -66,3 +66,11 @@ def test_what_is_no_time_is_refused(name: str, timeout: Any, begun: Callable[...
     calls["launch"] = lambda timeout: objcomm.launch(print, 1, timeout=timeout)
     with pytest.raises(UsageError, match="is not a positive time"):
         calls[name](timeout)
+
+
+@pytest.mark.parametrize("name", ["report_after", "lost_after"])
+@pytest.mark.parametrize("seconds", [True, 0, -1.0, float("nan"), "5"], ids=str)
+def test_what_is_no_number_of_seconds_is_refused(name: str, seconds: Any) -> None:
+    given: dict[str, Any] = {name: seconds}
+    with pytest.raises(UsageError, match="is no number of seconds to wait"):
+        objcomm.configure(**given)
