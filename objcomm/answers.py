@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from objcomm import structures
+from objcomm.codecs.budget import Budget, Spread, weight_of
 from objcomm.errors import DecodeError, shown
-from objcomm.leaves import Tensors, described, tensors_of
+from objcomm.leaves import described, tensors_of
 
 _OPERAND = ("structure", "leaves", "linked")
 
@@ -73,7 +74,7 @@ def received(plain: Any, place: Place) -> Answer:
         leaves = _Checking(must_make=True).leaves_of(answer.structure, place.structure)
     if not all(isinstance(each, (tuple, list)) for each in (answer.folded, answer.following)):
         _refuse("its results are no list")
-    if answer.linked not in ("", place.linked):
+    if type(answer.linked) is not str or answer.linked not in {"", place.linked}:
         _refuse(f"all ranks are joined by {shown(answer.linked)}, but this one is not")
     _check_following(answer.following, leaves, place)
     if place.is_taker and len(answer.folded) != len(leaves) - len(answer.following):
@@ -98,7 +99,7 @@ def operand(plain: Any) -> tuple[Any, list[Any], str]:
     if not isinstance(values, list) or len(values) != len(leaves):
         _refuse("it has other leaves than its structure")
     for (description, _), value in zip(leaves, values, strict=True):
-        about = _tensors_of(description)
+        about = tensors_of(description)
         if about is not None and value is not None:
             found = described(value)
             if found is None or found[0][:3] != description[:3]:
@@ -120,7 +121,7 @@ def _check_following(
             _refuse(f"there is no leaf {shown(at)} to follow")
         last = at
         description, is_own = leaves[at]
-        about = _tensors_of(description)
+        about = tensors_of(description)
         if about is None:
             _refuse(f"leaf {at} is to follow, but is no tensor")
         if not _are_ranks(ranks, place.size) or (place.rank in ranks) != is_own:
@@ -142,16 +143,6 @@ def _are_ranks(ranks: Any, size: int) -> bool:
     )
 
 
-def _tensors_of(description: Any) -> Tensors | None:
-    try:
-        about = tensors_of(description)
-    except (ValueError, TypeError):
-        _refuse("a leaf is described by what is no description")
-    if about is not None and not all(type(each) is int and each >= 0 for each in about.shape):
-        _refuse("a leaf has a shape that is none")
-    return about
-
-
 class _Checking:
     """Goes through a structure beside this rank's own.
 
@@ -162,6 +153,7 @@ class _Checking:
     def __init__(self, *, must_make: bool) -> None:
         self.leaves: list[tuple[Any, bool]] = []
         self._must_make = must_make
+        self._budget = Budget("msgpack", memoryview(b""), ())
 
     def leaves_of(self, node: Any, own: Any) -> list[tuple[Any, bool]]:
         """The leaves of the outermost node."""
@@ -178,6 +170,9 @@ class _Checking:
         if not all(isinstance(each, kind) for each, kind in zip(node, kinds, strict=True)):
             _refuse("a container has no type, or its members are no list")
         kind, type_name, keys, children = node
+        if not all(map(structures.is_key, keys)):
+            _refuse("a key is no plain data")
+        Spread(self._budget, weight_of).add(keys)
         theirs = _by_key(keys, children)
         if own is None:
             if self._must_make and not structures.can_be_made(kind, type_name, keys):
@@ -195,7 +190,7 @@ class _Checking:
     def _leaf(self, number: Any, description: Any, own: Any) -> None:
         if type(number) is not int or number != len(self.leaves):
             _refuse(f"a leaf has the number {shown(number)}")
-        if _tensors_of(description) is None and not structures.is_plain(description):
+        if tensors_of(description) is None and not structures.is_plain(description):
             _refuse("a leaf is described by what is no description")
         if own is not None and (
             len(own) != len(("number", "description")) or own[1] != description

@@ -10,12 +10,14 @@ import torch
 
 from objcomm import elementwise
 from objcomm.codecs.tensors import (
+    check_shape,
     describe_array,
     dtype_name,
     dtype_named,
     is_plain_array,
     is_plain_tensor,
 )
+from objcomm.errors import DecodeError
 
 _TENSOR, _ARRAY = "tensor", "array"
 
@@ -58,11 +60,21 @@ def _torch_dtype_of(array: Any) -> torch.dtype | None:
 
 
 def tensors_of(description: Any) -> Tensors | None:
-    """What a tensor's or an array's description says; ``None`` for any other leaf."""
-    if type(description) is not tuple or description[0] not in {_TENSOR, _ARRAY}:
+    """What a tensor's or an array's description says; ``None`` for any other leaf.
+
+    Raises:
+        DecodeError: another rank's says what no rank would.
+    """
+    if type(description) is not tuple or not description:
         return None
+    if type(description[0]) is not str or description[0] not in {_TENSOR, _ARRAY}:
+        return None
+    is_whole = len(description) == len(Tensors._fields)
+    if not is_whole or not type(description[1]) is type(description[3]) is str:
+        raise DecodeError("tensor", "a leaf is described by what is no description")
     kind, dtype, shape, device_type = description
-    return Tensors(dtype_named(dtype), tuple(shape), device_type, kind == _ARRAY)
+    check_shape(kind, shape)
+    return Tensors(dtype_named(dtype), shape, device_type, kind == _ARRAY)
 
 
 def flat_of(leaf: Any, op: str) -> torch.Tensor:

@@ -8,14 +8,16 @@ and ranks exchange it before anything large moves. Knows objects; knows no messa
 import collections
 import copy
 import dataclasses
+import datetime
 import enum
 import numbers
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from objcomm.errors import UsageError
+from objcomm.errors import UsageError, shown
 from objcomm.leaves import described, tensors_of
 from objcomm.ops import Operator
 
@@ -29,6 +31,11 @@ MAPPING = "mapping"
 _FIELDS, _SEQUENCE = "fields", "sequence"
 _CONSTANT = "constant"
 _CONSTANTS = (str, bytes, enum.Enum, type(None), torch.dtype, torch.device)
+
+# Keys that an error shows whole; the text of others may be of any length.
+_SHORT = (str, bytes, bool, float, complex, type(None), enum.Enum, datetime.date, pathlib.PurePath)
+# A scalar of numpy's makes an array of a range to compare the two.
+_NO_KEYS = (range, frozenset, torch.Tensor, BaseException)
 
 # What a rank that lacks a part can make by itself, without a class of the user's.
 _MADE: dict[str, Callable[[], Any]] = {
@@ -157,7 +164,13 @@ def _member(kind: str, obj: Any, key: Any) -> Any:
 
 
 def _step(kind: str, key: Any) -> str:
-    return f".{key}" if kind == _FIELDS else f"[{key!r}]"
+    return f".{key}" if kind == _FIELDS else f"[{_key_text(key)}]"
+
+
+def _key_text(key: Any) -> str:
+    if type(key) is tuple:
+        return f"({', '.join(map(_key_text, key))})"
+    return repr(key) if isinstance(key, _SHORT) else shown(key)
 
 
 def _is_leaf(node: Any) -> bool:
@@ -254,10 +267,17 @@ def _kind_text(node: Any) -> str:
 
 def is_plain(description: Any) -> bool:
     """Whether it describes a leaf that is neither a tensor nor an array."""
-    if isinstance(description, str):
+    if type(description) is str:
         return description in {_NUMBER, _CONSTANT}
-    is_pair = isinstance(description, tuple) and len(description) == len(("object", "type"))
-    return is_pair and description[0] == "object" and isinstance(description[1], str)
+    is_pair = type(description) is tuple and [type(each) for each in description] == [str, str]
+    return is_pair and bool(description[0] == "object")
+
+
+def is_key(key: Any) -> bool:
+    """Whether comparing a key that arrived costs no more than its bytes."""
+    if type(key) is tuple:
+        return all(map(is_key, key))
+    return not isinstance(key, _NO_KEYS)
 
 
 def can_be_made(kind: Any, type_name: Any, keys: Sequence[Any]) -> bool:

@@ -5,6 +5,7 @@ again and again, or by keys that all have the same hash. So what costs more than
 counted while it is decoded.
 """
 
+import fractions
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,9 +20,9 @@ _FREE_STEPS = 1_000_000
 _STEPS_PER_BYTE = 32
 
 # Comparing: so many bits or letters are one step, as a power of two; a fraction takes 1 µs, and a
-# scalar of numpy's 10.
+# scalar of numpy's 10, and half of one for each of its fields.
 _COMPARED_BITS = 9
-_USUAL_WEIGHT, _OTHERS_WEIGHT = 20, 200
+_USUAL_WEIGHT, _OTHERS_WEIGHT, _FIELD_WEIGHT = 20, 200, 10
 _HARMLESS = frozenset({str, bytes, float})
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
@@ -61,6 +62,9 @@ class Spread:
 
     Members of the same hash are compared with each other. Texts' hashes nobody can choose, and of
     floats and of integers of 64 bits only some 50 have the same one.
+
+    Attributes:
+        spent: how many steps it has come to; as many as comparing with another such set takes.
     """
 
     def __init__(self, budget: Budget, weigh: Callable[[Any], int]) -> None:
@@ -72,7 +76,9 @@ class Spread:
         """
         self._budget = budget
         self._weigh = weigh
-        self._counts: Counter[int] = Counter()
+        self._lone: dict[int, Any] = {}  # by its hash, the first member that has it
+        self._groups: dict[int, tuple[int, int]] = {}  # where more have it: how many, their weight
+        self.spent = 0
 
     def add(self, members: Iterable[Any]) -> None:
         """Count more of them, before they are compared.
@@ -80,25 +86,64 @@ class Spread:
         Raises:
             DecodeError: it would take more than the message is worth.
         """
-        counts = self._counts
         for member in members:
             kind = type(member)
             if kind in _HARMLESS or (kind is int and _INT_MIN <= member <= _INT_MAX):
                 continue
             key = hash(member)
-            if before := counts[key]:
-                self._budget.spend(before * self._weigh(member))
-            counts[key] = before + 1
+            if key not in self._lone:
+                self._lone[key] = member
+                continue
+            count, before = self._groups.get(key) or (1, self._weigh(self._lone[key]))
+            weight = self._weigh(member)
+            # Either of two may be what makes comparing them long.
+            self._budget.spend(before + count * weight)
+            self.spent += before + count * weight
+            self._groups[key] = count + 1, before + weight
 
 
 def weight_of(member: Any) -> int:
     """How many steps it takes to compare a member of a set with another one."""
-    kind = type(member)
-    if kind is tuple or kind is frozenset:
-        return 1 + sum(map(weight_of, member))
-    if kind is int:  # beside a Decimal it is converted, in quadratic time
-        parts: int = member.bit_length() >> _COMPARED_BITS
-        return 1 + parts * parts
-    if kind is str or kind is bytes:
-        return 1 + (len(member) >> _COMPARED_BITS)
-    return _OTHERS_WEIGHT if hasattr(member, "dtype") else _USUAL_WEIGHT
+    weigh = _WEIGHTS.get(type(member))
+    if weigh is not None:
+        return 1 + weigh(member)
+    dtype = getattr(member, "dtype", None)
+    return _USUAL_WEIGHT if dtype is None else _OTHERS_WEIGHT + _FIELD_WEIGHT * _fields_of(dtype)
+
+
+def _square_of(number: int) -> int:
+    parts: int = number.bit_length() >> _COMPARED_BITS
+    return parts * parts
+
+
+def _lookups_of(members: frozenset[Any]) -> int:
+    alike = Counter(map(hash, members))
+    return sum(weight_of(each) * alike[hash(each)] for each in members)
+
+
+def length_of(numbers: range) -> int:
+    """How many there are; ``len`` has a limit."""
+    return max(0, -((numbers.start - numbers.stop) // numbers.step))
+
+
+def _fields_of(dtype: Any) -> int:
+    """How many fields one item of numpy's has, those of its fields included."""
+    item = getattr(dtype, "base", dtype)  # of a field with a shape
+    names = getattr(item, "names", None) or ()
+    return len(names) + sum(_fields_of(item.fields[name][0]) for name in names)
+
+
+#: Of some types, besides one step.
+_WEIGHTS: dict[type, Callable[[Any], int]] = {
+    tuple: lambda members: sum(map(weight_of, members)),
+    # Each is looked up among those members of the other one that have its hash.
+    frozenset: _lookups_of,
+    # Beside a Decimal numbers are converted, in quadratic time.
+    int: _square_of,
+    fractions.Fraction: lambda number: (
+        _USUAL_WEIGHT + sum(map(_square_of, number.as_integer_ratio()))
+    ),
+    range: length_of,  # beside a scalar of numpy's it becomes an array
+    str: lambda text: len(text) >> _COMPARED_BITS,
+    bytes: lambda raw: len(raw) >> _COMPARED_BITS,
+}

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, overload
 
-from objcomm.codecs.positions import check_positions
+from objcomm.codecs.exceptions import check_arguments
+from objcomm.codecs.rules import check_attributes, member_of
 from objcomm.errors import DecodeError, UsageError, shown
 
 C = TypeVar("C", bound=type)
@@ -127,7 +128,9 @@ def register(
 
 def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     if issubclass(cls, enum.Flag):
-        return (lambda member: member.value), lambda value: cls(_checked(cls, value, int))
+        return (lambda member: member.value), lambda value: member_of(
+            cls, _checked(cls, value, int)
+        )
     if issubclass(cls, enum.Enum):
         return (lambda member: member.name), lambda name: cls[_checked(cls, name, str)]
     if issubclass(cls, tuple) and hasattr(cls, "_make"):
@@ -158,7 +161,7 @@ def _checked(cls: Any, received: Any, kind: type) -> Any:
 def _raised(cls: Any, parts: Any) -> Any:
     """An exception as it was, without a call of ``__init__``."""
     args, state = _checked(cls, parts, list)
-    check_positions(cls, _checked(cls, args, tuple))
+    check_arguments(cls, _checked(cls, args, tuple))
     error = cls.__new__(cls, *args)
     error.args = args
     return _with_state(error, state)
@@ -167,6 +170,7 @@ def _raised(cls: Any, parts: Any) -> Any:
 def _with_state(obj: Any, state: Any) -> Any:
     for name in _checked(type(obj), state, dict):
         _checked(type(obj), name, str)
+    check_attributes(state)
     # Not by setattr, for a name of the sender's may be that of a property.
     vars(obj).update(state)
     return obj

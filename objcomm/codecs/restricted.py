@@ -10,6 +10,7 @@ What an admitted class does with arguments or a state that a stranger chose is i
 """
 
 import collections
+import copyreg
 import enum
 import io
 import pickle
@@ -19,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 
 from objcomm.codecs import array_dtypes, tensors
-from objcomm.codecs.budget import Budget, Spread, weight_of
-from objcomm.codecs.rules import CONSTRUCTORS
-from objcomm.errors import DecodeError, ForbiddenTypeError, name_of
+from objcomm.codecs.budget import Budget, Spread, length_of, weight_of
+from objcomm.codecs.rules import CONSTRUCTORS, check_attributes, member_of
+from objcomm.errors import DecodeError, ForbiddenTypeError, name_of, shown
 
 _NAME = "pickle"
 
@@ -206,25 +207,46 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         parts = (*arguments, *options.values())
         # What a class of the program's does with its arguments is its own affair, but many walk
         # through them, and a range of 20 bytes may have any length.
-        steps = len(parts) + sum(_length(each) for each in parts if type(each) is range)
-        if id(function) in self._tools or isinstance(function, enum.EnumMeta):
+        steps = len(parts) + sum(length_of(each) for each in parts if type(each) is range)
+        if id(function) in self._tools:
             weight = _STEPS_PER_FIELD if function is array_dtypes.array_dtype_named else 1
             steps += weight * sum(map(self._steps, parts))
             steps += sum(map(tensors.numel_of, parts)) if function is tensors.rebuild_coo else 0
         self._budget.spend(steps)
         self.append(self._nest(function(*arguments, **options), *parts))
 
+    def _look_up(self, cls: enum.EnumMeta, arguments: Any) -> None:
+        """The member of an enum's class that has a value."""
+        if type(arguments) is not tuple or len(arguments) != 1:
+            raise DecodeError(_NAME, f"a {cls.__name__} is not made of one value")
+        self._budget.spend(1 + self._steps(arguments[0]))
+        if not self._is_value(arguments[0]):  # an error would show it, and that may be gigabytes
+            kind = name_of(type(arguments[0]))
+            raise DecodeError(_NAME, f"the value of a {cls.__name__} is a {kind}, which is refused")
+        self.append(self._nest(member_of(cls, arguments[0]), arguments[0]))
+
+    def _is_value(self, given: Any) -> bool:
+        if type(given) in {tuple, frozenset}:
+            return all(map(self._is_value, given))
+        return type(given) in _SCALARS or type(given) in self._classes
+
     def _make(self, cls: Any, arguments: Any, options: Mapping[str, Any]) -> None:
-        if not isinstance(cls, type) or cls not in self._classes or cls in _CALLED:
+        is_own = isinstance(cls, type) and cls in self._classes and cls not in _CALLED
+        if not is_own or isinstance(cls, enum.EnumMeta):  # whose members are looked up
             raise ForbiddenTypeError(_NAME, f"a {type(cls).__name__} is made like a class")
         self._called(lambda *given, **named: cls.__new__(cls, *given, **named), arguments, options)
 
-    def _target(self) -> Any:
-        """What the stream adds members to, which may be nothing that it only named."""
+    def _target(self, *usual: type) -> Any:
+        """What the stream adds members to: of a ``usual`` type, or of a class of the program's.
+
+        An array, for instance, takes members from whatever names an address in memory.
+        """
         target = self.stack[-1]
         self._has_grown_late |= id(target) in self._held
-        if id(target) in self._callable or isinstance(target, (type, torch.Tensor, enum.Enum)):
-            raise ForbiddenTypeError(_NAME, f"members are added to a {name_of(type(target))}")
+        kind = type(target)
+        is_named = id(target) in self._callable or isinstance(target, enum.Enum)
+        if is_named or (kind not in usual and kind not in self._classes):
+            raise ForbiddenTypeError(_NAME, f"members are added to a {name_of(kind)}")
         if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):
             # What holds it would become deeper, and nobody would notice.
             raise DecodeError(_NAME, "members are added to what is a member of something else")
@@ -270,33 +292,37 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
     def load_frozenset(self) -> None:
         members = self.pop_mark()
         self._budget.spend(sum(map(self._steps, members)))
-        Spread(self._budget, self._weight).add(members)
-        self.append(self._nest(frozenset(members), *members))
+        spread = Spread(self._budget, self._weight)
+        spread.add(members)
+        made = self._nest(frozenset(members), *members)
+        depth, steps = self._extents[id(made)]
+        self._extents[id(made)] = depth, min(steps + spread.spent, _STEPS_MAX)
+        self.append(made)
 
     def load_append(self) -> None:
         member = self.stack.pop()
-        self._nest(self._target(), member).append(member)
+        self._nest(self._target(list), member).append(member)
 
     def load_appends(self) -> None:
         members = self.pop_mark()
-        self._nest(self._target(), *members).extend(members)
+        self._nest(self._target(list), *members).extend(members)
 
     def load_additems(self) -> None:
         members = self.pop_mark()
-        target = self._nest(self._target(), *members)
+        target = self._nest(self._target(set), *members)
         self._hashed(target, members)
         for member in members:
             target.add(member)
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        target = self._nest(self._target(), key, value)
+        target = self._nest(self._target(dict), key, value)
         self._hashed(target, (key,))
         target[key] = value
 
     def load_setitems(self) -> None:
         members = self.pop_mark()
-        target = self._nest(self._target(), *members)
+        target = self._nest(self._target(dict), *members)
         self._hashed(target, members[::2])
         for at in range(0, len(members), 2):
             target[members[at]] = members[at + 1]
@@ -305,6 +331,9 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         arguments, function = self.stack.pop(), self.stack.pop()
         if id(function) not in self._callable:
             raise ForbiddenTypeError(_NAME, f"a {type(function).__name__} is called")
+        if isinstance(function, enum.EnumMeta):
+            self._look_up(function, arguments)
+            return
         is_class = isinstance(function, type)
         self._called(_CALLED.get(function, function) if is_class else function, arguments, {})
 
@@ -318,25 +347,26 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
 
     def load_build(self) -> None:
         state = self.stack.pop()
-        target = self._target()
-        kind = type(target)
+        kind = type(self.stack[-1])
         if kind not in self._classes:
             raise ForbiddenTypeError(
                 _NAME, f"a {kind.__name__} is given a state, but its class is not in allow="
             )
+        target = self._target()
         self._nest(target, state)
         self._budget.spend(len(state) if type(state) in {dict, tuple} else 1)
         if hasattr(kind, "__setstate__"):
             target.__setstate__(state)
             return
-        slots: Mapping[str, Any] = {}
+        slots: dict[str, Any] = {}
         if type(state) is tuple and len(state) == 2:  # noqa: PLR2004  # (state, slots), as pickle
             state, slots = state
         state, slots = state or {}, slots or {}
         for each in (state, slots):
             if type(each) is not dict or not all(type(name) is str for name in each):
                 raise DecodeError(_NAME, f"the state of a {kind.__name__} has no names")
-        if kind is collections.OrderedDict and any(hasattr(kind, name) for name in state):
+        check_attributes(state)
+        if kind is collections.OrderedDict and any(hasattr(kind, name) for name in state | slots):
             raise ForbiddenTypeError(_NAME, "an OrderedDict's own methods are set")
         vars(target).update(state)
         for name, value in slots.items():
@@ -360,18 +390,18 @@ def _members_of(each: Any) -> Iterator[Any]:
     kind = type(each)
     if kind in _SCALARS:
         return
-    if kind in {list, tuple, set, frozenset}:
+    if issubclass(kind, (list, tuple, set, frozenset, collections.deque)):
         yield from each
+    elif kind is slice:
+        yield from (each.start, each.stop, each.step)
     elif issubclass(kind, dict):
         yield from each.keys()
         yield from each.values()
     state = getattr(each, "__dict__", None)
     if type(state) is dict:
         yield from state.values()
-
-
-def _length(numbers: range) -> int:
-    return max(0, -((numbers.start - numbers.stop) // numbers.step))  # len() has a limit
+    for name in copyreg._slotnames(kind):  # type: ignore[attr-defined]  # noqa: SLF001  # as pickle does
+        yield getattr(each, name, None)
 
 
 def _check_memory(flat: Any) -> None:
@@ -407,7 +437,8 @@ def _set_attributes(tensor: Any, attributes: Any) -> None:
         raise DecodeError(_NAME, "attributes are set on what is no tensor")
     for name in attributes:
         if type(name) is not str or hasattr(torch.Tensor, name):
-            raise ForbiddenTypeError(_NAME, f"a tensor's own {name!r} is set")
+            raise ForbiddenTypeError(_NAME, f"a tensor's own {shown(name)} is set")
+    check_attributes(attributes)
     vars(tensor).update(attributes)
 
 

@@ -8,12 +8,13 @@ bounds before anything is called: no constructor runs what a sender chose, or co
 import builtins
 import datetime
 import decimal
+import enum
 import fractions
 import pathlib
 import re
 import uuid
 import zoneinfo
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 
 from objcomm.codecs import tensors
 from objcomm.codecs.array_dtypes import DIMENSIONS_MAX
-from objcomm.codecs.positions import check_positions
+from objcomm.codecs.exceptions import check_arguments
 from objcomm.errors import DecodeError, ForbiddenTypeError
 
 _NAME = "msgpack"
@@ -231,6 +232,34 @@ LOWER: dict[type, tuple[str, Callable[[Any], Sequence[Any]]]] = {
     torch.dtype: ("torch.dtype", lambda dtype: (tensors.dtype_name(dtype),)),
 }
 
+# What numpy and torch take from any object for an address in this process's memory.
+_ADDRESSES = frozenset({"__array_interface__", "__array_struct__", "__cuda_array_interface__"})
+
+
+def check_attributes(names: Iterable[str]) -> None:
+    """Refuse attributes that a received object must not have, whatever its class.
+
+    Raises:
+        ForbiddenTypeError: one names an address in memory.
+    """
+    if found := _ADDRESSES.intersection(names):
+        raise ForbiddenTypeError(_NAME, f"the attribute {min(found)!r} is set")
+
+
+def member_of(cls: enum.EnumMeta, value: Any) -> Any:
+    """The member that has a value; a class of flags keeps none that it did not know.
+
+    Python's own lookup would: a stream of messages could fill the memory with them.
+    """
+    known = cls._value2member_map_
+    if not issubclass(cls, enum.IntFlag) or value in known:
+        return cls(value)
+    member = cls(value)
+    if cls.__members__.get(member.name or "") is not member:
+        known.pop(member.value, None)  # equal ones need not be the same
+    return member
+
+
 BUILTIN_ERRORS = {
     name: value
     for name, value in vars(builtins).items()
@@ -253,13 +282,7 @@ def raise_exception(name: Any, args: Any, notes: Any, text: Any) -> BaseExceptio
     is_plain = type(args) is tuple and type(notes) is list
     if not is_plain or not all(type(note) is str for note in notes):  # a range would be walked
         raise DecodeError(_NAME, "an exception's arguments are no tuple, or its notes no texts")
-    # A group walks through its second argument, which might be a range.
-    if issubclass(cls, BaseExceptionGroup) and type(args[-1] if args else None) not in {
-        list,
-        tuple,
-    }:
-        raise DecodeError(_NAME, "a group of exceptions is not made of a list")
-    check_positions(cls, args)
+    check_arguments(cls, args)
     error: BaseException = cls(*args)
     for note in notes:
         error.add_note(note)

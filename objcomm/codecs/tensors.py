@@ -320,7 +320,8 @@ def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     check_shape("array", shape)
-    if not isinstance(dtype, np.dtype) or order not in ("C", "F"):
+    is_order = type(order) is str and order in {"C", "F"}
+    if not is_order or not isinstance(dtype, np.dtype):
         raise DecodeError("array", "it is not made of a dtype and an order")
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
         raise DecodeError("array", f"{flat.numel()} bytes are no {dtype} array of shape {shape}")

@@ -118,3 +118,57 @@ def test_the_type_of_a_device_is_text() -> None:
         operand((structure, leaves, 5))
     told = (None, (6, 6.0), ((1, ALL),), "cuda")
     assert received(told, place(linked="cuda")).linked == "cuda"
+
+
+def of_tensor(*description: Any) -> Any:
+    """An operand of one leaf, described so."""
+    return (0, description), [None], ""
+
+
+COLLIDING = tuple(7 + turn * ((1 << 61) - 1) for turn in range(5_000))  # of one hash
+
+#: Operands that would take far more than their bytes, or fail by something else.
+COSTLY: dict[str, Any] = {
+    "a range as a shape": of_tensor("tensor", "float32", range(1 << 40), "cpu"),
+    "a shape of endless sizes": of_tensor("tensor", "float32", (1 << 20_000,), "cpu"),
+    "no description": of_tensor(),
+    "half a description": of_tensor("tensor"),
+    "a tensor as a description's kind": of_tensor(LARGE, "float32", (8,), "cpu"),
+    "a list as a dtype": of_tensor("tensor", [], (8,), "cpu"),
+    "a tensor as a device": of_tensor("tensor", "float32", (8,), LARGE),
+    "keys of one hash": (
+        ("mapping", "dict", COLLIDING, tuple((at, "number") for at in range(len(COLLIDING)))),
+        [0] * len(COLLIDING),
+        "",
+    ),
+    "a range as a key": (("mapping", "dict", (range(5),), ((0, "number"),)), [0], ""),
+    "a range in a key": (("mapping", "dict", ((1, range(5)),), ((0, "number"),)), [0], ""),
+}
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+def test_an_operand_that_costs_more_than_its_bytes_is_refused(kind: str) -> None:
+    with pytest.raises(DecodeError):
+        operand(COSTLY[kind])
+
+
+@pytest.mark.parametrize("linked", [LARGE, [], 5], ids=["tensor", "list", "number"])
+def test_an_answer_whose_device_is_no_text_is_refused(linked: Any) -> None:
+    with pytest.raises(DecodeError, match="joined"):
+        received((None, (6, 6.0), ((1, ALL),), linked), place())
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("val", "['val']"),
+        ((1, "a"), "[(1, 'a')]"),
+        (1 << 20_000, "[a int]"),
+        (LARGE, "[a Tensor]"),
+        ((LARGE,), "[(a Tensor)]"),
+    ],
+    ids=["text", "tuple", "endless", "tensor", "tensor in a tuple"],
+)
+def test_a_key_of_a_strangers_is_shown_short(key: Any, text: str) -> None:
+    node = ("mapping", "dict", (key,), ((0, "number"),))
+    assert list(structures.leaves_of(node)) == [(f"obj{text}", "number")]

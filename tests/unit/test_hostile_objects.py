@@ -28,10 +28,14 @@ def ext(name: str) -> msgpack.ExtType:
     return msgpack.ExtType(1, name.encode())
 
 
+def text(letters: str) -> bytes:
+    """Opcodes of a short text."""
+    return b"\x8c" + bytes([len(letters)]) + letters.encode()
+
+
 def named(module: str, name: str) -> bytes:
     """Opcodes that put what two texts name on the stack."""
-    texts = (b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
-    return b"".join(texts) + b"\x93"
+    return text(module) + text(name) + b"\x93"
 
 
 def number(value: int) -> bytes:
@@ -44,6 +48,11 @@ def number(value: int) -> bytes:
 
 LONG_RANGE = [ext("range"), 0, 1 << 40, 1]
 PICKLED_RANGE = named("builtins", "range") + number(0) + number(1 << 40) + number(1) + b"\x87R"
+
+
+def fetched(position: int) -> bytes:
+    """Opcodes of what the stream has kept there."""
+    return b"j" + struct.pack("<I", position)
 
 
 def doubled(times: int) -> bytes:
@@ -84,6 +93,14 @@ def registered(name: str, state: object) -> list[object]:
 
 
 P = (1 << 61) - 1  # integers that differ by it have the same hash
+BEYOND = [7 + P * (16 + each) for each in range(300)]  # what 64 bits hold
+FIELDS = [[f"{at:x}", "|i1"] for at in range(300)]
+WIDE = next(wide for wide in (range(at, at + (1 << 30)) for at in range(99)) if 0 <= hash(wide) < P)
+
+
+def decimals(value: int, count: int) -> list[object]:
+    """So many numbers of the hash that ``value`` has."""
+    return [[ext("decimal"), str(value + each * P)] for each in range(count)]
 
 
 def exception(name: str, *arguments: object) -> list[object]:
@@ -146,6 +163,51 @@ PLAIN: dict[str, object] = {
     ],
     "members of one hash": [ext("set"), *map(hexadecimal, same_hash(60_000))],
     "a fraction": [ext("fraction"), hexadecimal(3**1_000_000), hexadecimal(2**1_500_000 + 1)],
+    "a large integer before decimals of its hash": [
+        ext("set"),
+        hexadecimal(5 + (P << 61 * 2_000)),
+        *decimals(5, 300),
+    ],
+    "a large fraction before decimals of its hash": [
+        ext("set"),
+        [ext("fraction"), hexadecimal(5 + (P << 60_000)), 1],
+        *decimals(5, 300),
+    ],
+    "frozen sets of one hash": [
+        ext("set"),
+        *(
+            [ext("frozenset"), *map(hexadecimal, [7 + P * (16 + each), *BEYOND])]
+            for each in range(1_000, 1_020)
+        ),
+    ],
+    "a range beside a scalar of its hash": [
+        ext("set"),
+        [ext("scalar"), "<i8", struct.pack("<q", hash(WIDE))],
+        [ext("range"), WIDE.start, WIDE.stop, 1],
+    ],
+    "scalars of many fields": [
+        ext("set"),
+        *(
+            # Of bytes -1 and -2, whose hashes are the same.
+            [ext("scalar"), FIELDS, bytes(255 - (each >> bit & 1) for bit in range(len(FIELDS)))]
+            for each in range(100)
+        ),
+    ],
+    "an array as an array's order": [
+        ext("ndarray"),
+        0,
+        "|u1",
+        [64],
+        [ext("ndarray"), 1, "|S0", [1 << 31], "C"],
+    ],
+    "the place of a syntax error": exception("SyntaxError", "m", LONG_RANGE),
+    "the place of a syntax error as a list": exception(
+        "SyntaxError", "m", ["f", 1, 1, "text", 1, 1 << 40]
+    ),
+    "members of a group of the program's": registered(
+        "Group", [[ext("tuple"), "x", LONG_RANGE], {}]
+    ),
+    "an address as a state": registered("Class", {"__array_interface__": {}}),
     "an extension alone": ext("tuple"),
     "an extension as a member": [1, ext("tuple")],
     "an extension as a key": {ext("tuple"): 1},
@@ -159,6 +221,31 @@ EXPANDED_PICKLE = (
     + b"(\x8c\x0bfloat8_e5m2K@\x85N"
     + number(1 << 32)
     + b"K@\x86\x8c\x03cpu\x89\x89t\x97\x86R"
+)
+
+
+PICKLED_ARRAY = (
+    named("objcomm.codecs.tensors", "rebuild_array")
+    + b"(\x97"
+    + named("objcomm.codecs.array_dtypes", "array_dtype_named")
+    + text("|u1")
+    + b"\x85RK\x40\x85"
+    + text("C")
+    + b"tR"
+)
+
+# Where there is no memory of this process's.
+ADDRESS = (
+    b"}("
+    + text("data")
+    + number(0x1000)
+    + b"\x89\x86"
+    + text("shape")
+    + b"K\x40\x85"
+    + text("typestr")
+    + text("|u1")
+    + text("version")
+    + b"K\x03u"
 )
 
 
@@ -223,6 +310,58 @@ PICKLED: dict[str, bytes] = {
     + (named("torch", "Size") + b"h\x00\x85R") * 1_000
     + b"t.",
     "an unknown opcode": b"c",
+    "members of an array, from an address": PICKLED_ARRAY
+    + named("builtins", "Ellipsis")
+    + named("collections", "OrderedDict")
+    + b")R}"
+    + text("__array_interface__")
+    + ADDRESS
+    + b"sbs.",
+    "members of an array": PICKLED_ARRAY
+    + named("builtins", "Ellipsis")
+    + named("builtins", "range")
+    + number(0)
+    + number(1 << 30)
+    + number(1)
+    + b"\x87Rs.",
+    "a slice of a list": b"](K\x01K\x02e"
+    + named("builtins", "slice")
+    + b"NNN\x87R"
+    + PICKLED_RANGE
+    + b"s.",
+    "an attribute of a tensor that is an address": named(
+        "objcomm.codecs.pickle5", "_set_attributes"
+    )
+    + named("objcomm.codecs.pickle5", "_rebuild_tensor")
+    + b"("
+    + text("uint8")
+    + b"K\x40\x85NN"
+    + text("cpu")
+    + b"\x89\x89t\x97\x86R}"
+    + text("__array_interface__")
+    + ADDRESS
+    + b"s\x86R.",
+    "a member of an enum that is made": doubled(40)
+    + b"\x940"
+    + named("a module", "Enum")
+    + b"h\x29\x85\x81.",
+    "a member of an enum of an expanded tensor": named("a module", "Enum")
+    + EXPANDED_PICKLE
+    + b"\x85R.",
+    "a class of an enum": named("a module", "Enum") + text("E") + text("c d") + b"\x86R.",
+    # All lists stay on the stack, each is put into a slice, and each takes the slice of the next.
+    "slices that are filled from the top": named("builtins", "slice")
+    + b"\x940"
+    + b"]\x94" * 300
+    + b"".join(b"h\x00" + fetched(1 + at) + b"NN\x87R\x940" for at in range(300))
+    + b"".join(fetched(300 + at) + b"a0" for at in range(299, 0, -1))
+    + b"0"
+    + fetched(300)
+    + b".",
+    "slots of an ordered mapping": named("collections", "OrderedDict")
+    + b")R(N}"
+    + text("items")
+    + b"Nstb.",
 }
 
 # Torch is imported once; each stream has a child of its own.
@@ -239,9 +378,10 @@ objcomm.register(NamedTuple("T", [("a", int)]), name="Tuple")
 objcomm.register(dataclasses.make_dataclass("D", ["a", "b"]), name="Dataclass")
 objcomm.register(type("R", (Exception,), {{}}), name="Error")
 objcomm.register(type("C", (), {{}}), name="Class")
+objcomm.register(type("G", (ExceptionGroup,), {{}}), name="Group")
 
 def decode(kind, raw):
-    buffers = [torch.zeros(64, dtype=torch.uint8)]
+    buffers = [torch.zeros(size, dtype=torch.uint8) for size in (64, 0)]
     with objcomm.configure(allow=[collections.deque, Enum]):
         return base.decode(kind, raw, buffers)
 

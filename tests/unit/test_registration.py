@@ -1,5 +1,6 @@
 """What a user adds: codecs of their own, and classes for the codec of plain data."""
 
+import enum
 import json
 import zlib
 from collections.abc import Sequence
@@ -133,3 +134,25 @@ def test_a_class_that_the_receiver_did_not_register_is_refused() -> None:
     header = Header.unpack(bytes(sent.tolist()))._replace(body_checksum=zlib.crc32(body))
     with pytest.raises(ForbiddenTypeError, match=r"tests\.samples\.Joint"):
         objcomm.from_tensor(torch.tensor(list(header.pack() + body), dtype=torch.uint8))
+
+
+class Access(enum.IntFlag):
+    READ = 1
+    WRITE = 2
+
+
+objcomm.register(Access)
+
+
+@pytest.mark.parametrize("codec", ["msgpack", "pickle"])
+def test_flags_that_arrive_are_not_kept_for_ever(codec: str) -> None:
+    """Python's own look-up keeps each value of which it has made a member."""
+    raw = [objcomm.to_tensor(Access(value), codec=codec) for value in (3, 1 << 40, 1, -2)]
+    known = Access._value2member_map_
+    for value in known.keys() - {1, 2}:
+        del known[value]
+    with objcomm.configure(allow=[Access]):
+        got = [objcomm.from_tensor(each) for each in raw]
+    assert got == [Access.READ | Access.WRITE, 1 << 40, Access.READ, Access.WRITE]
+    assert got[2] is Access.READ
+    assert known.keys() <= {1, 2, 3}
