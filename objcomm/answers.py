@@ -172,8 +172,7 @@ class _Checking:
         kind, type_name, keys, children = node
         if not all(map(structures.is_key, keys)):
             _refuse("a key is no plain data")
-        Spread(self._budget, weight_of).add(keys)
-        theirs = _by_key(keys, children)
+        theirs = _by_key(keys, children, self._budget)
         if own is None:
             if self._must_make and not structures.can_be_made(kind, type_name, keys):
                 _refuse(f"this rank can make no {type_name!r}")
@@ -181,7 +180,7 @@ class _Checking:
         else:
             if own[:2] != (kind, type_name):
                 _refuse(f"it has a {type_name!r} where this rank gave another type")
-            members = _by_key(own[2], own[3])
+            members = _by_key(own[2], own[3], self._budget)
             if not _fit(kind, keys, own[2]):
                 _refuse(f"a {type_name!r} has other members than this rank gave")
         for key, child in theirs.items():
@@ -199,8 +198,9 @@ class _Checking:
         self.leaves.append((description, own is not None))
 
 
-def _by_key(keys: tuple[Any, ...], children: tuple[Any, ...]) -> dict[Any, Any]:
+def _by_key(keys: tuple[Any, ...], children: tuple[Any, ...], budget: Budget) -> dict[Any, Any]:
     try:
+        Spread(budget, weight_of).add(keys)
         members = dict(zip(keys, children, strict=True))
     except (TypeError, ValueError):
         _refuse("a container's keys are none, or not as many as its members")

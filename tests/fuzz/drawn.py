@@ -21,7 +21,11 @@ _HUGE: Final = (2**64, -(2**63) - 1, 3**5_000, -(7**40_000), 2 ** (1 << 16))
 _FLOATS: Final = (0.0, -0.0, 0.5, 1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
 
 # Numbers of one hash, and texts that a constructor might take.
-_ONE_HASH: Final = tuple(1 + turn * ((1 << 61) - 1) for turn in range(300))
+_MODULUS: Final = (1 << 61) - 1  # of Python's hash of a number
+_ONE_HASH: Final = tuple(1 + turn * _MODULUS for turn in range(300))
+_WIDE: Final = next(
+    wide for wide in (range(at, at + (1 << 28)) for at in range(99)) if 0 <= hash(wide) < _MODULUS
+)
 _ARRAY_DTYPES: Final = (
     *("<f4", ">i8", "|u1", "|b1", "<c16", "|S0", "|S4", "<U2", "|V8", "<m8[D]", ">M8[25ns]"),
     *("<f16", "|V0", "<U0", "<m8", "|i1"),
@@ -35,7 +39,8 @@ TEXTS: Final = (
     *("", "a", "float32", "int64", "cpu", "meta", "cuda", "mps", "cpu:7", "C", "F", "A", "-0x7f"),
     *("0x" + "f" * 50_000, "UTC", "../x", "Europe/Berlin", "tests.samples.Run", "é", "\ud800"),
     *("x" * 300, "/" * 5_000, "ValueError", "ExceptionGroup", "OSError", "StopIteration"),
-    *("UnicodeDecodeError", "SystemExit", "ImportError"),
+    *("UnicodeDecodeError", "SystemExit", "ImportError", "SyntaxError", "items", "__class__"),
+    *("__array_interface__", "__cuda_array_interface__", "__setstate__"),
     *(*_DECIMALS, *_ARRAY_DTYPES, *_ODD_DTYPES),
 )
 _REPEATED: Final = (1_000, 20_000, 100_000)
@@ -118,11 +123,35 @@ def _size(chance: _Draw) -> int:
 def _members(chance: _Draw, depth: int) -> list[Any]:
     if chance.random() < 0.05:
         return list(chance.sample(_ONE_HASH, chance.choice((2, 99, 101, 300))))
+    if chance.random() < 0.03:
+        return _alike(chance)
     found = [value(chance, depth + 1) for _ in range(chance.choice((0, 1, 1, 2, 3, 5, 8)))]
     if found and chance.random() < 0.05:
         times = min(chance.choice(_REPEATED), _REPEATED_NBYTES // len(packed(found[-1])))
         found[-1] = Repeated(found[-1], times)
     return found
+
+
+def _alike(chance: _Draw) -> list[Any]:
+    """Values of different kinds that have one hash, those first that take long to compare."""
+    hashed = chance.choice((1, hash(_WIDE)))
+    large = hashed + (_MODULUS << chance.choice((3, 60_000)))
+    members: list[Any] = [
+        Made("int", hex(large)),
+        Made("fraction", large, 1),
+        Made("scalar", "<i8", struct.pack("<q", hashed)),
+        Made("range", _WIDE.start, _WIDE.stop, 1),
+    ]
+    chance.shuffle(members)
+    further = range(1, chance.choice((2, 300)))
+    kind = chance.choice(("int", "decimal", "frozenset"))
+    if kind == "frozenset":
+        inner = [Made("int", hex(large + each * _MODULUS)) for each in further]
+        return [Made(kind, Made("int", hex(large - each)), *inner) for each in further[:20]]
+    text: Callable[[int], str] = hex if kind == "int" else str
+    digits_max = 1 << 12  # more would be refused by ``str``
+    start = hashed if large.bit_length() > digits_max else large
+    return [*members, *(Made(kind, text(start + each * _MODULUS)) for each in further)]
 
 
 def _shape(chance: _Draw, dims_max: int = 4) -> list[int]:
@@ -189,6 +218,9 @@ def _numpy_scalar(chance: _Draw, _: int) -> list[Any]:
 def _exception(chance: _Draw, depth: int) -> list[Any]:
     name = chance.choice(sorted(rules.BUILTIN_ERRORS))
     arguments = Made("tuple", *_members(chance, depth))
+    if name in {"SyntaxError", "TabError"} and chance.random() < 0.5:
+        place = ["f", chance.choice(EXTREMES), 1, "text", 1, chance.choice(EXTREMES)]
+        arguments = Made("tuple", "m", chance.choice((place, Made("tuple", *place))))
     if name.endswith("Group"):
         arguments = Made("tuple", "x", [made(chance, "exception", depth + 1)] if depth < 5 else [])
     notes = [chance.choice(TEXTS) for _ in range(chance.randrange(3))]
@@ -201,6 +233,8 @@ def _pairs(chance: _Draw, depth: int) -> list[Any]:
 
 
 def _object(chance: _Draw, depth: int) -> list[Any]:
+    if chance.random() < 0.2:
+        return ["tests.samples.Colour", chance.choice(("RED", "GREEN"))]
     return [chance.choice(("tests.samples.Run", "tests.samples.Colour")), value(chance, depth + 1)]
 
 
@@ -295,6 +329,7 @@ class Pickled:
         self._chance = chance
         self._memos = 0
         self._may_keep = True
+        self._may_grow = True
         # The targets' buffers can only be taken in order, so each is kept under its number.
         self._parts: list[bytes] = [b"\x80\x05"]
         for _ in range(_BUFFERS):
@@ -315,6 +350,11 @@ class Pickled:
             self._double()
         elif draw < 0.055:
             self._write(self._chance.randbytes(1))
+        elif draw < 0.08 and self._may_grow:
+            self._may_grow = False
+            self._put(drawn)
+            self._grow()
+            self._may_grow = True
         elif isinstance(drawn, Made):
             self._make(drawn)
         elif isinstance(drawn, Listed):
@@ -327,6 +367,17 @@ class Pickled:
             self._open(b"}", members, b"u", b"s")
         else:
             self._write(_atom(drawn))
+
+    def _grow(self) -> None:
+        """Members, or a state, for what was just made, whatever it is."""
+        kind = self._chance.choice("asbeu")
+        width = {"a": 1, "s": 2, "b": 1, "e": 2, "u": 2}[kind]
+        self._write(b"(" if kind in "eu" else b"")
+        for _ in range(width):
+            name = self._chance.choice(TEXTS)
+            drawn = self._chance.choice((name, {name: {"data": Listed([4096, False])}}))
+            self._put(value(self._chance, 4) if self._chance.random() < 0.5 else drawn)
+        self._write(kind.encode())
 
     def _keep(self) -> None:
         if self._may_keep and self._chance.random() < 0.6:
@@ -390,7 +441,7 @@ class Pickled:
             )
         elif name == "object":
             self._write(_named(self._chance.choice(ADMITTED)))
-            self._fill(b"(", parts[2:], b"t")
+            self._fill(b"(", self._chance.choice((parts[2:], parts[-1:])), b"t")
             self._write(self._chance.choice((b"\x81", b"R")))
             if parts:
                 self._put(parts[-1])
@@ -447,6 +498,7 @@ TOOLS: Final = {
 #: the target admits.
 ADMITTED: Final = (
     *("collections.deque", "datetime.date", "datetime.timedelta", "tests.samples.Run"),
+    "tests.samples.Colour",
     *("collections.OrderedDict", "objcomm.codecs.pickle5._same", "numpy.core.multiarray.scalar"),
     *("objcomm.codecs.pickle5._set_attributes", "objcomm.codecs.tensors.array_dtype_named"),
     *("builtins.Ellipsis", "builtins.NotImplemented", "builtins.eval", "os.system"),

@@ -78,7 +78,7 @@ def plain(raw: bytes) -> None:
 
 def restricted_pickle(raw: bytes) -> None:
     """The pickle codec's own bytes, where what it needs itself and a few classes are admitted."""
-    with objcomm.configure(allow=[collections.deque, datetime.date, samples.Run]):
+    with objcomm.configure(allow=[collections.deque, datetime.date, samples.Run, samples.Colour]):
         decode("pickle", memoryview(raw), _buffers())
 
 

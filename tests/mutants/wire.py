@@ -285,7 +285,7 @@ MUTANTS = (
     Mutant(
         "keys-of-operands-unweighed",
         "objcomm/answers.py",
-        "        Spread(self._budget, weight_of).add(keys)\n",
+        "        Spread(budget, weight_of).add(keys)\n",
         "",
         "an operand's keys that all have one hash take a rank minutes",
         ("tests/unit/test_answers.py",),
@@ -408,7 +408,7 @@ MUTANTS = (
         "is_named = id(target) in self._callable or isinstance(target, enum.Enum)",
         "is_named = isinstance(target, enum.Enum)",
         "a stream changes classes of the process that reads it",
-        _RESTRICTED,
+        ("tests/unit/test_hostile_messages.py",),
     ),
     Mutant(
         "state-for-any-class",

@@ -59,6 +59,18 @@ def test_a_stream_calls_no_instance_of_an_admitted_class() -> None:
     assert Command.calls == 0
 
 
+def test_a_stream_gives_no_state_to_what_the_program_has_listed() -> None:
+    listed = Command()
+    name = f"{__name__}.listed"
+    texts = (f"\x8c{chr(len(text))}{text}" for text in (__name__, "listed"))
+    named = "".join(texts).encode("latin-1") + b"\x93"
+    state = EMPTY_DICT + b"\x8c\x05callsK\x07s"
+    allow: dict[str, Any] = {name: listed, f"{__name__}.Command": Command}
+    with pytest.raises(ForbiddenTypeError, match="members are added to a Command"):
+        restricted.loads(memoryview(PROTO + named + state + BUILD + STOP), [], allow, 100)
+    assert not vars(listed)
+
+
 def test_a_stream_gives_no_state_to_an_array() -> None:
     encoded = PickleCodec().encode(np.arange(3))
     stream = bytes(encoded.meta).removesuffix(STOP) + EMPTY_DICT + BUILD + STOP
