@@ -226,9 +226,11 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         self.append(self._nest(member_of(cls, arguments[0]), arguments[0]))
 
     def _is_value(self, given: Any) -> bool:
-        if type(given) in {tuple, frozenset}:
+        kind = type(given)
+        if kind in {tuple, frozenset}:
             return all(map(self._is_value, given))
-        return type(given) in _SCALARS or type(given) in self._classes
+        is_listed = kind in self._classes or id(given) in self._callable
+        return is_listed or kind in _SCALARS or kind in {torch.dtype, torch.device}
 
     def _make(self, cls: Any, arguments: Any, options: Mapping[str, Any]) -> None:
         is_own = isinstance(cls, type) and cls in self._classes and cls not in _CALLED

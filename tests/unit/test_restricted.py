@@ -53,6 +53,16 @@ class Colour(enum.Enum):
     RED = 1
 
 
+class Setting(enum.Enum):
+    """One of values of several kinds."""
+
+    NUMBERS = (1, (2.5, None), frozenset({"a"}))
+    DTYPE = torch.float32
+    PLACE = torch.device("cpu")
+    OTHER = Pair(1, 2)
+    FLAG = b"raw"
+
+
 class Touches:
     """Unpickling it makes a file."""
 
@@ -98,6 +108,11 @@ def test_a_listed_class_passes(obj: Any) -> None:
     assert received(obj, allow=[Order, Slotted, Pair, Colour]) == obj
     names = [f"{__name__}.{cls.__qualname__}" for cls in (Order, Slotted, Pair, Colour)]
     assert received(obj, allow=names) == obj
+
+
+@pytest.mark.parametrize("member", Setting, ids=str)
+def test_the_values_of_an_enum_may_be_of_several_kinds(member: Setting) -> None:
+    assert received(member, allow=[Setting, Pair]) is member
 
 
 @pytest.mark.parametrize(
