@@ -418,7 +418,8 @@ class Pickled:
                 kept, self._may_keep = self._may_keep, False
                 at = len(self._parts)
                 self._put(member.member)
-                self._parts[at:] = [b"".join(self._parts[at:]) * member.times]
+                piece = b"".join(self._parts[at:])  # another one than msgpack's, and often longer
+                self._parts[at:] = [piece * min(member.times, 1 + _REPEATED_NBYTES // len(piece))]
                 self._may_keep = kept
             else:
                 self._put(member)
