@@ -159,7 +159,7 @@ class Call:
             lane=lane,
             entry=entry,
             deadline=self._deadline,
-            gate=Gate(self._coding.settings, mesh.nonce, self.rank),
+            gate=Gate(self._coding.settings, mesh.session, self.rank),
             device=path,
             meter=self._bar,
         )

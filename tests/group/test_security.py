@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,7 +15,16 @@ import numpy as np
 import pytest
 
 import objcomm
-from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError, frames
+from objcomm import (
+    DecodeError,
+    ForbiddenTypeError,
+    ObjcommError,
+    WireError,
+    admission,
+    frames,
+)
+from objcomm.authentication import signer_for
+from objcomm.transport import rendezvous
 from tests.cases import case
 from tests.group.helpers import assert_group_works, error_in, outcome_of, subgroup, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
@@ -167,6 +177,45 @@ def test_one_rank_with_another_key_is_found_out() -> None:
             told = tell_all(f"with {key}", outcome)
             assert "returned" not in told
             assert "AuthenticationError" in told
+
+
+@ranks(2, disposable=True)
+def test_a_recording_of_an_earlier_run_is_refused() -> None:
+    """Rank 0 has no key, but a recording of a run with it, and the store."""
+    heads: list[bytearray] = []
+    sign = admission.Gate.head_of
+
+    def recorded(gate: admission.Gate, *message: Any) -> bytearray:
+        heads.append(bytearray(sign(gate, *message)))
+        return heads[-1]
+
+    def replayed(*_: Any) -> bytearray:
+        return heads.pop(0)
+
+    def believed(_: admission.Gate, raw: bytes, *__: Any) -> frames.Header:
+        return frames.Header.unpack(raw)
+
+    number = uuid.uuid4().hex
+    both_runs = mock.Mock(uuid4=lambda: mock.Mock(hex=number))
+
+    def run(group: Any, key: Any, **gate: Any) -> str:
+        with (
+            mock.patch.object(rendezvous, "uuid", both_runs if here().rank == 0 else uuid),
+            mock.patch.multiple(admission.Gate, **gate),
+            objcomm.configure(key=key),
+        ):
+            return outcome_of(lambda: objcomm.broadcast("a value", group=group))
+
+    with subgroup(0, 1) as group:
+        assert run(group, KEY, head_of=recorded) == "returned"
+    signer_for.cache_clear()  # the processes of another run remember no message
+    with subgroup(0, 1) as group:
+        if here().rank == 0:
+            another = "a key of the attacker's own"
+            outcome = run(group, another, head_of=replayed, header_in=believed)
+        else:
+            outcome = run(group, KEY, head_of=sign)
+        assert tell_all("replayed", outcome)[1] == "AuthenticationError"
 
 
 @ranks(2)

@@ -10,6 +10,22 @@ _HOSTILE = ("tests/unit/test_hostile_messages.py",)
 
 MUTANTS = (
     Mutant(
+        "session-is-rank-0s-word",
+        "objcomm/transport/rendezvous.py",
+        "progress.session = hashlib.blake2b(told.encode(),",
+        "progress.session = hashlib.blake2b(progress.nonce.encode(),",
+        "whoever reaches the store can play back a recording of an earlier run with the same key",
+        ("tests/unit/test_rendezvous.py", "tests/group/test_security.py"),
+    ),
+    Mutant(
+        "own-number-unread",
+        "objcomm/transport/rendezvous.py",
+        "if len(pairs) != size or pairs[rank][2] != number:",
+        "if len(pairs) != size:",
+        "a guest takes the words of an earlier meeting for its own, with the session of that one",
+        ("tests/unit/test_rendezvous.py",),
+    ),
+    Mutant(
         "header-checksum-unread",
         "objcomm/frames.py",
         "if zlib.crc32(memoryview(raw)[:_SIGNED_NBYTES]) != fields[-1]:",
