@@ -26,6 +26,22 @@ MUTANTS = (
         ("tests/unit/test_rendezvous.py",),
     ),
     Mutant(
+        "records-types-unread",
+        "objcomm/transport/record.py",
+        "    if type(plain) is not kind:\n",
+        "    if kind is None:\n",
+        "a damaged verdict raises TypeError on every rank that reads it",
+        ("tests/unit/test_store_records.py", "tests/unit/test_liveness.py"),
+    ),
+    Mutant(
+        "records-bounds-unread",
+        "objcomm/transport/record.py",
+        "    if _exact(int, plain) not in bounds:\n",
+        "    if bounds is None:\n",
+        "a process number that the kernel cannot have raises OverflowError in the watching thread",
+        ("tests/unit/test_liveness.py",),
+    ),
+    Mutant(
         "header-checksum-unread",
         "objcomm/frames.py",
         "if zlib.crc32(memoryview(raw)[:_SIGNED_NBYTES]) != fields[-1]:",
