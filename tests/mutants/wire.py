@@ -42,6 +42,14 @@ MUTANTS = (
         ("tests/unit/test_liveness.py",),
     ),
     Mutant(
+        "answers-kind-unread",
+        "objcomm/call.py",
+        "        if not fits(plain):\n",
+        "        if fits is None:\n",
+        "a yes of all ranks may be a list, and averages raise TypeError",
+        ("tests/group/test_security.py",),
+    ),
+    Mutant(
         "header-checksum-unread",
         "objcomm/frames.py",
         "if zlib.crc32(memoryview(raw)[:_SIGNED_NBYTES]) != fields[-1]:",
