@@ -38,7 +38,8 @@ class Gate:
 
         Args:
             chosen: the options of this call.
-            purpose: what signatures are bound to: the name that only this mesh of ranks has.
+            purpose: what signatures are bound to: the session of this mesh, in whose name each of
+                its ranks has a fresh number.
             rank: this rank, within the group.
 
         Raises:

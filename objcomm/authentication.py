@@ -1,8 +1,9 @@
 """Proof of where a message comes from: keyed BLAKE2b signatures under a key that all ranks share.
 
 Knows keys and bytes; knows no message, rank or codec. The shared key itself signs nothing: each
-mesh of connections has a key derived from it and from the mesh's own name, so what was signed for
-one group proves nothing in another.
+mesh of connections has a key derived from it and from the mesh's session, a name to which each of
+its ranks has given a fresh number (``transport.rendezvous``). So what was signed for one group,
+or in an earlier run, proves nothing in another.
 """
 
 import functools

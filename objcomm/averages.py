@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from objcomm.bodies import decide_in
@@ -71,6 +71,8 @@ def average_metrics(
             call,
             lambda: _counted(metrics, count),
             lambda operands: _means(operands, may_lack=may_lack),
+            is_part=_is_counted,
+            is_answer=lambda plain: _are_means(plain, metrics),
         )
     )
     return {name: means[name] for name in (*metrics, *means)}
@@ -94,6 +96,26 @@ def _counted(metrics: Mapping[str, Any], count: float | Mapping[str, float]) -> 
         weight = count[name] if isinstance(count, Mapping) else count
         counted[name] = _number(value, name), _weight(weight, name)
     return counted
+
+
+def _is_counted(plain: object) -> bool:
+    """Whether it can be what ``_counted`` gave on another rank."""
+    return isinstance(plain, dict) and all(
+        type(name) is str
+        and isinstance(counted, (tuple, list))
+        and len(counted) == 2  # noqa: PLR2004  # a value and its weight
+        and all(type(each) in {int, float} for each in counted)
+        for name, counted in plain.items()
+    )
+
+
+def _are_means(plain: object, metrics: Iterable[str]) -> bool:
+    """Whether it can be what ``_means`` gave on another rank."""
+    return (
+        isinstance(plain, dict)
+        and plain.keys() >= set(metrics)
+        and all(type(name) is str and type(mean) in {int, float} for name, mean in plain.items())
+    )
 
 
 def _weight(count: object, name: str) -> _Number:

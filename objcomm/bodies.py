@@ -4,7 +4,7 @@ Each is a generator for ``call.run``, of a call that was already begun.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from objcomm.call import Call
 from objcomm.message import Message
@@ -72,8 +72,17 @@ def kept(place: list[T], value: T) -> T:
     return value
 
 
+def _is_any(_: object) -> bool:
+    return True
+
+
 def decide_in(
-    call: Call, produce: Callable[[], A], decide: Callable[[list[A]], B]
+    call: Call,
+    produce: Callable[[], A],
+    decide: Callable[[list[A]], B],
+    *,
+    is_part: Callable[[Any], bool] = _is_any,
+    is_answer: Callable[[Any], bool] = _is_any,
 ) -> Generator[None, None, B]:
     """Let one rank compute something of all ranks' contributions, for all; for ``call.run``.
 
@@ -83,6 +92,8 @@ def decide_in(
         decide: called on the group's first rank with all contributions in rank order, once and
             only if every rank has one. What it raises is raised on all ranks; a
             ``DisagreementError`` in the name of the ranks that it blames.
+        is_part: whether an object can be what another rank's ``produce`` gave.
+        is_answer: whether it can be what ``decide`` gave on the first rank.
     """
     if call.is_alone:
         return call.alone(lambda: decide([produce()]))
@@ -91,13 +102,13 @@ def decide_in(
     mine = call.message(lambda: kept(own, produce()))
 
     def answer(messages: list[Message]) -> B:
-        return kept(shared, decide(decode_others(call, messages, *own)))
+        return kept(shared, decide(decode_others(call, messages, *own, is_part=is_part)))
 
     yield
     with call.traffic() as exchange:
         message = answered(call, exchange, mine, answer)
     call.raise_failures([message])
-    result: B = shared[0] if shared else call.decode(message)
+    result: B = shared[0] if shared else call.decode_as(message, is_answer, "such answer")
     return result
 
 
@@ -126,10 +137,17 @@ def answered(
     return routes.broadcast(exchange, answer, hub)
 
 
-def decode_others(call: Call, messages: Sequence[Message], own: T) -> list[T]:
+def decode_others(
+    call: Call,
+    messages: Sequence[Message],
+    own: T,
+    *,
+    is_part: Callable[[Any], bool] = _is_any,
+) -> list[T]:
     """The objects of all ranks, this rank's own being the identical one."""
     return [
-        own if rank == call.rank else call.decode(message) for rank, message in enumerate(messages)
+        own if rank == call.rank else call.decode_as(message, is_part, "such part")
+        for rank, message in enumerate(messages)
     ]
 
 

@@ -8,6 +8,8 @@ their own memory.
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -88,18 +90,54 @@ class _Agreement:
         messages = routes.all_gather(exchange, self._mine)
         if call.failures(messages) is not None:
             return messages, None
-        if len({call.decode(message) for message in messages}) == 1:
+        digests = {call.decode_as(message, _is_digest, "digest") for message in messages}
+        if len(digests) == 1:
             return (), mine
         described = call.message(lambda: (list(mine.lines), mine.present, mine.linked))
         message = answered(call, exchange, described, self._merged)
         if call.failures([message]) is not None:
             return [message], None
-        present, linked = call.decode(message)
+        present, linked = call.decode_as(message, self._is_merged, "such answer")
         return (), Manifest(mine.lines, present, linked)
 
     def _merged(self, messages: Sequence[Message]) -> tuple[bytes, str]:
-        found = merged([Manifest(*self._call.decode(message)) for message in messages])
+        plain = [
+            self._call.decode_as(message, _is_manifest, "description of tensors")
+            for message in messages
+        ]
+        found = merged([Manifest(*fields) for fields in plain])
         return found.present, found.linked
+
+    def _is_merged(self, plain: Any) -> bool:
+        """Whether it can be what ``_merged`` gave on another rank."""
+        is_pair = isinstance(plain, (tuple, list)) and len(plain) == 2  # noqa: PLR2004  # a pair
+        return is_pair and _is_manifest([list(self._manifest.lines), *plain])
+
+
+def _is_digest(plain: object) -> bool:
+    return type(plain) is bytes
+
+
+def _is_manifest(plain: Any) -> bool:
+    """Whether it can be what makes a ``Manifest`` on another rank."""
+    if not isinstance(plain, (tuple, list)) or len(plain) != len(Manifest._fields):
+        return False
+    lines, present, linked = plain
+    is_right = isinstance(lines, list) and type(present) is bytes and type(linked) is str
+    return (
+        is_right
+        and len(present) == len(lines)
+        and set(present) <= {False, True}
+        and all(type(line) is str for line in lines)
+    )
+
+
+def _is_like(flat: torch.Tensor, plain: Any) -> bool:
+    """Whether it can be another rank's ``flat``."""
+    return isinstance(plain, torch.Tensor) and (plain.dtype, plain.shape) == (
+        flat.dtype,
+        flat.shape,
+    )
 
 
 class _Bucket:
@@ -248,12 +286,14 @@ class _Moving:
             mine = call.message(lambda: flat) if call.is_root else None
             message = routes.broadcast(self._exchange, mine, call.root)
             if not call.is_root:
-                flat.copy_(call.decode(message))
+                flat.copy_(call.decode_as(message, partial(_is_like, flat), "such tensor"))
             return
         # A copy, because the means take the place of what is still being sent.
         messages = routes.all_gather(self._exchange, call.message(flat.clone))
         operands = [
-            flat if rank == call.rank else call.decode(message).to(flat.device)
+            flat
+            if rank == call.rank
+            else call.decode_as(message, partial(_is_like, flat), "such tensor").to(flat.device)
             for rank, message in enumerate(messages)
         ]
         _averaging(rule, flat.dtype)(operands, flat)

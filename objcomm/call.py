@@ -13,7 +13,7 @@ from objcomm.absence import acts_alone
 from objcomm.admission import Gate
 from objcomm.coding import Coding
 from objcomm.config import Allowed
-from objcomm.errors import CollectiveError, ObjcommError, WireError
+from objcomm.errors import CollectiveError, DecodeError, ObjcommError, WireError
 from objcomm.frames import Flag, Header, Operation, Status, fingerprint, shown
 from objcomm.group import Timeout
 from objcomm.history import Entry, call_site
@@ -159,7 +159,7 @@ class Call:
             lane=lane,
             entry=entry,
             deadline=self._deadline,
-            gate=Gate(self._coding.settings, mesh.nonce, self.rank),
+            gate=Gate(self._coding.settings, mesh.session, self.rank),
             device=path,
             meter=self._bar,
         )
@@ -270,6 +270,24 @@ class Call:
             WireError: it carries none, or what its sender did not sign.
         """
         return self._coding.decode(message)
+
+    def decode_as(self, message: Message, fits: Callable[[Any], bool], what: str) -> Any:
+        """The object in a message of objcomm's own, which can be of one kind only.
+
+        Args:
+            message: as for ``decode``.
+            fits: whether an object is of that kind.
+            what: the kind, for the error.
+
+        Raises:
+            DecodeError: it is of another kind; or as for ``decode``.
+            WireError: as for ``decode``.
+        """
+        plain = self.decode(message)
+        if not fits(plain):
+            sender = f"rank {message.header.sender} of the group"
+            raise DecodeError(message.header.codec, f"{sender} sent no {what}")
+        return plain
 
     def confirm(self) -> None:
         """Let ``settle`` do as if the caller had said ``confirm=True``.

@@ -19,6 +19,18 @@ T = TypeVar("T")
 _SEED_BITS = 32  # numpy.random.seed takes no more
 
 
+def _is_flag(plain: object) -> bool:
+    return type(plain) is bool
+
+
+def _is_digest(plain: object) -> bool:
+    return type(plain) is bytes
+
+
+def _is_seed(plain: object) -> bool:
+    return type(plain) is int and 0 <= plain < 1 << _SEED_BITS
+
+
 def agree(
     value: T,
     *,
@@ -67,7 +79,11 @@ def agree(
     if call.is_alone:
         call.carry_out(decide_in(call, lambda: value, _same_on_all))
         return value
-    if call.carry_out(decide_in(call, lambda: call.digest(value), _are_all_equal)):
+    if call.carry_out(
+        decide_in(
+            call, lambda: call.digest(value), _are_all_equal, is_part=_is_digest, is_answer=_is_flag
+        )
+    ):
         return value
     # Equal values may have other bytes, such as dicts whose keys came in another order.
     call = begin(timeout=deadline.seconds_left, must_agree="values")
@@ -129,7 +145,9 @@ def any_rank(flag: object, *, group: GroupLike = None, timeout: Timeout = None) 
         False
     """
     call = Call(Operation.ANY_RANK, group=group, timeout=timeout, codec="msgpack")
-    return call.carry_out(decide_in(call, lambda: bool(flag), any))
+    return call.carry_out(
+        decide_in(call, lambda: bool(flag), any, is_part=_is_flag, is_answer=_is_flag)
+    )
 
 
 def all_ranks(flag: object, *, group: GroupLike = None, timeout: Timeout = None) -> bool:
@@ -156,7 +174,9 @@ def all_ranks(flag: object, *, group: GroupLike = None, timeout: Timeout = None)
         True
     """
     call = Call(Operation.ALL_RANKS, group=group, timeout=timeout, codec="msgpack")
-    return call.carry_out(decide_in(call, lambda: bool(flag), all))
+    return call.carry_out(
+        decide_in(call, lambda: bool(flag), all, is_part=_is_flag, is_answer=_is_flag)
+    )
 
 
 def shared_seed(*, group: GroupLike = None, timeout: Timeout = None) -> int:
@@ -184,4 +204,6 @@ def shared_seed(*, group: GroupLike = None, timeout: Timeout = None) -> int:
         True
     """
     call = Call(Operation.SHARED_SEED, group=group, timeout=timeout, codec="msgpack")
-    return call.carry_out(decide_in(call, lambda: None, lambda _: secrets.randbits(_SEED_BITS)))
+    return call.carry_out(
+        decide_in(call, lambda: None, lambda _: secrets.randbits(_SEED_BITS), is_answer=_is_seed)
+    )

@@ -146,7 +146,7 @@ class Errand:
             lane=lane,
             entry=self.entry,
             deadline=self._deadline,
-            gate=Gate(self._coding.settings, mesh.nonce, self.group.rank),
+            gate=Gate(self._coding.settings, mesh.session, self.group.rank),
             device=DevicePath(None),
         )
         return self._exchange

@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 from objcomm.transport import record
 
@@ -54,7 +54,7 @@ class Process(NamedTuple):
 
     name: str
     place: str
-    pid: int
+    pid: Annotated[int, range(1, 1 << 31)]  # the kernel is asked by it; negative, of many
     born: int
     word: str = ""
 
@@ -94,11 +94,7 @@ class Process(NamedTuple):
         Raises:
             WireError: another program wrote it.
         """
-        return record.unpack(raw, cls._of_plain, "a process")
-
-    @classmethod
-    def _of_plain(cls, name: str, place: str, pid: int, born: int, word: str) -> Self:
-        return cls(str(name), str(place), int(pid), int(born), str(word))
+        return record.unpack(raw, cls, "a process")
 
 
 class Processes:

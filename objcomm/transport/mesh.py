@@ -109,6 +109,11 @@ class Mesh:
         return self._progress.nonce
 
     @property
+    def session(self) -> str:
+        """What its messages' signatures are bound to, once it is connected."""
+        return self._progress.session
+
+    @property
     def labels(self) -> dict[str, object]:
         """Whom a record in the log concerns."""
         return {"rank": self.ranks[self.rank], "group": self.name}

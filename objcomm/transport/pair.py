@@ -223,7 +223,7 @@ def _judged(mesh: Mesh, lane: Lane, peer: int, raw: bytearray, chosen: Settings)
     """
     # A key that holds in a block only is known to the thread that began to listen in it.
     current = settings()
-    gate = Gate(chosen if current.secret is None else current, mesh.nonce, mesh.rank)
+    gate = Gate(chosen if current.secret is None else current, mesh.session, mesh.rank)
     expected = Header(
         operation=Operation.SEND,
         sender=peer,

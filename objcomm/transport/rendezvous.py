@@ -3,12 +3,18 @@
 A store outlives process groups, and groups made again get the same names: keys of an earlier
 group, even of one that crashed half-way, must not be taken for this one's. So each rank says
 hello under a fresh random number, rank 0 answers to that number, and when all have taken its
-answer it says go.
+answer it says go, with everybody's number.
+
+So a meeting has two names. Its nonce is rank 0's number, and names keys in the store. Its session
+is made of the numbers of all ranks, and signatures are bound to it: whoever reaches the store can
+answer a guest with the nonce of an earlier meeting, but nothing that was recorded there is signed
+for a session that has this guest's number in it.
 """
 
 from __future__ import annotations  # torch may be built without distributed
 
 import functools
+import hashlib
 import time
 import uuid
 from typing import TYPE_CHECKING
@@ -48,7 +54,8 @@ class Progress:
     """How far a meeting has come, for whoever watches it from another thread.
 
     Attributes:
-        nonce: the name, once this rank knows it.
+        nonce: the name in the store, once this rank knows it.
+        session: what signatures are bound to, once all have met.
         is_over: set from outside to end the meeting.
         is_pair: whether two meet for messages from rank to rank.
         heed: given the blocks around the calls that wait, sets ``is_over`` if one has failed.
@@ -65,6 +72,7 @@ class Progress:
         self.is_pair = is_pair
         self._members = members
         self.nonce = ""
+        self.session = ""
         self.is_over = False
         self.heed: Callable[[set[str]], None] | None = None
         self._entries: list[Entry] = []
@@ -104,7 +112,7 @@ class Progress:
 
 
 def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> tuple[int, ...]:
-    """Meet all ranks and agree on a name that is new, which ``progress`` gets, and on the places.
+    """Meet all ranks and agree on names that are new, which ``progress`` gets, and on the places.
 
     Every member must call this. It has no limit of its own: see ``Progress.is_over``.
 
@@ -119,10 +127,11 @@ def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> tuple[i
 
     Raises:
         GivenUpError: it was ended from outside.
+        WireError: rank 0 did not meet this rank, or no rank wrote what stands in the store.
     """
     ours = dist.PrefixStore(_PREFIX, store)
     if rank != 0:
-        return _meet_as_guest(ours, rank, progress)
+        return _meet_as_guest(ours, rank, size, progress)
     return _meet_as_host(ours, size, progress)
 
 
@@ -140,49 +149,59 @@ def forget(store: dist.Store, nonce: str, size: int) -> None:
 
 def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> tuple[int, ...]:
     nonce = progress.nonce = uuid.uuid4().hex
-    answered: dict[int, str] = {}
+    answered: dict[int, dict[str, str]] = {peer: {} for peer in range(1, size)}
     try:
-        machines = _answer(store, size, progress, answered)
+        joined = _answer(store, progress, answered)
     except GivenUpError:
-        if progress.is_pair and answered:  # the guest has nobody else to wait for
+        if progress.is_pair and any(answered.values()):  # the guest has nobody else to wait for
             store.set(f"go/{nonce}", _GIVEN_UP)
         raise
-    for peer, number in answered.items():
-        for key in (f"hello/{peer}", f"welcome/{number}", f"joined/{nonce}/{peer}"):
+    for peer, hellos in answered.items():
+        welcomes = [f"welcome/{number}" for number in hellos]
+        for key in (f"hello/{peer}", *welcomes, f"joined/{nonce}/{peer}"):
             store.delete_key(key)
-    names = [machines[member] for member in range(size)]
+    taken = [nonce, *(joined[peer] for peer in answered)]
+    names = [machine(), *(answered[peer][joined[peer]] for peer in answered)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    hosts = tuple(numbers[name] for name in names)
-    store.set(f"go/{nonce}", " ".join(map(str, hosts)))
-    return hosts
+    told = " ".join(f"{numbers[name]}/{number}" for name, number in zip(names, taken, strict=True))
+    store.set(f"go/{nonce}", told)
+    return _agreed(told, taken[0], 0, size, progress)
 
 
 def _answer(
-    store: dist.Store, size: int, progress: Progress, answered: dict[int, str]
+    store: dist.Store, progress: Progress, answered: dict[int, dict[str, str]]
 ) -> dict[int, str]:
-    """Answer all guests until each has joined; returns the machine of each rank."""
+    """Answer all guests until each has joined; returns under which number each did.
+
+    Args:
+        store: theirs.
+        progress: tells whom this rank awaits.
+        answered: gets, of each guest, the numbers that were answered, with its machine.
+    """
     nonce = progress.nonce
-    machines = {0: machine()}
-    missing = list(range(1, size))
+    joined: dict[int, str] = {}
     pause = _PAUSE_MIN_SECONDS
-    while missing:
+    while missing := [peer for peer in answered if peer not in joined]:
         progress.await_rank(missing[0])
         for peer in missing:
             if (hello := _read_text(store, f"hello/{peer}")) is not None:
                 number, _, place = hello.partition(" ")
-                if answered.get(peer) != number:  # a stale hello is answered too, to nobody
+                if number not in answered[peer]:  # a stale hello is answered too, to nobody
                     progress.look_around()
                     store.set(f"welcome/{number}", nonce)
-                    answered[peer] = number
-                    machines[peer] = place
+                    answered[peer][number] = place
                     pause = _PAUSE_MIN_SECONDS
-        missing = [peer for peer in missing if not store.check([f"joined/{nonce}/{peer}"])]
-        if missing:
+        for peer in missing:
+            if (taken := _read_text(store, f"joined/{nonce}/{peer}")) is not None:
+                if taken not in answered[peer]:
+                    raise _damaged(taken)
+                joined[peer] = taken
+        if len(joined) < len(answered):
             pause = _sleep(pause)
-    return machines
+    return joined
 
 
-def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> tuple[int, ...]:
+def _meet_as_guest(store: dist.Store, rank: int, size: int, progress: Progress) -> tuple[int, ...]:
     while True:
         number = uuid.uuid4().hex
         say_hello = functools.partial(store.set, f"hello/{rank}", f"{number} {machine()}")
@@ -190,12 +209,37 @@ def _meet_as_guest(store: dist.Store, rank: int, progress: Progress) -> tuple[in
         nonce = _wait_for(store, f"welcome/{number}", progress, say_hello)
         progress.look_around()
         progress.nonce = nonce
-        store.set(f"joined/{nonce}/{rank}", "")
+        store.set(f"joined/{nonce}/{rank}", number)
         told = _wait_for(store, f"go/{nonce}", progress)
         if told != _GIVEN_UP:
-            return _numbers(told)
+            return _agreed(told, number, rank, size, progress)
         for key in (f"welcome/{number}", f"joined/{nonce}/{rank}", f"go/{nonce}"):
             store.delete_key(key)
+
+
+def _agreed(told: str, number: str, rank: int, size: int, progress: Progress) -> tuple[int, ...]:
+    """The hosts that rank 0 has told with all numbers; gives ``progress`` the session.
+
+    Args:
+        told: for each rank its host and its number.
+        number: this rank's own, which nobody knew before: without it in its place, all this may be
+            of another meeting.
+        rank: its place.
+        size: number of ranks.
+        progress: gets the session.
+
+    Raises:
+        WireError: rank 0 did not meet this rank, or no rank wrote this.
+    """
+    pairs = [each.partition("/") for each in told.split(" ")]
+    if len(pairs) != size or pairs[rank][2] != number:
+        raise _damaged(told)
+    try:
+        hosts = tuple(int(host) for host, _, _ in pairs)
+    except ValueError as error:
+        raise _damaged(told) from error
+    progress.session = hashlib.blake2b(told.encode(), person=b"objcomm session").hexdigest()
+    return hosts
 
 
 def await_all(store: dist.Store, size: int) -> None:
@@ -251,13 +295,6 @@ def _read_text(store: dist.Store, key: str) -> str | None:
         return None if found is None else found.decode()
     except UnicodeDecodeError as error:
         raise _damaged(found) from error
-
-
-def _numbers(told: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, told.split()))
-    except ValueError as error:
-        raise _damaged(told) from error
 
 
 def _damaged(found: object) -> WireError:

@@ -131,18 +131,4 @@ class Verdict(NamedTuple):
         Raises:
             WireError: another program wrote it.
         """
-        return record.unpack(raw, cls._of_plain, "a verdict")
-
-    @classmethod
-    def _of_plain(cls, *plain: Any) -> Self:
-        fields = cls(*plain)
-        return fields._replace(
-            cause=Cause(fields.cause),
-            ranks=tuple(fields.ranks),
-            seconds=float(fields.seconds),
-            positions=tuple(Position(*each) for each in fields.positions),
-            failures=tuple(RankFailure(*each) for each in fields.failures),  # type: ignore[misc]  # plain lists travel
-            silent=tuple(fields.silent),
-            meshes=tuple(fields.meshes),
-            circle=bytes(memoryview(fields.circle)),  # of a number bytes() would make as many
-        )
+        return record.unpack(raw, cls, "a verdict")

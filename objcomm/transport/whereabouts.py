@@ -1,7 +1,6 @@
 """Where one process is, on every lane it uses, as the other ranks read it in the store."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from objcomm.frames import Operation
 from objcomm.transport import record
@@ -65,7 +64,7 @@ class LaneState(NamedTuple):
 
     def is_over(self, step: Step) -> bool:
         """Whether a call of the lane's has returned."""
-        is_last = self.is_inside and step == self.past[-1]
+        is_last = self.is_inside and self.past[-1:] == (step,)
         return self.now is None and not is_last
 
 
@@ -113,7 +112,7 @@ class Conflict(NamedTuple):
         Raises:
             WireError: another program wrote it.
         """
-        return record.unpack(raw, _conflict, "a circle")
+        return record.unpack(raw, cls, "a circle")
 
 
 class Whereabouts(NamedTuple):
@@ -162,32 +161,4 @@ class Whereabouts(NamedTuple):
         Raises:
             WireError: another program wrote it.
         """
-        return record.unpack(raw, cls._of_plain, "whereabouts")
-
-    @classmethod
-    def _of_plain(
-        cls,
-        asked: int,
-        main_thread: int,
-        lanes: Iterable[Any],
-        circles: Iterable[Any],
-        is_single: bool,  # noqa: FBT001  # a record's fields
-    ) -> Self:
-        return cls(
-            asked,
-            main_thread,
-            tuple(_lane(fields) for fields in lanes),
-            tuple(_conflict(*fields) for fields in circles),
-            is_single,
-        )
-
-
-def _conflict(reason: str, found: Iterable[Any], is_told: bool) -> Conflict:  # noqa: FBT001  # a record's fields
-    calls = tuple((rank, _lane(state), Step(*step)) for rank, state, step in found)
-    return Conflict(reason, calls, is_told)
-
-
-def _lane(fields: Iterable[object]) -> LaneState:
-    lane = LaneState(*fields)  # type: ignore[arg-type]  # checked by use; it is only compared
-    now = None if lane.now is None else Step(*lane.now)
-    return lane._replace(now=now, past=tuple(Step(*step) for step in lane.past))
+        return record.unpack(raw, cls, "whereabouts")

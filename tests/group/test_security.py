@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -10,11 +11,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgpack
 import numpy as np
 import pytest
+import torch
 
 import objcomm
-from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError, frames
+from objcomm import (
+    DecodeError,
+    ForbiddenTypeError,
+    ObjcommError,
+    WireError,
+    admission,
+    frames,
+)
+from objcomm.authentication import signer_for
+from objcomm.codecs.base import Encoded
+from objcomm.codecs.plain import PlainCodec
+from objcomm.transport import rendezvous
 from tests.cases import case
 from tests.group.helpers import assert_group_works, error_in, outcome_of, subgroup, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
@@ -167,6 +181,92 @@ def test_one_rank_with_another_key_is_found_out() -> None:
             told = tell_all(f"with {key}", outcome)
             assert "returned" not in told
             assert "AuthenticationError" in told
+
+
+@ranks(2, disposable=True)
+def test_a_recording_of_an_earlier_run_is_refused() -> None:
+    """Rank 0 has no key, but a recording of a run with it, and the store."""
+    heads: list[bytearray] = []
+    sign = admission.Gate.head_of
+
+    def recorded(gate: admission.Gate, *message: Any) -> bytearray:
+        heads.append(bytearray(sign(gate, *message)))
+        return heads[-1]
+
+    def replayed(*_: Any) -> bytearray:
+        return heads.pop(0)
+
+    def believed(_: admission.Gate, raw: bytes, *__: Any) -> frames.Header:
+        return frames.Header.unpack(raw)
+
+    number = uuid.uuid4().hex
+    both_runs = mock.Mock(uuid4=lambda: mock.Mock(hex=number))
+
+    def run(group: Any, key: Any, **gate: Any) -> str:
+        with (
+            mock.patch.object(rendezvous, "uuid", both_runs if here().rank == 0 else uuid),
+            mock.patch.multiple(admission.Gate, **gate),
+            objcomm.configure(key=key),
+        ):
+            return outcome_of(lambda: objcomm.broadcast("a value", group=group))
+
+    with subgroup(0, 1) as group:
+        assert run(group, KEY, head_of=recorded) == "returned"
+    signer_for.cache_clear()  # the processes of another run remember no message
+    with subgroup(0, 1) as group:
+        if here().rank == 0:
+            another = "a key of the attacker's own"
+            outcome = run(group, another, head_of=replayed, header_in=believed)
+        else:
+            outcome = run(group, KEY, head_of=sign)
+        assert tell_all("replayed", outcome)[1] == "AuthenticationError"
+
+
+#: What one rank answers, and a call that makes something definite of it.
+ANSWERED: dict[str, tuple[Callable[[Any], object], Any]] = {
+    "a list for averages": (lambda group: objcomm.average_metrics({"a": 1.0}, group=group), [[]]),
+    "text for an average": (
+        lambda group: objcomm.average_metrics({"a": 1.0}, group=group),
+        {"a": "1.0"},
+    ),
+    "averages without mine": (
+        lambda group: objcomm.average_metrics({"a": 1.0}, group=group),
+        {"b": 1.0},
+    ),
+    "a list for a yes": (lambda group: objcomm.any_rank(flag=True, group=group), [[]]),
+    "a number for a yes": (lambda group: objcomm.all_ranks(flag=True, group=group), 1),
+    "a list for a seed": (lambda group: objcomm.shared_seed(group=group), [[]]),
+    "a seed too large": (lambda group: objcomm.shared_seed(group=group), 1 << 40),
+    "a list for a digest": (
+        lambda group: objcomm.broadcast_tensors([torch.zeros(3)], group=group),
+        [[]],
+    ),
+    "a list for a model's digest": (
+        lambda group: objcomm.sync_model(torch.nn.Linear(2, 2), group=group),
+        [[]],
+    ),
+}
+
+
+@ranks(2, disposable=True)
+@pytest.mark.parametrize("kind", ANSWERED)
+@pytest.mark.parametrize("src", [0, 1], ids=["of the hub", "to the hub"])
+def test_an_answer_of_another_kind_is_an_error_that_names_its_rank(kind: str, src: int) -> None:
+    call, answer = ANSWERED[kind]
+    raw = Encoded(msgpack.packb(answer))
+    is_hostile = here().rank == src
+    lie = mock.patch.object(PlainCodec, "encode", return_value=raw)
+    with subgroup(0, 1) as group:
+        with lie if is_hostile else nullcontext():
+            try:
+                told = repr(call(group))
+            except ObjcommError as error:
+                told = f"{type(error).__name__} {error}"
+        others = tell_all(kind, told)[1 - src]
+    if src == 1 and "seed" in kind:
+        return  # nothing that it tells is looked at
+    assert "DecodeError" in others
+    assert f"rank {src} of the group sent no " in others
 
 
 @ranks(2)

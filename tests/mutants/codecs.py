@@ -160,8 +160,8 @@ MUTANTS = (
     Mutant(
         "verdict-forgets-who-was-silent",
         "objcomm/transport/verdict.py",
-        "silent=tuple(fields.silent),",
-        "silent=(),",
+        "self._replace(failures=failures)",
+        "self._replace(failures=failures, silent=())",
         "ranks that did not answer are unknown to those that read the verdict in the store",
         ("tests/unit/test_store_records.py",),
     ),

@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         "greetings-keys-left",
         "objcomm/transport/rendezvous.py",
-        'for key in (f"hello/{peer}", f"welcome/{number}", f"joined/{nonce}/{peer}"):',
+        'for key in (f"hello/{peer}", *welcomes, f"joined/{nonce}/{peer}"):',
         'for key in (f"hello/{peer}", f"joined/{nonce}/{peer}"):',
         "every rank that met leaves a key in the store",
         ("tests/unit/test_rendezvous.py", *_P2P_TRACES),

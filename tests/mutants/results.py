@@ -229,8 +229,8 @@ MUTANTS = (
     Mutant(
         "all-is-any",
         "objcomm/consensus.py",
-        "decide_in(call, lambda: bool(flag), all)",
-        "decide_in(call, lambda: bool(flag), any)",
+        "decide_in(call, lambda: bool(flag), all,",
+        "decide_in(call, lambda: bool(flag), any,",
         "all_ranks is true where one flag is",
         ("tests/group/test_consensus.py",),
     ),

@@ -162,8 +162,8 @@ MUTANTS = (
     Mutant(
         "own-contribution-copied",
         "objcomm/bodies.py",
-        "own if rank == call.rank else call.decode(message)",
-        "call.copy(own) if rank == call.rank else call.decode(message)",
+        "own if rank == call.rank else call.decode_as(message, is_part,",
+        "call.copy(own) if rank == call.rank else call.decode_as(message, is_part,",
         "a gather gives a copy of what its caller gave",
         ("tests/group/test_collectives.py",),
     ),

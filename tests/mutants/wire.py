@@ -10,6 +10,46 @@ _HOSTILE = ("tests/unit/test_hostile_messages.py",)
 
 MUTANTS = (
     Mutant(
+        "session-is-rank-0s-word",
+        "objcomm/transport/rendezvous.py",
+        "progress.session = hashlib.blake2b(told.encode(),",
+        "progress.session = hashlib.blake2b(progress.nonce.encode(),",
+        "whoever reaches the store can play back a recording of an earlier run with the same key",
+        ("tests/unit/test_rendezvous.py", "tests/group/test_security.py"),
+    ),
+    Mutant(
+        "own-number-unread",
+        "objcomm/transport/rendezvous.py",
+        "if len(pairs) != size or pairs[rank][2] != number:",
+        "if len(pairs) != size:",
+        "a guest takes the words of an earlier meeting for its own, with the session of that one",
+        ("tests/unit/test_rendezvous.py",),
+    ),
+    Mutant(
+        "records-types-unread",
+        "objcomm/transport/record.py",
+        "    if type(plain) is not kind:\n",
+        "    if kind is None:\n",
+        "a damaged verdict raises TypeError on every rank that reads it",
+        ("tests/unit/test_store_records.py", "tests/unit/test_liveness.py"),
+    ),
+    Mutant(
+        "records-bounds-unread",
+        "objcomm/transport/record.py",
+        "    if _exact(int, plain) not in bounds:\n",
+        "    if bounds is None:\n",
+        "a process number that the kernel cannot have raises OverflowError in the watching thread",
+        ("tests/unit/test_liveness.py",),
+    ),
+    Mutant(
+        "answers-kind-unread",
+        "objcomm/call.py",
+        "        if not fits(plain):\n",
+        "        if fits is None:\n",
+        "a yes of all ranks may be a list, and averages raise TypeError",
+        ("tests/group/test_security.py",),
+    ),
+    Mutant(
         "header-checksum-unread",
         "objcomm/frames.py",
         "if zlib.crc32(memoryview(raw)[:_SIGNED_NBYTES]) != fields[-1]:",

@@ -1,5 +1,6 @@
 """What a process knows of the others of its world."""
 
+import math
 import signal
 import subprocess
 import sys
@@ -95,7 +96,9 @@ def test_in_a_store_that_served_another_world_what_never_lived_is_that_ones() ->
 
 def test_what_another_program_wrote_is_refused() -> None:
     assert Process.unpack(Process.own().pack()).place == Process.own().place
-    for raw in (b"", b"\xc1", b"\x91\x01", Process.own().pack()[:-1]):
+    no_numbers = [math.inf, -1, 0, 1 << 31, 1 << 40, 1 << 63, "1", True, None]
+    others = [Process.own()._replace(pid=pid).pack() for pid in no_numbers]  # type: ignore[arg-type]  # that is the point
+    for raw in (b"", b"\xc1", b"\x91\x01", Process.own().pack()[:-1], *others):
         with pytest.raises(WireError):
             Process.unpack(raw)
 

@@ -60,6 +60,7 @@ def test_every_rank_learns_the_name_and_who_shares_a_host() -> None:
         told = met(dist.HashStore(), ["b", "a", "b", "c"], progress)
     assert told == [(0, 1, 0, 2)] * 4
     assert len({each.nonce for each in progress} - {""}) == 1
+    assert len({each.session for each in progress} - {""}) == 1
 
 
 def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one() -> None:
@@ -84,6 +85,7 @@ def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one(
         told = guest.submit(attend)
         late.join(_LIMIT_S)
         assert meet(store, 0, 2, progress[0]) == (0, 1) == told.result(_LIMIT_S)
+    assert progress[0].session == progress[1].session != ""
 
 
 def test_a_meeting_that_was_given_up_ends() -> None:
@@ -94,7 +96,80 @@ def test_a_meeting_that_was_given_up_ends() -> None:
         meet(dist.HashStore(), 1, 2, progress)
 
 
-@pytest.mark.parametrize("word", [b"\xff\xfe", b"no numbers"])
+def test_a_late_hello_of_an_attempt_before_does_not_take_the_place_of_who_joins() -> None:
+    store = dist.HashStore()
+    ours = dist.PrefixStore("objcomm", store)
+
+    class HeldUp(Progress):
+        """Between the answer and the joining the late hello is answered, too."""
+
+        def look_around(self) -> None:
+            late = uuid.uuid4().hex
+            ours.set("hello/1", f"{late} c")
+            wait_until(lambda: ours.check([f"welcome/{late}"]), "its answer")
+
+    guests = HeldUp(1, (0, 1))
+    with attempts(2) as progress, ThreadPoolExecutor(1) as guest:
+        _here.name = "b"
+
+        def attend() -> tuple[int, ...]:
+            _here.name = "b"
+            return meet(store, 1, 2, guests)
+
+        told = guest.submit(attend)
+        assert meet(store, 0, 2, progress[0]) == (0, 0) == told.result(_LIMIT_S)
+    assert progress[0].session == guests.session != ""
+
+
+@pytest.mark.parametrize("is_forged", [False, True], ids=["the old words", "with the new number"])
+def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
+    *, is_forged: bool
+) -> None:
+    """Whoever reaches the store can answer as rank 0 did in a run that was recorded."""
+    store = dist.HashStore()
+    ours = dist.PrefixStore("objcomm", store)
+    with attempts(2) as old:
+        met(dist.HashStore(), ["a", "b"], old)
+    assert old[0].session == old[1].session
+    progress = Progress(1, (0, 1))
+    _here.name = "b"
+
+    def answer() -> None:
+        wait_until(lambda: ours.check(["hello/1"]), "the guest")
+        number = ours.get("hello/1").decode().split()[0]
+        nonce = old[0].nonce
+        ours.set(f"welcome/{number}", nonce)
+        guests = number if is_forged else uuid.uuid4().hex
+        ours.set(f"go/{nonce}", f"0/{nonce} 1/{guests}")
+
+    with ThreadPoolExecutor(1) as attacker:
+        attacker.submit(answer)
+        if is_forged:
+            assert meet(store, 1, 2, progress) == (0, 1)
+        else:
+            with pytest.raises(WireError, match="no rank of objcomm wrote"):
+                meet(store, 1, 2, progress)
+    assert progress.nonce == old[0].nonce
+    assert progress.session != old[0].session
+
+
+def test_who_has_joined_under_a_number_that_was_never_answered_is_no_rank() -> None:
+    store = dist.HashStore()
+    ours = dist.PrefixStore("objcomm", store)
+    progress = Progress(0, (0, 1))
+    _here.name = "a"
+
+    def join() -> None:
+        wait_until(lambda: progress.nonce, "the host")
+        ours.set(f"joined/{progress.nonce}/1", "a number")
+
+    with ThreadPoolExecutor(1) as stranger:
+        stranger.submit(join)
+        with pytest.raises(WireError, match="no rank of objcomm wrote"):
+            meet(store, 0, 2, progress)
+
+
+@pytest.mark.parametrize("word", [b"\xff\xfe", b"no numbers", b"0/n", b"0/n x/{}", b"0/n 1/{} 2/n"])
 def test_what_no_rank_wrote_is_told_as_that(word: bytes) -> None:
     """Another program uses the same store, or its content was damaged."""
     store = dist.HashStore()
@@ -106,7 +181,7 @@ def test_what_no_rank_wrote_is_told_as_that(word: bytes) -> None:
         wait_until(lambda: ours.check(["hello/1"]), "the guest")
         number = ours.get("hello/1").decode().split()[0]
         ours.set(f"welcome/{number}", "n")
-        ours.set("go/n", word)  # type: ignore[arg-type]  # torch takes bytes as well
+        ours.set("go/n", word.replace(b"{}", number.encode()))  # type: ignore[arg-type]  # torch takes bytes as well
 
     with ThreadPoolExecutor(1) as host:
         host.submit(answer)

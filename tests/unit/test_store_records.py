@@ -2,7 +2,10 @@
 
 import contextlib
 import pickle
+from collections.abc import Iterator
+from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +105,66 @@ def test_nobody_waits_for_a_call_that_no_thread_waits_for() -> None:
     assert WHEREABOUTS._replace(lanes=(unwaited,)).waiting_of(0) is None
 
 
+VERDICT = msgpack.unpackb(Verdict(Cause.REFUSED, "n", positions=POSITIONS[:1]).pack())
+FIELDS = {name: at for at, name in enumerate(Verdict._fields)}
+POSITION = [0, "gather", 3, 1, "train.py:3", 1.5, False, "", ""]
+NOT_VERDICTS: dict[str, tuple[str, Any]] = {
+    "a rank that is a list": ("positions", [[[], *POSITION[1:]]]),
+    "a rank that is text": ("positions", [["0", *POSITION[1:]]]),
+    "a rank that is a claim": ("positions", [[True, *POSITION[1:]]]),
+    "a position too short": ("positions", [POSITION[:8]]),
+    "a position that is text": ("positions", ["gather..."]),
+    "a failure's rank": ("failures", [[[], "T", "m", "t"]]),
+    "a failure's traceback": ("failures", [[1, "T", "m", 5]]),
+    "the missing": ("ranks", [1, "a"]),
+    "the silent": ("silent", [[]]),
+    "no list": ("silent", 5),
+    "the reason": ("reason", 5),
+    "the limit": ("seconds", "2.5"),
+    "the operation": ("operation", [1]),
+    "the cause": ("cause", 7),
+    "a cause that only equals one": ("cause", 2.0),
+    "the circle": ("circle", 1 << 40),
+    "the meshes": ("meshes", [1]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_VERDICTS)
+def test_a_verdict_with_a_field_of_another_type_is_refused(case: str) -> None:
+    """As it was, its error raised a TypeError on whoever read it."""
+    name, value = NOT_VERDICTS[case]
+    fields = [*VERDICT]
+    assert Verdict.unpack(msgpack.packb(fields)).name == "n"
+    fields[FIELDS[name]] = value
+    with pytest.raises(WireError, match="the store holds a verdict that can't be read"):
+        Verdict.unpack(msgpack.packb(fields))
+
+
+def test_no_field_of_whereabouts_may_be_of_another_type() -> None:
+    def altered(plain: Any) -> Iterator[Any]:
+        """With one field at a time, at any depth, replaced by what no field is."""
+        yield {}
+        for at, each in enumerate(plain if isinstance(plain, list) else ()):
+            for other in altered(each):
+                yield [*plain[:at], other, *plain[at + 1 :]]
+
+    whole = msgpack.unpackb(WHEREABOUTS.pack(), unicode_errors="surrogatepass")
+    count = 0
+    for count, plain in enumerate(altered(whole), start=1):  # noqa: B007  # counted
+        with pytest.raises(WireError, match="whereabouts that can't be read"):
+            Whereabouts.unpack(msgpack.packb(plain, unicode_errors="surrogatepass"))
+    assert count > 100
+
+
+def test_a_limit_may_have_been_given_as_a_whole_number() -> None:
+    got = Verdict.unpack(Verdict.of(Cause.TIMEOUT, seconds=8).pack())
+    assert (got.seconds, type(got.seconds)) == (8.0, float)
+
+
+def test_whoever_is_inside_of_no_call_has_left_it() -> None:
+    assert STATE._replace(now=None, is_inside=True).is_over(CALL)
+
+
 RECORDS = [WHEREABOUTS.pack(), *[verdict.pack() for verdict, _ in VERDICTS.values()]]
 
 
@@ -117,6 +180,9 @@ def test_other_bytes_give_an_error_of_ours_or_another_record(
     mutated = bytearray(record)
     mutated[at % len(record)] = byte
     for raw in (bytes(mutated), record[:end]):
-        for kind in (Verdict, Whereabouts):
-            with contextlib.suppress(WireError):
-                assert isinstance(kind.unpack(raw), kind)
+        with contextlib.suppress(WireError):
+            assert isinstance(Whereabouts.unpack(raw), Whereabouts)
+        with contextlib.suppress(WireError):
+            error = Verdict.unpack(raw).error("gather", POSITIONS[0])
+            assert isinstance(error, errors.ObjcommError)
+            assert str(error)
