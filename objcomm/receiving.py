@@ -227,8 +227,7 @@ class Receive(Errand):
             message = exchange.adopt(arrival.raw, header)
         else:
             self.entry.is_served = True
-            if not self.entry.has_expired:
-                self.entry.withdraw = None  # the sender waits, too: only both can end this
+            self.entry.withdraw = None  # the sender waits, too: only both can end this
             self._deadline.leave(_TRANSFER_SECONDS)
             with Turn(mesh, lane, exchange, self._deadline):
                 message = exchange.adopt(arrival.raw, header)

@@ -189,7 +189,35 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
     since = min(entry.first_asked or asked for _, _, entry in waiting)
     answers = _answers(board, meshes, asked, since, concerned)
     for mesh, lane, entry in waiting:
-        end(board, mesh, entry, timeout_verdict(mesh, lane, entry, _known(mesh, answers)))
+        end_late(
+            mesh, lane, entry, timeout_verdict(mesh, lane, entry, _known(mesh, answers)), board
+        )
+
+
+def end_late(
+    mesh: Mesh, lane: Lane, entry: Entry, verdict: Verdict, board: Board | None = None
+) -> None:
+    """End a call whose limit has passed, if the wait that passed it has not ended since.
+
+    A call that succeeds meanwhile has harmed nobody, and its mesh serves others by then.
+
+    Args:
+        mesh: whose.
+        lane: which waited.
+        entry: its call.
+        verdict: that the limit has passed.
+        board: the store; None where it did not answer in time.
+    """
+    withdraw = entry.withdraw  # first: what follows the wait may have none
+    # A later wait of the same call has a limit that has yet to be seen to pass.
+    if entry not in lane.waits() or not entry.has_expired:
+        return
+    if withdraw is not None:
+        withdraw(verdict)
+    elif board is not None:
+        mesh.settle_on(board, verdict)
+    else:
+        mesh.stop(verdict)
 
 
 def is_brief(entry: Entry) -> bool:

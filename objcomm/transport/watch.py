@@ -149,17 +149,15 @@ class Watcher(threading.Thread):
         if signal.SIGINT in numbers and target is not None:
             verdict = Verdict.of(Cause.LEFT, ranks=(target.rank,), reason="it was interrupted")
             target.bulletin.submit(functools.partial(target.settle_on, proposal=verdict))
-            self._fall_back(_INTERRUPT_SECONDS, target, verdict._replace(is_store_silent=True))
+            alone = verdict._replace(is_store_silent=True)
+            self._fall_back(_INTERRUPT_SECONDS, functools.partial(target.stop, alone))
         if forward_to != -1 and (signals := numbers.replace(_NUDGE, b"")):
             with contextlib.suppress(OSError):  # its owner may have closed it
                 os.write(forward_to, signals)  # asyncio finds its signals there
 
-    def _fall_back(
-        self, seconds: float, mesh: Mesh, verdict: Verdict, entry: Entry | None = None
-    ) -> None:
+    def _fall_back(self, seconds: float, end: Callable[[], object]) -> None:
         """End a mesh, or one call, without the store's help unless it has ended by then."""
-        end = mesh.stop if entry is None or entry.withdraw is None else entry.withdraw
-        self._fallbacks.append((time.monotonic() + seconds, functools.partial(end, verdict)))
+        self._fallbacks.append((time.monotonic() + seconds, end))
 
     def _tick(self, now: float) -> None:
         """Do what is due; who polls wakes the thread often, and not each time is a look around."""
@@ -238,7 +236,8 @@ class Watcher(threading.Thread):
             mesh.settle_on(board, told)
 
         mesh.bulletin.submit(job)
-        self._fall_back(_INTERRUPT_SECONDS, mesh, verdict._replace(is_store_silent=True))
+        alone = verdict._replace(is_store_silent=True)
+        self._fall_back(_INTERRUPT_SECONDS, functools.partial(mesh.stop, alone))
         return True
 
     def _is_overdue(self, waited: float) -> bool:
@@ -273,13 +272,14 @@ class Watcher(threading.Thread):
             if inquiry.is_brief(entry):  # nobody else need know
                 seconds, answers = inquiry.patience(entry), {mesh.rank: whereabouts(meshes, 0)}
             verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
-            self._fall_back(seconds, mesh, verdict, entry)
+            end = functools.partial(inquiry.end_late, mesh, lane, entry, verdict)
+            self._fall_back(seconds, end)
 
     def _report(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
         meshes, told = self.meshes(bulletin), threading.Event()
         bulletin.submit(lambda board: inquiry.report(board, meshes, waiting, told))
         silence = functools.partial(inquiry.report_silence, waiting, told)
-        self._fallbacks.append((time.monotonic() + _EXPIRY_SECONDS, silence))
+        self._fall_back(_EXPIRY_SECONDS, silence)
 
     def _investigate(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
         if bulletin in self._investigating:  # it still waits for the store
