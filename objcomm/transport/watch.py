@@ -120,8 +120,11 @@ class Watcher(threading.Thread):
 
     def rest(self) -> None:
         """Give the descriptor back to whoever had it."""
-        signal.set_wakeup_fd(self.forward_to)
-        self.forward_to = -1
+        former, self.forward_to = self.forward_to, -1
+        try:
+            signal.set_wakeup_fd(former)
+        except (OSError, ValueError):  # its owner has closed it meanwhile, or before
+            signal.set_wakeup_fd(-1)
 
     def run(self) -> None:
         """Look, sleep, and look again; no error ends that."""
@@ -426,6 +429,6 @@ class interruptible:  # noqa: N801  # used as a function, like contextlib's
         traceback: TracebackType | None,
     ) -> None:
         if self._watcher is not None:
+            self._watcher.target = self._outer  # a callback's call on another group ends here
             if self._outer is None:
                 self._watcher.rest()
-            self._watcher.target = self._outer  # a callback's call on another group ends here
