@@ -78,6 +78,7 @@ class Watcher(threading.Thread):
         self.bulletins: weakref.WeakSet[Bulletin] = weakref.WeakSet()
         self._fallbacks: list[tuple[float, Callable[[], object]]] = []
         self._investigating: set[Bulletin] = set()
+        self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
         self._expiring = weakref.WeakKeyDictionary[Bulletin, deque[Waiting]]()
         self._looked_at = 0.0
         self._looks = 0
@@ -184,6 +185,7 @@ class Watcher(threading.Thread):
         if is_look:
             self._leave_destroyed()
             self._leave_failed()
+            self._look_for_senders()
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
         for bulletin, waiting in expired.items():
@@ -228,8 +230,30 @@ class Watcher(threading.Thread):
         with logged("whether a process has ended could not be found out"):  # limits still hold
             blocks = {each.nonce: each.ranks for each in self._look()[0]} if entry.regions else {}
             verdict = blame.in_vain(mesh, entry, blocks)
-        if verdict is None:
-            return False
+        if verdict is not None:
+            self._end_in_vain(mesh, verdict)
+        return verdict is not None
+
+    def _look_for_senders(self) -> None:
+        """End what is listened to and never comes: who polls makes no call that is overdue."""
+        if self._looks % _LONG_LOOKS:
+            return
+        unmet: defaultdict[Bulletin, list[Mesh]] = defaultdict(list)
+        for mesh, _ in self._look()[1]:
+            if mesh.verdict is not None or mesh.link is not None:
+                continue
+            verdict = None
+            with logged("whether a process has ended could not be found out"):  # the others go on
+                verdict = blame.never_comes(mesh)
+            if verdict is None:
+                unmet[mesh.bulletin].append(mesh)
+            else:
+                self._end_in_vain(mesh, verdict)
+        for bulletin, meshes in unmet.items():
+            self._ask(bulletin, functools.partial(inquiry.look_for_senders, meshes, self._missed))
+
+    def _end_in_vain(self, mesh: Mesh, verdict: Verdict) -> None:
+        """End a mesh because of a process that has ended, by the reason that is known best."""
         verdict = verdict._replace(is_final=True)
 
         def job(board: Board) -> None:
@@ -241,7 +265,6 @@ class Watcher(threading.Thread):
         mesh.bulletin.submit(job)
         alone = verdict._replace(is_store_silent=True)
         self._fall_back(_INTERRUPT_SECONDS, functools.partial(mesh.stop, alone))
-        return True
 
     def _is_overdue(self, waited: float) -> bool:
         is_long = waited > _LONG_SECONDS
@@ -285,14 +308,18 @@ class Watcher(threading.Thread):
         self._fall_back(_EXPIRY_SECONDS, silence)
 
     def _investigate(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
-        if bulletin in self._investigating:  # it still waits for the store
+        meshes = self.meshes(bulletin)
+        self._ask(bulletin, lambda board: investigate(board, meshes, waiting))
+
+    def _ask(self, bulletin: Bulletin, question: Callable[[Board], None]) -> None:
+        """Have something looked into, unless a question before it still waits for the store."""
+        if bulletin in self._investigating:
             return
         self._investigating.add(bulletin)
-        meshes = self.meshes(bulletin)
 
         def job(board: Board) -> None:
             try:
-                investigate(board, meshes, waiting)
+                question(board)
             finally:
                 self._investigating.discard(bulletin)
 

@@ -223,4 +223,20 @@ MUTANTS = (
         "with the store stopped a healthy rank between is named",
         _UNIT,
     ),
+    Mutant(
+        "polls-not-told-of-deaths",
+        "objcomm/transport/watch.py",
+        "verdict = blame.never_comes(mesh)",
+        "verdict = blame.never_comes(mesh) and None",
+        "who polls for a first message does not hear that its sender was killed",
+        ("tests/group/test_polls_in_vain.py",),
+    ),
+    Mutant(
+        "polls-not-told-of-farewells",
+        "objcomm/transport/inquiry.py",
+        "        elif mesh not in missed:\n",
+        "        elif missing:\n",
+        "who polls for a first message does not hear that its sender has destroyed its group",
+        ("tests/group/test_polls_in_vain.py",),
+    ),
 )
