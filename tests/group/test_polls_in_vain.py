@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import BrokenGroupError, TransportError, TransportTimeout
-from tests.group.helpers import error_in, hear, say
+from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
+from tests.group.helpers import assert_group_works, error_in, hear, say
+from tests.group.pairs import assert_pair_works
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S
 from tests.workers import here
@@ -98,3 +99,24 @@ def test_who_polls_for_any_rank_is_served_by_those_who_are_left() -> None:
     assert found.src == 2
     assert objcomm.recv() == "from rank 2"
     say("rank 0 has heard")
+
+
+@ranks(2)
+@pytest.mark.parametrize("have_met", [False, True])
+@pytest.mark.parametrize("kind", POLLS)
+def test_who_polls_in_a_block_hears_that_it_has_failed(kind: str, *, have_met: bool) -> None:
+    if have_met:
+        assert_pair_works()
+
+    def fail_or_poll() -> None:
+        if here().rank == 1:
+            hear("rank 0 polls")
+            raise LookupError("of rank 1")
+        assert POLLS[kind](1) is None
+        say("rank 0 polls")
+        poll(kind, 1)
+
+    with pytest.raises(CollectiveError, match="of rank 1"), objcomm.fail_together():
+        fail_or_poll()
+    assert_pair_works()
+    assert_group_works()
