@@ -125,7 +125,8 @@ def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict
     if any(words):
         return verdict._replace(reason=next(filter(None, words)))
     are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
-    if not are_beside or verdict.reason.startswith(_CLOSED):
+    # Who leaves by itself says why; of one whose connections were closed nobody has said it.
+    if not are_beside or verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED):
         return verdict
     return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
 

@@ -239,4 +239,12 @@ MUTANTS = (
         "who polls for a first message does not hear that its sender has destroyed its group",
         ("tests/group/test_polls_in_vain.py",),
     ),
+    Mutant(
+        "own-words-taken-for-a-guess",
+        "objcomm/transport/blame.py",
+        "if not are_beside or verdict.cause is Cause.LEFT or",
+        "if not are_beside or",
+        "of a rank whose program has ended by an error it is said that it lives",
+        ("tests/unit/test_lost_peers.py",),
+    ),
 )
