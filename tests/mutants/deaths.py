@@ -247,4 +247,12 @@ MUTANTS = (
         "of a rank whose program has ended by an error it is said that it lives",
         ("tests/unit/test_lost_peers.py",),
     ),
+    Mutant(
+        "forks-destroy-their-parents-groups",
+        "objcomm/start.py",
+        "if is_initialized() and dist.group.WORLD not in _of_the_parent:",
+        "if is_initialized():",
+        "a forked process that shuts down crashes",
+        ("tests/group/test_surroundings.py",),
+    ),
 )
