@@ -249,6 +249,6 @@ def test_a_forked_child_that_shuts_down_leaves_its_parents_groups_alone() -> Non
     child = os.fork()
     if child == 0:
         objcomm.shutdown()
-        os._exit(0)
+        os._exit(0 if dist.is_initialized() else 1)  # a crash is not certain, but frequent
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert_group_works()
