@@ -234,6 +234,7 @@ class Group:
         mesh = self._whole.mesh
         if mesh is not None:
             mesh.blocks.discard(key)
+            mesh.bulletin.forget(key)
 
     def leave(self, key: str) -> None:
         """Forget the block ``key``, which this rank leaves by an error."""

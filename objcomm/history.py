@@ -55,7 +55,7 @@ class Entry:
         awaits: the rank that it can't go on without just now; -1 if none.
         first_asked: the number of the first question where the others are that it made; 0 if none.
         suspicion: what may keep it from ever ending, found once and to be confirmed.
-        has_expired: whether its limit has been seen to pass.
+        has_expired: whether its limit has been seen to pass in this wait.
         regions: the keys of the ``fail_together`` blocks around it.
         waiter: the thread that can do nothing else before it ends; 0 if there is none.
         is_served: whether what it waits for is under way.

@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from objcomm.errand import Errand
 from objcomm.errors import UsageError
@@ -123,9 +123,22 @@ class Receive(Errand):
         """The message that a receive would take now; without one, listen to who may send it."""
         found = self.group.mailbox.poll(self.peer, self.tag)
         if found is None:
-            for pair, mesh, lane in self._admitted():
+            admitted = self._admitted()
+            self._heed(admitted)
+            for pair, mesh, lane in admitted:
                 pair.listen(mesh, lane)
         return found
+
+    def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
+        """Raise what is known to have failed in a block around this call.
+
+        The watcher tells who waits. Who polls waits too briefly to be told, or not at all.
+        """
+        for _, mesh, _ in admitted[:1]:  # all are of one world
+            for key in regions.get():
+                told = mesh.bulletin.heard(key)
+                if told is not None:
+                    self._raise(told)
 
     def _ask(self, request: Request) -> None:
         """Put a request to the mailbox; whoever may serve it is listened to from now on.
@@ -138,6 +151,7 @@ class Receive(Errand):
         if mailbox.meet(request):
             return
         admitted = self._admitted()
+        self._heed(admitted)
         self._deadline.apply(self.entry)
         self.entry.regions = regions.get()
         self.entry.withdraw = functools.partial(self._withdraw, request)
@@ -201,11 +215,14 @@ class Receive(Errand):
             ObjcommError: why nothing will come.
         """
         if request.verdict is not None:
-            for pair in self._pairs():
-                pair.absolve(request.verdict)
-            end_elsewhere(request.verdict)
-            raise request.verdict.error(self._name, self.entry.header.position)
+            self._raise(request.verdict)
         return cast("Arrival", request.arrival)  # a wait ends by a message or by a verdict
+
+    def _raise(self, verdict: Verdict) -> NoReturn:
+        for pair in self._pairs():
+            pair.absolve(verdict)
+        end_elsewhere(verdict)
+        raise verdict.error(self._name, self.entry.header.position)
 
     def take_in(self, arrival: Arrival) -> Any:
         """The object of a message whose first part is here.
@@ -227,8 +244,7 @@ class Receive(Errand):
             message = exchange.adopt(arrival.raw, header)
         else:
             self.entry.is_served = True
-            if not self.entry.has_expired:
-                self.entry.withdraw = None  # the sender waits, too: only both can end this
+            self.entry.withdraw = None  # the sender waits, too: only both can end this
             self._deadline.leave(_TRANSFER_SECONDS)
             with Turn(mesh, lane, exchange, self._deadline):
                 message = exchange.adopt(arrival.raw, header)

@@ -78,17 +78,17 @@ class Turn:
         entry.regions = regions.get()
         self._deadline.apply(entry)
         lane.begin(entry)
-        hurry(self._deadline.seconds_left)
-        self._interruptible.__enter__()
-        self._span = span("transfer")
-        self._span.__enter__()
-        if self._meeting is not None:
-            try:
+        try:
+            hurry(self._deadline.seconds_left)
+            self._interruptible.__enter__()
+            self._span = span("transfer")
+            self._span.__enter__()
+            if self._meeting is not None:
                 routes.all_meet(self.exchange, self._meeting)
-            except BaseException as error:
-                self._leave(error)
-                raise
-            self._meeting = None
+                self._meeting = None
+        except BaseException as error:
+            self._leave(error)
+            raise
         return self.exchange
 
     def __exit__(
@@ -126,15 +126,24 @@ class Turn:
         self._mesh.absolve(self._lane.owner)
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._span is not None:
-            self._span.__exit__(None, None, None)
-        self._interruptible.__exit__(None, None, None)
-        self._deadline.pause()
+        """Wait no more, whatever fails meanwhile: Ctrl-C may come at any of these steps."""
         try:
-            if error is not None:
-                self._raise_verdict(error)
+            try:
+                self._stop_waiting()
+            finally:
+                if error is not None:
+                    self._raise_verdict(error)
         finally:
             self._lane.end(self._entry)
+
+    def _stop_waiting(self) -> None:
+        shown, self._span = self._span, None
+        try:
+            if shown is not None:
+                shown.__exit__(None, None, None)
+        finally:
+            self._interruptible.__exit__(None, None, None)
+            self._deadline.pause()
 
     def _raise_verdict(self, error: BaseException) -> None:
         """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""

@@ -176,6 +176,7 @@ class Deadline:
         self._end = entry.waits_until = now + self._left
         entry.limit_seconds = self.seconds
         entry.report_at = now + self._report_seconds
+        entry.has_expired = False  # that was an earlier wait of the same call
 
     def pause(self) -> None:
         """End a wait that ``apply`` began; the next one has what is left."""

@@ -81,6 +81,22 @@ def in_vain(mesh: Mesh, entry: Entry, blocks: Mapping[str, tuple[int, ...]]) -> 
     return None
 
 
+def never_comes(mesh: Mesh) -> Verdict | None:
+    """What to say of a mesh whose ranks have not met, where one ended a while ago; None if not.
+
+    A while, because one that has met this rank, and has ended after its message, may be told of
+    sooner than that both have met.
+
+    Args:
+        mesh: which.
+    """
+    for peer in mesh.others if mesh.link is None else ():
+        reason = mesh.bulletin.processes.end_of(mesh.ranks[peer], _LAST_BYTES_SECONDS)
+        if reason:
+            return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
+    return None
+
+
 def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict:
     """A loss, as that of the rank that died, where that is known.
 
@@ -109,7 +125,8 @@ def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict
     if any(words):
         return verdict._replace(reason=next(filter(None, words)))
     are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
-    if not are_beside or verdict.reason.startswith(_CLOSED):
+    # Who leaves by itself says why; of one whose connections were closed nobody has said it.
+    if not are_beside or verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED):
         return verdict
     return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
 

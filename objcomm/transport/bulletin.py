@@ -10,8 +10,10 @@ from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
 import functools
+import math
 import queue
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +39,9 @@ _LOOKS_PER_SECOND = 1000
 _CIRCLES = 4
 #: How long a raising rank waits for the store.
 PATIENCE_SECONDS = 0.5
+
+# How old an answer may be that who polls is given.
+_HEARD_SECONDS = 0.5
 
 _PREFIX = "objcomm"
 
@@ -219,6 +224,7 @@ class Bulletin:
         self._farewell = DESTROYED
         self.clients = Clients()
         self.clients_of_groups = Clients()
+        self._heard: dict[str, tuple[Verdict | None, float]] = {}
         self._thread = threading.Thread(target=self._run, name="objcomm-bulletin", daemon=True)
         self._thread.start()
 
@@ -244,6 +250,29 @@ class Bulletin:
             raise StoreSilentError from error
         finally:
             del answer  # it holds the error, whose traceback holds this frame
+
+    def heard(self, key: str) -> Verdict | None:
+        """The verdict on ``key``, as far as this process has heard; does not wait for the store.
+
+        Asks the store again where the last answer is old, so who calls this often hears soon.
+        """
+        told, ask_at = self._heard.get(key, (None, 0.0))
+        if told is None and time.monotonic() >= ask_at:
+            self._heard[key] = (None, math.inf)  # until there is an answer
+            self.submit(functools.partial(self._hear, key))
+        return told
+
+    def _hear(self, key: str, board: Board) -> None:
+        told = None
+        try:
+            told = board.look(key)
+        finally:
+            if key in self._heard:
+                self._heard[key] = (told, time.monotonic() + _HEARD_SECONDS)
+
+    def forget(self, key: str) -> None:
+        """Nobody will ask any more what was heard of ``key``."""
+        self._heard.pop(key, None)
 
     def _forget_if_over(self) -> None:
         """Let go of jobs that came when the thread had ended: they hold meshes, and so sockets."""

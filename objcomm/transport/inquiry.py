@@ -3,10 +3,11 @@
 All of it runs on a bulletin's thread, because it talks to the store.
 """
 
+import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableSet, Sequence
 
 from objcomm.errors import Position
 from objcomm.frames import operation_name
@@ -39,6 +40,8 @@ _WORTH_ASKING_SECONDS = 0.1
 # Who uses objcomm has said who it is when its first call has lasted so long.
 _SURELY_TOLD_SECONDS = 1.0
 
+_NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
+
 _MOST_NAMED = 8
 # A thousand ranks that wait would keep the store busy with each other's names.
 _MOST_LEARNED = 8
@@ -58,6 +61,35 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
 
 
+def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Board) -> None:
+    """End meshes whose ranks have not met, if one of them can't come any more.
+
+    Args:
+        meshes: which; each is listened to.
+        missed: those of which the last look has found the same. What a rank sends before its end
+            may come a moment later than its end is known.
+        board: the store.
+    """
+    # A thousand of them would keep the store busy, so each time others are asked about.
+    for mesh in random.sample(meshes, min(len(meshes), _MOST_LEARNED)):
+        ranks = [mesh.ranks[peer] for peer in mesh.others]
+        board.learn(rank for rank in ranks if not mesh.bulletin.processes.is_beside(rank))
+        _note_cut_off(mesh, mesh.others)
+    for mesh in meshes:
+        missing = blame.missing(mesh, board)
+        if not missing:
+            missed.discard(mesh)
+        elif mesh not in missed:
+            missed.add(mesh)
+        else:
+            wanted = [mesh.ranks[peer] for peer in missing]
+            board.learn(wanted)
+            words = filter(None, map(mesh.bulletin.processes.end_of, wanted))
+            reason = next(words, _NEVER_CAME)
+            found = Verdict.of(Cause.LOST, ranks=missing, reason=reason, is_final=True)
+            mesh.settle_on(board, found)
+
+
 def _learn(board: Board, mesh: Mesh, entry: Entry) -> None:
     """Ask who the processes are that a call waits for, and whether those elsewhere have ended."""
     processes = mesh.bulletin.processes
@@ -67,14 +99,15 @@ def _learn(board: Board, mesh: Mesh, entry: Entry) -> None:
         awaited = list(mesh.others)
     wanted = {mesh.ranks[peer] for peer in (*awaited, *unknown[:_MOST_LEARNED])}
     board.learn(rank for rank in wanted if not processes.is_beside(rank))
-    # Who has not used objcomm has told nothing; torch's own connection may tell of its end.
-    waited = time.monotonic() - entry.waits_since
+    if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
+        _note_cut_off(mesh, awaited)
+
+
+def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
+    """Take in that ranks have ended that had not used objcomm, as torch's own connection tells."""
+    processes = mesh.bulletin.processes
     for rank in [mesh.ranks[peer] for peer in awaited if mesh.link is None]:
-        if (
-            processes.of(rank) is None
-            and waited > _SURELY_TOLD_SECONDS
-            and mesh.bulletin.is_cut_off(rank)
-        ):
+        if processes.of(rank) is None and mesh.bulletin.is_cut_off(rank):
             processes.note_end(rank, "it died, or left its process group, before it came here")
 
 
@@ -95,8 +128,7 @@ def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry)
     """End a mesh whose ranks have not met, if one of them can't come any more."""
     missing = blame.missing(mesh, board) or _dead(board, mesh, meshes, entry)
     if missing:
-        reason = "it died, exited or lost its network before it sent to or received from this rank"
-        found = Verdict.of(Cause.LOST, ranks=missing, reason=reason, is_final=True)
+        found = Verdict.of(Cause.LOST, ranks=missing, reason=_NEVER_CAME, is_final=True)
         mesh.settle_on(board, found)
     return bool(missing)
 
@@ -189,7 +221,35 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
     since = min(entry.first_asked or asked for _, _, entry in waiting)
     answers = _answers(board, meshes, asked, since, concerned)
     for mesh, lane, entry in waiting:
-        end(board, mesh, entry, timeout_verdict(mesh, lane, entry, _known(mesh, answers)))
+        end_late(
+            mesh, lane, entry, timeout_verdict(mesh, lane, entry, _known(mesh, answers)), board
+        )
+
+
+def end_late(
+    mesh: Mesh, lane: Lane, entry: Entry, verdict: Verdict, board: Board | None = None
+) -> None:
+    """End a call whose limit has passed, if the wait that passed it has not ended since.
+
+    A call that succeeds meanwhile has harmed nobody, and its mesh serves others by then.
+
+    Args:
+        mesh: whose.
+        lane: which waited.
+        entry: its call.
+        verdict: that the limit has passed.
+        board: the store; None where it did not answer in time.
+    """
+    withdraw = entry.withdraw  # first: what follows the wait may have none
+    # A later wait of the same call has a limit that has yet to be seen to pass.
+    if entry not in lane.waits() or not entry.has_expired:
+        return
+    if withdraw is not None:
+        withdraw(verdict)
+    elif board is not None:
+        mesh.settle_on(board, verdict)
+    else:
+        mesh.stop(verdict)
 
 
 def is_brief(entry: Entry) -> bool:

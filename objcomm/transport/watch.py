@@ -78,6 +78,7 @@ class Watcher(threading.Thread):
         self.bulletins: weakref.WeakSet[Bulletin] = weakref.WeakSet()
         self._fallbacks: list[tuple[float, Callable[[], object]]] = []
         self._investigating: set[Bulletin] = set()
+        self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
         self._expiring = weakref.WeakKeyDictionary[Bulletin, deque[Waiting]]()
         self._looked_at = 0.0
         self._looks = 0
@@ -120,8 +121,11 @@ class Watcher(threading.Thread):
 
     def rest(self) -> None:
         """Give the descriptor back to whoever had it."""
-        signal.set_wakeup_fd(self.forward_to)
-        self.forward_to = -1
+        former, self.forward_to = self.forward_to, -1
+        try:
+            signal.set_wakeup_fd(former)
+        except (OSError, ValueError):  # its owner has closed it meanwhile, or before
+            signal.set_wakeup_fd(-1)
 
     def run(self) -> None:
         """Look, sleep, and look again; no error ends that."""
@@ -149,17 +153,15 @@ class Watcher(threading.Thread):
         if signal.SIGINT in numbers and target is not None:
             verdict = Verdict.of(Cause.LEFT, ranks=(target.rank,), reason="it was interrupted")
             target.bulletin.submit(functools.partial(target.settle_on, proposal=verdict))
-            self._fall_back(_INTERRUPT_SECONDS, target, verdict._replace(is_store_silent=True))
+            alone = verdict._replace(is_store_silent=True)
+            self._fall_back(_INTERRUPT_SECONDS, functools.partial(target.stop, alone))
         if forward_to != -1 and (signals := numbers.replace(_NUDGE, b"")):
             with contextlib.suppress(OSError):  # its owner may have closed it
                 os.write(forward_to, signals)  # asyncio finds its signals there
 
-    def _fall_back(
-        self, seconds: float, mesh: Mesh, verdict: Verdict, entry: Entry | None = None
-    ) -> None:
+    def _fall_back(self, seconds: float, end: Callable[[], object]) -> None:
         """End a mesh, or one call, without the store's help unless it has ended by then."""
-        end = mesh.stop if entry is None or entry.withdraw is None else entry.withdraw
-        self._fallbacks.append((time.monotonic() + seconds, functools.partial(end, verdict)))
+        self._fallbacks.append((time.monotonic() + seconds, end))
 
     def _tick(self, now: float) -> None:
         """Do what is due; who polls wakes the thread often, and not each time is a look around."""
@@ -183,6 +185,7 @@ class Watcher(threading.Thread):
         if is_look:
             self._leave_destroyed()
             self._leave_failed()
+            self._look_for_senders()
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
         for bulletin, waiting in expired.items():
@@ -227,8 +230,30 @@ class Watcher(threading.Thread):
         with logged("whether a process has ended could not be found out"):  # limits still hold
             blocks = {each.nonce: each.ranks for each in self._look()[0]} if entry.regions else {}
             verdict = blame.in_vain(mesh, entry, blocks)
-        if verdict is None:
-            return False
+        if verdict is not None:
+            self._end_in_vain(mesh, verdict)
+        return verdict is not None
+
+    def _look_for_senders(self) -> None:
+        """End what is listened to and never comes: who polls makes no call that is overdue."""
+        if self._looks % _LONG_LOOKS:
+            return
+        unmet: defaultdict[Bulletin, list[Mesh]] = defaultdict(list)
+        for mesh, _ in self._look()[1]:
+            if mesh.verdict is not None or mesh.link is not None:
+                continue
+            verdict = None
+            with logged("whether a process has ended could not be found out"):  # the others go on
+                verdict = blame.never_comes(mesh)
+            if verdict is None:
+                unmet[mesh.bulletin].append(mesh)
+            else:
+                self._end_in_vain(mesh, verdict)
+        for bulletin, meshes in unmet.items():
+            self._ask(bulletin, functools.partial(inquiry.look_for_senders, meshes, self._missed))
+
+    def _end_in_vain(self, mesh: Mesh, verdict: Verdict) -> None:
+        """End a mesh because of a process that has ended, by the reason that is known best."""
         verdict = verdict._replace(is_final=True)
 
         def job(board: Board) -> None:
@@ -238,8 +263,8 @@ class Watcher(threading.Thread):
             mesh.settle_on(board, told)
 
         mesh.bulletin.submit(job)
-        self._fall_back(_INTERRUPT_SECONDS, mesh, verdict._replace(is_store_silent=True))
-        return True
+        alone = verdict._replace(is_store_silent=True)
+        self._fall_back(_INTERRUPT_SECONDS, functools.partial(mesh.stop, alone))
 
     def _is_overdue(self, waited: float) -> bool:
         is_long = waited > _LONG_SECONDS
@@ -273,23 +298,28 @@ class Watcher(threading.Thread):
             if inquiry.is_brief(entry):  # nobody else need know
                 seconds, answers = inquiry.patience(entry), {mesh.rank: whereabouts(meshes, 0)}
             verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
-            self._fall_back(seconds, mesh, verdict, entry)
+            end = functools.partial(inquiry.end_late, mesh, lane, entry, verdict)
+            self._fall_back(seconds, end)
 
     def _report(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
         meshes, told = self.meshes(bulletin), threading.Event()
         bulletin.submit(lambda board: inquiry.report(board, meshes, waiting, told))
         silence = functools.partial(inquiry.report_silence, waiting, told)
-        self._fallbacks.append((time.monotonic() + _EXPIRY_SECONDS, silence))
+        self._fall_back(_EXPIRY_SECONDS, silence)
 
     def _investigate(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
-        if bulletin in self._investigating:  # it still waits for the store
+        meshes = self.meshes(bulletin)
+        self._ask(bulletin, lambda board: investigate(board, meshes, waiting))
+
+    def _ask(self, bulletin: Bulletin, question: Callable[[Board], None]) -> None:
+        """Have something looked into, unless a question before it still waits for the store."""
+        if bulletin in self._investigating:
             return
         self._investigating.add(bulletin)
-        meshes = self.meshes(bulletin)
 
         def job(board: Board) -> None:
             try:
-                investigate(board, meshes, waiting)
+                question(board)
             finally:
                 self._investigating.discard(bulletin)
 
@@ -426,6 +456,6 @@ class interruptible:  # noqa: N801  # used as a function, like contextlib's
         traceback: TracebackType | None,
     ) -> None:
         if self._watcher is not None:
+            self._watcher.target = self._outer  # a callback's call on another group ends here
             if self._outer is None:
                 self._watcher.rest()
-            self._watcher.target = self._outer  # a callback's call on another group ends here

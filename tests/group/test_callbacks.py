@@ -1,6 +1,7 @@
 """Callbacks that communicate themselves, and errors too long for one message."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from tests.group.helpers import RefusesToPickle, assert_group_works
+from objcomm.transport import watch
+from tests.group.helpers import RefusesToPickle, assert_group_works, outcome_of, tell_all
 from tests.ranks import ranks
 
 
@@ -97,3 +99,50 @@ def test_an_interrupt_between_two_steps_leaves_nobody_waiting() -> None:
 
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+#: Calls that end on two ranks together, each as this rank makes it with the other one.
+ENDS: dict[str, Callable[[Any], object]] = {
+    "all_gather": lambda group: objcomm.all_gather(1, group=group),
+    "confirmed": lambda group: objcomm.all_gather(1, group=group, confirm=True),
+    "send": lambda group: objcomm.send(1, 1 - objcomm.rank(), group=group),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("moment", ["__enter__", "__exit__"])
+@pytest.mark.parametrize("name", ENDS)
+def test_an_interrupt_at_the_edge_of_a_wait_leaves_no_rank_in_its_call(
+    name: str, moment: str
+) -> None:
+    """Where all have what they waited for the group goes on; else the others are told."""
+    group: Any = dist.new_group()
+    assert_group_works(group)
+    objcomm.sendrecv(1, 1 - objcomm.rank(), 1 - objcomm.rank(), group=group)
+    outcomes = []
+    with pytest.MonkeyPatch.context() as patch:
+        if objcomm.rank() == 1:
+            patch.setattr(watch.interruptible, moment, _then_interrupted(moment))
+        try:
+            outcomes.append(outcome_of(lambda: ENDS[name](group)))
+        except KeyboardInterrupt:
+            outcomes.append("interrupted")
+    assert (outcomes == ["interrupted"]) == (objcomm.rank() == 1)
+    tell_all("rank 1 was interrupted", "")
+    outcomes.append(outcome_of(lambda: ENDS["send"](group)))
+    outcomes.append(outcome_of(lambda: objcomm.barrier(group=group)))
+    goes_on = moment == "__exit__" and name != "confirmed"
+    assert (outcomes[1:] == ["returned"] * 2) == goes_on, outcomes
+    assert_group_works()
+
+
+def _then_interrupted(moment: str) -> Callable[..., None]:
+    """Ctrl-C comes at the end of a method, once."""
+    method, left = getattr(watch.interruptible, moment), [KeyboardInterrupt()]
+
+    def interrupted(*arguments: object) -> None:
+        method(*arguments)
+        if left:
+            raise left.pop()
+
+    return interrupted

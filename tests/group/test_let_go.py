@@ -104,3 +104,17 @@ def test_signals_go_where_they_went_before_a_call() -> None:
             objcomm.barrier()
         finally:
             assert signal.set_wakeup_fd(before) == far.fileno()
+
+
+@ranks(2)
+def test_where_signals_went_may_be_closed_by_its_owner() -> None:
+    """A library that sets it may close it without taking it back; that is no matter of a call."""
+    near, far = socket.socketpair()
+    far.setblocking(False)  # noqa: FBT003  # socket's own signature
+    with near:
+        before = signal.set_wakeup_fd(far.fileno())
+        far.close()
+        try:
+            assert_group_works()
+        finally:
+            assert signal.set_wakeup_fd(before) == -1

@@ -240,3 +240,15 @@ def test_a_forked_child_does_not_wait_for_its_parents_work() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     objcomm.send("late", 1 - here().rank, tag=7)
     assert late.wait() == "late"
+
+
+@ranks(2)
+def test_a_forked_child_that_shuts_down_leaves_its_parents_groups_alone() -> None:
+    """As in the ``finally`` of a script whose workers were forked in the middle of it."""
+    assert_group_works()
+    child = os.fork()
+    if child == 0:
+        objcomm.shutdown()
+        os._exit(0 if dist.is_initialized() else 1)  # a crash is not certain, but frequent
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_group_works()

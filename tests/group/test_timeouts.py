@@ -3,17 +3,25 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, TransportTimeout
+from objcomm.history import Entry
+from objcomm.transport import inquiry, watch
+from objcomm.transport.lane import Lane
+from objcomm.transport.mesh import Mesh
 from objcomm.transport.stores import loopback_store
+from objcomm.transport.verdict import Verdict
+from objcomm.transport.whereabouts import Whereabouts
 from tests.group.helpers import (
     AWAIT_RANK_1,
     assert_group_works,
@@ -30,7 +38,7 @@ from tests.group.helpers import (
 from tests.group.operations import OPERATIONS
 from tests.group.watched import after_looks, patiently
 from tests.ranks import ranks, solo
-from tests.waits import PATIENCE_S, within
+from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
 
 # Long enough to tell a limit from no limit at all.
@@ -213,6 +221,63 @@ def test_a_calls_own_limit_outlasts_the_groups() -> None:
         with pytest.raises(TransportTimeout):
             objcomm.recv(1, group=groups[0])
     tell_all("the end", "")
+
+
+@ranks(2)
+def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
+    """Rank 1 comes when rank 0's limit has passed, before anybody has ended rank 0's call."""
+    with subgroup(0, 1) as group:
+        objcomm.barrier(group=group)
+        if here().rank == 0:
+            watcher = watch._watchers.watcher()  # noqa: SLF001  # nothing shows what it falls back to
+
+            def expire(*_: object) -> None:
+                """As a store that is slow; what there is without it is due when the test says."""
+                say("rank 0's limit has passed")
+
+            with (
+                mock.patch.object(inquiry, "expire", expire),
+                mock.patch.object(watch, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
+            ):
+                assert objcomm.all_gather(0, timeout=LIMIT_S, group=group) == [0, 1]
+            ends = [end for _, end in watcher._fallbacks]  # noqa: SLF001  # likewise
+            assert ends
+            watcher._fallbacks = [(0.0, end) for end in ends]  # noqa: SLF001  # likewise
+            watcher._nudge()  # noqa: SLF001  # likewise
+            wait_until(lambda: not watcher._fallbacks, "what was due")  # noqa: SLF001  # likewise
+        else:
+            hear("rank 0's limit has passed")
+            assert objcomm.all_gather(1, group=group) == [0, 1]
+        tell_all("what was due is done", "")
+        assert_group_works(group)
+
+
+@ranks(2)
+def test_a_call_that_succeeds_while_others_are_asked_ends_no_later_one() -> None:
+    """Rank 1 comes when it has answered that it is elsewhere."""
+    with subgroup(0, 1) as group:
+        objcomm.barrier(group=group)
+        if here().rank == 0:
+            has_returned, make = threading.Event(), inquiry.timeout_verdict
+
+            def timeout_verdict(
+                mesh: Mesh, lane: Lane, entry: Entry, answers: dict[int, Whereabouts] | None
+            ) -> Verdict:
+                if answers is not None:
+                    say("rank 1 has answered")
+                    has_returned.wait(PATIENCE_S)
+                return make(mesh, lane, entry, answers)
+
+            with patiently(), mock.patch.object(inquiry, "timeout_verdict", timeout_verdict):
+                assert objcomm.all_gather(0, timeout=LIMIT_S, group=group) == [0, 1]
+                has_returned.set()
+                world: Any = dist.group.WORLD
+                watch.bulletin_of(world).call(lambda _: None)  # it has gone on
+        else:
+            hear("rank 1 has answered")
+            assert objcomm.all_gather(1, group=group) == [0, 1]
+        tell_all("the answer was heard", "")
+        assert_group_works(group)
 
 
 @ranks(2)

@@ -264,4 +264,12 @@ MUTANTS = (
         "whoever leaves an inner block has left the outer one, too",
         ("tests/group/test_control.py", "tests/group/test_compat_speechbrain.py"),
     ),
+    Mutant(
+        "polls-not-told-of-blocks",
+        "objcomm/receiving.py",
+        "            self._heed(admitted)\n            for pair, mesh, lane in admitted:\n",
+        "            for pair, mesh, lane in admitted:\n",
+        "who looks for a message in a block does not hear that the block has failed",
+        ("tests/group/test_polls_in_vain.py",),
+    ),
 )

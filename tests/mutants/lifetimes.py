@@ -137,10 +137,26 @@ MUTANTS = (
     Mutant(
         "wakeup-descriptor-not-given-back",
         "objcomm/transport/watch.py",
-        "signal.set_wakeup_fd(self.forward_to)",
+        "signal.set_wakeup_fd(former)",
         "signal.set_wakeup_fd(-1)",
         "after a call asyncio does not hear of signals",
         ("tests/group/test_let_go.py",),
+    ),
+    Mutant(
+        "closed-wakeup-descriptor-raises",
+        "objcomm/transport/watch.py",
+        "except (OSError, ValueError):  # its owner has closed it meanwhile, or before",
+        "except KeyError:",
+        "a wake-up descriptor that the program has closed fails calls that went well",
+        ("tests/group/test_let_go.py",),
+    ),
+    Mutant(
+        "interrupted-ends-stay-in-the-call",
+        "objcomm/turn.py",
+        "        finally:\n            self._lane.end(self._entry)\n",
+        "        finally:\n            pass\n        self._lane.end(self._entry)\n",
+        "Ctrl-C at the very end of a call leaves its rank in it, for its group and for the watcher",
+        ("tests/group/test_callbacks.py",),
     ),
     Mutant(
         "settings-outlive-their-block",

@@ -103,6 +103,22 @@ MUTANTS = (
         ("tests/group/test_timeouts.py",),
     ),
     Mutant(
+        "limits-of-calls-that-succeeded",
+        "objcomm/transport/inquiry.py",
+        "    if entry not in lane.waits() or not entry.has_expired:\n        return\n",
+        "",
+        "a call that succeeds just after its limit ends a later one, and names who did nothing",
+        ("tests/group/test_timeouts.py",),
+    ),
+    Mutant(
+        "limits-seen-to-pass-once",
+        "objcomm/transport/base.py",
+        "entry.has_expired = False",
+        "entry.has_expired |= False",
+        "a call that was late in one step waits for ever in its next one",
+        ("tests/unit/test_waits.py",),
+    ),
+    Mutant(
         "limits-begin-anew",
         "objcomm/transport/base.py",
         "self._left = max(0.0, self._end - time.monotonic())",

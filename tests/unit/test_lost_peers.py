@@ -1,6 +1,8 @@
 """Which rank an error names whose connection has ended."""
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,9 @@ import torch
 from objcomm.errors import TransportError, TransportTimeout
 from objcomm.message import compose
 from objcomm.transport.base import Pending
+from objcomm.transport.blame import by_name
+from objcomm.transport.liveness import Processes
+from objcomm.transport.verdict import Cause, Verdict
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 
 
@@ -31,3 +36,16 @@ def test_only_the_rank_whose_connection_has_ended_is_named() -> None:
         waiting.recv_heads([1, 2, 3])
     assert not isinstance(caught.value, TransportTimeout)
     assert caught.value.peers == (2,)
+
+
+@pytest.mark.parametrize("cause", [Cause.LEFT, Cause.LOST])
+def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
+    """That it lives, or has given up, is guessed of one whose connections were closed silently."""
+    processes = Processes()
+    processes.note(0, processes.own)
+    bulletin = SimpleNamespace(processes=processes, call=lambda _: None)
+    mesh: Any = SimpleNamespace(ranks=(0, 1), bulletin=bulletin)
+    reason = "its program ended by ValueError: boo"
+    told = by_name(mesh, Verdict.of(cause, ranks=(0,), reason=reason)).reason
+    assert (told == reason) == (cause is Cause.LEFT)
+    assert told.startswith("it lives") == (cause is Cause.LOST)

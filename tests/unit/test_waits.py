@@ -61,6 +61,15 @@ def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
     assert entry.waits_until == clock.now + 10
 
 
+def test_each_wait_of_a_call_can_be_seen_to_pass_its_limit() -> None:
+    """A call that was late once, and went on, would wait for ever in its next step."""
+    deadline, entry = Deadline(10.0), Entry(header_of(0), "all_reduce", "pickle")
+    deadline.apply(entry)
+    entry.has_expired = True
+    deadline.apply(entry)
+    assert not entry.has_expired
+
+
 def test_a_limit_can_be_made_longer_for_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     for limit_s, longer_s in ((0.02, 2.0), (10.0, 10.0)):

@@ -1,0 +1,126 @@
+"""Who polls hears that nothing will come, as who waits does."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
+from tests.group.helpers import assert_group_works, error_in, hear, say
+from tests.group.pairs import assert_pair_works
+from tests.ranks import ranks
+from tests.waits import PATIENCE_S
+from tests.workers import here
+
+
+def no_limit_passed(call: Callable[[], Any]) -> Any:
+    """What a call with a short limit returns; None where the limit has passed."""
+    try:
+        return call()
+    except TransportTimeout:
+        return None
+
+
+#: Calls that may be made again and again, from one rank or from any; each returns None in vain.
+POLLS: dict[str, Callable[..., Any]] = {
+    "iprobe": objcomm.iprobe,
+    "recv": lambda *to, **group: no_limit_passed(lambda: objcomm.recv(*to, timeout=0.02, **group)),
+    "probe": lambda *to, **group: no_limit_passed(
+        lambda: objcomm.probe(*to, timeout=0.02, **group)
+    ),
+}
+
+
+def poll(kind: str, src: int | None = None, group: Any = None) -> Any:
+    """Look again and again until something comes, or an error; fails where neither does."""
+    until = time.monotonic() + PATIENCE_S
+    while (found := POLLS[kind](src, group=group)) is None:
+        assert time.monotonic() < until, "neither a message nor an error has come"
+        time.sleep(0.01)
+    return found
+
+
+def be_killed() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+# The others are of a kind with one of these.
+ENDS = [("iprobe", "killed", 1), ("recv", "killed", None), ("probe", "destroyed", 1)]
+
+
+@ranks(2, expect_dead=[1])
+@pytest.mark.parametrize(("kind", "end", "src"), ENDS)
+def test_who_polls_for_a_first_message_hears_of_its_senders_end(
+    kind: str, end: str, src: int | None
+) -> None:
+    # Connections that all ranks have would tell of its end; of one that was killed the kernel does.
+    group: Any = dist.new_group() if end == "killed" else None
+    objcomm.barrier()
+    if here().rank == 1:
+        hear("rank 0 polls")
+        if end == "destroyed":
+            dist.destroy_process_group()
+            hear("rank 0 has heard")
+        be_killed()
+    assert POLLS[kind](src, group=group) is None
+    say("rank 0 polls")
+    error = error_in(TransportError, lambda: poll(kind, src, group))
+    assert not isinstance(error, TransportTimeout)
+    assert error.peers == (1,)
+    assert ("destroyed its process group" if end == "destroyed" else "has ended") in str(error)
+    with pytest.raises(BrokenGroupError):
+        objcomm.recv(1, group=group)
+    say("rank 0 has heard")
+
+
+@ranks(3, expect_dead=[1, 2])
+def test_who_polls_for_any_rank_is_served_by_those_who_are_left() -> None:
+    objcomm.barrier()
+    if here().rank == 1:
+        hear("rank 0 polls")
+        dist.destroy_process_group()
+        say("rank 1 has left")
+        hear("rank 0 has heard")
+        be_killed()
+    if here().rank == 2:
+        hear("rank 0 has heard of rank 1")
+        objcomm.send("from rank 2", 0)
+        hear("rank 0 has heard")
+        be_killed()
+    assert objcomm.iprobe() is None
+    say("rank 0 polls")
+    hear("rank 1 has left")
+    error = error_in(TransportError, lambda: poll("iprobe", 1))
+    assert error.peers == (1,)
+    say("rank 0 has heard of rank 1")
+    found = poll("iprobe")
+    assert found.src == 2
+    assert objcomm.recv() == "from rank 2"
+    say("rank 0 has heard")
+
+
+@ranks(2)
+@pytest.mark.parametrize("have_met", [False, True])
+@pytest.mark.parametrize("kind", POLLS)
+def test_who_polls_in_a_block_hears_that_it_has_failed(kind: str, *, have_met: bool) -> None:
+    if have_met:
+        assert_pair_works()
+
+    def fail_or_poll() -> None:
+        if here().rank == 1:
+            hear("rank 0 polls")
+            raise LookupError("of rank 1")
+        assert POLLS[kind](1) is None
+        say("rank 0 polls")
+        poll(kind, 1)
+
+    with pytest.raises(CollectiveError, match="of rank 1"), objcomm.fail_together():
+        fail_or_poll()
+    assert_pair_works()
+    assert_group_works()
