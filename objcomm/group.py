@@ -189,8 +189,13 @@ class Group:
     def near(self, process_group: Any) -> None:
         self._near[_lane_name.get()] = weakref.ref(process_group)
 
+    @property
+    def is_of_the_parent(self) -> bool:
+        """Whether this process was forked after it was made."""
+        return self._pid != os.getpid()
+
     def _check_process(self, operation: str) -> None:
-        if self._pid != os.getpid():
+        if self.is_of_the_parent:
             raise UsageError(
                 f"{operation}: a forked process cannot use its parent's connections; "
                 "call objcomm from the process that called init_process_group"

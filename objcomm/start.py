@@ -148,20 +148,8 @@ def shutdown() -> None:
         >>> objcomm.shutdown()
     """
     # A fork has none of the threads that torch's groups live by: to destroy them there is a crash.
-    if is_initialized() and dist.group.WORLD not in _of_the_parent:
+    if is_initialized() and not resolve(None).is_of_the_parent:
         dist.destroy_process_group()
-
-
-#: In a process that was forked: the group of all ranks that its parent had then.
-_of_the_parent: list[Any] = []
-
-
-def _note_fork() -> None:
-    _of_the_parent[:] = [dist.group.WORLD] if is_initialized() else []
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
-    os.register_at_fork(after_in_child=_note_fork)
 
 
 def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:

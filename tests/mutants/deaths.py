@@ -250,7 +250,7 @@ MUTANTS = (
     Mutant(
         "forks-destroy-their-parents-groups",
         "objcomm/start.py",
-        "if is_initialized() and dist.group.WORLD not in _of_the_parent:",
+        "if is_initialized() and not resolve(None).is_of_the_parent:",
         "if is_initialized():",
         "a forked process that shuts down crashes",
         ("tests/group/test_surroundings.py",),
