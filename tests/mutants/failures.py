@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "forks-not-noticed",
         "objcomm/group.py",
-        "if self._pid != os.getpid():",
-        "if self._pid < 0:",
+        "return self._pid != os.getpid()",
+        "return self._pid < 0",
         "a forked process writes into its parent's connections",
         ("tests/group/test_restart.py", "tests/group/test_surroundings.py"),
     ),
