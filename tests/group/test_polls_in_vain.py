@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
-from tests.group.helpers import assert_group_works, error_in, hear, say
-from tests.group.pairs import assert_pair_works
+from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S
 from tests.workers import here
@@ -105,22 +104,27 @@ def test_who_polls_for_any_rank_is_served_by_those_who_are_left() -> None:
     say("rank 0 has heard")
 
 
-@ranks(2)
-@pytest.mark.parametrize("have_met", [False, True])
+@ranks(3)
 @pytest.mark.parametrize("kind", POLLS)
-def test_who_polls_in_a_block_hears_that_it_has_failed(kind: str, *, have_met: bool) -> None:
-    if have_met:
-        assert_pair_works()
+def test_who_polls_in_a_block_hears_that_it_has_failed_elsewhere(kind: str) -> None:
+    """Ranks 0 and 2 poll each other, so no connection of rank 1's tells them."""
+    own, other = here().rank, 2 - here().rank
+    heard: list[CollectiveError] = []  # of a poll, where the block makes one of any error
 
     def fail_or_poll() -> None:
-        if here().rank == 1:
+        if own == 1:
             hear("rank 0 polls")
+            hear("rank 2 polls")
             raise LookupError("of rank 1")
-        assert POLLS[kind](1) is None
-        say("rank 0 polls")
-        poll(kind, 1)
+        assert POLLS[kind](other) is None
+        say(f"rank {own} polls")
+        heard.append(error_in(CollectiveError, lambda: poll(kind, other)))
+        raise heard[0]
 
     with pytest.raises(CollectiveError, match="of rank 1"), objcomm.fail_together():
         fail_or_poll()
-    assert_pair_works()
+    assert len(heard) == (own != 1)
+    tell_all("all have left the block", "")
+    if own != 1:
+        assert objcomm.sendrecv(own, other, other) == other
     assert_group_works()
