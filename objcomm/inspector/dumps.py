@@ -1,6 +1,7 @@
 """Reads dumps, which may come from anywhere: every field is checked before it is used."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from objcomm.history import DUMP_VERSION, RETURNED, UNDER_WAY
 # 256 calls of a group are 120 KB; a program may have hundreds of groups.
 _MOST_NBYTES = 256 * 1024 * 1024
 _MOST_RANKS = 1_000_000
+# Each call is held against all ranks of its group; 256 calls of a group of 30,000 are fewer.
+_MOST_PARTS = 10_000_000
 
 # What concerns two ranks only.
 _SENDS = frozenset({"send", "send_object_list"})
@@ -117,6 +120,11 @@ class GroupDump:
     is_full: bool
     calls: tuple[Call, ...]
 
+    @property
+    def began(self) -> float:
+        """When the oldest call that it remembers was made; later than all if it remembers none."""
+        return min((call.began for call in self.calls), default=math.inf)
+
 
 @dataclass(frozen=True, slots=True)
 class Dump:
@@ -185,11 +193,19 @@ def parse(text: str, source: str) -> Dump:
             f"version {DUMP_VERSION}; inspect it with the objcomm that wrote it"
         )
     fields = _checked(raw, _DUMP, source)
+    if not 0 < fields["world_size"] <= _MOST_RANKS:
+        raise UsageError(f"{source}: world_size={fields['world_size']!r} is out of range")
     error = fields["error"]
     if error is not None:
         told = _checked(error, {"type": str, "text": str}, f"{source}: error")
         fields["error"] = f"{told['type']}: {told['text']}"
     groups = [_group(each, f"{source}: groups[{at}]") for at, each in enumerate(fields["groups"])]
+    parts = sum(len(each.ranks) * len(each.calls) for each in groups)
+    if parts > _MOST_PARTS:
+        raise UsageError(
+            f"{source}: {parts} ranks in all its calls are too many to compare; "
+            f"{_MOST_PARTS} are the most"
+        )
     return Dump(
         **fields | {"source": source, "error": fields["error"] or "", "groups": tuple(groups)}
     )

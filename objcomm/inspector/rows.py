@@ -204,8 +204,7 @@ def _absence_of_message(row: Row, rank: int, dump: Dump | None) -> Absence | Non
         return Absence.NO_DUMP
     if call.is_meeting or (call.operation == "probe" and call.has_returned):
         return None
-    is_full = group is not None and group.is_full
-    if is_full and group is not None and row.began < min(each.began for each in group.calls):
+    if group is not None and group.is_full and row.began < group.began:
         return Absence.FORGOTTEN
     if dump.at < row.began:
         return Absence.EARLIER

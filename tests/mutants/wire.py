@@ -50,6 +50,22 @@ MUTANTS = (
         ("tests/group/test_security.py",),
     ),
     Mutant(
+        "dumps-without-bound",
+        "objcomm/inspector/dumps.py",
+        "    if parts > _MOST_PARTS:\n",
+        "    if parts < 0:\n",
+        "half a megabyte of a dump keeps the inspector busy for 40 seconds and more",
+        ("tests/unit/test_dumps.py",),
+    ),
+    Mutant(
+        "dumps-without-calls",
+        "objcomm/inspector/dumps.py",
+        "min((call.began for call in self.calls), default=math.inf)",
+        "min(call.began for call in self.calls)",
+        "a dump of a rank that remembers no calls ends the inspector in a ValueError",
+        ("tests/unit/test_inspector_messages.py",),
+    ),
+    Mutant(
         "header-checksum-unread",
         "objcomm/frames.py",
         "if zlib.crc32(memoryview(raw)[:_SIGNED_NBYTES]) != fields[-1]:",

@@ -64,6 +64,14 @@ def _in_entry(**fields: object) -> Callable[[Raw], object]:
         (_in_entry(call_site=7), "call_site is wrong"),
         (lambda raw: raw["groups"][0].update(ranks=[-1]), "-1 is no rank"),
         (lambda raw: raw["groups"][0].update(ranks=["a"]), "'a' is no rank"),
+        (_with(world_size=0), "world_size=0 is out of range"),
+        (_with(world_size=1 << 40), "world_size=1099511627776 is out of range"),
+        (
+            lambda raw: raw["groups"][0].update(
+                ranks=list(range(10_001)), entries=raw["groups"][0]["entries"] * 1000
+            ),
+            "10001000 ranks in all its calls are too many to compare",
+        ),
     ],
 )
 def test_a_damaged_dump_is_refused_with_its_place(

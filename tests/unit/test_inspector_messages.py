@@ -101,6 +101,12 @@ def test_messages_that_a_ring_has_forgotten_were_not_left_untaken() -> None:
     assert match(dumps)[0].absent == {1: Absence.FORGOTTEN}
 
 
+def test_a_rank_that_was_to_remember_no_calls_has_forgotten_its_part() -> None:
+    dumps = [dump(0, group(message(0, "send", 1))), dump(1, group(length=0))]
+    assert match(dumps)[0].absent == {1: Absence.FORGOTTEN}
+    assert inspect(dumps, 20)
+
+
 def test_a_message_bounds_clocks_in_its_direction_only() -> None:
     """A small one leaves its sender before its receiver calls."""
     sent = message(0, "send", 1, began=T0, ms=1.0)
