@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
-from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
+from tests.group.helpers import assert_group_works, error_in, hear, say, subgroup, tell_all
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S
 from tests.workers import here
@@ -107,24 +107,30 @@ def test_who_polls_for_any_rank_is_served_by_those_who_are_left() -> None:
 @ranks(3)
 @pytest.mark.parametrize("kind", POLLS)
 def test_who_polls_in_a_block_hears_that_it_has_failed_elsewhere(kind: str) -> None:
-    """Ranks 0 and 2 poll each other, so no connection of rank 1's tells them."""
+    """Ranks 0 and 2 poll each other, so no connection of rank 1's tells them.
+
+    They do so in a group of their own: their connection may come about as the block fails, and one
+    of them may then be told of the failure once more.
+    """
     own, other = here().rank, 2 - here().rank
     heard: list[CollectiveError] = []  # of a poll, where the block makes one of any error
 
-    def fail_or_poll() -> None:
+    def fail_or_poll(group: Any) -> None:
         if own == 1:
             hear("rank 0 polls")
             hear("rank 2 polls")
             raise LookupError("of rank 1")
-        assert POLLS[kind](other) is None
+        assert POLLS[kind](other, group=group) is None
         say(f"rank {own} polls")
-        heard.append(error_in(CollectiveError, lambda: poll(kind, other)))
+        heard.append(error_in(CollectiveError, lambda: poll(kind, other, group)))
         raise heard[0]
 
-    with pytest.raises(CollectiveError, match="of rank 1"), objcomm.fail_together():
-        fail_or_poll()
-    assert len(heard) == (own != 1)
-    tell_all("all have left the block", "")
-    if own != 1:
-        assert objcomm.sendrecv(own, other, other) == other
+    with subgroup(0, 1, 2) as group:
+        with (
+            pytest.raises(CollectiveError, match="of rank 1"),
+            objcomm.fail_together(group=group),
+        ):
+            fail_or_poll(group)
+        assert len(heard) == (own != 1)
+        tell_all("all have left the block", "")
     assert_group_works()
