@@ -101,7 +101,7 @@ def _counted(metrics: Mapping[str, Any], count: float | Mapping[str, float]) -> 
 def _is_counted(plain: object) -> bool:
     """Whether it can be what ``_counted`` gave on another rank."""
     return isinstance(plain, dict) and all(
-        type(name) is str
+        isinstance(name, str)
         and isinstance(counted, (tuple, list))
         and len(counted) == 2  # noqa: PLR2004  # a value and its weight
         and all(type(each) in {int, float} for each in counted)
@@ -114,7 +114,8 @@ def _are_means(plain: object, metrics: Iterable[str]) -> bool:
     return (
         isinstance(plain, dict)
         and plain.keys() >= set(metrics)
-        and all(type(name) is str and type(mean) in {int, float} for name, mean in plain.items())
+        and all(isinstance(name, str) for name in plain)
+        and all(type(mean) in {int, float} for mean in plain.values())
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from objcomm.codecs.budget import length_of
 from objcomm.errors import UsageError, shown
 from objcomm.leaves import described, tensors_of
 from objcomm.ops import Operator
@@ -34,8 +35,8 @@ _CONSTANTS = (str, bytes, enum.Enum, type(None), torch.dtype, torch.device)
 
 # Keys that an error shows whole; the text of others may be of any length.
 _SHORT = (str, bytes, bool, float, complex, type(None), enum.Enum, datetime.date, pathlib.PurePath)
-# A scalar of numpy's makes an array of a range to compare the two.
-_NO_KEYS = (range, frozenset, torch.Tensor, BaseException)
+# A scalar of numpy's makes an array of a range to compare the two: a key may be a short one.
+_KEY_NUMBERS_MAX = 1 << 10
 
 # What a rank that lacks a part can make by itself, without a class of the user's.
 _MADE: dict[str, Callable[[], Any]] = {
@@ -275,9 +276,11 @@ def is_plain(description: Any) -> bool:
 
 def is_key(key: Any) -> bool:
     """Whether comparing a key that arrived costs no more than its bytes."""
-    if type(key) is tuple:
+    if type(key) in {tuple, frozenset}:
         return all(map(is_key, key))
-    return not isinstance(key, _NO_KEYS)
+    if type(key) is range:
+        return length_of(key) <= _KEY_NUMBERS_MAX
+    return not isinstance(key, (torch.Tensor, BaseException))
 
 
 def can_be_made(kind: Any, type_name: Any, keys: Sequence[Any]) -> bool:

@@ -43,8 +43,10 @@ def test_any_number_of_one_element_is_averaged() -> None:
         "half": torch.tensor([0.25], dtype=torch.float16),
         "numpy": np.float32(0.75),
         "array": np.array([[7]]),
+        np.str_("by numpy"): 1,
     }
     want = {"bool": 1.0, "int": 3.0, "tensor": 0.5, "half": 0.25, "numpy": 0.75, "array": 7.0}
+    want[np.str_("by numpy")] = 1.0
     got = objcomm.average_metrics(metrics, count=np.float64(2))
     assert_same(got, want)
     assert got is not metrics

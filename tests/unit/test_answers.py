@@ -141,8 +141,8 @@ COSTLY: dict[str, Any] = {
         [0] * len(COLLIDING),
         "",
     ),
-    "a range as a key": (("mapping", "dict", (range(5),), ((0, "number"),)), [0], ""),
-    "a range in a key": (("mapping", "dict", ((1, range(5)),), ((0, "number"),)), [0], ""),
+    "a range as a key": (("mapping", "dict", (range(1 << 40),), ((0, "number"),)), [0], ""),
+    "a range in a key": (("mapping", "dict", ((1, range(1 << 40)),), ((0, "number"),)), [0], ""),
 }
 
 
@@ -150,6 +150,14 @@ COSTLY: dict[str, Any] = {
 def test_an_operand_that_costs_more_than_its_bytes_is_refused(kind: str) -> None:
     with pytest.raises(DecodeError):
         operand(COSTLY[kind])
+
+
+@pytest.mark.parametrize(
+    "key", [frozenset({1, "a"}), range(3), (1, frozenset({range(3)}))], ids=str
+)
+def test_a_key_of_any_plain_kind_is_taken(key: Any) -> None:
+    structure = structure_of({key: 1})
+    assert operand((structure, [1], "")) == (structure, [1], "")
 
 
 @pytest.mark.parametrize("linked", [LARGE, [], 5], ids=["tensor", "list", "number"])
