@@ -12,7 +12,7 @@ import pytest
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from objcomm.transport.stores import loopback_store
-from tests.workers import EXPLAINED
+from tests import EXPLAINED
 
 pytest_plugins = ["tests.second_tries"]
 

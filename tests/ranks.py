@@ -25,6 +25,7 @@ _pools: dict[int, Pool] = {}
 
 def ranks(
     *world_sizes: int,
+    long: Collection[int] = (),
     deadline: float = DEADLINE_S,
     disposable: bool = False,
     joined: bool = True,
@@ -35,6 +36,7 @@ def ranks(
 
     Args:
         world_sizes: how many ranks; the test is parametrised over them.
+        long: further worlds, for the long tests.
         deadline: seconds after which every rank's stacks are reported and its process is ended.
         disposable: use fresh processes, which end with the test.
         joined: whether the ranks join a process group first; if not, the body does.
@@ -54,8 +56,8 @@ def ranks(
             _judge(reports, expect_dead)
 
         _dress(run, body, ("world_size",))
-        sizes = pytest.mark.parametrize("world_size", world_sizes, ids="world{}".format)
-        return sizes(run)
+        sizes = [*world_sizes, *(pytest.param(size, marks=pytest.mark.long) for size in long)]
+        return pytest.mark.parametrize("world_size", sizes, ids="world{}".format)(run)
 
     return decorate
 

@@ -1,8 +1,7 @@
 """Processes that stand for ranks, and the messages that drive them.
 
 Knows pipes, deadlines and how to join a process group; knows nothing of pytest's collection, and
-nothing of objcomm but what it may leave behind. A fork server that has torch imported makes a
-process cost some 10 ms.
+nothing of objcomm but what it may leave behind.
 """
 
 import contextlib
@@ -10,7 +9,6 @@ import ctypes
 import faulthandler
 import gc
 import importlib
-import multiprocessing
 import os
 import re
 import shutil
@@ -19,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -31,10 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from tests import leftovers
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-# What a worker need not import again; objcomm only defines when it is imported.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "objcomm"])
+from tests.forked import FORKED
 
 # What a launcher would have set; a worker has only what its test asks for.
 _LAUNCHER_VARIABLES = (
@@ -48,16 +43,6 @@ _LAUNCHER_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
 )
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "MPI_LOCAL", "SLURM_", "JSM_")
-
-#: Modules besides ``test_*`` whose asserts show their values.
-EXPLAINED = (
-    "tests.same",
-    "tests.contracts",
-    "tests.group.control",
-    "tests.group.helpers",
-    "tests.group.in_flight",
-    "tests.group.pairs",
-)
 
 # After one rank has failed, the others get this long to report: they may wait for that rank. So
 # long also has a process that is asked to end, or to write its stacks.
@@ -130,10 +115,10 @@ class Worker:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.orders, orders = _CONTEXT.Pipe()
-        self._stacks, stacks = _CONTEXT.Pipe(duplex=False)
+        self.orders, orders = FORKED.Pipe()
+        self._stacks, stacks = FORKED.Pipe(duplex=False)
         self._log = place.folder / f"rank{place.rank}.log"
-        self._process = _CONTEXT.Process(
+        self._process = FORKED.Process(
             target=_work, args=(place, orders, stacks, self._log), daemon=True
         )
         self._process.start()
@@ -279,18 +264,17 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
     faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
     torch.set_num_threads(1)
     gc.freeze()  # torch's own objects: tests that collect garbage would look at them each time
-    with _asserts_that_explain():
-        if place.joined:
-            join(place, "rendezvous")
-        for number, order in enumerate(iter(orders.recv, None)):
-            _place = replace(place, folder=place.folder / f"order{number}")
-            _place.folder.mkdir(exist_ok=True)
-            if leftovers.VARIABLE in os.environ and place.joined and not order.is_last:
-                report = _carry_out_and_look(order, _place)
-            else:
-                _destroy_subgroups()
-                report = _carry_out(order, place.rank)
-            orders.send(report)
+    if place.joined:
+        join(place, "rendezvous")
+    for number, order in enumerate(iter(orders.recv, None)):
+        _place = replace(place, folder=place.folder / f"order{number}")
+        _place.folder.mkdir(exist_ok=True)
+        if leftovers.VARIABLE in os.environ and place.joined and not order.is_last:
+            report = _carry_out_and_look(order, _place)
+        else:
+            _destroy_subgroups()
+            report = _carry_out(order, place.rank)
+        orders.send(report)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -359,18 +343,3 @@ def _meet(store: dist.Store, what: str, count: int) -> None:
     store.add(what, 1)
     while store.add(what, 0) < count:
         time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def _asserts_that_explain() -> Iterator[None]:
-    """Let failing asserts of test modules show their values, as they do in pytest's own process."""
-    # pytest offers this only to its own process, so these two are not public.
-    from _pytest.assertion import install_importhook  # noqa: PLC0415
-    from _pytest.config import get_config  # noqa: PLC0415
-
-    hook = install_importhook(get_config())
-    hook.mark_rewrite(*EXPLAINED)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(hook)

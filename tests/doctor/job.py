@@ -6,7 +6,6 @@ takes a second or two of a processor. ``test_setups`` has some that are started 
 
 import ctypes
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,13 +20,13 @@ import torch.distributed as dist
 
 from objcomm.__main__ import main
 from objcomm.transport.stores import loopback_store
+from tests.forked import FORKED
 from tests.hosts import Host, Hosts
 from tests.waits import wait_until
 
 DOCTOR = [sys.executable, "-m", "objcomm", "doctor"]
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 200.0
-_CONTEXT = multiprocessing.get_context("forkserver")  # tests.workers says what it imports
 _NAMESPACES = ("user", "net", "uts", "ipc", "mnt", "pid")
 _OF_A_JOB = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "GLOO_", "NCCL_", "OBJCOMM_")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -109,7 +108,7 @@ class Doctor:
         self._written = [Path(self._folder.name) / name for name in ("out", "err")]
         inside = None if host is None else host._room.pid  # noqa: SLF001  # popen would start anew
         environ = clean_environment() | dict(variables)
-        self._process = _CONTEXT.Process(
+        self._process = FORKED.Process(
             target=_consult, args=(environ, list(arguments), self._written, inside), daemon=True
         )
         self._process.start()

@@ -1,7 +1,6 @@
 """Carries a case out on real processes, and collects what each rank saw and left behind."""
 
 import contextlib
-import multiprocessing
 import os
 import re
 import shutil
@@ -17,13 +16,11 @@ from objcomm.transport.stores import loopback_store
 from objcomm.transport.verdict import DESTROYED
 from tests.faults.plan import STOP_SECONDS, Case, Fault
 from tests.faults.rank import Left, Seen, take_part
+from tests.forked import FORKED
 from tests.waits import PATIENCE_S
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "objcomm"])
 
 #: Who of torch's ranks has not said anything by then hangs; objcomm's are a test's, and get longer.
 HANG_SECONDS = 20.0
@@ -96,9 +93,9 @@ class _Run:
         self._processes: list[Any] = []
         self._logs = [folder / f"rank{rank}.log" for rank in range(case.world_size)]
         for rank in range(case.world_size):
-            ours, theirs = _CONTEXT.Pipe()
+            ours, theirs = FORKED.Pipe()
             args = (case, rank, theirs, self._logs[rank])
-            process = _CONTEXT.Process(
+            process = FORKED.Process(
                 target=take_part, args=args, kwargs={"is_patient": is_patient}, daemon=True
             )
             process.start()

@@ -50,7 +50,7 @@ def use_documented(rank: int, size: int) -> None:
     assert (distrib.wrap(model) is model) == (size == 1)
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2, long=(4,))
 def test_a_program_for_flashy_runs() -> None:
     use_documented(objcomm.rank(), objcomm.world_size())
 

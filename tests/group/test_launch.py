@@ -1,7 +1,6 @@
 """launch: results, failures, and that no rank outlives it."""
 
 import functools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -21,6 +20,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import LaunchError, UsageError, launched, launching
 from tests.faults.exiting import without_gloo
+from tests.forked import FORKED
 from tests.waits import wait_until
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE")
@@ -211,6 +211,7 @@ def test_what_a_rank_heard_of_others_is_no_cause(error: BaseException) -> None:
     assert launched.is_heard(error)
 
 
+@pytest.mark.long
 def test_a_rank_may_exit_and_time_may_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def _wait() -> None:
     threading.Event().wait()
 
 
+@pytest.mark.long
 def test_who_must_be_killed_has_ended_when_the_call_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,12 +326,11 @@ def _launch_and_wait(folder: Path) -> None:
 
 def test_whatever_ends_the_program_ends_its_ranks(tmp_path: Path) -> None:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    context = multiprocessing.get_context("forkserver")
     folders = [tmp_path / sent.name for sent in signals]
     programs = []
     for folder in folders:
         folder.mkdir()
-        programs.append(context.Process(target=_launch_and_wait, args=(folder,)))
+        programs.append(FORKED.Process(target=_launch_and_wait, args=(folder,)))
         programs[-1].start()
     await_paths(*(folder / "rank" for folder in folders))
     pids = [int((folder / "rank").read_text()) for folder in folders]

@@ -343,7 +343,7 @@ FROM_ONE: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-@ranks(3, 4, 5)
+@ranks(3, long=(4, 5))
 @pytest.mark.parametrize("nbytes", [40_000, 4_000_000], ids="{}B".format)
 @pytest.mark.parametrize("why", REFUSALS)
 @pytest.mark.parametrize("name", FROM_ONE)
