@@ -28,7 +28,7 @@ demo: $(VENV)/.demo
 
 # Tests wait more than they compute, so more of them run side by side than there are cores. Each
 # process has its own ranks, so it may take any test; who is done first takes over from the others.
-SIDE_BY_SIDE := -n 6 --dist worksteal
+SIDE_BY_SIDE := -n 8 --dist worksteal
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not long" $(PYTEST_ARGS)

@@ -228,7 +228,7 @@ def test_a_first_rank_that_dies_at_its_work_is_named() -> None:
 
 @ranks(2)
 def test_threads_share_results_on_lanes_of_their_own() -> None:
-    results: dict[str, list[int]] = {"main": [], "side": []}
+    results: dict[str, list[int]] = {"share here": [], "share aside": []}
 
     @objcomm.main_process_only
     def add(number: int) -> int:
@@ -239,11 +239,11 @@ def test_threads_share_results_on_lanes_of_their_own() -> None:
             for _ in range(20):
                 results[name].append(add(number))
 
-    thread = threading.Thread(target=run, args=("side", 5))
+    thread = threading.Thread(target=run, args=("share aside", 5))
     thread.start()
-    run("main", 1)
+    run("share here", 1)
     thread.join()
-    assert results == {"main": [2] * 20, "side": [6] * 20}
+    assert results == {"share here": [2] * 20, "share aside": [6] * 20}
 
 
 @ranks(1, 2, 4)
