@@ -26,16 +26,15 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/python -m objcomm.demo --config objcomm/demo/digits.toml --nproc 4 --out $(OUT)
 
-# Tests wait as much as they compute, so more of them run side by side than there are cores; the long
-# ones wait most. Each process has its own ranks, so it may take any test; who is done first takes
-# over from the others.
-SIDE_BY_SIDE := --dist worksteal -n
+# Tests wait as much as they compute, so more of them run side by side than there are cores. Each
+# process has its own ranks, so it may take any test; who is done first takes over from the others.
+SIDE_BY_SIDE := -n 8 --dist worksteal
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 8 -m "not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not long" $(PYTEST_ARGS)
 
 test-long: $(VENV)/.dev $(VENV)/.package
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 12 -m long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m long $(PYTEST_ARGS)
 	$(BIN)/python -m tests.package
 
 lint: $(VENV)/.dev
