@@ -97,10 +97,11 @@ def _learn(board: Board, mesh: Mesh, entry: Entry) -> None:
     awaited = [] if entry.awaits < 0 else [entry.awaits]
     if len(mesh.others) == 1:  # one that waits for any rank awaits each, too
         awaited = list(mesh.others)
-    wanted = {mesh.ranks[peer] for peer in (*awaited, *unknown[:_MOST_LEARNED])}
+    asked_about = {*awaited, *random.sample(unknown, min(len(unknown), _MOST_LEARNED))}
+    wanted = {mesh.ranks[peer] for peer in asked_about}
     board.learn(rank for rank in wanted if not processes.is_beside(rank))
     if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
-        _note_cut_off(mesh, awaited)
+        _note_cut_off(mesh, asked_about)  # who meets needs all of them
 
 
 def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:

@@ -410,13 +410,20 @@ def _acknowledge(  # noqa: PLR0917  # what a job is given
 ) -> None:
     """Say that ``rank`` knows what ended its mesh, so that the last to do so clears the store.
 
+    One that the store was too slow for is posted now, unless another rank has posted its own: who
+    meets has no connection that would tell it. Nobody waits for a farewell.
+
     Who is in the failed block says so when it leaves; another rank may be on its way there still,
     and hears in the call before.
     """
-    # Nobody knows one that the store was too slow for, but another rank may have posted its own.
-    standing = board.look(nonce) if verdict.is_store_silent else verdict
-    if standing is None:
-        return
+    standing = verdict
+    if verdict.is_store_silent:
+        told = verdict._replace(is_store_silent=False)
+        is_farewell = verdict.reason in FAREWELLS
+        found = board.look(nonce) if is_farewell else board.propose(nonce, told)
+        if found is None:
+            return
+        standing = found
     lost = set(standing.ranks if standing.cause is Cause.LOST else ()).intersection(members)
     if rank not in lost:
         board.acknowledge(nonce, len(members) - len(lost))

@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
         positions: where ranks are.
         failures: what went wrong on which rank.
         silent: ranks that did not answer when asked where they are.
-        is_store_silent: whether the store did not answer; other ranks do not know this verdict.
+        is_store_silent: whether the store did not answer; it is told this verdict when it does.
         operation: what failed, where it is not the operation that a rank is in.
         meshes: the nonces of all meshes that it ends, where there are several.
         circle: who waited for whom, as ``Conflict.pack`` gives it, where ranks waited in a circle.

@@ -104,6 +104,19 @@ def test_a_first_use_to_which_a_rank_can_not_come_is_over_for_all_others_alike()
 
 
 @ranks(3, expect_dead={1})
+def test_who_meets_hears_of_the_end_of_each_and_not_only_of_whom_it_awaits() -> None:
+    """Rank 2 awaits rank 0, which tells it nothing of rank 1."""
+    tell_all("all are here", "")
+    if here().rank == 1:
+        end_this_process(KILLED)
+    if here().rank == 0:
+        hear("rank 2 has heard")
+    assert error_in(TransportError, objcomm.barrier).peers == (1,)
+    if here().rank == 2:
+        say("rank 2 has heard")
+
+
+@ranks(3, expect_dead={1})
 def test_who_receives_from_any_rank_hears_of_one_that_never_came() -> None:
     tell_all("all are here", "")
     if here().rank == 1:

@@ -192,6 +192,22 @@ MUTANTS = (
         _RANKS,
     ),
     Mutant(
+        "only-the-awaited-looked-up",
+        "objcomm/transport/inquiry.py",
+        "_note_cut_off(mesh, asked_about)",
+        "_note_cut_off(mesh, awaited)",
+        "who meets does not hear that a rank has died which another one of them awaits",
+        _RANKS,
+    ),
+    Mutant(
+        "late-word-dropped",
+        "objcomm/transport/mesh.py",
+        "board.look(nonce) if is_farewell else board.propose(nonce, told)",
+        "board.look(nonce)",
+        "what a slow store was not told in time ends nobody else's wait",
+        ("tests/unit/test_waits.py",),
+    ),
+    Mutant(
         "desertion-told-as-a-delay",
         "objcomm/transport/watch.py",
         "verdict = verdict._replace(is_final=True)",

@@ -20,7 +20,7 @@ from objcomm.transport.device import DevicePath
 from objcomm.transport.liveness import Processes
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.proposal import proposal_for
-from objcomm.transport.verdict import Cause, Verdict
+from objcomm.transport.verdict import DESTROYED, Cause, Verdict
 from objcomm.transport.whereabouts import Conflict, LaneState, Step, Whereabouts
 from tests.unit.memory_link import header_of
 
@@ -146,16 +146,18 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
     assert not told.is_recoverable
 
 
-def _mesh_that_has_met(jobs: list[Callable[[Board], object]]) -> Mesh:
+def _mesh_that_has_met(
+    jobs: list[Callable[[Board], object]], members: tuple[int, ...] = (0, 1)
+) -> Mesh:
     bulletin: Any = SimpleNamespace(submit=jobs.append)
     mesh = Mesh(
         name="world",
         is_world=True,
-        ranks=(0, 1),
+        ranks=members,
         rank=0,
         history=History(),
         bulletin=bulletin,
-        members=(0, 1),
+        members=members,
         whole=None,
         is_destroyed=lambda: False,
     )
@@ -200,3 +202,24 @@ def test_who_ends_without_the_store_acknowledges_what_it_finds_there_later(
     # It is one of two that know, the only one, or the one that the others have given up.
     assert store.check(["verdict/n"]) == (lost != (1,))
     assert store.check(["known/n"]) == (not lost)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_told"),
+    [("it was interrupted", True), (DESTROYED, False)],
+    ids=["end", "farewell"],
+)
+def test_who_ends_without_the_store_tells_it_later(
+    tmp_path: Path, reason: str, *, is_told: bool
+) -> None:
+    """Who waits for the others to meet has no connection whose end would tell it."""
+    board, store = board_on(tmp_path)
+    jobs: list[Callable[[Board], object]] = []
+    mesh = _mesh_that_has_met(jobs, (0, 1, 2))
+    mesh.stop(Verdict.of(Cause.LEFT, ranks=(0,), reason=reason, is_store_silent=True))
+    for job in jobs:
+        job(board)
+    assert mesh.verdict is not None
+    told = mesh.verdict._replace(is_store_silent=False)
+    assert board.look("n") == (told if is_told else None)
+    assert store.check(["known/n"]) == is_told  # one of three knows
