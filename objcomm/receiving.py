@@ -13,9 +13,9 @@ from objcomm.transport.lane import Lane
 from objcomm.transport.mailbox import Arrival, Request
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.pair import Pair
-from objcomm.transport.regions import regions
+from objcomm.transport.regions import nonce_of, regions
 from objcomm.transport.verdict import Cause, Verdict
-from objcomm.transport.watch import end_elsewhere, hurry
+from objcomm.transport.watch import end_elsewhere, final_end, hurry
 from objcomm.turn import Turn
 from objcomm.work import Work
 
@@ -130,13 +130,14 @@ class Receive(Errand):
         return found
 
     def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
-        """Raise what is known to have failed in a block around this call.
+        """Raise what is known to have failed in a block around this call, or to have ended it.
 
         The watcher tells who waits. Who polls waits too briefly to be told, or not at all.
         """
         for _, mesh, _ in admitted[:1]:  # all are of one world
             for key in regions.get():
-                told = mesh.bulletin.heard(key)
+                # A rank that died in it has said nothing: the end of its mesh tells.
+                told = mesh.bulletin.heard(key) or final_end(nonce_of(key), mesh.bulletin)
                 if told is not None:
                     self._raise(told)
 
@@ -156,6 +157,7 @@ class Receive(Errand):
         self.entry.regions = regions.get()
         self.entry.withdraw = functools.partial(self._withdraw, request)
         self._lanes = [lane for _, _, lane in admitted]
+        request.among = frozenset(pair.peer for pair, _, _ in admitted)
         for lane in self._lanes:
             lane.begin(self.entry)
         hurry(self._deadline.seconds)

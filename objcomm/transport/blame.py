@@ -5,7 +5,7 @@ Reads meshes and verdicts, and ends none but by ``end_by_loss``.
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from objcomm.errors import TransportError, TransportTimeout
 from objcomm.history import Entry
@@ -13,6 +13,7 @@ from objcomm.transport.bulletin import Board, StoreSilentError
 from objcomm.transport.liveness import KILLED
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.outage import HOST_LOST
+from objcomm.transport.regions import nonce_of
 from objcomm.transport.verdict import FAREWELLS, Cause, Verdict
 
 # What a process has sent before its end is read by then, also on a busy machine.
@@ -73,9 +74,19 @@ def in_vain(mesh: Mesh, entry: Entry, blocks: Mapping[str, tuple[int, ...]]) -> 
         reason = processes.end_of(mesh.ranks[peer], 0.0 if is_meeting else _LAST_BYTES_SECONDS)
         if reason:
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
-    inside = {each for key in entry.regions for each in blocks.get(key.partition("/")[0], ())}
+    inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}
+    return died_in(mesh, inside)
+
+
+def died_in(mesh: Mesh, inside: Collection[int]) -> Verdict | None:
+    """What to say of a process of ``mesh`` that died a while ago, where it was in the same block.
+
+    Args:
+        mesh: which.
+        inside: the global ranks of those in the block.
+    """
     for peer, each in enumerate(mesh.ranks):
-        reason = processes.end_of(each, _LAST_BYTES_SECONDS) if each in inside else ""
+        reason = mesh.bulletin.processes.end_of(each, _LAST_BYTES_SECONDS) if each in inside else ""
         if reason.startswith(KILLED):
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     return None

@@ -85,6 +85,7 @@ class Request:
         src: from this rank; None from any.
         tag: of this tag; None of any.
         is_probe: whether the message stays for somebody else.
+        among: who may serve it; None if not known yet. That another one is gone is no news to it.
         arrival: what was found.
         verdict: why nothing will come.
     """
@@ -109,6 +110,7 @@ class Request:
         self.src = src
         self.tag = tag
         self.is_probe = is_probe
+        self.among: frozenset[int] | None = None
         self.arrival: Arrival | None = None
         self.verdict: Verdict | None = None
         self._on_end = on_end
@@ -116,6 +118,10 @@ class Request:
     def admits(self, peer: int, tag: int) -> bool:
         """Whether a message will do."""
         return self.src in (None, peer) and self.tag in (None, tag)
+
+    def awaits(self, peer: int) -> bool:
+        """Whether a rank's end is news to it."""
+        return self.src == peer or (self.src is None and (self.among is None or peer in self.among))
 
     def tell(self) -> bool:
         """Let its maker know that it has ended; returns whether a message can be taken."""
@@ -275,11 +281,12 @@ class Mailbox:
                 self._take(arrival)
             self._changed.notify_all()  # the connection's own thread, which may wait for room
             self._expected.discard(peer)
-            is_for_any = is_for_any or not self._expected
             ended = [
                 each
                 for each in self._requests
-                if each.src == peer or (is_for_any and each.src is None)
+                if each.src == peer
+                or (is_for_any and each.awaits(peer))
+                or (each.src is None and not self._expected)
             ]
             for request in ended:
                 self._requests.remove(request)

@@ -185,6 +185,7 @@ class Watcher(threading.Thread):
         if is_look:
             self._leave_destroyed()
             self._leave_failed()
+            self._end_blocks_of_the_dead()
             self._look_for_senders()
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
@@ -223,6 +224,17 @@ class Watcher(threading.Thread):
             if is_its and mesh.verdict is None and mesh.link is not None:
                 left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason)
                 mesh.bulletin.submit(functools.partial(mesh.settle_on, proposal=left))
+
+    def _end_blocks_of_the_dead(self) -> None:
+        """End a mesh in whose block a rank has died: who only polls in it is never overdue."""
+        for mesh in self._look()[0]:
+            if not mesh.blocks or mesh.verdict is not None:
+                continue
+            verdict = None
+            with logged("whether a process has ended could not be found out"):  # limits still hold
+                verdict = blame.died_in(mesh, mesh.ranks)
+            if verdict is not None:
+                self._end_in_vain(mesh, verdict)
 
     def _has_ended_in_vain(self, mesh: Mesh, entry: Entry) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""
@@ -413,6 +425,19 @@ def hurry(seconds: float) -> None:
 def expect(mesh: Mesh, listener: threading.Thread) -> None:
     """End a thread that waits on ``mesh`` before the interpreter ends."""
     _watchers.watcher().expect(mesh, listener)
+
+
+def final_end(nonce: str, bulletin: Bulletin) -> Verdict | None:
+    """What has ended a mesh for good, as far as this process has heard; does not wait.
+
+    Args:
+        nonce: its name.
+        bulletin: of its world.
+    """
+    for mesh in _watchers.watcher().named((nonce,)):
+        told = mesh.verdict or bulletin.heard(nonce)
+        return told if told is not None and told.is_final else None
+    return None
 
 
 def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> None:

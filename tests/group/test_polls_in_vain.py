@@ -134,3 +134,24 @@ def test_who_polls_in_a_block_hears_that_it_has_failed_elsewhere(kind: str) -> N
         assert len(heard) == (own != 1)
         tell_all("all have left the block", "")
     assert_group_works()
+
+
+@ranks(3, expect_dead=[1])
+@pytest.mark.parametrize("kind", POLLS)
+def test_who_polls_in_a_block_hears_that_a_third_rank_has_died_in_it(kind: str) -> None:
+    own, other = here().rank, 2 - here().rank
+    objcomm.sendrecv(own, (own + 1) % 3, (own - 1) % 3)
+
+    def die_or_poll() -> None:
+        with objcomm.fail_together():
+            if own == 1:
+                hear("rank 0 polls")
+                hear("rank 2 polls")
+                be_killed()
+            assert POLLS[kind](other) is None
+            say(f"rank {own} polls")
+            poll(kind, other)
+
+    error = error_in(TransportError, die_or_poll)
+    assert error.peers == (1,)
+    assert "has ended" in error.reason

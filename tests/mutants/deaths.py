@@ -200,6 +200,22 @@ MUTANTS = (
         _RANKS,
     ),
     Mutant(
+        "known-ends-told-again",
+        "objcomm/transport/mailbox.py",
+        "or (is_for_any and each.awaits(peer))",
+        "or (is_for_any and each.src is None)",
+        "who receives from any rank may be told of one death twice",
+        ("tests/unit/test_mailbox.py",),
+    ),
+    Mutant(
+        "dead-in-blocks-unseen",
+        "objcomm/transport/watch.py",
+        "if not mesh.blocks or mesh.verdict is not None:",
+        "if mesh.blocks or mesh.verdict is not None:",
+        "who polls in a block never hears that a third rank has died in it",
+        ("tests/group/test_polls_in_vain.py",),
+    ),
+    Mutant(
         "late-word-dropped",
         "objcomm/transport/mesh.py",
         "board.look(nonce) if is_farewell else board.propose(nonce, told)",

@@ -224,6 +224,22 @@ def test_who_waits_for_any_rank_ends_with_the_last_one() -> None:
     assert asked.request.verdict is LOST
 
 
+def test_an_end_that_was_known_before_a_request_does_not_end_it() -> None:
+    """Two threads tell of it: who finds it first, and a moment later the connection's own."""
+    box = filled()
+    box.expect(2, FIRST)
+    first = ask(box)
+    box.fail(1, FIRST, LOST, is_for_any=True)
+    assert first.request.verdict is LOST
+    second = Asked()
+    second.request.among = frozenset({2, 3})
+    box.ask(second.request)
+    box.fail(1, FIRST, LOST, is_for_any=True)
+    assert second.ends == []
+    box.fail(2, FIRST, LOST, is_for_any=True)
+    assert second.request.verdict is LOST
+
+
 def test_the_end_of_an_earlier_connection_counts_no_more() -> None:
     box = filled()
     second = object()
