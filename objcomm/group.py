@@ -28,7 +28,6 @@ from objcomm.transport.mesh import Mesh
 from objcomm.transport.nccl import device_link
 from objcomm.transport.order import Crew
 from objcomm.transport.pair import Pair, say_farewell
-from objcomm.transport.regions import nonce_of
 from objcomm.transport.verdict import Verdict
 from objcomm.transport.watch import check_running
 
@@ -241,7 +240,6 @@ class Group:
         if mesh is not None:
             mesh.blocks.discard(key)
             mesh.bulletin.forget(key)
-            mesh.bulletin.forget(nonce_of(key))
 
     def leave(self, key: str) -> None:
         """Forget the block ``key``, which this rank leaves by an error."""

@@ -13,9 +13,9 @@ from objcomm.transport.lane import Lane
 from objcomm.transport.mailbox import Arrival, Request
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.pair import Pair
-from objcomm.transport.regions import nonce_of, regions
+from objcomm.transport.regions import regions
 from objcomm.transport.verdict import Cause, Verdict
-from objcomm.transport.watch import end_elsewhere, final_end, hurry
+from objcomm.transport.watch import died_in, end_elsewhere, hurry
 from objcomm.turn import Turn
 from objcomm.work import Work
 
@@ -130,14 +130,13 @@ class Receive(Errand):
         return found
 
     def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
-        """Raise what is known to have failed in a block around this call, or to have ended it.
+        """Raise what is known to have failed in a block around this call, or who has died there.
 
         The watcher tells who waits. Who polls waits too briefly to be told, or not at all.
         """
         for _, mesh, _ in admitted[:1]:  # all are of one world
             for key in regions.get():
-                # A rank that died in it has said nothing: the end of its mesh tells.
-                told = mesh.bulletin.heard(key) or final_end(nonce_of(key), mesh.bulletin)
+                told = mesh.bulletin.heard(key) or died_in(key)
                 if told is not None:
                     self._raise(told)
 

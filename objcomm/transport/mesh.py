@@ -67,6 +67,7 @@ class Mesh:
             its traffic.
         failed_meeting: the nonce of the group's last mesh, where not all ranks came to know it.
         blocks: the keys of those in which this rank is.
+        died: what to say to who polls in one of them, where a rank has died.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Mesh:
         self.outlives = ""
         self.failed_meeting = ""
         self.blocks: set[str] = set()
+        self.died: Verdict | None = None
         self._progress = Progress(rank, members, is_pair=whole is not None)
         self._meeting = Single("objcomm-connect")
         self._connected: Future[Connections] = Future()

@@ -41,6 +41,7 @@ from objcomm.transport.gloo import is_cut_off
 from objcomm.transport.inquiry import Waiting, investigate
 from objcomm.transport.location import whereabouts
 from objcomm.transport.mesh import Mesh
+from objcomm.transport.regions import nonce_of
 from objcomm.transport.stores import store_of
 from objcomm.transport.verdict import DESTROYED, Cause, Verdict
 from objcomm.transport.whereabouts import Whereabouts
@@ -185,7 +186,7 @@ class Watcher(threading.Thread):
         if is_look:
             self._leave_destroyed()
             self._leave_failed()
-            self._end_blocks_of_the_dead()
+            self._look_for_the_dead_in_blocks()
             self._look_for_senders()
         for bulletin, waiting in overdue.items():
             self._investigate(bulletin, waiting)
@@ -225,16 +226,12 @@ class Watcher(threading.Thread):
                 left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason)
                 mesh.bulletin.submit(functools.partial(mesh.settle_on, proposal=left))
 
-    def _end_blocks_of_the_dead(self) -> None:
-        """End a mesh in whose block a rank has died: who only polls in it is never overdue."""
+    def _look_for_the_dead_in_blocks(self) -> None:
+        """Let those who poll in a block know that a rank has died in it: they are never overdue."""
         for mesh in self._look()[0]:
-            if not mesh.blocks or mesh.verdict is not None:
-                continue
-            verdict = None
-            with logged("whether a process has ended could not be found out"):  # limits still hold
-                verdict = blame.died_in(mesh, mesh.ranks)
-            if verdict is not None:
-                self._end_in_vain(mesh, verdict)
+            if mesh.blocks and mesh.verdict is None:
+                with logged("whether a process has ended could not be found out"):
+                    mesh.died = blame.died_in(mesh, mesh.ranks)
 
     def _has_ended_in_vain(self, mesh: Mesh, entry: Entry) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""
@@ -427,17 +424,10 @@ def expect(mesh: Mesh, listener: threading.Thread) -> None:
     _watchers.watcher().expect(mesh, listener)
 
 
-def final_end(nonce: str, bulletin: Bulletin) -> Verdict | None:
-    """What has ended a mesh for good, as far as this process has heard; does not wait.
-
-    Args:
-        nonce: its name.
-        bulletin: of its world.
-    """
-    for mesh in _watchers.watcher().named((nonce,)):
-        told = mesh.verdict or bulletin.heard(nonce)
-        return told if told is not None and told.is_final else None
-    return None
+def died_in(block: str) -> Verdict | None:
+    """What to say in a block in which a rank has died, as far as this process has seen."""
+    meshes = _watchers.watcher().named((nonce_of(block),))
+    return next((mesh.died for mesh in meshes), None)
 
 
 def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> None:

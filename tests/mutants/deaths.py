@@ -210,8 +210,8 @@ MUTANTS = (
     Mutant(
         "dead-in-blocks-unseen",
         "objcomm/transport/watch.py",
-        "if not mesh.blocks or mesh.verdict is not None:",
-        "if mesh.blocks or mesh.verdict is not None:",
+        "if mesh.blocks and mesh.verdict is None:",
+        "if not mesh.blocks and mesh.verdict is None:",
         "who polls in a block never hears that a third rank has died in it",
         ("tests/group/test_polls_in_vain.py",),
     ),
