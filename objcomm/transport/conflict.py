@@ -44,7 +44,7 @@ def find_conflict(  # noqa: PLR0911  # each step of the search may end it
             if _is_under_way(lane, lane.now, their_lane):
                 return None
         following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
-        if following is None:
+        if following is None or _is_ending(lane, lane.now, theirs):
             return None
         holder, here, lane = lane.awaits, theirs, following
         met = [(other, each.group, each.number, each.since) for other, each, _ in path]
@@ -94,6 +94,17 @@ def _is_under_way(lane: LaneState, call: Step, theirs: LaneState) -> bool:
     if _is_shared(lane):
         return call.operation == Operation.RECV and theirs.next_sequence > lane.taken
     return theirs.next_sequence > call.sequence
+
+
+def _is_ending(lane: LaneState, call: Step, there: Whereabouts) -> bool:
+    """Whether the awaited rank knows that this wait's mesh has ended, and may be in the next one.
+
+    A busy rank may be told of that later than the other one has asked twice where it is.
+    """
+    theirs = next((each for each in there.lanes if each.group == lane.group), None)
+    if theirs is None or not lane.nonce or call.sequence == MEETING:
+        return False
+    return theirs.has_ended or theirs.nonce != lane.nonce
 
 
 def _is_shared(lane: LaneState) -> bool:

@@ -98,6 +98,7 @@ def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
         seconds=seconds,
         past=tuple(_step(each) for each in entries),
         is_inside=entry is None and order is None and not is_idle,
+        has_ended=mesh.verdict is not None,
     )
 
 

@@ -46,6 +46,7 @@ class LaneState(NamedTuple):
         past: the latest calls, the one under way included, oldest first.
         is_inside: whether the last of them has not returned though the lane does not wait: it
             encodes, or is in a callback.
+        has_ended: whether there is a verdict on that mesh: who waits on it will be told.
     """
 
     group: str
@@ -61,6 +62,7 @@ class LaneState(NamedTuple):
     seconds: float
     past: tuple[Step, ...]
     is_inside: bool = False
+    has_ended: bool = False
 
     def is_over(self, step: Step) -> bool:
         """Whether a call of the lane's has returned."""

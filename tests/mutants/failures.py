@@ -105,6 +105,14 @@ MUTANTS = (
         ("tests/unit/test_circles.py",),
     ),
     Mutant(
+        "circles-through-what-has-ended",
+        "objcomm/transport/conflict.py",
+        "if following is None or _is_ending(lane, lane.now, theirs):",
+        "if following is None:",
+        "a rank that has raised, and meets the others anew, raises once more where one is slow",
+        ("tests/unit/test_circles.py",),
+    ),
+    Mutant(
         "circles-believed-at-once",
         "objcomm/transport/inquiry.py",
         "conflict.is_told or conflict.is_of_one_lane or suspected == calls",

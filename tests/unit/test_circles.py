@@ -1,6 +1,8 @@
 """Circles through groups that were used before, and waits that no circle goes through."""
 
-from tests.unit.test_conflict import OTHER, conflict_of, lane, step
+import pytest
+
+from tests.unit.test_conflict import OTHER, conflict_of, lane, meeting, step
 
 
 def test_a_circle_of_groups_that_were_used_before_is_found() -> None:
@@ -22,3 +24,15 @@ def test_a_background_threads_wait_may_be_for_another_background_thread() -> Non
         1: [lane("b", step(0), awaits=0)],
     }
     assert conflict_of(ranks) is None
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_wait_on_a_mesh_that_has_ended_is_in_no_circle(start: int) -> None:
+    """Rank 0 is busy: the error that rank 1 has raised, and left behind, is yet to reach it."""
+    behind = lane("world", step(0), awaits=1, nonce="old")
+    ended = lane("world", step(0), nonce="old")._replace(has_ended=True)
+    assert conflict_of({0: [behind], 1: [meeting("world", awaits=0), ended]}, start) is None
+    elsewhere = lane("other", step(0), awaits=0)
+    assert conflict_of({0: [behind], 1: [elsewhere, ended]}, start) is None
+    stands = lane("world", nonce="old")
+    assert conflict_of({0: [behind], 1: [elsewhere, stands]}, start) is not None
