@@ -115,7 +115,10 @@ class Campaign:
             chance = random.Random(seed)
             with os.fdopen(writing, "wb", 0) as telling, self._current.open("wb", 0) as kept:
                 for _ in range(_BATCH):
-                    raw = variant(chance, name, chance.choice(self._right[name]))
+                    try:
+                        raw = variant(chance, name, chance.choice(self._right[name]))
+                    except MemoryError:  # drawn too large for this child: nothing was tried
+                        continue
                     kept.seek(0)
                     kept.truncate()
                     kept.write(raw)
