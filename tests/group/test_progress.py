@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 import objcomm
 from objcomm.errors import MissingDependencyError, TransportError
+from objcomm.progress import Bar
 from objcomm.transport.transfers import Transfers
 from tests.cases import case
 from tests.group.helpers import assert_group_works, outcome_of, subgroup, tell_all
@@ -283,14 +284,27 @@ def test_a_bar_below_another_one_leaves_nothing_behind() -> None:
 
 @ranks(2, 3, expect_dead=(1,))
 def test_a_death_in_the_middle_ends_the_bar_and_its_line() -> None:
+    original = Bar.moved
+
+    def moved(self: Bar, nbytes: int) -> None:
+        original(self, nbytes)
+        here().store("progress").set("shown", "")
+
+    def die_when_it_is_shown() -> None:
+        here().store("progress").get("shown")
+        os._exit(0)
+
     with terminal() as shown:
         if here().rank == 1:
-            with after_pieces(2, lambda: os._exit(0)):
+            with after_pieces(2, die_when_it_is_shown):
                 objcomm.broadcast(None, progress=True)
         if here().rank == 2:  # it may have all before it hears of the death
             outcome_of(lambda: objcomm.broadcast(None, progress=True))
             return
-        with pytest.raises(TransportError, match="rank 1"):
+        with (
+            mock.patch.object(Bar, "moved", moved),
+            pytest.raises(TransportError, match="rank 1"),
+        ):
             objcomm.broadcast(large(), progress=True)
     if here().rank == 0:
         text = shown.getvalue()
