@@ -75,10 +75,10 @@ def in_vain(mesh: Mesh, entry: Entry, blocks: Mapping[str, tuple[int, ...]]) -> 
         if reason:
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}
-    return died_in(mesh, inside)
+    return death_among(mesh, inside)
 
 
-def died_in(mesh: Mesh, inside: Collection[int]) -> Verdict | None:
+def death_among(mesh: Mesh, inside: Collection[int]) -> Verdict | None:
     """What to say of a process of ``mesh`` that died a while ago, where it was in the same block.
 
     Args:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, MutableSet, Sequence
+from typing import TypeVar
 
 from objcomm.errors import Position
 from objcomm.frames import operation_name
@@ -21,6 +22,8 @@ from objcomm.transport.location import whereabouts
 from objcomm.transport.mesh import Mesh
 from objcomm.transport.verdict import Cause, Verdict
 from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
+
+T = TypeVar("T")
 
 #: A call of one lane that waits for other ranks.
 Waiting = tuple[Mesh, Lane, Entry]
@@ -70,8 +73,7 @@ def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Bo
             may come a moment later than its end is known.
         board: the store.
     """
-    # A thousand of them would keep the store busy, so each time others are asked about.
-    for mesh in random.sample(meshes, min(len(meshes), _MOST_LEARNED)):
+    for mesh in _some(meshes):
         ranks = [mesh.ranks[peer] for peer in mesh.others]
         board.learn(rank for rank in ranks if not mesh.bulletin.processes.is_beside(rank))
         _note_cut_off(mesh, mesh.others)
@@ -97,11 +99,16 @@ def _learn(board: Board, mesh: Mesh, entry: Entry) -> None:
     awaited = [] if entry.awaits < 0 else [entry.awaits]
     if len(mesh.others) == 1:  # one that waits for any rank awaits each, too
         awaited = list(mesh.others)
-    asked_about = {*awaited, *random.sample(unknown, min(len(unknown), _MOST_LEARNED))}
+    asked_about = {*awaited, *_some(unknown)}
     wanted = {mesh.ranks[peer] for peer in asked_about}
     board.learn(rank for rank in wanted if not processes.is_beside(rank))
     if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
         _note_cut_off(mesh, asked_about)  # who meets needs all of them
+
+
+def _some(each: Sequence[T]) -> list[T]:
+    """Those to ask about this time: a thousand at a time would keep the store busy."""
+    return random.sample(each, min(len(each), _MOST_LEARNED))
 
 
 def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:

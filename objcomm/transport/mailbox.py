@@ -119,9 +119,9 @@ class Request:
         """Whether a message will do."""
         return self.src in (None, peer) and self.tag in (None, tag)
 
-    def awaits(self, peer: int) -> bool:
-        """Whether a rank's end is news to it."""
-        return self.src == peer or (self.src is None and (self.among is None or peer in self.among))
+    def counts_on(self, peer: int) -> bool:
+        """Whether it takes any rank's message, and was put when this one could still send."""
+        return self.src is None and (self.among is None or peer in self.among)
 
     def tell(self) -> bool:
         """Let its maker know that it has ended; returns whether a message can be taken."""
@@ -285,7 +285,7 @@ class Mailbox:
                 each
                 for each in self._requests
                 if each.src == peer
-                or (is_for_any and each.awaits(peer))
+                or (is_for_any and each.counts_on(peer))
                 or (each.src is None and not self._expected)
             ]
             for request in ended:

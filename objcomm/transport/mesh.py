@@ -418,14 +418,13 @@ def _acknowledge(  # noqa: PLR0917  # what a job is given
     Who is in the failed block says so when it leaves; another rank may be on its way there still,
     and hears in the call before.
     """
-    standing = verdict
-    if verdict.is_store_silent:
-        told = verdict._replace(is_store_silent=False)
-        is_farewell = verdict.reason in FAREWELLS
-        found = board.look(nonce) if is_farewell else board.propose(nonce, told)
-        if found is None:
-            return
-        standing = found
+    standing: Verdict | None = verdict
+    if verdict.is_store_silent and verdict.reason in FAREWELLS:
+        standing = board.look(nonce)
+    elif verdict.is_store_silent:
+        standing = board.propose(nonce, verdict._replace(is_store_silent=False))
+    if standing is None:
+        return
     lost = set(standing.ranks if standing.cause is Cause.LOST else ()).intersection(members)
     if rank not in lost:
         board.acknowledge(nonce, len(members) - len(lost))

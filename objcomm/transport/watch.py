@@ -231,7 +231,7 @@ class Watcher(threading.Thread):
         for mesh in self._look()[0]:
             if mesh.blocks and mesh.verdict is None:
                 with logged("whether a process has ended could not be found out"):
-                    mesh.died = blame.died_in(mesh, mesh.ranks)
+                    mesh.died = blame.death_among(mesh, mesh.ranks)
 
     def _has_ended_in_vain(self, mesh: Mesh, entry: Entry) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""

@@ -57,8 +57,8 @@ def test_the_others_raise_and_name_it_and_a_new_group_works(case: Case) -> None:
     if case.fault is Fault.RESUMED:
         _check_that_it_went_on(outcome)
     else:
-        has_ended = f"some hang or end later: {outcome.exits} {outcome.printed}"
-        assert set(outcome.later) == set(case.survivors), has_ended
+        ends = f"some hang or end later: {outcome.exits} {outcome.printed}"
+        assert set(outcome.later) == set(case.survivors), ends
         for rank in case.concerned:
             _check_error(outcome, rank)
         if case.is_between_two:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -114,6 +115,8 @@ def test_who_meets_hears_of_the_end_of_each_and_not_only_of_whom_it_awaits() -> 
     assert error_in(TransportError, objcomm.barrier).peers == (1,)
     if here().rank == 2:
         say("rank 2 has heard")
+    survivors: Any = dist.new_group([0, 2], use_local_synchronization=True)
+    assert_group_works(survivors)
 
 
 @ranks(3, expect_dead={1})

@@ -153,3 +153,5 @@ def test_who_polls_in_a_block_hears_that_a_third_rank_has_died_in_it(kind: str) 
             poll(kind, other)
 
     assert "rank 1 ended: its process" in str(error_in(CollectiveError, die_or_poll))
+    survivors: Any = dist.new_group([0, 2], use_local_synchronization=True)
+    assert_group_works(survivors)

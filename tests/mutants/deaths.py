@@ -202,7 +202,7 @@ MUTANTS = (
     Mutant(
         "known-ends-told-again",
         "objcomm/transport/mailbox.py",
-        "or (is_for_any and each.awaits(peer))",
+        "or (is_for_any and each.counts_on(peer))",
         "or (is_for_any and each.src is None)",
         "who receives from any rank may be told of one death twice",
         ("tests/unit/test_mailbox.py",),
@@ -218,7 +218,7 @@ MUTANTS = (
     Mutant(
         "late-word-dropped",
         "objcomm/transport/mesh.py",
-        "board.look(nonce) if is_farewell else board.propose(nonce, told)",
+        "board.propose(nonce, verdict._replace(is_store_silent=False))",
         "board.look(nonce)",
         "what a slow store was not told in time ends nobody else's wait",
         ("tests/unit/test_waits.py",),
