@@ -1,22 +1,20 @@
 """Any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang."""
 
-from objcomm import recorder
-from objcomm.averages import average_metrics
-from objcomm.codecs import register, register_codec
-from objcomm.collectives import all_gather, barrier, broadcast, gather
+from objcomm.bootstrap.init import Start, ddp_init_group, init, shutdown
+from objcomm.bootstrap.launch import launch
+from objcomm.calls.group import is_main, lane
+from objcomm.calls.work import Work, as_completed, wait_all
+from objcomm.codecs.base import register_codec
+from objcomm.codecs.types import register
+from objcomm.collectives.agree import agree, all_ranks, any_rank, shared_seed
+from objcomm.collectives.broadcast import all_gather, barrier, broadcast, gather
+from objcomm.collectives.fail_together import fail_together
+from objcomm.collectives.reduction.operators import Op
+from objcomm.collectives.reduction.reduce import all_reduce, reduce
+from objcomm.collectives.reduction.scan import exscan, scan
+from objcomm.collectives.scatter import all_to_all, reduce_scatter, scatter
+from objcomm.collectives.split import dup, leaders, node_group, split
 from objcomm.config import check, configure
-from objcomm.consensus import agree, all_ranks, any_rank, shared_seed
-from objcomm.control import (
-    compute_and_broadcast,
-    ddp_broadcast,
-    main_only,
-    main_process_only,
-    rank_prefixed_message,
-    run_on_main,
-    zero_only,
-)
-from objcomm.counters import OperationStats
-from objcomm.eager import keep_eager
 from objcomm.errors import (
     AuthenticationError,
     BrokenGroupError,
@@ -38,17 +36,33 @@ from objcomm.errors import (
     UsageError,
     WireError,
 )
-from objcomm.exporting import stats_to_prometheus, stats_to_tensorboard
-from objcomm.group import lane
-from objcomm.launching import launch
-from objcomm.metrics import (
+from objcomm.observe import recorder
+from objcomm.observe.history import OperationStats
+from objcomm.observe.stats import reset_stats, stats, stats_to_prometheus, stats_to_tensorboard
+from objcomm.observe.tracing import keep_eager
+from objcomm.p2p.messages import Envelope, iprobe, irecv, isend, probe, recv, send, sendrecv
+from objcomm.training.data import Shard, loader
+from objcomm.training.main_process import (
+    compute_and_broadcast,
+    ddp_broadcast,
+    main_first,
+    main_only,
+    main_process_only,
+    node_first,
+    rank_prefixed_message,
+    run_on_main,
+    zero_first,
+    zero_only,
+)
+from objcomm.training.metrics import (
     all_gather_scalar,
+    average_metrics,
     gather_from_all_ranks,
     gather_scalar,
     gather_scalar_from_all_ranks,
     reduce_and_broadcast,
 )
-from objcomm.model import (
+from objcomm.training.model import (
     average_tensors,
     broadcast_model,
     broadcast_tensors,
@@ -61,21 +75,9 @@ from objcomm.model import (
     sync_model,
     wrap,
 )
-from objcomm.nodes import once_per_node, run_once_per_node
-from objcomm.ops import Op
-from objcomm.ordering import main_first, node_first, zero_first
-from objcomm.p2p import irecv, isend, recv, send, sendrecv
-from objcomm.probing import Envelope, iprobe, probe
-from objcomm.reductions import all_reduce, reduce
-from objcomm.scans import exscan, scan
-from objcomm.scattering import all_to_all, reduce_scatter, scatter
-from objcomm.serialization import from_tensor, to_tensor
-from objcomm.shards import Shard, loader
-from objcomm.start import Start, ddp_init_group, init, shutdown
-from objcomm.subgroups import dup, leaders, node_group, split
-from objcomm.together import fail_together
-from objcomm.work import Work, as_completed, wait_all
-from objcomm.world import is_initialized, is_main, rank, reset_stats, stats, world_size
+from objcomm.training.once import once_per_node, run_once_per_node
+from objcomm.wire.tensor import from_tensor, to_tensor
+from objcomm.world import is_initialized, rank, world_size
 
 __version__ = "0.1.0"
 

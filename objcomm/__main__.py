@@ -7,15 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from objcomm.doctor.command import add_to
+from objcomm.bootstrap.doctor.command import add_to
 from objcomm.errors import UsageError
-from objcomm.inspector.clocks import corrected, estimate
-from objcomm.inspector.dumps import Dump, read
-from objcomm.inspector.rows import match
-from objcomm.inspector.table import heading, sections
-from objcomm.inspector.trace import trace
-from objcomm.inspector.verdict import conclude
-from objcomm.inspector.words import Places
+from objcomm.observe.inspect.dumps import Dump, read
+from objcomm.observe.inspect.report import Places, conclude, heading, sections
+from objcomm.observe.inspect.rows import corrected, estimate, match
+from objcomm.observe.inspect.trace import trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,24 +1,70 @@
-"""The options that hold where a call does not say otherwise, and their scopes.
+"""The options that hold where a call does not say otherwise, and the keywords that calls take.
 
 A call's own options come first, then those of its thread or task, then those of the process. The
 environment can add a key where the program has set none; it can take nothing back.
 """
 
 import functools
+import hashlib
+import operator
 import os
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
-from objcomm.authentication import secret_of
+import torch
+
 from objcomm.errors import UsageError
-from objcomm.memory import physical_nbytes
 
 #: What ``allow=`` lists: classes and functions, or their names, such as ``"shop.Order"``.
 Allowed = type | Callable[..., Any] | str
+
+
+#: What ``group=`` takes: a process group, a one-dimensional device mesh, or None for the world.
+GroupLike: TypeAlias = Any
+
+
+#: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.
+Timeout: TypeAlias = float | timedelta | None
+
+
+#: What ``device=`` takes.
+DeviceLike: TypeAlias = torch.device | str | int | None
+
+
+#: No limit. Gloo adds a limit to a clock; one of many years would overflow it, as it does timers.
+FOREVER_SECONDS = 1e7
+
+
+_KEY_MIN_NBYTES = 16
+
+
+class Options(TypedDict, total=False):
+    """The keywords that every operation on objects takes; see ``objcomm.broadcast``."""
+
+    group: GroupLike
+    timeout: Timeout
+    codec: str | None
+    device: DeviceLike
+    confirm: bool
+    accept: Iterable[str] | None
+    allow: Iterable[Allowed] | None
+
+
+class ShownOptions(Options, total=False):
+    """The same where a bar can show how far the transfer has come."""
+
+    progress: bool
+
+
+@functools.cache
+def physical_nbytes() -> int:
+    """The machine's memory: no message can be larger."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True)
@@ -290,3 +336,54 @@ def _named(name: str) -> Any:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"allow= names {name!r}, which does not exist: {error}") from error
+
+
+def seconds_of(operation: str, timeout: float | timedelta) -> float:
+    """What ``timeout=`` means, in seconds: ``FOREVER_SECONDS`` if that is longer, or infinity.
+
+    Raises:
+        UsageError: it is not a positive time.
+    """
+    seconds: Any = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not seconds > 0:
+        raise UsageError(f"{operation}: timeout={timeout!r} is not a positive time")
+    return float(min(seconds, FOREVER_SECONDS))
+
+
+def whole_number(value: object) -> int | None:
+    """A whole number, numpy's included; None for what is none, as a float or a bool is."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return None
+
+
+def parse_device(device: DeviceLike) -> torch.device | None:
+    """What ``device=`` means.
+
+    Raises:
+        UsageError: torch knows no such device.
+    """
+    if device is None:
+        return None
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={device!r}: {error}") from error
+
+
+def secret_of(key: bytes | str) -> bytes:
+    """The 64 bytes that stand for a user's key from here on.
+
+    Raises:
+        UsageError: it is neither bytes nor text, or too short to resist guessing.
+    """
+    if not isinstance(key, (bytes, str)):
+        raise UsageError(f"a key is bytes or text, not a {type(key).__name__}")
+    raw = key.encode() if isinstance(key, str) else key
+    if len(raw) < _KEY_MIN_NBYTES:
+        raise UsageError(f"a key of {len(raw)} bytes is too short; give {_KEY_MIN_NBYTES} or more")
+    return hashlib.blake2b(raw, person=b"objcomm secret").digest()

@@ -1,10 +1,13 @@
-"""Where a launcher has put this process, from the environment variables that it has set.
+"""Where this process runs: what a launcher's variables say of it, and which host the kernel names.
 
-Reads a mapping and nothing else: knows no torch, and starts nothing.
+Reads a mapping and the kernel's files: knows no torch, and starts nothing.
 """
 
 import re
+import socket
+import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from objcomm.errors import UsageError
@@ -13,6 +16,7 @@ _PORT = 29500  # torchrun's own
 _SLURM_PORTS = 15000  # the first of those that are derived from a job's number
 _SLURM_PORT_COUNT = 10000
 _STEP_STRIDE = 1009  # keeps the steps of one job, and jobs of consecutive numbers, apart
+_IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
 
 
 class Place(NamedTuple):
@@ -267,3 +271,29 @@ def _number(found: Mapping[str, str], name: str, default: int | None = None) -> 
         return int(text or "")
     except ValueError:
         raise UsageError(f"{name}={text!r} is no whole number; set it to one") from None
+
+
+def machine() -> str:
+    """A name that two processes share only on one host.
+
+    Containers with different host names, network or shared memory count as different hosts, even
+    on one machine; so do machines that share a host name, because each start of a kernel has a
+    number of its own.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        rooms = [namespace(each) for each in ("ipc", "net")]
+    except OSError:  # no Linux, or a sandbox
+        # Without a network card getnode() invents a number for each process, and says so.
+        node = uuid.getnode()
+        boot, rooms = "", [] if node & _IS_INVENTED else [node]
+    return "/".join((socket.gethostname(), boot, *map(str, rooms)))
+
+
+def namespace(kind: str) -> int:
+    """The number of this process's namespace of a kind, such as ``"net"``; Linux has them.
+
+    Raises:
+        OSError: the system has none.
+    """
+    return Path(f"/proc/self/ns/{kind}").stat().st_ino

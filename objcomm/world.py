@@ -1,58 +1,46 @@
 """Which group a call means, and the questions about a group that need no traffic."""
 
+from __future__ import annotations  # torch may be built without distributed
+
+import contextlib
 import os
 import threading
-import weakref
-from typing import Any, Literal, TypeAlias
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from objcomm.counters import OperationStats
-from objcomm.environment import Standing, local_rank_in, standing_in
-from objcomm.errors import NotInGroupError, UsageError
-from objcomm.group import Group
-from objcomm.transport.stores import bare, store_of
+from objcomm.config import GroupLike, settings
+from objcomm.environment import Standing, standing_in
+from objcomm.errors import UsageError
+from objcomm.transport.store import Clients
 
-#: What ``group=`` takes: a process group, a one-dimensional device mesh, or None for the world.
-GroupLike: TypeAlias = Any
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+def store_of(group: Any) -> Any:
+    """The store over which the members of a process group met; None if torch knows of none."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415  # absent in some builds
+
+    # Before torch 2.10 only its own record of each group has it.
+    _, store = c10d._world.pg_map.get(group, (None, None))  # noqa: SLF001  # see above
+    return store
+
+
+def bare(store: Any) -> Any:
+    """A store without the prefixes before its keys."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
 
 #: The group of a rank that is outside: ``dist.GroupMember.NON_GROUP_MEMBER``, which a torch
 #: without distributed does not have. (None as ``group=`` means the world.)
 NOBODY = -100
-
-
-class _Groups:
-    """The state of every live process group, by the object and never by its name, which recurs."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
-        self.solo = Group()
-
-    def of(self, process_group: Any) -> Group:
-        found = self._known.get(process_group)
-        if found is None:
-            with self._lock:
-                made = Group(process_group, dist.GroupMember.WORLD)
-                found = self._known.setdefault(process_group, made)
-        return found
-
-    def all(self) -> list[Group]:
-        with self._lock:
-            return list(self._known.values())
-
-
-_groups = _Groups()
-
-
-def known_groups() -> list[Group]:
-    """Every group that this process has used and that still lives."""
-    return _groups.all()
-
-
-def solo_group() -> Group:
-    """The group of calls that were made without torch.distributed."""
-    return _groups.solo
 
 
 def is_initialized() -> bool:
@@ -64,38 +52,6 @@ def is_initialized() -> bool:
         False
     """
     return dist.is_available() and dist.is_initialized()
-
-
-def resolve(group: GroupLike) -> Group:
-    """What ``group=`` means here.
-
-    Returns:
-        A world of one where torch.distributed is not initialised.
-
-    Raises:
-        UsageError: the environment promises other ranks, but nothing is initialised; or it is a
-            mesh of several dimensions, or no group at all.
-        NotInGroupError: this rank is no member.
-    """
-    if not is_initialized():
-        promise = standing_in(os.environ).promise if group is None else ""
-        if promise:
-            raise UsageError(
-                f"{promise} promises other ranks, but torch.distributed is not initialised; call "
-                "objcomm.init or init_process_group first"
-            )
-        if is_nobody(group):
-            raise NotInGroupError("this rank is no member of this group")
-        if group is not None:
-            raise UsageError("group= was given, but torch.distributed is not initialised")
-        return _groups.solo
-    process_group = process_group_of(group)
-    if process_group is None or process_group.rank() < 0:
-        raise NotInGroupError(
-            f"global rank {dist.get_rank()} is no member of this group; "
-            "let only its members make this call"
-        )
-    return _groups.of(process_group)
 
 
 def is_nobody(group: GroupLike) -> bool:
@@ -198,101 +154,102 @@ def world_size(group: GroupLike = None) -> int:
         return -1
 
 
-def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world") -> bool:
-    """Whether this process is the first rank of ``group``; True in a world of one.
+# All members are here, and only have to connect: one that dies now must not hold the others for
+# as long as a call.
+CONNECT_MAX = timedelta(seconds=60)
 
-    Never communicates. Where the ranks have joined, the group tells and the environment plays no
-    part, so there is exactly one main rank. Before that a launcher's variables tell, as in
-    ``rank``.
+
+def create(
+    parent: Any,
+    name: str,
+    ranks: Sequence[int],
+    *,
+    limit: timedelta,
+    timeout: timedelta,
+    purpose: str,
+    clients: Clients,
+) -> Any:
+    """Make a process group with the backend of ``parent``; every one of ``ranks`` must call this.
+
+    It may block in C++ up to the limit.
 
     Args:
-        group: a process group, a one-dimensional device mesh, or None for the world.
-        scope: ``"world"`` for the first rank of all, ``"node"`` for the first one on its host. What
-            a host is ``objcomm.node_group`` finds out; if it was never called for ``group``, the
-            launcher's LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or MPI_LOCALRANKID
-            tells for the world.
+        parent: where its members come from.
+        name: the same on all members, and no other group's.
+        ranks: global ranks, in the order of the new group.
+        limit: how long to wait for the connections.
+        timeout: the new group's own time limit.
+        purpose: what torch's log says that it is for.
+        clients: connections to the world's store, for groups of the user's.
 
     Raises:
-        UsageError: ``scope`` is neither, or was given as ``group``; or nobody knows: it is
-            ``"node"``, or the ranks have not joined and no variable has this one's. That rank.
-        NotInGroupError: it is ``"node"``, and this rank is no member of ``group``.
-
-    Examples:
-        >>> import objcomm
-        >>> objcomm.is_main()
-        True
+        RuntimeError: a connection failed.
     """
-    if isinstance(group, str):  # it would be False on all ranks
-        raise UsageError(f"is_main: {group!r} is no group; write scope={group!r}")
-    if scope == "world":
-        if group is None and not is_initialized():
-            return _is_main_by_launcher()
-        return rank(group) == 0
-    if scope != "node":
-        raise UsageError(f"is_main: scope={scope!r} is neither 'world' nor 'node'")
-    local = local_rank_in(os.environ) if group is None else None
-    if local is not None and not is_initialized():
-        return local == 0
-    whole = resolve(group)
-    if whole.hosts:
-        return whole.hosts.index(whole.hosts[whole.rank]) == whole.rank
-    if local is not None:
-        return local == 0
-    if whole.size == 1:
-        return True
-    raise UsageError(
-        f"is_main: global rank {whole.ranks[whole.rank]} can't tell which ranks share its host: "
-        "there is no LOCAL_RANK; let every rank call objcomm.node_group() once before"
-    )
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415  # absent in some builds
 
-
-def _is_main_by_launcher() -> bool:
-    standing = standing_in(os.environ)
-    if standing.rank < 0:  # it would be False on all ranks
-        raise UsageError(
-            f"is_main: {standing.promise} promises other ranks, but no variable says which one "
-            "this is; call objcomm.init or init_process_group first"
+    world: Any = dist.GroupMember.WORLD
+    backend = dist.get_backend(parent)
+    store = clients.take(store_of(world), settings().lost_after)
+    with _binding.hidden(world) as device:
+        group, _ = c10d._new_process_group_helper(  # noqa: SLF001  # there is no public way, see above
+            len(ranks),
+            ranks.index(world.rank()),
+            list(ranks),
+            backend,
+            store,
+            name,  # type: ignore[arg-type]  # a NewType of str
+            timeout=min(limit, CONNECT_MAX),
+            group_desc=f"objcomm.{purpose}",
         )
-    return standing.rank == 0
+    if backend == dist.Backend.GLOO:  # another may meet later, and wait in the store for that
+        clients.give_back(store)
+    order = {rank: place for place, rank in enumerate(ranks)}
+    c10d._world.pg_group_ranks[group] = order  # noqa: SLF001  # as new_group does
+    group.bound_device_id = device
+    for each in group._device_types:  # noqa: SLF001  # torch has no public way to ask
+        group._get_backend(each)._set_default_timeout(timeout)  # noqa: SLF001  # nor to set it
+    return group
 
 
-def stats(group: GroupLike = None) -> dict[str, OperationStats]:
-    """What each operation on ``group`` has cost this rank so far.
+def is_alive(group: Any) -> bool:
+    """Whether torch knows a process group: it was not destroyed."""
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return False
+    return True
 
-    Local: needs no other rank.
 
-    Args:
-        group: a process group, a one-dimensional device mesh, or None for the world.
+class _Binding:
+    """Hides from torch that the world is bound to a device, while any thread makes a group.
 
-    Returns:
-        Figures by operation, such as ``stats()["broadcast"].sent_nbytes``.
-
-    Raises:
-        NotInGroupError: this rank is no member of ``group``.
-
-    Examples:
-        >>> import objcomm
-        >>> objcomm.reset_stats()
-        >>> objcomm.barrier()
-        >>> objcomm.stats()["barrier"].calls
-        1
+    Torch would split the world's NCCL communicator for the new group, which every rank of the
+    world would have to join. A communicator of the group's own is made at its first use instead.
     """
-    return resolve(group).counters.snapshot()
+
+    def __init__(self) -> None:
+        # Not held while a thread connects: two that wait for different ranks must not wait for
+        # each other.
+        self._lock = threading.Lock()
+        self._hiding = 0
+        self._device: torch.device | None = None
+
+    @contextlib.contextmanager
+    def hidden(self, world: Any) -> Iterator[torch.device | None]:
+        """Hide it in this block, which gets it."""
+        with self._lock:
+            if not self._hiding:
+                self._device = world.bound_device_id
+                world.bound_device_id = None
+            self._hiding += 1
+            device = self._device
+        try:
+            yield device
+        finally:
+            with self._lock:
+                self._hiding -= 1
+                if not self._hiding:
+                    world.bound_device_id = self._device
 
 
-def reset_stats(group: GroupLike = None) -> None:
-    """Begin counting ``group``'s operations at zero, on this rank.
-
-    Args:
-        group: a process group, a one-dimensional device mesh, or None for the world.
-
-    Raises:
-        NotInGroupError: this rank is no member of ``group``.
-
-    Examples:
-        >>> import objcomm
-        >>> objcomm.reset_stats()
-        >>> objcomm.stats()
-        {}
-    """
-    resolve(group).counters.clear()
+_binding = _Binding()

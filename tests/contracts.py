@@ -13,15 +13,8 @@ import objcomm
 from objcomm import DecodeError, EncodeError
 from objcomm.codecs import decode, encode
 from objcomm.codecs.base import Codec
-from objcomm.frames import WINDOW_NBYTES
-from objcomm.transport.base import (
-    Connections,
-    Link,
-    Pending,
-    head_tag,
-    payload_tag,
-    receipt_tag,
-)
+from objcomm.transport.link import Connections, Link, Pending, head_tag, payload_tag, receipt_tag
+from objcomm.wire.header import WINDOW_NBYTES
 from tests.same import assert_same
 
 

@@ -68,7 +68,7 @@ def predictions(finished: Run) -> Columns:
 def test_the_matrix_is_that_of_a_single_process(finished: Run, predictions: Columns) -> None:
     from sklearn.metrics import confusion_matrix  # noqa: PLC0415  # see above
 
-    from objcomm.demo.digits import CLASSES  # noqa: PLC0415  # see above
+    from objcomm.demo.learning import CLASSES  # noqa: PLC0415  # see above
 
     expected = confusion_matrix(predictions["truth"], predictions["answer"], labels=range(CLASSES))
     assert finished.results["confusion_matrix"] == expected.tolist()
@@ -80,7 +80,7 @@ def test_the_predictions_are_of_the_whole_test_set_once(
 ) -> None:
     from sklearn.datasets import load_digits  # noqa: PLC0415  # see above
 
-    from objcomm.demo.digits import load_shards  # noqa: PLC0415  # see above
+    from objcomm.demo.learning import load_shards  # noqa: PLC0415  # see above
 
     config = read_config(SAMPLE)
     _, test = load_shards(0, 1, test_share=config.test_share, seed=config.seed)
@@ -131,12 +131,15 @@ def test_the_picture_is_a_png(finished: Run) -> None:
 
 @pytest.mark.long
 def test_the_picture_shows_the_counts() -> None:
-    from objcomm.demo import report  # noqa: PLC0415  # see above
-    from objcomm.demo.evaluation import ConfusionMatrix, Predictions  # noqa: PLC0415  # see above
+    from objcomm.demo import job  # noqa: PLC0415  # see above
+    from objcomm.demo.learning import (
+        ConfusionMatrix,
+        Predictions,  # noqa: PLC0415  # see above
+    )
 
     truth, answers = np.array([0, 0, 3]), np.array([0, 8, 3])
     matrix = ConfusionMatrix.of(Predictions(0, np.arange(3), truth, answers))
-    (axes,) = report.draw(matrix).axes
+    (axes,) = job.draw(matrix).axes
     shown = {text.get_position(): text.get_text() for text in axes.texts}
     assert shown == {(0, 0): "1", (8, 0): "1", (3, 3): "1"}
     assert axes.get_title() == "2 of 3 digits right"
@@ -144,7 +147,7 @@ def test_the_picture_shows_the_counts() -> None:
 
 @pytest.mark.long
 def test_test_shards_are_the_whole_test_set_and_training_shards_are_equal() -> None:
-    from objcomm.demo.digits import load_shards  # noqa: PLC0415  # see above
+    from objcomm.demo.learning import load_shards  # noqa: PLC0415  # see above
 
     shards = [load_shards(rank, 4, test_share=0.3, seed=1) for rank in range(4)]
     assert len({len(train.rows) for train, _ in shards}) == 1

@@ -4,9 +4,9 @@ Knows nothing of groups, ranks or messages.
 """
 
 from objcomm.codecs.base import codec_named, copy, decode, encode, register_codec
+from objcomm.codecs.msgpack import PlainCodec
 from objcomm.codecs.pickle5 import PickleCodec
-from objcomm.codecs.plain import PlainCodec
-from objcomm.codecs.registry import register
+from objcomm.codecs.types import register
 
 __all__ = ["codec_named", "copy", "decode", "encode", "register", "register_codec"]
 

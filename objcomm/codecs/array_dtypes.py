@@ -15,6 +15,7 @@ from objcomm.errors import DecodeError
 if TYPE_CHECKING:
     import numpy as np
 
+
 #: As many dimensions as torch's operations and numpy's arrays have at most.
 DIMENSIONS_MAX = 64
 

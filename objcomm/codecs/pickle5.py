@@ -25,11 +25,10 @@ from typing import Any
 import torch
 
 from objcomm.codecs import array_dtypes, restricted, tensors
-from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded
-from objcomm.codecs.paths import blame
+from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
+from objcomm.codecs.buffers import Buffer, Kind, duplicate, view
 from objcomm.config import settings
 from objcomm.errors import EncodeError, name_of, text_of
-from objcomm.memory import Buffer, Kind, duplicate, view
 
 _NAME = "pickle"
 

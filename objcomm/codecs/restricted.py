@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import torch
 
 from objcomm.codecs import array_dtypes, tensors
-from objcomm.codecs.budget import Budget, Spread, length_of, weight_of
-from objcomm.codecs.rules import CONSTRUCTORS, check_attributes, member_of
+from objcomm.codecs.nesting import Budget, Spread, length_of, weight_of
+from objcomm.codecs.types import CONSTRUCTORS, check_attributes, member_of
 from objcomm.errors import DecodeError, ForbiddenTypeError, name_of, shown
 
 _NAME = "pickle"

@@ -17,8 +17,8 @@ from objcomm.codecs.array_dtypes import (
     DIMENSIONS_MAX,
     array_dtype_named,  # noqa: F401  # streams of before name it here
 )
+from objcomm.codecs.buffers import at_address
 from objcomm.errors import DecodeError
-from objcomm.memory import at_address
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,12 +15,12 @@ from typing import NamedTuple, TypeVar
 import torch
 
 import objcomm
-from objcomm.absence import is_in_order
+from objcomm.calls.group import resolve
+from objcomm.calls.region import is_in_order
 from objcomm.environment import Place, local_rank_in, place_in
 from objcomm.errors import UsageError
-from objcomm.frames import Operation
-from objcomm.outcome import named
-from objcomm.world import resolve
+from objcomm.wire.failure import named
+from objcomm.wire.header import Operation
 
 __all__ = [
     "DistributedState",

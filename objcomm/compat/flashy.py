@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import objcomm
+from objcomm.calls.group import is_main
+from objcomm.collectives.reduction.operators import REDUCE_OPS
 from objcomm.errors import UsageError
-from objcomm.ops import REDUCE_OPS
-from objcomm.world import is_main, rank, world_size
+from objcomm.world import rank, world_size
 
 __all__ = [
     "all_reduce",

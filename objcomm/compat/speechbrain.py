@@ -16,16 +16,17 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from objcomm import nodes
-from objcomm.absence import is_confined
-from objcomm.collectives import barrier
-from objcomm.control import ddp_broadcast, main_only, main_process_only, run_on_main
-from objcomm.eager import keep_eager
+from objcomm.bootstrap.init import ddp_init_group
+from objcomm.calls.group import is_main, resolve
+from objcomm.calls.region import is_confined
+from objcomm.collectives.broadcast import barrier
+from objcomm.collectives.reduction.reduce import all_reduce
 from objcomm.environment import local_rank_in, rank_in
 from objcomm.errors import UsageError
-from objcomm.reductions import all_reduce
-from objcomm.start import ddp_init_group
-from objcomm.world import is_initialized, is_main, rank, resolve
+from objcomm.observe.tracing import keep_eager
+from objcomm.training.main_process import ddp_broadcast, main_only, main_process_only, run_on_main
+from objcomm.training import once
+from objcomm.world import is_initialized, rank
 
 __all__ = [
     "MainProcessContext",
@@ -157,7 +158,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
     def keep(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         results[0] = function(*args, **kwargs)
 
-    nodes.run_once_per_node(
+    once.run_once_per_node(
         keep,
         [func, *(args or ())],
         kwargs,

@@ -25,20 +25,18 @@ import torch
 import torch.distributed as dist
 from torch.serialization import get_safe_globals
 
-from objcomm.bodies import all_gather_in, broadcast_in, gather_in
-from objcomm.call import Call
-from objcomm.coding import Coding
-from objcomm.compat import lists
+from objcomm.calls.call import Call, Coding
+from objcomm.calls.group import Group, resolve
+from objcomm.collectives.patterns import all_gather_in, broadcast_in, gather_in
+from objcomm.collectives.scatter import scatter_in
+from objcomm.compat import torch
 from objcomm.compat.patching import Patch, Switch
-from objcomm.eager import keep_eager
-from objcomm.errand import Errand
+from objcomm.config import GroupLike
 from objcomm.errors import NotInGroupError, UsageError
-from objcomm.frames import Operation
-from objcomm.group import Group
-from objcomm.receiving import Receive
-from objcomm.scattering import scatter_in
-from objcomm.sending import Send
-from objcomm.world import GroupLike, is_reachable, rank, resolve
+from objcomm.observe.tracing import keep_eager
+from objcomm.p2p.call import Errand, Receive, Send
+from objcomm.wire.header import Operation
+from objcomm.world import is_reachable, rank
 
 __all__ = [
     "all_gather_object",
@@ -98,11 +96,11 @@ def broadcast_object_list(  # noqa: PLR0917  # torch's signature
 
     def body(call: Call) -> Generator[None, None, None]:
         def check(given: object) -> Any:
-            return list(lists.entries(name, given))  # whatever class of list it is
+            return list(_entries(name, given))  # whatever class of list it is
 
         objects = yield from broadcast_in(call, object_list, check)
         if not call.is_root:
-            lists.replace_all(name, call.root, object_list, objects)
+            _replace_all(name, call.root, object_list, objects)
 
     _carry_out(
         Operation.BROADCAST,
@@ -149,12 +147,12 @@ def all_gather_object(
 
     def body(call: Call) -> Generator[None, None, None]:
         def check(mine: object) -> object:
-            lists.check_room(call, object_list)
+            _check_room(call, object_list)
             return mine
 
         objects = yield from all_gather_in(call, obj, check)
         objects[call.rank] = _copied(call, obj)
-        lists.replace(object_list, objects)
+        _replace(object_list, objects)
 
     _carry_out(Operation.ALL_GATHER, name, group, body, has_root=False, weights_only=weights_only)
 
@@ -201,13 +199,13 @@ def gather_object(  # noqa: PLR0917  # torch's signature
 
     def body(call: Call) -> Generator[None, None, None]:
         def produce() -> object:
-            lists.check_gather_list(call, object_gather_list)
+            _check_gather_list(call, object_gather_list)
             return obj
 
         objects = yield from gather_in(call, produce)
         if objects is not None and object_gather_list is not None:
             objects[call.rank] = _copied(call, obj)
-            lists.replace(object_gather_list, objects)
+            _replace(object_gather_list, objects)
 
     _carry_out(
         Operation.GATHER,
@@ -261,17 +259,17 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
 
     def body(call: Call) -> Generator[None, None, None]:
         def produce() -> Sequence[Any] | None:
-            lists.check_output(name, scatter_object_output_list)
+            _check_output(name, scatter_object_output_list)
             if scatter_object_input_list is None:
                 return None
-            objects = list(lists.entries(name, scatter_object_input_list))
+            objects = list(_entries(name, scatter_object_input_list))
             if call.rank < len(objects):  # the source's own is not encoded, so this may fail
                 objects[call.rank] = call.copy(objects[call.rank])
             return objects
 
         obj = yield from scatter_in(call, produce)
         if not call.is_root:
-            lists.check_output(name, scatter_object_output_list)
+            _check_output(name, scatter_object_output_list)
         scatter_object_output_list[0] = obj
 
     _carry_out(
@@ -324,7 +322,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
     errand = _errand(Send, name, group, dst, group_dst)
     if errand is None:
         return
-    errand.run(list(lists.entries(name, object_list)))
+    errand.run(list(_entries(name, object_list)))
 
 
 def recv_object_list(  # noqa: PLR0917  # torch's signature
@@ -370,10 +368,10 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     errand = _errand(Receive, name, group, src, group_src, weights_only=weights_only)
     if errand is None:
         return -1
-    lists.entries(name, object_list)
+    _entries(name, object_list)
     with errand:
         arrival = errand.awaited()
-        lists.replace_all(name, arrival.peer, object_list, errand.take_in(arrival))
+        _replace_all(name, arrival.peer, object_list, errand.take_in(arrival))
     return errand.group.ranks[arrival.peer]
 
 
@@ -512,3 +510,77 @@ def patch() -> Patch:
 
 keep_eager(_FUNCTIONS.values())
 del keep_eager  # no public name
+
+
+def _entries(name: str, given: Any) -> Sequence[Any]:
+    """What is a list of the caller's.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise UsageError(f"{name}: give a list of objects, not a {type(given).__name__}")
+    return given
+
+
+def _check_room(call: Call, given: Any) -> None:
+    """Hold a list to be filled against the number of ranks.
+
+    Raises:
+        UsageError: it is none, or too short.
+    """
+    if not isinstance(given, MutableSequence):
+        raise UsageError(f"{call.name}: give a list to fill, not a {type(given).__name__}")
+    if len(given) < call.size:
+        raise UsageError(
+            f"{call.name}: the list to fill has {len(given)} entries, but the group {call.size} "
+            "ranks; give [None] * world_size"
+        )
+
+
+def _check_gather_list(call: Call, given: Any) -> None:
+    """The same for the list that only the destination has.
+
+    Raises:
+        UsageError: see ``_check_room``; or another rank has one.
+    """
+    if call.is_root:
+        if given is None:
+            raise UsageError(f"{call.name}: the destination must give object_gather_list=")
+        _check_room(call, given)
+    elif given:
+        raise UsageError(
+            f"{call.name}: only the destination, rank {call.root} of the group, may give "
+            "object_gather_list="
+        )
+
+
+def _check_output(name: str, given: Any) -> None:
+    """Hold the list for one object against what it is for.
+
+    Raises:
+        UsageError: it is none, or empty.
+    """
+    if not isinstance(given, MutableSequence) or not given:
+        raise UsageError(f"{name}: scatter_object_output_list= must be a list with an entry")
+
+
+def _replace_all(name: str, origin: int, box: Any, objects: Any) -> None:
+    """Replace a list's entries by another rank's, one for one.
+
+    Raises:
+        UsageError: there are not as many.
+    """
+    if not isinstance(box, MutableSequence) or len(box) != len(objects):
+        given = f"{len(box)} entries" if isinstance(box, MutableSequence) else type(box).__name__
+        raise UsageError(
+            f"{name}: rank {origin} of the group sent {len(objects)} objects, but the list to fill "
+            f"is one of {given}; give a list of the same length"
+        )
+    _replace(box, objects)
+
+
+def _replace(box: MutableSequence[Any], objects: Sequence[Any]) -> None:
+    """Replace a list's first entries."""
+    for place, obj in enumerate(objects):
+        box[place] = obj

@@ -10,19 +10,19 @@ import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.autograd.profiler
 import torch.distributed as dist
 
-from objcomm.memory import empty
-from objcomm.transport.base import POKE_TAG, Deadline, Pending
-from objcomm.transport.creation import CONNECT_MAX
-from objcomm.transport.order import Apart
-from objcomm.transport.outage import flow, notice_outages, open_sockets
+from objcomm.codecs.buffers import empty
+from objcomm.transport.link import POKE_TAG, Deadline, Pending
 from objcomm.transport.rendezvous import Progress, forget, meet
+from objcomm.transport.sockets import flow, notice_outages, open_sockets
+from objcomm.transport.threads import Apart
+from objcomm.world import CONNECT_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+
 
 # What Gloo says of connections that it closed because a wait of this rank's own timed out.
 _OWN_DOING = "Application timeout"

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from objcomm.frames import WINDOW_NBYTES
-from objcomm.transport.base import Link, Pending, head_tag
+from objcomm.transport.link import Link, Pending, head_tag
+from objcomm.wire.header import WINDOW_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from objcomm.history import Entry
-    from objcomm.transport.line import Line
-    from objcomm.transport.order import Order
+    from objcomm.observe.history import Entry
+    from objcomm.transport.threads import Line, Order
+
 
 #: The lane of threads that take turns: it has no owner but whoever's turn it is.
 IN_TURNS = "in turns"

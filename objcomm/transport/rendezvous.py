@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from objcomm.environment import machine
 from objcomm.errors import WireError
-from objcomm.transport.liveness import machine
-from objcomm.transport.stores import read
+from objcomm.transport.store import read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
-    from objcomm.history import Entry
+    from objcomm.observe.history import Entry
+
 
 #: What errors call the meeting.
 FIRST_USE = "first use of the group"

@@ -3,8 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-from objcomm.doctor.evidence import Evidence
-from objcomm.doctor.facts import Choice, Contact, Interface, Link, Rendezvous, Report
+from objcomm.bootstrap.doctor.facts import (
+    Choice,
+    Contact,
+    Evidence,
+    Interface,
+    Link,
+    Rendezvous,
+    Report,
+)
 
 GIB = 1 << 30
 

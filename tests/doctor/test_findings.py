@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from objcomm.doctor.evidence import Evidence
-from objcomm.doctor.facts import (
+from objcomm.bootstrap.doctor.command import findings, status
+from objcomm.bootstrap.doctor.facts import (
     UNKNOWN,
     Choice,
     Contact,
+    Evidence,
     Interface,
     Link,
     Lookup,
     Rendezvous,
     Report,
 )
-from objcomm.doctor.finding import Finding, Severity, who
-from objcomm.doctor.findings import findings, status
+from objcomm.bootstrap.doctor.findings import Finding, Severity, who
 from tests.doctor.made_up import evidence, links, report
 
 LOOPBACK = Choice("lo", "127.0.0.1", "GLOO_SOCKET_IFNAME=lo")

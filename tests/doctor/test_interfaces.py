@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from objcomm.doctor.address import own_address
-from objcomm.doctor.facts import Interface
-from objcomm.doctor.host import examine
-from objcomm.doctor.interfaces import gloo_choice, interface_of, interfaces, nccl_choice
+from objcomm.bootstrap.doctor.facts import Interface
+from objcomm.bootstrap.doctor.host import (
+    examine,
+    gloo_choice,
+    interface_of,
+    interfaces,
+    nccl_choice,
+    own_address,
+)
 from tests.ranks import solo
 
 LO = Interface("lo", ("127.0.0.1", "::1"))

@@ -3,8 +3,8 @@
 import torch.distributed as dist
 
 import objcomm
-from objcomm.doctor.facts import Links
-from objcomm.doctor.measure import measure
+from objcomm.bootstrap.doctor.facts import Links
+from objcomm.bootstrap.doctor.links import measure
 from tests.ranks import ranks
 from tests.workers import here
 

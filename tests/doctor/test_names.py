@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from objcomm.doctor.names import lookups
+from objcomm.bootstrap.doctor.host import lookups
 
 
 class Resolver:

@@ -6,10 +6,17 @@ import time
 
 import pytest
 
-from objcomm.doctor.address import UnreachedError, is_own, own_address, reach, resolve, touch
-from objcomm.doctor.bounded import within
-from objcomm.doctor.facts import Peer
-from objcomm.doctor.reach import Listener, contact, contacts
+from objcomm.bootstrap.doctor.facts import Peer
+from objcomm.bootstrap.doctor.host import (
+    UnreachedError,
+    is_own,
+    own_address,
+    reach,
+    resolve,
+    touch,
+    within,
+)
+from objcomm.bootstrap.doctor.links import Listener, contact, contacts
 
 HERE = "127.0.0.1"
 

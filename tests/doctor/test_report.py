@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 
 from objcomm.__main__ import main
-from objcomm.doctor.facts import Contact, Contacts, Link, Links, Lookup, Report, Roll, read, written
-from objcomm.doctor.findings import findings
-from objcomm.doctor.picture import draw, plain
-from objcomm.doctor.table import report as text_of
+from objcomm.bootstrap.doctor.command import findings
+from objcomm.bootstrap.doctor.facts import (
+    Contact,
+    Contacts,
+    Link,
+    Links,
+    Lookup,
+    Report,
+    Roll,
+    read,
+    written,
+)
+from objcomm.bootstrap.doctor.report import draw, plain
+from objcomm.bootstrap.doctor.report import report as text_of
 from objcomm.errors import MissingDependencyError, UsageError
 from tests.doctor.job import ROOT, clean_environment
 from tests.doctor.made_up import evidence, links, report

@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import subgroups
-from objcomm.transport import base, farewell, inquiry, pair, watch
-from objcomm.transport.bulletin import Bulletin
-from objcomm.transport.stores import loopback_store
+from objcomm.collectives import split
+from objcomm.failures import inquiry, watchdog
+from objcomm.failures.board import Bulletin
+from objcomm.p2p import peer
+from objcomm.transport import link
+from objcomm.transport.store import loopback_store
 from tests.faults import helpers, pairs, plan
 from tests.faults.plan import (
     DIVISIONS,
@@ -188,15 +190,15 @@ def _be_patient(case: Case) -> None:
     answers = 2.0 if case.fault is Fault.STOPPED else 6.0
     patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers).start()
     patch.object(Bulletin.call, "__defaults__", (8.0,)).start()
-    patch.object(watch, "_EXPIRY_SECONDS", 16.0).start()
-    patch.object(base, "_GRACE_SECONDS", 30.0).start()  # Gloo's own limit comes after all of these
-    for module in (farewell, watch, pair):
+    patch.object(watchdog, "_EXPIRY_SECONDS", 16.0).start()
+    patch.object(link, "_GRACE_SECONDS", 30.0).start()  # Gloo's own limit comes after all of these
+    for module in (watchdog, watchdog, peer):
         patch.object(module, "FAREWELL_SECONDS", 8.0).start()
 
 
 def _division(case: Case, rank: int) -> Callable[[], Any]:
     if case.operation == "leaders":  # of as many hosts as ranks, or nobody has to connect
-        patch.object(subgroups, "machine", lambda: f"host of rank {rank}").start()
+        patch.object(split, "machine", lambda: f"host of rank {rank}").start()
     options: dict[str, Any] = {"timeout": case.limit_seconds}
     options |= {"color": 0} if case.operation == "split" else {}
     divide: Callable[..., Any] = getattr(objcomm, case.operation)

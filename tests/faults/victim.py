@@ -14,13 +14,13 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from objcomm import subgroups
-from objcomm.message import Message
-from objcomm.transport.base import LANE_BITS, POKE_TAG
-from objcomm.transport.creation import create
-from objcomm.transport.exchange import Exchange
+from objcomm.algorithms.exchange import Exchange
+from objcomm.collectives import split
+from objcomm.p2p.mailbox import Mailbox
 from objcomm.transport.gloo import GlooLink
-from objcomm.transport.mailbox import Mailbox
+from objcomm.transport.link import LANE_BITS, POKE_TAG
+from objcomm.wire.message import Message
+from objcomm.world import create
 from tests.faults.plan import Case, Fault, Phase
 
 Strike = Callable[[], None]
@@ -139,7 +139,7 @@ def _in_creation(_: Case, strike: Strike) -> Places:
         strike()
         return create(*args, **kwargs)
 
-    return [(subgroups, "create", replacement)]
+    return [(split, "create", replacement)]
 
 
 def _after_head(_: Case, strike: Strike) -> Places:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgpack
 
-from objcomm.codecs import rules, tensors
+from objcomm.codecs import tensors, types
 
 _NUMBERS: Final = (0, 1, 2, 3, 7, 8, 16, 31, 64, 127, 128, 255, 256, 32_768, 65_536, 1 << 20)
 _LARGE: Final = (2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -216,7 +216,7 @@ def _numpy_scalar(chance: _Draw, _: int) -> list[Any]:
 
 
 def _exception(chance: _Draw, depth: int) -> list[Any]:
-    name = chance.choice(sorted(rules.BUILTIN_ERRORS))
+    name = chance.choice(sorted(types.BUILTIN_ERRORS))
     arguments = Made("tuple", *_members(chance, depth))
     if name in {"SyntaxError", "TabError"} and chance.random() < 0.5:
         place = ["f", chance.choice(EXTREMES), 1, "text", 1, chance.choice(EXTREMES)]
@@ -261,7 +261,7 @@ ARGUMENTS: Final[dict[str, Callable[[_Draw, int], Any]]] = {
 
 
 def _of_constructor(name: str) -> Callable[[_Draw, int], list[Any]]:
-    constructor = rules.CONSTRUCTORS[name]
+    constructor = types.CONSTRUCTORS[name]
 
     def parts(chance: _Draw, depth: int) -> list[Any]:
         arguments = list(constructor.arguments)
@@ -276,7 +276,7 @@ def _of_constructor(name: str) -> Callable[[_Draw, int], list[Any]]:
 
 #: How the parts of everything in the table are drawn.
 PARTS: Final[dict[str, Callable[[_Draw, int], list[Any]]]] = {
-    **{name: _of_constructor(name) for name in rules.CONSTRUCTORS},
+    **{name: _of_constructor(name) for name in types.CONSTRUCTORS},
     **dict.fromkeys(("tuple", "set", "frozenset"), _members),
     "dict": _pairs,
     "exception": _exception,

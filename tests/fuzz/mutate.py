@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 import objcomm
-from objcomm import structures
+from objcomm.algorithms import routes
 from objcomm.codecs import codec_named
+from objcomm.collectives.reduction import structures
+from objcomm.collectives.reduction.operators import operator_for
 from objcomm.errors import RankFailure
-from objcomm.frames import HEADER_NBYTES, ROW_NBYTES, Header, Row, Status, pack_table
-from objcomm.message import compose
-from objcomm.ops import operator_for
-from objcomm.outcome import failure_message
-from objcomm.transport import routes
+from objcomm.wire.failure import failure_message
+from objcomm.wire.header import HEADER_NBYTES, ROW_NBYTES, Header, Row, Status, pack_table
+from objcomm.wire.message import compose
 from tests import samples
 from tests.fuzz import drawn
 from tests.fuzz.targets import BUNDLE_SIZE, HEADS_META, OPERAND, PAIR

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 
 import objcomm
-from objcomm import structures
-from objcomm.admission import Gate
-from objcomm.answers import Place, operand, received
+from objcomm.algorithms import routes
 from objcomm.codecs.base import decode
+from objcomm.collectives.reduction import structures
+from objcomm.collectives.reduction.leafwise import Place, operand, received
+from objcomm.collectives.reduction.operators import operator_for
+from objcomm.collectives.reduction.structures import room_for, tensors_of
+from objcomm.collectives.split import _by_color, word_of
 from objcomm.config import Settings
 from objcomm.errors import CollectiveError, text_of
-from objcomm.frames import HEADER_NBYTES, Header, Operation, Status, check_same_call
-from objcomm.leaves import room_for, tensors_of
-from objcomm.message import Message, compose, open_body
-from objcomm.ops import operator_for
-from objcomm.outcome import failures_in
-from objcomm.subgroups import _by_color, word_of
-from objcomm.transport import routes
-from objcomm.transport.mailbox import Arrival, Mailbox, Request
+from objcomm.p2p.mailbox import Arrival, Mailbox, Request
+from objcomm.wire.failure import failures_in
+from objcomm.wire.gate import Gate
+from objcomm.wire.header import HEADER_NBYTES, Header, Operation, Status, check_same_call
+from objcomm.wire.message import Message, compose, open_body
 from tests import samples
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm.transport.nccl import NcclLink
+from objcomm.algorithms.device import NcclLink
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks, solo
 from tests.same import assert_same

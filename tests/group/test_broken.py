@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, WireError
-from objcomm.call import Call
-from objcomm.transport.bulletin import Board, Bulletin
-from objcomm.transport.stores import bare, store_of
-from objcomm.transport.verdict import Verdict
-from objcomm.world import resolve
+from objcomm.calls.call import Call
+from objcomm.calls.group import resolve
+from objcomm.failures.board import Board, Bulletin
+from objcomm.failures.verdict import Verdict
+from objcomm.world import bare, store_of
 from tests.faults.victim import shut, sockets
 from tests.group.helpers import (
     AWAIT_RANK_1,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.transport import watch
+from objcomm.failures import watchdog
 from tests.group.helpers import RefusesToPickle, assert_group_works, outcome_of, tell_all
 from tests.ranks import ranks
 
@@ -122,7 +122,7 @@ def test_an_interrupt_at_the_edge_of_a_wait_leaves_no_rank_in_its_call(
     outcomes = []
     with pytest.MonkeyPatch.context() as patch:
         if objcomm.rank() == 1:
-            patch.setattr(watch.interruptible, moment, _then_interrupted(moment))
+            patch.setattr(watchdog.interruptible, moment, _then_interrupted(moment))
         try:
             outcomes.append(outcome_of(lambda: ENDS[name](group)))
         except KeyboardInterrupt:
@@ -138,7 +138,7 @@ def test_an_interrupt_at_the_edge_of_a_wait_leaves_no_rank_in_its_call(
 
 def _then_interrupted(moment: str) -> Callable[..., None]:
     """Ctrl-C comes at the end of a method, once."""
-    method, left = getattr(watch.interruptible, moment), [KeyboardInterrupt()]
+    method, left = getattr(watchdog.interruptible, moment), [KeyboardInterrupt()]
 
     def interrupted(*arguments: object) -> None:
         method(*arguments)

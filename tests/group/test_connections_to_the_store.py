@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
-from objcomm.transport.outage import _connections
-from objcomm.transport.stores import loopback_store, store_of
-from objcomm.transport.watch import bulletin_of
+from objcomm.failures.watchdog import bulletin_of
+from objcomm.transport.sockets import _connections
+from objcomm.transport.store import loopback_store
+from objcomm.world import store_of
 from tests.group.helpers import assert_group_works, tell_all
 from tests.ranks import ranks
 from tests.waits import wait_until

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
-from objcomm.transport import watch
-from objcomm.transport.stores import store_of
+from objcomm.failures import watchdog
+from objcomm.world import store_of
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,
@@ -237,7 +237,7 @@ def test_a_rank_that_looks_when_a_circle_is_broken_hears_of_it_too() -> None:
             say(f"rank {here().rank} has raised")
         else:
             # It answers from the beginning, so that the others can find the circle.
-            with mock.patch.object(watch, "OVERDUE_SECONDS", math.inf):
+            with mock.patch.object(watchdog, "OVERDUE_SECONDS", math.inf):
                 in_thread(_look_when_the_others_have_raised)
                 error = error_in(DesyncError, lambda: objcomm.all_gather("x", group=c))
         assert error.reason == "each waits for another"
@@ -248,7 +248,7 @@ def test_a_rank_that_looks_when_a_circle_is_broken_hears_of_it_too() -> None:
 def _look_when_the_others_have_raised() -> None:
     for rank in range(2):
         hear(f"rank {rank} has raised")
-    watch.OVERDUE_SECONDS = 0.0
+    watchdog.OVERDUE_SECONDS = 0.0
 
 
 @ranks(2)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
 import objcomm
+from objcomm.calls.group import Group
 from objcomm.errors import UsageError
-from objcomm.group import Group
 from tests.cases import case
 from tests.group.helpers import subgroup
 from tests.ranks import ranks, solo

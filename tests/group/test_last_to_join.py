@@ -5,7 +5,7 @@ from typing import Any
 from unittest import mock
 
 import objcomm
-from objcomm import start
+from objcomm.bootstrap import init
 from objcomm.transport.rendezvous import await_all
 from tests.group.helpers import assert_group_works, hear, is_said, say, shared_port
 from tests.ranks import ranks
@@ -15,7 +15,7 @@ from tests.workers import here
 @ranks(2, joined=False)
 def test_init_returns_when_all_ranks_have_connected() -> None:
     rank = here().rank
-    connect = start._connect  # noqa: SLF001  # what happens meanwhile
+    connect = init._connect  # noqa: SLF001  # what happens meanwhile
 
     def connect_slowly(limit: Any) -> None:
         connect(limit)
@@ -30,9 +30,9 @@ def test_init_returns_when_all_ranks_have_connected() -> None:
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(shared_port()))
     with (
-        mock.patch.object(start, "_connect", connect_slowly)
+        mock.patch.object(init, "_connect", connect_slowly)
         if rank == 1
-        else mock.patch.object(start, "await_all", tell_and_await)
+        else mock.patch.object(init, "await_all", tell_and_await)
     ):
         objcomm.init()
     assert is_said("the second rank is done")

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import LaunchError, UsageError, launched, launching
+from objcomm import LaunchError, UsageError
+from objcomm.bootstrap import launch, worker
 from tests.faults.exiting import without_gloo
 from tests.forked import FORKED
 from tests.waits import wait_until
@@ -132,7 +133,7 @@ def test_all_ranks_failures_are_one_error_that_pickles(
         return threading.Lock()
 
     # Nobody has to be ended here, however slow the machine is.
-    monkeypatch.setattr(launching, "_GRACE_SECONDS", _DEADLINE_S)
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", _DEADLINE_S)
     with pytest.raises(LaunchError) as caught:
         objcomm.launch(fail, 4)
     error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # our own
@@ -167,7 +168,7 @@ def test_the_failure_that_caused_others_comes_first() -> None:
 def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_GRACE_SECONDS", 1.0)  # it counts from what was told
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)  # it counts from what was told
 
     def work() -> None:
         if int(os.environ["RANK"]) == 0:
@@ -195,7 +196,7 @@ def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(
     ],
 )
 def test_what_may_be_a_cause(error: BaseException) -> None:
-    assert not launched.is_heard(error)
+    assert not worker.is_heard(error)
 
 
 @pytest.mark.parametrize(
@@ -208,14 +209,14 @@ def test_what_may_be_a_cause(error: BaseException) -> None:
     ],
 )
 def test_what_a_rank_heard_of_others_is_no_cause(error: BaseException) -> None:
-    assert launched.is_heard(error)
+    assert worker.is_heard(error)
 
 
 @pytest.mark.long
 def test_a_rank_may_exit_and_time_may_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_GRACE_SECONDS", 1.0)  # it counts from the exit
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)  # it counts from the exit
 
     def stay() -> None:
         threading.main_thread().join()
@@ -247,7 +248,7 @@ def _wait() -> None:
 def test_who_must_be_killed_has_ended_when_the_call_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_GRACE_SECONDS", 0.0)  # for torch as well
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.0)  # for torch as well
 
     def work() -> None:
         if os.environ["RANK"] == "0":

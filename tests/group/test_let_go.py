@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.transport.mailbox import Arrival
+from objcomm.p2p.mailbox import Arrival
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
 from tests.waits import wait_until

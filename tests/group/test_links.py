@@ -2,8 +2,8 @@
 
 import torch.distributed as dist
 
-from objcomm.transport.base import Connections, Deadline
 from objcomm.transport.gloo import GlooLink
+from objcomm.transport.link import Connections, Deadline
 from objcomm.transport.rendezvous import Progress
 from tests.contracts import check_ends, check_transfers
 from tests.ranks import ranks

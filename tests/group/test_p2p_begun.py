@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportTimeout
-from objcomm.transport import mailbox, watch
-from objcomm.transport.order import Crew
+from objcomm.failures import watchdog
+from objcomm.p2p import mailbox
+from objcomm.transport.threads import Crew
 from tests.group.helpers import subgroup, tell_all
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S, wait_until
@@ -197,7 +198,7 @@ def test_a_limit_that_passes_when_there_can_be_no_more_threads_ends_the_work() -
 
 @solo()
 def test_the_watcher_outlives_what_it_could_not_end() -> None:
-    watcher = watch._watchers.watcher()  # noqa: SLF001  # nothing shows what it has fallen back to
+    watcher = watchdog._watchers.watcher()  # noqa: SLF001  # nothing shows what it has fallen back to
     went_on = threading.Event()
 
     def fail() -> None:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
-from objcomm.transport import gloo, watch
-from objcomm.transport.bulletin import Board
-from objcomm.transport.inquiry import Waiting, investigate
-from objcomm.transport.mesh import Mesh
+from objcomm.failures import watchdog
+from objcomm.failures.board import Board
+from objcomm.failures.inquiry import Waiting, investigate
+from objcomm.failures.mesh import Mesh
+from objcomm.transport import gloo
 from objcomm.transport.rendezvous import Progress, meet
 from tests.group.helpers import (
     assert_group_works,
@@ -134,7 +135,7 @@ def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> 
         objcomm.barrier(group=group)
         with (
             mock.patch.object(gloo, "meet", meet_later),
-            mock.patch.object(watch, "investigate", look_later),
+            mock.patch.object(watchdog, "investigate", look_later),
             patiently(),
             closely(),
         ):

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import objcomm
-from objcomm.transport import mailbox
+from objcomm.p2p import mailbox
 from tests.group.helpers import (
     assert_group_works,
     hear,

@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, TransportTimeout, receiving
-from objcomm.transport.mailbox import Arrival, Mailbox
+from objcomm import CollectiveError, DesyncError, TransportTimeout
+from objcomm.p2p import call
+from objcomm.p2p.mailbox import Arrival, Mailbox
 from tests.group.helpers import (
     assert_group_works,
     error_in,
@@ -305,7 +306,7 @@ def test_a_short_limit_is_not_for_what_has_begun_to_come() -> None:
     if here().rank == 0:
         wait_until(lambda: objcomm.iprobe(1, tag=9), "the message")
         with (
-            mock.patch.object(receiving, "_TRANSFER_SECONDS", PATIENCE_S),
+            mock.patch.object(call, "_TRANSFER_SECONDS", PATIENCE_S),
             stopped(pids[1]),
             after_looks(10, lambda: os.kill(pids[1], signal.SIGCONT)),
         ):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportError
-from objcomm.transport.stores import store_of
-from objcomm.transport.watch import bulletin_of
+from objcomm.failures.watchdog import bulletin_of
+from objcomm.world import store_of
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import objcomm
 from objcomm.errors import CollectiveError
-from objcomm.spans import span
+from objcomm.observe.tracing import span
 from tests.group.helpers import RefusesToPickle, assert_group_works
 from tests.ranks import ranks
 from tests.workers import here

@@ -14,9 +14,9 @@ import torch
 from tqdm.auto import tqdm
 
 import objcomm
+from objcomm.algorithms.transfers import Transfers
 from objcomm.errors import MissingDependencyError, TransportError
-from objcomm.progress import Bar
-from objcomm.transport.transfers import Transfers
+from objcomm.observe.progress import Bar
 from tests.cases import case
 from tests.group.helpers import assert_group_works, outcome_of, subgroup, tell_all
 from tests.ranks import ranks, solo

@@ -15,16 +15,10 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 import objcomm
-from objcomm import (
-    BrokenGroupError,
-    DesyncError,
-    ObjcommError,
-    TransportError,
-    TransportTimeout,
-    recorder,
-)
+from objcomm import BrokenGroupError, DesyncError, ObjcommError, TransportError, TransportTimeout
 from objcomm.__main__ import inspect
-from objcomm.inspector.dumps import read
+from objcomm.observe import recorder
+from objcomm.observe.inspect.dumps import read
 from tests.group.helpers import (
     assert_group_works,
     error_in,

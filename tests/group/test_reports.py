@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 import objcomm
-from objcomm.transport import bulletin
+from objcomm.failures import board as bulletin
 from tests.group.helpers import (
     assert_group_works,
     hear,

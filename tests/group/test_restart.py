@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportTimeout
-from objcomm.transport.stores import loopback_store
+from objcomm.transport.store import loopback_store
 from tests.group.helpers import assert_group_works, keys_in, outcome_of, tell_all
 from tests.group.watched import patiently
 from tests.ranks import ranks

@@ -17,18 +17,13 @@ import pytest
 import torch
 
 import objcomm
-from objcomm import (
-    DecodeError,
-    ForbiddenTypeError,
-    ObjcommError,
-    WireError,
-    admission,
-    frames,
-)
-from objcomm.authentication import signer_for
+from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError
 from objcomm.codecs.base import Encoded
-from objcomm.codecs.plain import PlainCodec
+from objcomm.codecs.msgpack import PlainCodec
 from objcomm.transport import rendezvous
+from objcomm.wire import gate as admission
+from objcomm.wire import header
+from objcomm.wire.signing import signer_for
 from tests.cases import case
 from tests.group.helpers import assert_group_works, error_in, outcome_of, subgroup, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
@@ -196,8 +191,8 @@ def test_a_recording_of_an_earlier_run_is_refused() -> None:
     def replayed(*_: Any) -> bytearray:
         return heads.pop(0)
 
-    def believed(_: admission.Gate, raw: bytes, *__: Any) -> frames.Header:
-        return frames.Header.unpack(raw)
+    def believed(_: admission.Gate, raw: bytes, *__: Any) -> header.Header:
+        return header.Header.unpack(raw)
 
     number = uuid.uuid4().hex
     both_runs = mock.Mock(uuid4=lambda: mock.Mock(hex=number))
@@ -299,7 +294,7 @@ def test_a_small_message_beyond_a_limit_costs_only_its_reader() -> None:
 @pytest.mark.parametrize("name", ["all_gather", "send"])
 def test_a_message_of_another_version_names_the_ranks_of_both(name: str) -> None:
     objcomm.barrier()
-    version = frames.VERSION
+    version = header.VERSION
 
     def call() -> Any:
         if name == "all_gather":
@@ -310,7 +305,7 @@ def test_a_message_of_another_version_names_the_ranks_of_both(name: str) -> None
             objcomm.recv(src=2)
 
     if name == "all_gather" or here().rank != 1:
-        with mock.patch.object(frames, "VERSION", version + (here().rank == 2)):
+        with mock.patch.object(header, "VERSION", version + (here().rank == 2)):
             error = error_in(ObjcommError, lambda: call() or call())  # who only sends may return
         text = f"rank 2 sent rank 0 .* version {version}, got .* version {version + 1}"
         assert re.search(text, str(error))

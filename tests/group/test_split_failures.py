@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, UsageError
-from objcomm.transport.outage import open_sockets
+from objcomm.transport.sockets import open_sockets
 from tests.group.helpers import assert_group_works, exit_at_once, tell_all
 from tests.group.membership import NOBODY, members
 from tests.ranks import ranks

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import StartError, TransportError, TransportTimeout, UsageError
+from objcomm.calls.group import resolve
 from objcomm.transport.rendezvous import await_all
-from objcomm.transport.stores import loopback_store
-from objcomm.world import resolve
+from objcomm.transport.store import loopback_store
 from tests.group.helpers import assert_group_works, shared_port, tell_all
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S

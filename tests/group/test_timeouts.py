@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, TransportTimeout
-from objcomm.history import Entry
-from objcomm.transport import inquiry, watch
+from objcomm.failures import inquiry, watchdog
+from objcomm.failures.deadlock import Whereabouts
+from objcomm.failures.mesh import Mesh
+from objcomm.failures.verdict import Verdict
+from objcomm.observe.history import Entry
 from objcomm.transport.lane import Lane
-from objcomm.transport.mesh import Mesh
-from objcomm.transport.stores import loopback_store
-from objcomm.transport.verdict import Verdict
-from objcomm.transport.whereabouts import Whereabouts
+from objcomm.transport.store import loopback_store
 from tests.group.helpers import (
     AWAIT_RANK_1,
     assert_group_works,
@@ -229,7 +229,7 @@ def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
     with subgroup(0, 1) as group:
         objcomm.barrier(group=group)
         if here().rank == 0:
-            watcher = watch._watchers.watcher()  # noqa: SLF001  # nothing shows what it falls back to
+            watcher = watchdog._watchers.watcher()  # noqa: SLF001  # nothing shows what it falls back to
 
             def expire(*_: object) -> None:
                 """As a store that is slow; what there is without it is due when the test says."""
@@ -237,7 +237,7 @@ def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
 
             with (
                 mock.patch.object(inquiry, "expire", expire),
-                mock.patch.object(watch, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
+                mock.patch.object(watchdog, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
             ):
                 assert objcomm.all_gather(0, timeout=LIMIT_S, group=group) == [0, 1]
             ends = [end for _, end in watcher._fallbacks]  # noqa: SLF001  # likewise
@@ -272,7 +272,7 @@ def test_a_call_that_succeeds_while_others_are_asked_ends_no_later_one() -> None
                 assert objcomm.all_gather(0, timeout=LIMIT_S, group=group) == [0, 1]
                 has_returned.set()
                 world: Any = dist.group.WORLD
-                watch.bulletin_of(world).call(lambda _: None)  # it has gone on
+                watchdog.bulletin_of(world).call(lambda _: None)  # it has gone on
         else:
             hear("rank 1 has answered")
             assert objcomm.all_gather(1, group=group) == [0, 1]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, TransportError, UsageError, elementwise, trees
-from objcomm.bodies import answered
+from objcomm import CollectiveError, DesyncError, TransportError, UsageError
+from objcomm.collectives.patterns import answered
+from objcomm.collectives.reduction import elementwise, leafwise
 from tests.cases import case
 from tests.group.containers import LARGE, Loss, Stats
 from tests.group.helpers import assert_group_works, exit_at_once
@@ -204,7 +205,7 @@ def test_a_wrong_answer_harms_no_rank(missing: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if here().rank == 0:
-            patch.setattr(trees, "answered", lie)  # what is sent, and nothing else
+            patch.setattr(leafwise, "answered", lie)  # what is sent, and nothing else
         with pytest.raises(objcomm.ObjcommError):
             objcomm.all_reduce({"a": torch.ones(9000), "b": 1}, "sum", missing=missing)
     assert_group_works()
@@ -224,7 +225,7 @@ def test_who_has_no_room_for_a_result_fails_like_any_other() -> None:
     tensor = torch.ones(LARGE)
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
-            patch.setattr(trees, "room_for", lambda *_: torch.empty(2**60))
+            patch.setattr(leafwise, "room_for", lambda *_: torch.empty(2**60))
         kind = RuntimeError if rank == last else CollectiveError
         with pytest.raises(kind, match=r"memory|size") as caught:
             objcomm.all_reduce(tensor)

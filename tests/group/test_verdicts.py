@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportTimeout
-from objcomm.transport import watch
+from objcomm.failures import watchdog
 from tests.group.helpers import (
     assert_group_works,
     hear,
@@ -62,7 +62,7 @@ def test_a_busy_ranks_old_answer_closes_no_circle() -> None:
 
 def fall_silent() -> None:
     """Tell nothing more than this, as if the rank were busy already."""
-    watch.OVERDUE_SECONDS = math.inf
+    watchdog.OVERDUE_SECONDS = math.inf
     say("rank 2 waits and has told so")
 
 

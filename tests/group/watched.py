@@ -12,10 +12,10 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from objcomm.transport import inquiry, watch
-from objcomm.transport.bulletin import Board, Bulletin
-from objcomm.transport.inquiry import Waiting, investigate
-from objcomm.transport.mesh import Mesh
+from objcomm.failures import inquiry, watchdog
+from objcomm.failures.board import Board, Bulletin
+from objcomm.failures.inquiry import Waiting, investigate
+from objcomm.failures.mesh import Mesh
 from tests.waits import PATIENCE_S
 
 _OVERDUE_S = 0.05
@@ -26,11 +26,11 @@ _TICK_S = 0.02
 def closely() -> Iterator[None]:
     """Investigate each wait after a tenth of the time, a dozen times as often, and answer so."""
     with (
-        mock.patch.object(watch, "OVERDUE_SECONDS", _OVERDUE_S),
-        mock.patch.object(watch, "_TICK_SECONDS", _TICK_S),
+        mock.patch.object(watchdog, "OVERDUE_SECONDS", _OVERDUE_S),
+        mock.patch.object(watchdog, "_TICK_SECONDS", _TICK_S),
         answering_every(_TICK_S),
     ):
-        watch._watchers.watcher()._nudge()  # noqa: SLF001  # or it sleeps out its old pause
+        watchdog._watchers.watcher()._nudge()  # noqa: SLF001  # or it sleeps out its old pause
         yield
 
 
@@ -41,7 +41,7 @@ def answering_every(seconds: float) -> Iterator[None]:
         yield
         return
     world: Any = dist.group.WORLD
-    bulletin = watch.bulletin_of(world)
+    bulletin = watchdog.bulletin_of(world)
     with mock.patch.object(bulletin, "_pause", seconds):
         bulletin.submit(lambda _: None)  # or it sleeps out its old pause
         yield
@@ -57,11 +57,11 @@ def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
     with (
         mock.patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers_s),
         mock.patch.object(inquiry, "_BRIEF_SECONDS", 0.0),
-        mock.patch.object(watch, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
+        mock.patch.object(watchdog, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
         mock.patch.object(Bulletin.call, "__defaults__", (PATIENCE_S,)),
     ):
         yield
-    watcher, late = watch._watchers.watcher(), time.monotonic() + PATIENCE_S  # noqa: SLF001  # no public way
+    watcher, late = watchdog._watchers.watcher(), time.monotonic() + PATIENCE_S  # noqa: SLF001  # no public way
     # What would end a call in so long holds its group until then.
     watcher._fallbacks = [each for each in watcher._fallbacks if each[0] < late]  # noqa: SLF001  # likewise
 
@@ -79,5 +79,5 @@ def after_looks(times: int, action: Callable[[], object]) -> Iterator[None]:
         if next(looks) == times:
             action()
 
-    with mock.patch.object(watch, "investigate", counted), closely():
+    with mock.patch.object(watchdog, "investigate", counted), closely():
         yield

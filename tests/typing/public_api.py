@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import objcomm
+from objcomm.collectives.reduction.operators import Extreme
 from objcomm.compat import torch as dist_objects
-from objcomm.ops import Extreme
 
 
 @dataclass

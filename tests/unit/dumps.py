@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from objcomm.__main__ import inspect
-from objcomm.inspector.dumps import Dump, parse
+from objcomm.observe.inspect.dumps import Dump, parse
 
 Raw = dict[str, Any]
 # Any time will do; a large one shows where precision is lost.

@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from objcomm import Work
-from objcomm.transport.line import Line
+from objcomm.transport.threads import Line
 from tests.waits import PATIENCE_S
 
 LIMIT_S = PATIENCE_S

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from objcomm.admission import Gate
+from objcomm.algorithms.device import DevicePath
+from objcomm.algorithms.exchange import Exchange
+from objcomm.algorithms.transfers import Meter
 from objcomm.config import Settings
-from objcomm.frames import BLANK, EVERYONE, Header, Operation
-from objcomm.history import Entry
-from objcomm.transport.base import Deadline, DeviceLink
-from objcomm.transport.device import DevicePath
-from objcomm.transport.exchange import Exchange
+from objcomm.observe.history import Entry
 from objcomm.transport.lane import Lane
-from objcomm.transport.pieces import Meter
+from objcomm.transport.link import Deadline, DeviceLink
+from objcomm.wire.gate import Gate
+from objcomm.wire.header import BLANK, EVERYONE, Header, Operation
 
 JOIN_SECONDS = 120.0  # only a hang takes so long
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from objcomm import structures
-from objcomm.answers import Place, operand, received
+from objcomm.collectives.reduction import structures
+from objcomm.collectives.reduction.leafwise import Place, operand, received
+from objcomm.collectives.reduction.operators import operator_for
 from objcomm.errors import DecodeError
-from objcomm.ops import operator_for
 
 LARGE = torch.zeros(8)
 MINE = {"a": 1, "b": LARGE, "c": [2.0]}

@@ -11,15 +11,15 @@ import torch
 
 import objcomm
 from objcomm import AuthenticationError, DesyncError, UsageError
-from objcomm.admission import Gate
-from objcomm.authentication import Signer, environment_secret, read_key_file, secret_of
-from objcomm.config import Settings, settings
-from objcomm.frames import HEADER_NBYTES, Flag, Header, Status
-from objcomm.memory import Buffer, Kind, to_bytes
-from objcomm.message import Message, compose
-from objcomm.outcome import failure_message, failures_in
-from objcomm.transport import routes
-from objcomm.transport.exchange import Exchange
+from objcomm.algorithms import routes
+from objcomm.algorithms.exchange import Exchange
+from objcomm.codecs.buffers import Buffer, Kind, to_bytes
+from objcomm.config import Settings, secret_of, settings
+from objcomm.wire.failure import failure_message, failures_in
+from objcomm.wire.gate import Gate
+from objcomm.wire.header import HEADER_NBYTES, Flag, Header, Status
+from objcomm.wire.message import Message, compose
+from objcomm.wire.signing import Signer, environment_secret, read_key_file
 from tests.ranks import solo
 from tests.unit.memory_link import (
     MemoryLink,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from objcomm.transport.bulletin import Board, Bulletin
-from objcomm.transport.liveness import Processes
+from objcomm.failures.board import Board, Bulletin
+from objcomm.failures.liveness import Processes
 from tests.waits import PATIENCE_S
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data._utils import pin_memory
 
-from objcomm.frames import Operation
-from objcomm.transport.conflict import find_conflict
-from objcomm.transport.location import is_idle_in_a_pool, serves_a_library
-from objcomm.transport.whereabouts import MEETING, Conflict, LaneState, Step, Whereabouts
+from objcomm.failures.deadlock import MEETING, Conflict, LaneState, Step, Whereabouts, find_conflict
+from objcomm.failures.inquiry import is_idle_in_a_pool, serves_a_library
+from objcomm.wire.header import Operation
 from tests.waits import PATIENCE_S, wait_until
 
 MAIN, OTHER = 1, 2

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from objcomm.counters import Counters, OperationStats
+from objcomm.observe.history import Counters, OperationStats
 
 
 def test_figures_of_all_calls_are_added_up() -> None:

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from objcomm.transport import farewell
-from objcomm.transport.farewell import end_waits
-from objcomm.transport.line import Line
+from objcomm.failures import watchdog
+from objcomm.failures.watchdog import end_waits
+from objcomm.transport.threads import Line
 from tests.waits import PATIENCE_S
 
 
@@ -69,7 +69,7 @@ def test_a_line_that_lets_go_of_a_job_is_waited_for() -> None:
 
 
 def test_who_does_not_come_back_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(farewell, "FAREWELL_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", 0.0)
     leave = threading.Event()
     thread = threading.Thread(target=leave.wait, args=(PATIENCE_S,), name="objcomm-listen")
     thread.start()

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import objcomm
-from objcomm import CodecError, DesyncError, ObjcommError, WireError, frames
-from objcomm.frames import HEADER_NBYTES, Header, Operation
+from objcomm import CodecError, DesyncError, ObjcommError, WireError
+from objcomm.wire import header as frames
+from objcomm.wire.header import HEADER_NBYTES, Header, Operation
 from tests.ranks import solo
 from tests.same import assert_same
 

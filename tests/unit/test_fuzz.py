@@ -10,9 +10,10 @@ import torch
 
 import objcomm
 from objcomm import DecodeError, WireError
-from objcomm.codecs import plain, restricted, tensors
+from objcomm.codecs import msgpack as plain
+from objcomm.codecs import restricted, tensors
 from objcomm.codecs.base import decode
-from objcomm.codecs.rules import CONSTRUCTORS
+from objcomm.codecs.types import CONSTRUCTORS
 from tests import fuzz
 from tests.fuzz import drawn
 from tests.fuzz.mutate import seeds, variant

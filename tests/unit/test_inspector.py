@@ -3,8 +3,8 @@
 import pytest
 
 from objcomm.__main__ import inspect
-from objcomm.inspector.rows import Absence, match
-from objcomm.inspector.words import ranks_text
+from objcomm.observe.inspect.report import ranks_text
+from objcomm.observe.inspect.rows import Absence, match
 from tests.unit.dumps import T0, Raw, alike, dump, entry, group, said
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from objcomm.__main__ import inspect
-from objcomm.inspector.clocks import estimate
-from objcomm.inspector.dumps import read
-from objcomm.inspector.rows import Absence, match
+from objcomm.observe.inspect.dumps import read
+from objcomm.observe.inspect.rows import Absence, estimate, match
 from tests.unit.dumps import T0, Raw, alike, dump, entry, group, raw_dump, said
 
 

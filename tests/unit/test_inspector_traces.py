@@ -6,9 +6,8 @@ from collections import defaultdict
 import pytest
 
 from objcomm.__main__ import inspect
-from objcomm.inspector.clocks import corrected, estimate
-from objcomm.inspector.rows import match
-from objcomm.inspector.trace import trace
+from objcomm.observe.inspect.rows import corrected, estimate, match
+from objcomm.observe.inspect.trace import trace
 from tests.unit.dumps import T0, Raw, alike, dump, entry, group
 
 

@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 
-from objcomm.transport import line as line_module
-from objcomm.transport.line import Line
+from objcomm.transport import threads as line_module
+from objcomm.transport.threads import Line
 from tests.waits import PATIENCE_S
 
 LIMIT_S = PATIENCE_S

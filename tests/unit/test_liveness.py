@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from objcomm.errors import WireError
-from objcomm.transport import liveness
-from objcomm.transport.liveness import Process, Processes
+from objcomm.failures import liveness
+from objcomm.failures.liveness import Process, Processes
 from tests.waits import wait_until
 
 

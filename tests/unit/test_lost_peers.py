@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from objcomm.errors import TransportError, TransportTimeout
-from objcomm.message import compose
-from objcomm.transport.base import Pending
-from objcomm.transport.blame import by_name
-from objcomm.transport.liveness import Processes
-from objcomm.transport.verdict import Cause, Verdict
+from objcomm.failures.liveness import Processes
+from objcomm.failures.mesh import by_name
+from objcomm.failures.verdict import Cause, Verdict
+from objcomm.transport.link import Pending
+from objcomm.wire.message import compose
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm.frames import Header, Operation
-from objcomm.transport import mailbox as module
-from objcomm.transport.mailbox import Arrival, Mailbox, Request
-from objcomm.transport.verdict import Cause, Verdict
+from objcomm.failures.verdict import Cause, Verdict
+from objcomm.p2p import mailbox as module
+from objcomm.p2p.mailbox import Arrival, Mailbox, Request
+from objcomm.wire.header import Header, Operation
 from tests.waits import PATIENCE_S, wait_until
 
 LOST = Verdict.of(Cause.LOST, ranks=(1,), reason="it died")

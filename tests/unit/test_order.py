@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from objcomm.transport import order as module
-from objcomm.transport.order import Apart, Crew, Order, Place, Single
+from objcomm.transport import threads as module
+from objcomm.transport.threads import Apart, Crew, Order, Place, Single
 from tests.waits import PATIENCE_S, wait_until
 
 

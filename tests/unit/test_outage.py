@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from objcomm.transport.outage import (
+from objcomm.transport.sockets import (
     HOST_LOST,
     cause_of,
     hang_up,

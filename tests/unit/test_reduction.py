@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from objcomm import elementwise
-from objcomm.transport import reduction
-from objcomm.transport.base import result_tag
-from objcomm.transport.reduction import Part
+from objcomm.algorithms import reduction
+from objcomm.algorithms.reduction import Part
+from objcomm.collectives.reduction import elementwise
+from objcomm.transport.link import result_tag
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane, on_every_rank
 
 NUMELS = [0, 1, 5, 20_000, 40_000, 200_001, 3, 700_000]

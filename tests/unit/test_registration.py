@@ -13,7 +13,7 @@ import torch
 import objcomm
 from objcomm import CodecError, DecodeError, EncodeError, ForbiddenTypeError, UsageError
 from objcomm.codecs.base import Codec, Encoded
-from objcomm.frames import HEADER_NBYTES, Header
+from objcomm.wire.header import HEADER_NBYTES, Header
 from tests import samples
 from tests.contracts import check_codec
 from tests.ranks import solo

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from objcomm.algorithms import routes
+from objcomm.algorithms.exchange import Exchange
+from objcomm.codecs.buffers import Buffer, Kind, to_bytes
 from objcomm.errors import DesyncError, TransportTimeout, WireError
-from objcomm.frames import HEADER_NBYTES, WINDOW_NBYTES, Flag, Status
-from objcomm.memory import Buffer, Kind, to_bytes
-from objcomm.message import Message, compose
-from objcomm.transport import routes
-from objcomm.transport.base import head_tag, receipt_tag
-from objcomm.transport.exchange import Exchange
+from objcomm.transport.link import head_tag, receipt_tag
+from objcomm.wire.header import HEADER_NBYTES, WINDOW_NBYTES, Flag, Status
+from objcomm.wire.message import Message, compose
 from tests.contracts import check_transfers
 from tests.unit.memory_link import (
     MemoryDeviceLink,

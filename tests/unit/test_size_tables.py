@@ -5,8 +5,8 @@ import torch
 
 from objcomm import WireError
 from objcomm.codecs.pickle5 import PickleCodec
-from objcomm.frames import Header, unpack_table
-from objcomm.message import compose
+from objcomm.wire.header import Header, unpack_table
+from objcomm.wire.message import compose
 
 
 @pytest.mark.parametrize("difference", [-1, 1, -400_000])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from objcomm import errors
 from objcomm.errors import Position, RankFailure, WireError
-from objcomm.transport.verdict import Cause, Verdict
-from objcomm.transport.whereabouts import Conflict, LaneState, Step, Whereabouts
+from objcomm.failures.deadlock import Conflict, LaneState, Step, Whereabouts
+from objcomm.failures.verdict import Cause, Verdict
 
 POSITIONS = (
     Position(0, "gather", 3, 1, "train.py:3", 1.5),

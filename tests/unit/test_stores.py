@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from objcomm.transport.stores import Clients, UntilLost, bare, loopback_store, read
+from objcomm.transport.store import Clients, UntilLost, loopback_store, read
+from objcomm.world import bare
 
 
 @pytest.fixture(params=["tcp", "file"])

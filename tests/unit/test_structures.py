@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from objcomm import structures
+from objcomm.collectives.reduction import structures
+from objcomm.collectives.reduction.operators import operator_for
+from objcomm.collectives.reduction.structures import ABSENT
 from objcomm.errors import UsageError
-from objcomm.ops import operator_for
-from objcomm.structures import ABSENT, DifferenceError
+from objcomm.wire.failure import DifferenceError
 from tests.same import assert_same
 
 SUM = operator_for("sum")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from objcomm.frames import Operation
-from objcomm.history import Entry
-from objcomm.transport import inquiry
-from objcomm.transport.liveness import Processes
-from objcomm.transport.whereabouts import LaneState, Whereabouts
+from objcomm.failures import inquiry
+from objcomm.failures.deadlock import LaneState, Whereabouts
+from objcomm.failures.liveness import Processes
+from objcomm.observe.history import Entry
+from objcomm.wire.header import Operation
 from tests.unit.memory_link import header_of
 from tests.unit.test_conflict import MAIN, recv
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from objcomm.frames import Operation
-from objcomm.history import Entry
-from objcomm.transport import inquiry
-from objcomm.transport.whereabouts import Whereabouts
+from objcomm.failures import inquiry
+from objcomm.failures.deadlock import Whereabouts
+from objcomm.observe.history import Entry
+from objcomm.wire.header import Operation
 from tests.unit.memory_link import header_of
 from tests.unit.test_conflict import MAIN, recv
 

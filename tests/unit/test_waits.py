@@ -11,17 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from objcomm.algorithms.device import DevicePath
 from objcomm.config import Settings
 from objcomm.errors import TransportError, WireError
-from objcomm.history import Entry, History
-from objcomm.transport.base import Deadline
-from objcomm.transport.bulletin import Board
-from objcomm.transport.device import DevicePath
-from objcomm.transport.liveness import Processes
-from objcomm.transport.mesh import Mesh
-from objcomm.transport.proposal import proposal_for
-from objcomm.transport.verdict import DESTROYED, Cause, Verdict
-from objcomm.transport.whereabouts import Conflict, LaneState, Step, Whereabouts
+from objcomm.failures.board import Board
+from objcomm.failures.deadlock import Conflict, LaneState, Step, Whereabouts
+from objcomm.failures.liveness import Processes
+from objcomm.failures.mesh import Mesh
+from objcomm.failures.verdict import DESTROYED, Cause, Verdict, proposal_for
+from objcomm.observe.history import Entry, History
+from objcomm.transport.link import Deadline
 from tests.unit.memory_link import header_of
 
 REPORT_AFTER_S = Settings().report_after

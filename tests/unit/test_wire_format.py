@@ -4,9 +4,9 @@ import re
 import struct
 from pathlib import Path
 
-from objcomm import frames
-from objcomm.frames import HEADER_NBYTES, MAGIC, VERSION, Header, Operation, Row, Status
-from objcomm.memory import Kind
+from objcomm.codecs.buffers import Kind
+from objcomm.wire import header
+from objcomm.wire.header import HEADER_NBYTES, MAGIC, VERSION, Header, Operation, Row, Status
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
 
@@ -79,6 +79,6 @@ def test_the_page_lists_every_number() -> None:
 
 
 def test_the_page_names_the_constants() -> None:
-    assert f"the window of {frames.WINDOW_NBYTES} bytes" in PAGE
-    assert f"rows of {frames.ROW_NBYTES} bytes" in PAGE
-    assert frames.pack_table([Row(3, 1)]) == b"\x03" + bytes(7) + b"\x01"
+    assert f"the window of {header.WINDOW_NBYTES} bytes" in PAGE
+    assert f"rows of {header.ROW_NBYTES} bytes" in PAGE
+    assert header.pack_table([Row(3, 1)]) == b"\x03" + bytes(7) + b"\x01"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from objcomm import Work, as_completed, wait_all
-from objcomm.transport.line import Line
+from objcomm.transport.threads import Line
 from tests.unit.flights import PLACE, Begun
 
 

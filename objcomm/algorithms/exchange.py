@@ -1,0 +1,315 @@
+"""One operation's traffic on one lane: heads, what follows them, and its figures.
+
+Knows links, messages and this operation's header; knows nothing of what the messages mean, nor
+who has to send to whom.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from objcomm.algorithms import topology
+from objcomm.algorithms.device import DevicePath
+from objcomm.algorithms.transfers import Meter, Transfers, Unit, ended, is_paced, nbytes_of, units
+from objcomm.codecs.buffers import view
+from objcomm.observe.history import Entry
+from objcomm.transport.lane import Lane, Standing, absent
+from objcomm.transport.link import Deadline, Link, head_tag
+from objcomm.wire.gate import Gate
+from objcomm.wire.header import EVERYONE, Header
+from objcomm.wire.message import Message, open_body
+
+# So much is taken by the system's socket buffers, whether or not the peer reads.
+_UNNOTICED_NBYTES = 1 << 16
+
+
+class Exchange(Transfers):
+    """What one rank sends and receives in one operation; sends are begun, ``finish`` ends them.
+
+    Attributes:
+        entry: the call on this rank.
+        header: what this rank's own messages carry.
+        device: moves the members that lie on an accelerator.
+        gate: signs this rank's messages and judges the others'.
+        rank: this rank, within the group.
+        size: number of ranks.
+        hosts: of each rank, as a number.
+        rounds: how often this rank had to wait for what depended on an earlier message.
+        sent_nbytes: bytes sent over the link so far, to all ranks together.
+        received_nbytes: bytes received over the link so far.
+    """
+
+    def __init__(  # all of them are facts of one call, named by the caller
+        self,
+        *,
+        link: Link,
+        lane: Lane,
+        entry: Entry,
+        deadline: Deadline,
+        gate: Gate,
+        device: DevicePath,
+        meter: Meter | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            link: joins the ranks.
+            lane: whose turn it is.
+            entry: the call, whose header has what must agree on all ranks.
+            deadline: for all waits together.
+            gate: signs this rank's messages and judges the others'.
+            device: see ``device.DevicePath``.
+            meter: is told of the bytes that follow heads, as far as they go over ``link``; None if
+                nobody wants to know.
+        """
+        super().__init__(link, lane.number, entry, deadline, meter)
+        self.header = entry.header
+        self.device = device
+        self.rank = link.rank
+        self.size = link.size
+        self.hosts = link.hosts
+        self.rounds = 0
+        self._lane = lane
+        self.gate = gate
+        self._head_tag = head_tag(lane.number)
+        self._heads_to: Counter[int] = Counter()
+        self._heads_from: Counter[int] = Counter()
+
+    def send_head(
+        self, message: Message, peers: Iterable[int], destination: int = EVERYONE
+    ) -> None:
+        """Begin to send the first part of ``message`` to some ranks, or for one rank alone."""
+        flat = torch.frombuffer(self.gate.head_of(message, destination), dtype=torch.uint8)
+        for peer in peers:
+            self._send(flat, peer, self._head_tag, message)
+            self._heads_to[peer] += 1
+
+    def finish(self) -> None:
+        """See ``Transfers``."""
+        super().finish()
+        self._lane.answering.update(self._heads_to)
+
+    def are_asked_for(self) -> bool:
+        """See ``Transfers``."""
+        # Each rank posts the receive for a rank's next first message when it has taken one, so that
+        # Gloo reads its word of that before its own next first message.
+        are_heads = len(self._sends) == self._heads_to.total()
+        return are_heads and all(
+            count <= self._heads_from[peer] and peer in self._lane.answering
+            for peer, count in self._heads_to.items()
+        )
+
+    def recv_heads(self, peers: Sequence[int], *, made_by: int | None = None) -> list[Message]:
+        """Wait for the next first message of each of ``peers``.
+
+        Args:
+            peers: whose connections they come over.
+            made_by: who made what they pass on; each of them made its own if None.
+
+        Raises:
+            DesyncError: a peer is in another operation.
+            DecodeError: its codec is not accepted here, and more of its message would follow.
+            WireError: its bytes are no message of this group and lane.
+            TransportTimeout: the limit passed; names all that are missing.
+            TransportError: a peer is gone.
+        """
+        standing = [self._standing(peer) for peer in peers]
+        messages = []
+        for at, (peer, each) in enumerate(zip(peers, standing, strict=True)):
+            self.entry.awaits = peer
+            try:
+                each.pending.wait(self._deadline.left())
+            except RuntimeError as error:
+                is_late = self._has_timed_out(error)
+                missing = absent(peers, standing, at) if is_late else (peer,)
+                raise self._naming(error, missing) from error
+            self._heads_from[peer] += 1
+            message = self.open(each.raw, peer if made_by is None else made_by)
+            each.renew()
+            self.received_nbytes += message.header.head_nbytes
+            messages.append(message)
+        self.rounds += 1
+        return messages
+
+    def _standing(self, peer: int) -> Standing:
+        try:
+            return self._lane.standing(self._link, peer)
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
+
+    def open(self, raw: bytearray | memoryview, sender: int) -> Message:
+        """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
+        header = self.gate.header_in(raw, sender)
+        self.gate.check_call(self.header, header, sender)
+        return self.adopt(raw, header)
+
+    def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
+        """Take in a first message that was checked when it arrived."""
+        message = self.gate.take_in(raw, header)
+        if header.is_inline and message.refusal is None:
+            open_body(message, self.device.device)
+        return message
+
+    def send_rest(self, message: Message, peers: Sequence[int]) -> None:
+        """Begin to send what follows the head, to some ranks."""
+        if message.is_all_head:
+            return
+        rest = self._body_units(message) + self._payload_units(message)
+        if is_paced(message):
+            self._meter.expect(nbytes_of(rest))
+            self._expect_receipts(rest, peers)
+        for peer in peers:
+            for piece in itertools.chain.from_iterable(rest):
+                self._send(piece, peer, self._payload_tag, message)
+        if not is_paced(message) and self._is_noticed(message):
+            self.confirm((), peers)
+
+    def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
+        """Wait for what follows the heads of some peers, from all at once."""
+        arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
+        if not arriving:
+            return
+        self._wait_for([(*each, self._body_units(each[1])) for each in arriving])
+        for _, message in arriving:
+            if not message.header.is_inline:
+                open_body(message, self.device.device)
+        self._wait_for([(*each, self._payload_units(each[1])) for each in arriving])
+        noticed = [each for each in arriving if not is_paced(each[1])]
+        self.confirm([peer for peer, message in noticed if self._is_noticed(message)], ())
+
+    def relay_rest(self, message: Message, root: int) -> None:
+        """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks.
+
+        The last piece leaves ``root`` when each rank has given its word that it takes the message.
+        So if one refuses it, no rank has returned from the call.
+        """
+        if message.is_all_head:
+            return
+        header = message.header
+        place = self._place(header.body_nbytes + header.payload_nbytes, root)
+        parent, children, chunk_nbytes = place
+        if not header.is_inline:
+            body = self._body_pieces(message, chunk_nbytes)
+            self._relay(body, place, message, is_last=not header.payload_nbytes)
+            if parent is not None:
+                open_body(message, self.device.device)
+        if header.payload_nbytes:
+            self._relay(self._pieces(message, chunk_nbytes), place, message, is_last=True)
+        if not is_paced(message) and self._is_noticed(message):
+            self.confirm([] if parent is None else [parent], children)
+
+    def pass_around(self, messages: Sequence[Message], ring: Sequence[int]) -> None:
+        """What follows every rank's head, each rank's from neighbour to neighbour to all others.
+
+        Args:
+            messages: of all ranks, in rank order; at least one has more than its head.
+            ring: all ranks, the same on each; a rank receives from the one before it.
+        """
+        at = ring.index(self.rank)
+        left, right = ring[at - 1], ring[(at + 1) % self.size]
+        coming = [messages[ring[at - steps]] for steps in range(1, self.size)]  # in this order
+        for cut in (self._body_pieces, self._pieces):
+            rest = [(message, ended([piece])) for message in coming for piece in cut(message)]
+            arriving = [self._posted(left, unit) for _, unit in rest]
+            self._meter.expect(nbytes_of([unit for _, unit in rest]))
+            mine = messages[self.rank]
+            for piece in itertools.chain.from_iterable(ended([each]) for each in cut(mine)):
+                self._send(piece, right, self._payload_tag, mine)
+            for (message, unit), pendings in zip(rest, arriving, strict=True):
+                self._take(unit, pendings, left)
+                for piece in unit if message is not messages[right] else ():
+                    self._send(piece, right, self._payload_tag, message)
+            self.rounds += bool(rest)
+            for message in coming if cut == self._body_pieces else ():
+                if not message.header.is_inline:
+                    open_body(message, self.device.device)
+        self.confirm([left], [right])
+
+    def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
+        """Bytes that all ranks have agreed on, none empty, from ``root``'s memory into others'."""
+        place = parent, children, chunk_nbytes = self._place(sum(f.numel() for f in flats), root)
+        self._relay([piece for flat in flats for piece in flat.split(chunk_nbytes)], place, flats)
+        self.confirm([] if parent is None else [parent], children)
+
+    def _place(self, nbytes: int, root: int) -> "_Place":
+        """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
+        route, chunk_nbytes = topology.for_payload(nbytes, self.hosts)
+        return *route(self.rank, root, self.size), chunk_nbytes
+
+    def _is_noticed(self, message: Message) -> bool:
+        """Whether so much follows its head here that a receipt is due; the same on both ranks."""
+        body_nbytes = 0 if message.header.is_inline else message.header.body_nbytes
+        flats = self.device.not_carried(message)
+        return body_nbytes + sum(flat.numel() for flat in flats) > _UNNOTICED_NBYTES
+
+    def _body_units(self, message: Message) -> list[Unit]:
+        body = [] if message.header.is_inline else [view(message.body)]
+        return units(message, body, topology.CHUNK_MAX_NBYTES)
+
+    def _payload_units(self, message: Message) -> list[Unit]:
+        return units(message, self._pieces(message), topology.CHUNK_MAX_NBYTES)
+
+    def _body_pieces(
+        self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
+    ) -> Sequence[torch.Tensor]:
+        return () if message.header.is_inline else view(message.body).split(chunk_nbytes)
+
+    def _pieces(
+        self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
+    ) -> list[torch.Tensor]:
+        flats = self.device.not_carried(message)
+        return [piece for flat in flats for piece in flat.split(chunk_nbytes)]
+
+    def _relay(
+        self,
+        pieces: Sequence[torch.Tensor],
+        place: "_Place",
+        owner: object,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        self.rounds += bool(pieces)
+        parent, children, _ = place
+        are_all_ready = self.words_of(children if is_last else ())
+        has_receipts = isinstance(owner, Message) and is_paced(owner)
+        relayed = [ended([piece]) for piece in pieces]
+        self._meter.expect(nbytes_of(relayed))
+        if has_receipts:
+            self._expect_receipts(relayed, children, is_counted=parent is None)
+        if parent is None:
+            arriving = _held_back(relayed, are_all_ready)
+        else:
+            arriving = self._stream(relayed, parent, is_paced=has_receipts)
+            are_all_ready()
+            if is_last:
+                self.give_word(parent)
+        for unit in arriving:
+            for child in children:
+                for piece in unit:
+                    self._send(piece, child, self._payload_tag, owner)
+
+    def _wait_for(self, arriving: Sequence[tuple[int, Message, list[Unit]]]) -> None:
+        if not any(rest for _, _, rest in arriving):
+            return
+        self.rounds += 1
+        streams = [
+            self._stream(rest, peer, is_paced=is_paced(message)) for peer, message, rest in arriving
+        ]
+        self._meter.expect(sum(nbytes_of(rest) for _, _, rest in arriving))
+        # Of all peers in turn, because they send at the same time.
+        for _ in itertools.zip_longest(*streams):
+            pass
+
+
+def _held_back(units: Sequence[Unit], are_all_ready: Callable[[], None]) -> Iterator[Unit]:
+    """What a root sends: the last byte when all other ranks have given their word."""
+    yield from units[:-1]
+    yield from (unit[:-1] for unit in units[-1:])
+    are_all_ready()
+    yield from (unit[-1:] for unit in units[-1:])
+
+
+#: See ``Exchange._place``.
+_Place = tuple[int | None, list[int], int]

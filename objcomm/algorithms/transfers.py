@@ -1,0 +1,325 @@
+"""How what follows a head is cut into pieces, and what knows how far it has come.
+
+A receiver waits for a *unit* in one go. Normally all that follows is one unit, and one receipt
+tells the sender of it. Where a message's header says that it is paced, each piece is a unit with a
+receipt of its own, so that both ends know how many bytes have arrived.
+"""
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from objcomm.codecs.buffers import empty
+from objcomm.errors import TransportError, TransportTimeout
+from objcomm.observe.history import Entry
+from objcomm.transport.link import (
+    Deadline,
+    Link,
+    Pending,
+    payload_tag,
+    reason_of,
+    receipt_tag,
+    result_tag,
+)
+from objcomm.transport.sockets import cause_of
+from objcomm.wire.header import Flag
+from objcomm.wire.message import Message
+
+_PACED = int(Flag.PACED)  # an IntFlag's ``&`` costs 0.7 µs
+
+#: The tensors of one unit, in order.
+Unit = list[torch.Tensor]
+
+
+class Meter(Protocol):
+    """Is told of a call's bytes while they move, on the thread that moves them; never raises."""
+
+    def expect(self, nbytes: int) -> None:
+        """So many more are to move."""
+
+    def moved(self, nbytes: int) -> None:
+        """So many have arrived: here, or at all the ranks to which this one sends them."""
+
+
+class _Nobody:
+    def expect(self, nbytes: int) -> None:
+        """See ``Meter``."""
+
+    def moved(self, nbytes: int) -> None:
+        """See ``Meter``."""
+
+
+#: The meter of a call that shows nothing.
+NOBODY: Meter = _Nobody()
+
+
+def is_paced(message: Message) -> bool:
+    """Whether each piece of what follows the head has a receipt."""
+    return bool(message.header.flags & _PACED)
+
+
+def units(message: Message, flats: Sequence[torch.Tensor], chunk_nbytes: int) -> list[Unit]:
+    """What follows a head, or a part of it, as sender and receiver cut it alike."""
+    if is_paced(message):
+        return [ended([piece]) for flat in flats for piece in flat.split(chunk_nbytes)]
+    return [ended(list(flats))] if flats else []
+
+
+def nbytes_of(units: Sequence[Unit]) -> int:
+    """How long some units are together."""
+    return sum(flat.numel() for unit in units for flat in unit)
+
+
+def ended(pieces: list[torch.Tensor]) -> Unit:
+    """The same bytes, of which the last one travels by itself.
+
+    When a connection closes, Gloo wakes the receives that stand posted, but neither the one that is
+    being filled nor a send whose receive is posted: whoever waits for one of those waits until the
+    limit (``Pair::signalException`` of torch 2.13 forgets ``rx_``, and the ``ubuf`` in ``tx_``). So
+    a receiver waits for the last byte first, which is posted until all before it has come.
+    """
+    if not pieces or pieces[-1].numel() <= 1:
+        return pieces
+    *rest, last = pieces
+    return [*rest, last[:-1], last[-1:]]
+
+
+# Of what is paced a receiver posts so many units at a time. While more bytes stand before it Gloo's
+# thread keeps reading, with the connection locked, and no receipt could leave: 1 GiB arrived in 9 s
+# on a busy machine, and so did all its receipts.
+_AHEAD = 4
+
+
+class Arriving(NamedTuple):
+    """Bytes on their way to this rank.
+
+    Attributes:
+        flat: where they arrive.
+        await_from: waits for them, given the rank that sends them.
+    """
+
+    flat: torch.Tensor
+    await_from: Callable[[int], None]
+
+    def wait(self, peer: int) -> torch.Tensor:
+        """Where they have arrived."""
+        self.await_from(peer)
+        return self.flat
+
+
+class _Milestone(NamedTuple):
+    """A unit on its way from this rank to some others.
+
+    Attributes:
+        nbytes: how many bytes have moved when all of them have it.
+        receipts: each one's: the receive, the rank, and where it arrives.
+    """
+
+    nbytes: int
+    receipts: list[tuple[Pending, int, torch.Tensor]]
+
+
+class Transfers:
+    """See the module; sends are begun, ``finish`` ends them.
+
+    Attributes:
+        entry: the call on this rank.
+        sent_nbytes: bytes sent over the link so far, to all ranks together.
+        received_nbytes: bytes received over the link so far.
+    """
+
+    def __init__(
+        self, link: Link, lane: int, entry: Entry, deadline: Deadline, meter: Meter | None
+    ) -> None:
+        """Begin.
+
+        Args:
+            link: joins the ranks.
+            lane: whose turn it is, as a number.
+            entry: the call, whose number tags are made of.
+            deadline: for all waits together.
+            meter: is told of the bytes that follow heads, if anybody is.
+        """
+        self.entry = entry
+        self.sent_nbytes = 0
+        self.received_nbytes = 0
+        self._link = link
+        self._deadline = deadline
+        self._meter = NOBODY if meter is None else meter
+        sequence = entry.header.sequence
+        self._payload_tag = payload_tag(lane, sequence)
+        self._receipt_tag = receipt_tag(lane, sequence)
+        self._result_tag = result_tag(lane, sequence)
+        self._sends: list[tuple[Pending, int, torch.Tensor, object]] = []
+        self._milestones: list[list[_Milestone]] = []
+
+    def send_flat(
+        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
+    ) -> None:
+        """Begin to send bytes that both ranks have agreed on; ``peer`` calls ``arriving``.
+
+        Args:
+            flat: ``uint8``; it may not change before ``finish``.
+            peer: to whom.
+            is_result: which of the two streams between two ranks it belongs to.
+            is_ended: whether the last byte travels by itself.
+        """
+        tag = self._result_tag if is_result else self._payload_tag
+        for piece in ended([flat]) if is_ended else [flat]:
+            self._send(piece, peer, tag, flat)
+
+    def arriving(
+        self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
+    ) -> "Arriving":
+        """Begin to receive what ``peer`` sends by ``send_flat`` with the same options."""
+        tag = self._result_tag if is_result else self._payload_tag
+        pieces = ended([flat]) if is_ended else [flat]
+        pendings = [self._post(peer, piece, tag) for piece in pieces]
+        return Arriving(flat, functools.partial(self._wait_backwards, pendings))
+
+    def confirm(self, received_from: Iterable[int], sent_to: Iterable[int]) -> None:
+        """Tell some ranks that all they sent has come, and let ``finish`` wait for such words."""
+        for peer in received_from:
+            self._send(empty(1), peer, self._receipt_tag, None)
+        for peer in sent_to:
+            flat = empty(1)
+            self._sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
+
+    def words_of(self, peers: Iterable[int]) -> Callable[[], None]:
+        """Expect a word of some ranks that they take what follows; what comes back waits for it.
+
+        To be called before it is sent, as ``_expect_receipts``.
+        """
+        flats = [(peer, empty(1)) for peer in peers]
+        posted = [(self._post(peer, flat, self._receipt_tag), peer, flat) for peer, flat in flats]
+
+        def wait() -> None:
+            for pending, peer, _ in posted:
+                self._wait(pending, peer)
+
+        return wait
+
+    def give_word(self, peer: int) -> None:
+        """Tell ``peer`` that this rank takes what follows."""
+        self._send(empty(1), peer, self._receipt_tag, None)
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has been taken; receipts come before what they tell.
+
+        When a connection closes, Gloo wakes who waits for a receive, or for a send that the peer
+        has not asked for yet, but not who waits for one that is under way: its
+        ``Pair::signalException`` passes over what is in ``tx_``. A small send gets there, too, if
+        the peer has reset the connection and Gloo has not noticed yet: of 400 interrupts on a busy
+        machine one left another rank waiting so. So each wait is one that can be abandoned, by a
+        thread of the link's, unless what was sent is certain to have been handed to the system.
+        """
+        for row in itertools.zip_longest(*self._milestones):
+            for milestone in filter(None, row):
+                for pending, peer, _ in milestone.receipts:
+                    self._wait(pending, peer)
+                self._meter.moved(milestone.nbytes)
+        self._milestones.clear()
+        if not self._sends or (self.are_asked_for() and self._link.is_flowing()):
+            self._await_sends()
+        else:
+            try:
+                self._link.wait_apart(self._await_sends)
+            except TransportError:
+                raise
+            except RuntimeError as error:  # given up
+                raise self._naming(error, (self.entry.awaits,)) from error
+        self._sends.clear()
+
+    def are_asked_for(self) -> bool:
+        """Whether Gloo is certain to know that the peers take all that was sent."""
+        return False
+
+    def _await_sends(self) -> None:
+        for pending, peer, _, _ in reversed(self._sends):
+            self._wait(pending, peer)
+
+    def _expect_receipts(
+        self, units: Sequence[Unit], peers: Sequence[int], *, is_counted: bool = True
+    ) -> None:
+        """Let ``finish`` wait for all receipts of each unit in turn, and tell the meter.
+
+        To be called before the units are sent. A receipt leaves its rank only after Gloo's word
+        that this one has posted the receive, and that word would queue behind all that is sent.
+        """
+        column = []
+        for unit in units:
+            receipts = []
+            for peer in peers:
+                flat = empty(1)
+                receipts.append((self._post(peer, flat, self._receipt_tag), peer, flat))
+            column.append(_Milestone(nbytes_of([unit]) if is_counted else 0, receipts))
+        self._milestones.append(column)
+
+    def _stream(self, units: Sequence[Unit], peer: int, *, is_paced: bool) -> Iterator[Unit]:
+        """Begin to receive what ``peer`` sends; the iterator waits for one unit after another."""
+        ahead = _AHEAD if is_paced else len(units)
+        posted = deque(self._posted(peer, unit) for unit in units[:ahead])
+        return self._arrivals(units, peer, posted, is_paced=is_paced)
+
+    def _arrivals(
+        self, units: Sequence[Unit], peer: int, posted: deque[list[Pending]], *, is_paced: bool
+    ) -> Iterator[Unit]:
+        ahead = len(posted)
+        for at, unit in enumerate(units):
+            self._take(unit, posted.popleft(), peer)
+            posted.extend(self._posted(peer, each) for each in units[at + ahead : at + ahead + 1])
+            if is_paced:
+                self._send(empty(1), peer, self._receipt_tag, None)
+            yield unit
+
+    def _take(self, unit: Unit, pendings: Sequence[Pending], peer: int) -> None:
+        """Wait for a unit, and tell that it has come."""
+        self._wait_backwards(pendings, peer)
+        self._meter.moved(nbytes_of([unit]))
+
+    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: object) -> None:
+        try:
+            pending = self._link.send(flat, peer, tag)
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
+        # The memory must outlive the transfer, so its owner is kept beside it.
+        self._sends.append((pending, peer, flat, owner))
+        self.sent_nbytes += flat.numel() if tag != self._receipt_tag else 0
+
+    def _post(self, peer: int, flat: torch.Tensor, tag: int) -> Pending:
+        self.received_nbytes += flat.numel() if tag != self._receipt_tag else 0
+        try:
+            return self._link.recv(flat, peer, tag)
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
+
+    def _posted(self, peer: int, flats: Iterable[torch.Tensor]) -> list[Pending]:
+        return [self._post(peer, flat, self._payload_tag) for flat in flats]
+
+    def _wait_backwards(self, pendings: Sequence[Pending], peer: int) -> None:
+        """Wait for the end first: see ``pieces.ended``."""
+        for pending in reversed(pendings):
+            self._wait(pending, peer)
+
+    def _wait(self, pending: Pending, peer: int) -> None:
+        self.entry.awaits = peer
+        try:
+            pending.wait(self._deadline.left())
+        except RuntimeError as error:
+            raise self._naming(error, (peer,)) from error
+
+    def _naming(self, error: RuntimeError, peers: tuple[int, ...]) -> TransportError:
+        """What a link raised, as an error that names the ranks concerned."""
+        if self._has_timed_out(error):
+            return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
+        told = reason_of(error)
+        reason = f"{cause_of(told)} ({told})"
+        return TransportError(self.entry.operation, peers, reason)
+
+    def _has_timed_out(self, error: RuntimeError) -> bool:
+        # Gloo counts whole milliseconds, so its limit may pass before ours.
+        return self._deadline.has_passed or "Timed out" in str(error)

@@ -1,0 +1,499 @@
+"""How one call encodes its objects and decodes what arrives: codec, options and device."""
+
+import hashlib
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from objcomm.algorithms import routes
+from objcomm.algorithms.device import DevicePath
+from objcomm.algorithms.exchange import Exchange
+from objcomm.calls.group import resolve, solo_group
+from objcomm.calls.region import acts_alone
+from objcomm.calls.watched import Turn
+from objcomm.calls.work import Work
+from objcomm.codecs.base import codec_named, copy, decode, encode
+from objcomm.codecs.buffers import readable
+from objcomm.config import (
+    Allowed,
+    DeviceLike,
+    GroupLike,
+    Timeout,
+    parse_device,
+    settings_with,
+    using,
+)
+from objcomm.errors import CollectiveError, DecodeError, ObjcommError, WireError
+from objcomm.observe.history import Entry, call_site
+from objcomm.observe.progress import bar_for
+from objcomm.observe.recorder import attach, conclude
+from objcomm.observe.tracing import Span, span
+from objcomm.transport.threads import Line
+from objcomm.wire.failure import (
+    DifferenceError,
+    DisagreementError,
+    failure_message,
+    failure_of,
+    failures_in,
+    raise_together,
+)
+from objcomm.wire.gate import Gate
+from objcomm.wire.header import Flag, Header, Operation, Status, fingerprint, shown
+from objcomm.wire.message import Message, compose
+
+if TYPE_CHECKING:
+    from objcomm.transport.lane import Lane
+
+
+_DIGEST_NBYTES = 32
+
+
+class Coding:
+    """See the module.
+
+    Attributes:
+        settings: the options that hold for the call.
+        codec_name: of the codec that encodes.
+        device: where tensors shall arrive, if the caller said so.
+    """
+
+    __slots__ = ("_codec", "codec_name", "device", "settings")
+
+    def __init__(
+        self,
+        codec: str | None,
+        device: DeviceLike,
+        accept: Iterable[str] | None,
+        allow: Iterable[Allowed] | None,
+    ) -> None:
+        """Begin; the arguments are the caller's own.
+
+        Raises:
+            UsageError: one of them is wrong.
+        """
+        self.settings = settings_with(accept, allow)
+        self._codec = codec_named(codec or self.settings.codec)
+        self.codec_name = self._codec.name
+        self.device = parse_device(device)
+
+    def message(
+        self, header: Header, produce: Callable[[], object], device_type: str | None = None
+    ) -> Message:
+        """What ``produce`` returns, as a message; what it raises passes through.
+
+        Args:
+            header: of the message, but for its sizes.
+            produce: gives the object.
+            device_type: the type of memory that travels over a device link, if there is one.
+        """
+        obj = produce()
+        with span("encode"):
+            encoded = encode(self._codec, obj, device_type=device_type)
+            return compose(header, encoded.meta, encoded.buffers, codec=self.codec_name)
+
+    def digest(self, obj: object) -> bytes:
+        """Equal for two objects only if they would be sent as the same bytes."""
+        with span("encode"):
+            encoded = encode(self._codec, obj)
+            digest = hashlib.blake2b(self.codec_name.encode(), digest_size=_DIGEST_NBYTES)
+            for part in (encoded.meta, *(readable(each.flat) for each in encoded.buffers)):
+                digest.update(len(part).to_bytes(8, "little"))
+                digest.update(part)
+            return digest.digest()
+
+    def copy(self, obj: object) -> Any:
+        """An independent copy of an object."""
+        return copy(self._codec, obj)
+
+    def decode(self, message: Message) -> Any:
+        """The object in a message that carries one.
+
+        Raises:
+            DecodeError: it can't be rebuilt here.
+            WireError: it carries none, or what its sender did not sign.
+        """
+        message.check()
+        if message.header.status != Status.VALUE:
+            raise WireError(f"{message.header.position} sent status {message.header.status}")
+        owners = [buffer.owner for buffer in message.buffers]
+        with span("decode"), using(self.settings):
+            return decode(message.header.codec, message.meta, owners, device=self.device)
+
+
+R = TypeVar("R")
+
+
+class Call:
+    """The context of one operation, which it begins.
+
+    Constructing it checks the arguments, connects the group's ranks if this is their first call,
+    for which it waits until the limit, and takes the next number on this thread's lane. So an error
+    after that is told to the others: see ``Turn.give_up``.
+
+    Attributes:
+        call_site: the user's ``file:line``.
+        rank: this rank, within the group.
+        size: number of ranks.
+        ranks: the global ranks of the group.
+        root: group rank of source or destination; 0 where the operation has none.
+        device: where tensors shall arrive; None for where they were.
+    """
+
+    def __init__(  # an operation's own keywords, handed on
+        self,
+        operation: Operation,
+        *,
+        group: GroupLike,
+        timeout: Timeout = None,
+        codec: str | None = None,
+        device: DeviceLike = None,
+        global_root: int | None = None,
+        group_root: int | None = None,
+        has_root: bool = False,
+        must_agree: str = "",
+        confirm: bool = False,
+        accept: Iterable[str] | None = None,
+        allow: Iterable[Allowed] | None = None,
+        progress: bool = False,
+        name: str = "",
+    ) -> None:
+        """Begin.
+
+        Args:
+            operation: which one.
+            group: as the user gave it, like all that follows.
+            timeout: in seconds.
+            codec: what encodes this rank's objects.
+            device: where tensors shall arrive.
+            global_root: source or destination as a global rank.
+            group_root: the same as a rank within the group.
+            has_root: whether the operation has one.
+            must_agree: text that must be the same on all ranks.
+            confirm: whether a rank's decode error becomes everybody's.
+            accept: codecs whose messages this rank decodes.
+            allow: what a received pickle may name.
+            progress: whether to show how far it has come.
+            name: of the user's function, where it is another than the operation's.
+
+        Raises:
+            UsageError: an argument is wrong, or this rank is in a region where the others make no
+                such call; nothing was sent.
+            NotInGroupError: this rank is no member.
+            BrokenGroupError: an earlier error ended the group.
+            TransportTimeout: the group's first call, and not every rank came.
+            MissingDependencyError: there is nothing to show progress with.
+        """
+        self._began = time.perf_counter()
+        self.call_site = call_site()
+        self.name = name or operation.name.lower()
+        whole = resolve(group)
+        self.root = whole.root(self.name, global_root, group_root)
+        self._coding = Coding(codec, device, accept, allow)
+        self.device = self._coding.device
+        self.ranks, self._deadline = whole.ranks, whole.deadline(self.name, timeout)
+        self._is_confined = acts_alone(self.name, whole.ranks, whole.rank)
+        self._group = solo_group() if self._is_confined else whole
+        self.rank, self.size = self._group.rank, self._group.size
+        self._bar = bar_for(self.name, self.rank) if progress else None
+        self._own_error: BaseException | None = None
+        self._turn: Turn | None = None
+        self._lane: Lane | None = None
+        self._span: Span | None = None
+        root = self.root if has_root else -1
+        if self.size > 1:
+            must_agree += "\0confirm" * confirm + "\0check" * self._coding.settings.is_checked
+            self._turn = self._begin(operation, root, must_agree, is_paced=progress)
+            self._turn.is_confirmed = confirm
+        else:
+            number, place = self._group.history.next_number(), self.call_site
+            header = Header(operation=operation, root=root, sequence=number, call_site=place)
+            self._record(Entry(header, self.name, self._coding.codec_name))
+
+    def _begin(self, operation: Operation, root: int, must_agree: str, *, is_paced: bool) -> Turn:
+        """Take the next number on this thread's lane, last of all that can go wrong."""
+        try:
+            mesh, lane = self._group.enter(self.name, self._deadline, self.call_site)
+        except ObjcommError as error:
+            attach(error, self._group)
+            raise
+        self._lane = lane
+        path = DevicePath(self._group.device_link)
+        is_staged = self.device is not None and self.device.type == path.linked
+        header = Header(
+            status=Status.VALUE,
+            flags=Flag.STAGED * is_staged | Flag.PACED * is_paced,
+            operation=operation,
+            sender=self.rank,
+            root=root,
+            lane=lane.number,
+            group=mesh.number,
+            sequence=lane.sequence,
+            fingerprint=fingerprint(must_agree),
+            call_site=self.call_site,
+            name=shown(must_agree) if operation is Operation.BARRIER else "",
+        )
+        entry = Entry(header, self.name, self._coding.codec_name, lane.name)
+        exchange = Exchange(
+            link=mesh.connections_for(self.name),
+            lane=lane,
+            entry=entry,
+            deadline=self._deadline,
+            gate=Gate(self._coding.settings, mesh.session, self.rank),
+            device=path,
+            meter=self._bar,
+        )
+        lane.sequence += 1
+        lane.past.append(entry)
+        self._record(entry)
+        is_met = self._coding.settings.is_checked
+        meeting = compose(header, header.name.encode()) if is_met else None
+        return Turn(mesh, lane, exchange, self._deadline, meeting)
+
+    def _record(self, entry: Entry) -> None:
+        self._entry = entry
+        entry.began -= time.perf_counter() - self._began  # a first call has waited for the ranks
+        self._group.history.add(entry)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, and so no traffic."""
+        return self._turn is None
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the source or destination."""
+        return self.rank == self.root
+
+    @property
+    def place(self) -> str:
+        """A name of this call that is the same on every rank and means no other call."""
+        return "" if self._turn is None else self._turn.place
+
+    @property
+    def exchange(self) -> Exchange:
+        """The traffic."""
+        return self.traffic().exchange
+
+    def message(self, produce: Callable[[], object], among: Sequence[Message] = ()) -> Message:
+        """Encode what ``produce`` returns; an error of either becomes a failure message.
+
+        Any exception is caught, KeyboardInterrupt included: this rank still takes part, and raises
+        afterwards.
+
+        Args:
+            produce: gives the object.
+            among: the messages of all ranks, if it looks whether these agree.
+        """
+        try:
+            exchange = self.exchange
+            return self._coding.message(exchange.header, produce, exchange.device.linked or None)
+        except BaseException as error:  # noqa: BLE001  # see above
+            return self.failure(error, among)
+
+    def failure(self, error: BaseException, among: Sequence[Message] = ()) -> Message:
+        """The message that tells the others of this rank's error, or which of ``among`` differ."""
+        if isinstance(error, DifferenceError):
+            error = DisagreementError({error.ranks[1]: str(error)})
+        if isinstance(error, DisagreementError):
+            return failure_message(self.exchange.header, error.failures(among))
+        self._own_error = error
+        return failure_message(self.exchange.header, [failure_of(error, self.rank, self.call_site)])
+
+    def failures(self, messages: Sequence[Message]) -> Message | None:
+        """One message that tells of all the failures in some others, if there are any."""
+        failures = failures_in(messages)
+        return failure_message(self.exchange.header, failures.values()) if failures else None
+
+    def alone(self, produce: Callable[[], R]) -> R:
+        """What ``produce`` returns; in a world of one an error has the same form as in a group.
+
+        In a region it is left as it is: the region's own end tells the others.
+        """
+        try:
+            return produce()
+        except BaseException as error:
+            if not self._is_confined:
+                raise_together(self.name, {0: failure_of(error, 0, self.call_site)}, error, 0)
+            raise
+
+    def digest(self, obj: object) -> bytes:
+        """Equal on two ranks only if their objects are sent as the same bytes."""
+        return self._coding.digest(obj)
+
+    def copy(self, obj: object) -> Any:
+        """An independent copy of this rank's own operand, which an operator may change."""
+        return self._coding.copy(obj)
+
+    def announcement(self, status: Status) -> Message:
+        """A message that says all with its status, and the name of a barrier."""
+        header = self.exchange.header
+        return compose(header, header.name.encode(), status=status)
+
+    def raise_failures(self, messages: Sequence[Message] = ()) -> None:
+        """Raise what some messages, or this rank's own error, call for.
+
+        Raises:
+            CollectiveError: at least one rank failed.
+        """
+        failures = failures_in(messages)
+        own = self._own_error
+        if own is not None and not failures:
+            failures = {self.rank: failure_of(own, self.rank, self.call_site)}
+        raise_together(self.name, failures, own, self.rank)
+
+    def decode(self, message: Message) -> Any:
+        """The object in a message that carries one.
+
+        Raises:
+            DecodeError: it can't be rebuilt here.
+            WireError: it carries none, or what its sender did not sign.
+        """
+        return self._coding.decode(message)
+
+    def decode_as(self, message: Message, fits: Callable[[Any], bool], what: str) -> Any:
+        """The object in a message of objcomm's own, which can be of one kind only.
+
+        Args:
+            message: as for ``decode``.
+            fits: whether an object is of that kind.
+            what: the kind, for the error.
+
+        Raises:
+            DecodeError: it is of another kind; or as for ``decode``.
+            WireError: as for ``decode``.
+        """
+        plain = self.decode(message)
+        if not fits(plain):
+            sender = f"rank {message.header.sender} of the group"
+            raise DecodeError(message.header.codec, f"{sender} sent no {what}")
+        return plain
+
+    def confirm(self) -> None:
+        """Let ``settle`` do as if the caller had said ``confirm=True``.
+
+        Every rank calls this in its traffic, or none.
+        """
+        self.traffic().is_confirmed = True
+
+    def settle(self, conclude: Callable[[], R]) -> R:
+        """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.
+
+        Every rank calls this after the traffic.
+
+        Args:
+            conclude: raises or decodes.
+        """
+        turn = self.traffic()
+        if not turn.is_confirmed:
+            return conclude()
+        results: list[R] = []
+        try:
+            results.append(conclude())
+        except CollectiveError:
+            pass  # the ranks that failed say so themselves
+        except BaseException as error:  # noqa: BLE001  # raised by raise_failures
+            self._own_error = error
+        own = self._own_error
+        header = turn.exchange.header
+        turn.exchange.header = header._replace(flags=header.flags | Flag.ACKNOWLEDGEMENT)
+        mine = self.announcement(Status.VALUE) if own is None else self.failure(own)
+        turn.is_confirmed = False
+        with turn as exchange:
+            acknowledged = routes.all_gather(exchange, mine)
+        self.raise_failures(acknowledged)
+        # Where no rank has failed, but what they gave does not fit together, it raises again.
+        return results[0] if results else conclude()
+
+    def run(self, body: Generator[None, None, R], *, async_op: bool = False) -> R | Work[R]:
+        """Carry the operation out.
+
+        Args:
+            body: does so; yields once where what the caller may change afterwards was encoded.
+                What follows may run on another thread.
+            async_op: whether to return before the rest is done.
+
+        Returns:
+            What ``body`` returns, or a work that will.
+        """
+        return self._launched(body) if async_op else self.carry_out(body)
+
+    def carry_out(self, body: Generator[None, None, R]) -> R:
+        """Carry the operation out and return when it is done; ``body`` as in ``run``."""
+        with self:
+            try:
+                next(body)
+            except StopIteration as end:
+                result: R = end.value
+                return result
+            return _last_half(body)
+
+    def _launched(self, body: Generator[None, None, R]) -> Work[R]:
+        lane = self._lane
+        if lane is None:
+            return Work[R](self.name, self.call_site).carry_out_here(lambda: self.carry_out(body))
+        try:
+            next(body)
+            if lane.line is None:
+                lane.line = Line(f"objcomm-line {lane.name}".strip())
+            work = Work[R](self.name, self.call_site, lane)
+            work.carry_out_on(lane.line, lambda: self._concluded(body))
+        except BaseException as error:  # Ctrl-C, or there can be no more threads
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return work
+
+    def _concluded(self, body: Generator[None, None, R]) -> R:
+        """The rest of an asynchronous call, when its turn has come."""
+        self._span = span(self.name)
+        self._span.__enter__()
+        try:
+            result = _last_half(body)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        self.__exit__(None, None, None)
+        return result
+
+    def traffic(self) -> Turn:
+        """The part of a call during which ranks wait for each other; a context that gives it."""
+        if self._turn is None:
+            raise WireError(f"{self.name}: a world of one has no traffic")
+        return self._turn
+
+    def __enter__(self) -> Self:
+        if self._lane is not None and self._lane.line is not None:
+            try:
+                self._lane.drain()  # calls before this one
+            except BaseException as error:  # Ctrl-C: the others wait for a call of this number
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+        self._span = span(self.name)
+        self._span.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        turn = self._turn
+        self._own_error = None  # its traceback holds this call, and so the caller's object
+        if self._span is not None:
+            self._span.__exit__(kind, error, traceback)
+        if self._bar is not None:
+            self._bar.close()
+        if turn is not None and error is not None:
+            turn.give_up(error)
+        exchange = None if turn is None else turn.exchange
+        conclude(self._group, self._entry, exchange, error, self._began)
+
+
+def _last_half(body: Generator[None, None, R]) -> R:
+    try:
+        next(body)
+    except StopIteration as end:
+        result: R = end.value
+        return result
+    raise RuntimeError("an operation's body yields once")  # a fault of the caller's

@@ -1,0 +1,464 @@
+"""One process group as objcomm sees it: ranks, links, lanes and time limits.
+
+The only place where global ranks become group ranks. Knows nothing of operations.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from objcomm.algorithms.device import device_link
+from objcomm.config import GroupLike, Timeout, seconds_of, whole_number
+from objcomm.environment import local_rank_in, standing_in
+from objcomm.errors import NotInGroupError, UsageError
+from objcomm.failures.channel import Channel
+from objcomm.failures.mesh import Mesh
+from objcomm.failures.verdict import Verdict
+from objcomm.failures.watchdog import check_running
+from objcomm.observe.history import Counters, History
+from objcomm.p2p.mailbox import Mailbox
+from objcomm.p2p.peer import Pair, say_farewell
+from objcomm.transport.lane import IN_TURNS, Lane
+from objcomm.transport.link import Deadline, DeviceLink
+from objcomm.transport.threads import Crew
+from objcomm.world import is_initialized, is_nobody, process_group_of, rank
+
+# Where a group's own limit can't be found: torch's default for Gloo.
+_TIMEOUT_SECONDS = 1800.0
+
+_lane_name: ContextVar[str] = ContextVar("objcomm_lane", default="")
+
+
+class Group:
+    """One process group as objcomm sees it; every rank in here is a rank within the group.
+
+    Attributes:
+        name: torch's, the same on every rank; empty where torch.distributed is not initialised.
+        description: what torch says that it is for.
+        rank: this process's.
+        size: number of ranks.
+        ranks: their global ranks, in group order.
+        counters: what its operations cost this rank.
+        history: its last operations on this rank.
+        mailbox: messages from rank to rank that have come here.
+        crew: threads for calls that end in any order.
+        hosts: where each rank runs, once ``node_group`` has asked; empty before.
+    """
+
+    def __init__(self, process_group: Any = None, world: Any = None) -> None:
+        self.name = getattr(process_group, "group_name", "")
+        self.description = getattr(process_group, "group_desc", "")
+        self.rank = 0
+        self.ranks: tuple[int, ...] = (0,)
+        self._own: Callable[[], Any]
+        if process_group is None:
+            self._own = functools.partial(_living, _nothing)
+            self._timeout_seconds = _TIMEOUT_SECONDS
+        else:
+            self.rank = process_group.rank()
+            self.ranks = tuple(dist.get_process_group_ranks(process_group))
+            # Weak, or the state of a destroyed group would live as long as the process.
+            self._own = functools.partial(_living, weakref.ref(process_group))
+            self._timeout_seconds = _timeout_seconds(process_group)
+        self.size = len(self.ranks)
+        self.counters = Counters()
+        self.history = History()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
+        self._whole = self._joining(tuple(range(self.size)), None)
+        self.mailbox = Mailbox(self.rank, self.size)
+        self.crew = Crew()
+        self.hosts: tuple[str, ...] = ()
+        self._near: dict[str, weakref.ref[Any]] = {}  # by the lane's name
+        self._turns = threading.Lock()
+        self._pairs: dict[int, Pair] = {}  # by the other rank
+        if process_group is not None:
+            # Its end, not this object's: whoever still waits for a message holds this one.
+            weakref.finalize(
+                process_group, _close, self._whole, self._pairs, self.crew
+            ).atexit = False  # the watcher's
+
+    def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
+        """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
+
+        Raises:
+            UsageError: both were given, or there is no such rank in this group.
+        """
+        if global_rank is not None and group_rank is not None:
+            raise UsageError(f"{operation}: give a global rank or a group rank, not both")
+        if group_rank is not None:
+            rank = _index(operation, group_rank)
+            if not 0 <= rank < self.size:
+                raise UsageError(f"{operation}: a group of {self.size} has no rank {rank}")
+            return rank
+        if global_rank is None:
+            return 0
+        rank = _index(operation, global_rank)
+        if rank not in self.ranks:
+            raise UsageError(
+                f"{operation}: global rank {rank} is not in this group, which has "
+                f"{list(self.ranks)}; a rank within the group goes into group_src= or group_dst="
+            )
+        return self.ranks.index(rank)
+
+    def deadline(self, operation: str, timeout: Timeout) -> Deadline:
+        """The time limit of one call.
+
+        Raises:
+            UsageError: it is not a positive time.
+        """
+        if timeout is None:
+            return Deadline(self._timeout_seconds)
+        return Deadline(seconds_of(operation, timeout))
+
+    def enter(self, operation: str, deadline: Deadline, call_site: str) -> tuple[Mesh, Lane]:
+        """The connections and the calling thread's lane; the first use makes all ranks meet.
+
+        Raises:
+            BrokenGroupError: an earlier error ended the group.
+            ObjcommError: what ended the connections since this lane's last call, once.
+            UsageError: this process was forked from the one that made the group; or the
+                interpreter is shutting down; or another live thread has the lane, or this one has
+                it and waits for a callback.
+            TransportTimeout: not every rank came.
+        """
+        self._check_process(operation)
+        return self._whole.enter(operation, deadline, call_site, _lane_name.get())
+
+    def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
+        """Make all ranks meet now; every one must call this, and any thread may use the group next.
+
+        Raises:
+            ObjcommError: as ``enter``.
+        """
+        self._check_process(operation)
+        self._whole.join(operation, deadline, call_site)
+
+    @contextlib.contextmanager
+    def in_turns(self) -> Iterator[None]:
+        """Let any thread make a call in this block; all but the main one do it one after another.
+
+        The main thread, and a thread that has taken a lane, keep their own. The others share one:
+        as with torch it is for the program to let them come in the same order on all ranks.
+        """
+        if _lane_name.get() or threading.current_thread() is threading.main_thread():
+            yield
+            return
+        with self._turns:
+            token = _lane_name.set(IN_TURNS)
+            try:
+                yield
+            finally:
+                _lane_name.reset(token)
+
+    @property
+    def near(self) -> Any:
+        """The group of this host's ranks, if the calling thread's lane has asked for it before.
+
+        A lane's calls are the same on all ranks, so all of them remember it, or none does. Another
+        thread's would not do: on another rank that thread may not have come so far.
+        """
+        return self._near.get(_lane_name.get(), _nothing)()
+
+    @near.setter
+    def near(self, process_group: Any) -> None:
+        self._near[_lane_name.get()] = weakref.ref(process_group)
+
+    @property
+    def is_of_the_parent(self) -> bool:
+        """Whether this process was forked after it was made."""
+        return self._pid != os.getpid()
+
+    def _check_process(self, operation: str) -> None:
+        if self.is_of_the_parent:
+            raise UsageError(
+                f"{operation}: a forked process cannot use its parent's connections; "
+                "call objcomm from the process that called init_process_group"
+            )
+        check_running(operation)
+
+    @functools.cached_property
+    def device_link(self) -> DeviceLink | None:
+        """What joins the ranks' accelerators."""
+        return device_link(self._own())
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What has ended the connections of all ranks, if anything has."""
+        mesh = self._whole.mesh
+        return None if mesh is None else mesh.verdict
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether all ranks together can exchange no more objects."""
+        return self._whole.is_broken
+
+    def fail(self, key: str, verdict: Verdict) -> Verdict:
+        """Tell all ranks in the block ``key`` that this one failed; returns what all raise."""
+        mesh = self._whole.mesh
+        return verdict if mesh is None else mesh.fail(key, verdict)
+
+    def failed(self, key: str) -> Verdict | None:
+        """What some rank has told of the block ``key``, where its mesh has been replaced since."""
+        mesh = self._whole.mesh
+        is_same = mesh is None or (mesh.verdict is None and key.startswith(mesh.nonce))
+        return None if mesh is None or is_same else mesh.failed(key)
+
+    def enter_block(self, key: str) -> Verdict | None:
+        """Begin the block ``key``, unless another rank has failed in it and this one has heard."""
+        mesh = self._whole.mesh
+        return None if mesh is None else mesh.enter(key)
+
+    def end_block(self, key: str) -> None:
+        """End the block ``key``."""
+        mesh = self._whole.mesh
+        if mesh is not None:
+            mesh.blocks.discard(key)
+            mesh.bulletin.forget(key)
+
+    def leave(self, key: str) -> None:
+        """Forget the block ``key``, which this rank leaves by an error."""
+        mesh = self._whole.mesh
+        if mesh is not None:
+            mesh.leave(key)
+
+    def absolve(self, verdict: Verdict, global_ranks: Iterable[int]) -> None:
+        """End what joins only these ranks, by a verdict that the calling thread raises elsewhere.
+
+        Other threads' lanes raise it in their next calls, as they do on the other ranks.
+        """
+        with self._lock:
+            channels = [self._whole, *[pair.channel for pair in self._pairs.values()]]
+        for channel in channels:
+            if set(channel.global_ranks) <= set(global_ranks):
+                channel.absolve(verdict)
+
+    def pair(self, peer: int) -> Pair:
+        """This rank and another one, for messages from rank to rank."""
+        self._check_process("a message from rank to rank")
+        pair = self._pairs.get(peer)
+        if pair is None:
+            with self._lock:
+                members = (min(peer, self.rank), max(peer, self.rank))
+                channel = self._joining(members, self._whole)
+                made = Pair(channel, peer, self.rank, self.mailbox)
+                pair = self._pairs.setdefault(peer, made)
+        return pair
+
+    def _joining(self, members: tuple[int, ...], whole: Channel | None) -> Channel:
+        return Channel(
+            process_group=self._own,
+            world=self._world,
+            ranks=self.ranks,
+            rank=self.rank,
+            members=members,
+            history=self.history,
+            whole=whole,
+        )
+
+
+def _living(reference: Callable[[], Any]) -> Any:
+    process_group = reference()
+    if process_group is None:
+        raise UsageError("this process group was destroyed")
+    return process_group
+
+
+def _close(whole: Channel, pairs: dict[int, Pair], crew: Crew) -> None:
+    """Nobody can make another call; those that wait must not do so until their limits."""
+    say_farewell([*[pair.channel for pair in pairs.values()], *([whole] if whole.is_busy else [])])
+    crew.close()
+
+
+def _nothing() -> None:
+    """Stands for a process group that there never was."""
+
+
+def _index(operation: str, rank: object) -> int:
+    """A rank as a number.
+
+    Raises:
+        UsageError: it is none.
+    """
+    number = whole_number(rank)
+    if number is None:
+        raise UsageError(f"{operation}: {rank!r} is no rank")
+    return number
+
+
+def _timeout_seconds(process_group: Any) -> float:
+    for device in process_group._device_types:  # noqa: SLF001  # torch has no public way to ask
+        backend = process_group._get_backend(device)  # noqa: SLF001  # likewise
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if timeout is not None:
+            return float(timeout.total_seconds())
+    return _TIMEOUT_SECONDS
+
+
+class lane:  # noqa: N801  # used as a function, like contextlib's
+    """Let a second thread use a group: its calls in this block are a sequence of their own.
+
+    Calls of one lane pair with the same lane's calls on the other ranks, in order, whatever other
+    threads do meanwhile. The first thread to use a group needs no lane.
+
+    Args:
+        name: the same on every rank. Use few names, again and again: each keeps 32 KiB for every
+            peer, and of some hundred names two may collide, which raises UsageError.
+
+    Examples:
+        >>> import objcomm
+        >>> with objcomm.lane("eval"):
+        ...     scores = objcomm.all_gather(0.5)
+        >>> scores
+        [0.5]
+    """
+
+    def __init__(self, name: str) -> None:
+        if not name:
+            raise UsageError("a lane needs a name")
+        self._name = name
+        self._tokens: list[Token[str]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_lane_name.set(self._name))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _lane_name.reset(self._tokens.pop())
+
+
+class _Groups:
+    """The state of every live process group, by the object and never by its name, which recurs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+        self.solo = Group()
+
+    def of(self, process_group: Any) -> Group:
+        found = self._known.get(process_group)
+        if found is None:
+            with self._lock:
+                made = Group(process_group, dist.GroupMember.WORLD)
+                found = self._known.setdefault(process_group, made)
+        return found
+
+    def all(self) -> list[Group]:
+        with self._lock:
+            return list(self._known.values())
+
+
+_groups = _Groups()
+
+
+def known_groups() -> list[Group]:
+    """Every group that this process has used and that still lives."""
+    return _groups.all()
+
+
+def solo_group() -> Group:
+    """The group of calls that were made without torch.distributed."""
+    return _groups.solo
+
+
+def resolve(group: GroupLike) -> Group:
+    """What ``group=`` means here.
+
+    Returns:
+        A world of one where torch.distributed is not initialised.
+
+    Raises:
+        UsageError: the environment promises other ranks, but nothing is initialised; or it is a
+            mesh of several dimensions, or no group at all.
+        NotInGroupError: this rank is no member.
+    """
+    if not is_initialized():
+        promise = standing_in(os.environ).promise if group is None else ""
+        if promise:
+            raise UsageError(
+                f"{promise} promises other ranks, but torch.distributed is not initialised; call "
+                "objcomm.init or init_process_group first"
+            )
+        if is_nobody(group):
+            raise NotInGroupError("this rank is no member of this group")
+        if group is not None:
+            raise UsageError("group= was given, but torch.distributed is not initialised")
+        return _groups.solo
+    process_group = process_group_of(group)
+    if process_group is None or process_group.rank() < 0:
+        raise NotInGroupError(
+            f"global rank {dist.get_rank()} is no member of this group; "
+            "let only its members make this call"
+        )
+    return _groups.of(process_group)
+
+
+def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world") -> bool:
+    """Whether this process is the first rank of ``group``; True in a world of one.
+
+    Never communicates. Where the ranks have joined, the group tells and the environment plays no
+    part, so there is exactly one main rank. Before that a launcher's variables tell, as in
+    ``rank``.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+        scope: ``"world"`` for the first rank of all, ``"node"`` for the first one on its host. What
+            a host is ``objcomm.node_group`` finds out; if it was never called for ``group``, the
+            launcher's LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or MPI_LOCALRANKID
+            tells for the world.
+
+    Raises:
+        UsageError: ``scope`` is neither, or was given as ``group``; or nobody knows: it is
+            ``"node"``, or the ranks have not joined and no variable has this one's. That rank.
+        NotInGroupError: it is ``"node"``, and this rank is no member of ``group``.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.is_main()
+        True
+    """
+    if isinstance(group, str):  # it would be False on all ranks
+        raise UsageError(f"is_main: {group!r} is no group; write scope={group!r}")
+    if scope == "world":
+        if group is None and not is_initialized():
+            return _is_main_by_launcher()
+        return rank(group) == 0
+    if scope != "node":
+        raise UsageError(f"is_main: scope={scope!r} is neither 'world' nor 'node'")
+    local = local_rank_in(os.environ) if group is None else None
+    if local is not None and not is_initialized():
+        return local == 0
+    whole = resolve(group)
+    if whole.hosts:
+        return whole.hosts.index(whole.hosts[whole.rank]) == whole.rank
+    if local is not None:
+        return local == 0
+    if whole.size == 1:
+        return True
+    raise UsageError(
+        f"is_main: global rank {whole.ranks[whole.rank]} can't tell which ranks share its host: "
+        "there is no LOCAL_RANK; let every rank call objcomm.node_group() once before"
+    )
+
+
+def _is_main_by_launcher() -> bool:
+    standing = standing_in(os.environ)
+    if standing.rank < 0:  # it would be False on all ranks
+        raise UsageError(
+            f"is_main: {standing.promise} promises other ranks, but no variable says which one "
+            "this is; call objcomm.init or init_process_group first"
+        )
+    return standing.rank == 0

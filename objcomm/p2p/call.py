@@ -1,0 +1,523 @@
+"""One point-to-point call on this rank: what a send and a receive have in common.
+
+Its arguments, its entry in the history, and how it is concluded; what happens in between is the
+business of ``sending`` and ``receiving``.
+"""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, NoReturn, Self, cast
+
+from objcomm.algorithms.device import DevicePath
+from objcomm.algorithms.exchange import Exchange
+from objcomm.calls.call import Coding
+from objcomm.calls.group import resolve
+from objcomm.calls.region import acts_alone
+from objcomm.calls.watched import Turn
+from objcomm.calls.work import Work
+from objcomm.config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
+from objcomm.errors import RankFailure, TransportTimeout, UsageError
+from objcomm.failures.mesh import Mesh
+from objcomm.failures.verdict import Cause, Verdict, regions
+from objcomm.failures.watchdog import died_in, end_elsewhere, hurry
+from objcomm.observe.history import Entry, call_site
+from objcomm.observe.recorder import conclude
+from objcomm.observe.tracing import Span, span
+from objcomm.p2p.mailbox import Arrival, Request
+from objcomm.p2p.peer import Pair
+from objcomm.transport.lane import Lane
+from objcomm.transport.threads import Place
+from objcomm.wire.failure import failure_message, failure_of, failures_in, raise_together
+from objcomm.wire.gate import Gate
+from objcomm.wire.header import Header, Operation
+from objcomm.wire.message import Message
+
+_TAG_MAX = (1 << 32) - 1
+
+
+class Errand:
+    """See the module; constructing it checks the arguments and starts nothing.
+
+    Entered as a context it is carried out there: it is noted before and concluded afterwards.
+
+    Attributes:
+        operation: SEND or RECV.
+        group: where it takes place.
+        entry: its record.
+        peer: the other rank, within the group; None for any.
+        tag: of the message; None for any.
+    """
+
+    operation: ClassVar[Operation]
+
+    def __init__(
+        self,
+        *,
+        group: GroupLike,
+        timeout: Timeout,
+        coding: Coding,
+        tag: int | None,
+        global_peer: int | None,
+        group_peer: int | None,
+        name: str = "",
+    ) -> None:
+        """Begin.
+
+        Args:
+            group: as the user gave it, like the next.
+            timeout: in seconds.
+            coding: encodes or decodes.
+            tag: of the message; None for any.
+            global_peer: the other rank as a global rank.
+            group_peer: the same as a rank within the group; neither for any.
+            name: of the user's call, where it is another.
+
+        Raises:
+            UsageError: an argument is wrong, or this rank is in a region where the others make no
+                such call.
+            NotInGroupError: this rank is no member.
+        """
+        self._began = time.perf_counter()
+        self._name = name or self.operation.name.lower()
+        self.group = resolve(group)
+        self._coding = coding
+        self._deadline = self.group.deadline(self._name, timeout)
+        self.tag = None if tag is None else _tag(self._name, tag)
+        self.peer: int | None = None
+        if global_peer is not None or group_peer is not None:
+            self.peer = self.group.root(self._name, global_peer, group_peer)
+        acts_alone(self._name, self.group.ranks, self.group.rank)
+        header = Header(
+            operation=self.operation,
+            sender=self.group.rank,
+            root=-1 if self.peer is None else self.peer,
+            tag=self.tag or 0,
+            call_site=call_site(),
+        )
+        self.entry = Entry(header, self._name, coding.codec_name)
+        self.entry.awaits = header.root
+        # No limit at all (``inf``) is cut to one of 115 days: nobody polls so.
+        self.entry.has_own_limit = timeout is not None and self._deadline.seconds < FOREVER_SECONDS
+        self._exchange: Exchange | None = None
+        self._own_error: BaseException | None = None
+        self._span: Span | None = None
+        self._has_begun = False
+        self._claim = threading.Lock()
+
+    def begin(self) -> None:
+        """Note that the call is under way: nothing is wrong with its arguments."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.group.history.add(self.entry)
+
+    def work(self) -> Work[Any]:
+        """A work for what this errand gives."""
+        return Work(self._name, self.entry.header.call_site, self.entry)
+
+    def claim(self) -> bool:
+        """Whether this thread is the one to conclude it, as the first that asks is.
+
+        Where Ctrl-C comes while it is handed over to another thread, both have it.
+        """
+        return self._claim.acquire(blocking=False)
+
+    def conclude(self, error: BaseException | None) -> None:
+        """Note how it has ended."""
+        self._own_error = None  # its traceback holds the caller's object
+        conclude(self.group, self.entry, self._exchange, error, self._began)
+
+    def __enter__(self) -> Self:
+        self.begin()
+        self._span = span(self._name)
+        self._span.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._span is not None:
+            self._span.__exit__(kind, error, traceback)
+        self.conclude(error)
+
+    def _joined(self, mesh: Mesh, lane: Lane, sequence: int) -> Exchange:
+        """The traffic of the message of this number."""
+        self.entry.header = self.entry.header._replace(
+            lane=lane.number, group=mesh.number, sequence=sequence
+        )
+        self._exchange = Exchange(
+            link=mesh.connections_for(self.entry.operation),
+            lane=lane,
+            entry=self.entry,
+            deadline=self._deadline,
+            gate=Gate(self._coding.settings, mesh.session, self.group.rank),
+            device=DevicePath(None),
+        )
+        return self._exchange
+
+
+def _tag(operation: str, tag: object) -> int:
+    """A tag as a number.
+
+    Raises:
+        UsageError: it is none, or too large.
+    """
+    number = whole_number(tag)
+    if number is not None and 0 <= number <= _TAG_MAX:
+        return number
+    raise UsageError(f"{operation}: tag={tag!r} is no integer from 0 to {_TAG_MAX}")
+
+
+class Send(Errand):
+    """See the module."""
+
+    operation = Operation.SEND
+
+    def run(self, obj: object) -> None:
+        """Send, and return when the message was taken."""
+        pair = self._pair()
+        if pair is None:
+            with self:
+                self._keep(obj)
+            return
+        with self, Place(pair.order) as place:
+            self.entry.waiter = threading.get_ident()
+            message = self._message(obj)
+            place.take()
+            self._transmit(pair, place, message)
+
+    def launch(self, obj: object) -> Work[None]:
+        """Encode, and let another thread do the rest; ``obj`` may not change before its end."""
+        pair = self._pair()
+        if pair is None:
+            return self.work().carry_out_here(lambda: self.run(obj))
+        self.begin()
+        place = Place(pair.order)
+        try:
+            message = self._message(obj)
+            place.take()
+            work = self.work()
+            work.carry_out_on(self.group.crew, lambda: self._go_on(pair, place, message))
+        except BaseException as error:  # Ctrl-C, or there can be no more threads
+            if self.claim():
+                place.leave()
+                self.conclude(error)
+            raise
+        return work
+
+    def _go_on(self, pair: Pair, place: Place, message: Message) -> None:
+        if self.claim():
+            with self, place:
+                self._transmit(pair, place, message)
+
+    def _pair(self) -> Pair | None:
+        """This rank and the receiver; None if they are the same.
+
+        Raises:
+            UsageError: there is no receiver or no tag, which a receive may do without.
+        """
+        if self.peer is None:
+            raise UsageError(f"{self._name}: give dst= or group_dst=")
+        if self.tag is None:
+            raise UsageError(f"{self._name}: a message has a tag; only a receiver takes any")
+        return None if self.peer == self.group.rank else self.group.pair(self.peer)
+
+    def _keep(self, obj: object) -> None:
+        """Send to this rank itself; an error has the form that it has between two ranks."""
+        tag, rank = self.entry.header.tag, self.group.rank
+        try:
+            own = self._coding.copy(obj)
+        except BaseException as error:
+            raise_together(self._name, {rank: self._failure_of(error)}, error, rank)
+            raise
+        self.group.mailbox.deliver(Arrival(rank, tag, 0, obj=own))
+
+    def _message(self, obj: object) -> Message:
+        """Encode; an error becomes a failure message, and is raised when that was sent."""
+        try:
+            return self._coding.message(self.entry.header, lambda: obj)
+        except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
+            self._own_error = error
+            return failure_message(self.entry.header, [self._failure_of(error)])
+
+    def _failure_of(self, error: BaseException) -> RankFailure:
+        return failure_of(error, self.group.rank, self.entry.header.call_site)
+
+    def _transmit(self, pair: Pair, place: Place, message: Message) -> None:
+        """Send, after whatever was to be sent before; leaves the place when the next may begin."""
+        self._deadline.restart()
+        is_its_turn = place.enter(self._deadline.seconds_left)
+        if not is_its_turn or self._deadline.has_passed:  # those before waited for the receiver
+            raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
+        mesh, lane = pair.enter(self._deadline, self.entry)
+        exchange = self._joined(mesh, lane, lane.sequence)
+        with Turn(mesh, lane, exchange, self._deadline):
+            lane.sequence += 1
+            header = exchange.header
+            message.header = message.header._replace(
+                lane=header.lane, group=header.group, sequence=header.sequence
+            )
+            exchange.rounds += 1
+            exchange.send_head(message, [pair.peer], destination=pair.peer)
+            exchange.send_rest(message, [pair.peer])
+            place.leave()  # this one ends when it was taken
+        if self._own_error is not None:
+            rank, own = self.group.rank, self._own_error
+            raise_together(self._name, {rank: self._failure_of(own)}, own, rank)
+
+
+# A limit that is short is for finding a message. What has begun to come, and would take the
+# connection with it, gets so much at least.
+_TRANSFER_SECONDS = 2.0
+
+
+class Receive(Errand):
+    """See the module; also a probe, which takes nothing in."""
+
+    operation = Operation.RECV
+
+    _lanes: Sequence[Lane] = ()  # on which the watcher sees it wait
+    _timer: threading.Timer | None = None
+    _is_wait_over = False
+    _jobs: list[Callable[[], None]]  # of a work: what is to be done after the wait
+
+    def run(self) -> Any:
+        """Wait for a message; returns its object."""
+        with self:
+            return self.take_in(self.awaited())
+
+    def launch(self) -> Work[Any]:
+        """Ask for a message; when it has come another thread takes it in."""
+        self.begin()
+        work = self.work()
+        request = Request(self.peer, self.tag, on_end=self._hand_over)
+        self._jobs = [work.job(lambda: self._rest(request))]
+        try:
+            self._ask(request)
+        except BaseException as error:
+            if self.claim():
+                self.group.mailbox.cancel(request)
+                self._finish(error.with_traceback(None))  # it would hold the work, and so itself
+            if not isinstance(error, Exception):  # Ctrl-C
+                work.disown()
+                raise
+        try:
+            return work
+        finally:
+            del work  # as in ``Work.carry_out_here``
+
+    def _hand_over(self) -> bool:
+        """The wait is over, as some thread knows that must not wait itself: another one goes on.
+
+        Returns:
+            False if there can be no more threads: the work has ended so, the message is left.
+        """
+        try:
+            self.group.crew.submit(self._go_on)
+        except RuntimeError as error:
+            if self.claim():
+                self._finish(error.with_traceback(None))  # as in ``launch``
+                return False
+        return True
+
+    def _go_on(self) -> None:
+        if self.claim():
+            self._finish(None)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Do the rest on this thread; if there is an error, it is to raise that in the work."""
+        self._own_error = error
+        del error  # as there
+        if self._jobs:
+            # In no variable: an error's traceback would hold that, and so the work.
+            self._jobs.pop()()
+
+    def _rest(self, request: Request) -> Any:
+        with self:
+            self._end_wait()
+            if self._own_error is not None:
+                raise self._own_error
+            return self.take_in(self._found(request))
+
+    def awaited(self, *, is_probe: bool = False) -> Arrival:
+        """Wait for a message.
+
+        Raises:
+            UsageError: this rank waits for itself, which has sent nothing.
+            ObjcommError: why nothing will come.
+        """
+        group = self.group
+        is_alone = self.peer == group.rank or group.size == 1
+        if is_alone and group.mailbox.look(self.peer, self.tag) is None:
+            raise UsageError(
+                f"{self._name}: rank {group.rank} waits for a message of its own, but has sent "
+                "none; send it first"
+            )
+        signal = _Signal()
+        request = Request(self.peer, self.tag, is_probe=is_probe, on_end=signal.set)
+        self.entry.waiter = threading.get_ident()
+        try:
+            self._ask(request)
+            signal.wait()
+        except BaseException:  # Ctrl-C, or there can be no more threads
+            group.mailbox.cancel(request)
+            raise
+        finally:
+            self._end_wait()
+        return self._found(request)
+
+    def peek(self) -> Arrival | None:
+        """The message that a receive would take now; without one, listen to who may send it."""
+        found = self.group.mailbox.poll(self.peer, self.tag)
+        if found is None:
+            admitted = self._admitted()
+            self._heed(admitted)
+            for pair, mesh, lane in admitted:
+                pair.listen(mesh, lane)
+        return found
+
+    def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
+        """Raise what is known to have failed in a block around this call, or who has died there.
+
+        The watcher tells who waits. Who polls waits too briefly to be told, or not at all.
+        """
+        for _, mesh, _ in admitted[:1]:  # all are of one world
+            for key in regions.get():
+                told = mesh.bulletin.heard(key) or died_in(key)
+                if told is not None:
+                    self._raise(told)
+
+    def _ask(self, request: Request) -> None:
+        """Put a request to the mailbox; whoever may serve it is listened to from now on.
+
+        Raises:
+            ObjcommError: no message has come, and no rank that may serve it can send any more.
+            RuntimeError: this process can start no more threads.
+        """
+        mailbox = self.group.mailbox
+        if mailbox.meet(request):
+            return
+        admitted = self._admitted()
+        self._heed(admitted)
+        self._deadline.apply(self.entry)
+        self.entry.regions = regions.get()
+        self.entry.withdraw = functools.partial(self._withdraw, request)
+        self._lanes = [lane for _, _, lane in admitted]
+        request.among = frozenset(pair.peer for pair, _, _ in admitted)
+        for lane in self._lanes:
+            lane.begin(self.entry)
+        hurry(self._deadline.seconds)
+        mailbox.ask(request)  # from now on the wait may be over, on another thread
+        if not admitted:  # from this rank itself: no lane, no watcher
+            self._limit(request)
+        for pair, mesh, lane in admitted:
+            ended = pair.listen(mesh, lane)
+            if ended is not None:
+                mailbox.withdraw(request, ended)
+
+    def _admitted(self) -> list[tuple[Pair, Mesh, Lane]]:
+        """The connections to the ranks that may serve a request."""
+        pairs = self._pairs()
+        if len(pairs) == 1:
+            return [(pairs[0], *pairs[0].admit(self._name))]
+        joined = [(pair, pair.admit_among(self._name)) for pair in pairs]
+        admitted = [(pair, *each) for pair, each in joined if each is not None]
+        if pairs and not admitted:
+            pairs[0].admit(self._name)  # raises: nobody is left
+        return admitted
+
+    def _pairs(self) -> list[Pair]:
+        """This rank and each that may send, itself left out."""
+        peers = range(self.group.size) if self.peer is None else [self.peer]
+        return [self.group.pair(peer) for peer in peers if peer != self.group.rank]
+
+    def _limit(self, request: Request) -> None:
+        seconds = self._deadline.seconds
+        late = Verdict.of(Cause.TIMEOUT, ranks=(self.group.rank,), seconds=seconds)
+        self._timer = threading.Timer(seconds, self._withdraw, (request, late))
+        self._timer.daemon = True
+        self._timer.name = "objcomm-limit"
+        self._timer.start()
+        if self._is_wait_over:
+            self._timer.cancel()
+
+    def _withdraw(self, request: Request, verdict: Verdict) -> None:
+        if request.src is None and verdict.cause is Cause.TIMEOUT:
+            others = tuple(rank for rank in range(self.group.size) if rank != self.group.rank)
+            verdict = verdict._replace(ranks=others)
+        self.group.mailbox.withdraw(request, verdict)
+
+    def _end_wait(self) -> None:
+        self._is_wait_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        # The history keeps the entry, and this would keep the message.
+        self.entry.withdraw = _ignore
+        for lane in self._lanes:
+            lane.end(self.entry)
+
+    def _found(self, request: Request) -> Arrival:
+        """What a request that has ended found.
+
+        Raises:
+            ObjcommError: why nothing will come.
+        """
+        if request.verdict is not None:
+            self._raise(request.verdict)
+        return cast("Arrival", request.arrival)  # a wait ends by a message or by a verdict
+
+    def _raise(self, verdict: Verdict) -> NoReturn:
+        for pair in self._pairs():
+            pair.absolve(verdict)
+        end_elsewhere(verdict)
+        raise verdict.error(self._name, self.entry.header.position)
+
+    def take_in(self, arrival: Arrival) -> Any:
+        """The object of a message whose first part is here.
+
+        Raises:
+            CollectiveError: its sender could not encode it.
+            DecodeError: it can't be rebuilt.
+            ObjcommError: the rest of it did not come.
+        """
+        origin = arrival.origin
+        if origin is None:
+            return arrival.obj
+        header, mesh, lane = origin
+        self.entry.header = self.entry.header._replace(root=arrival.peer, tag=arrival.tag)
+        exchange = self._joined(mesh, lane, header.sequence)
+        exchange.rounds += 1
+        exchange.received_nbytes += len(arrival.raw)
+        if header.is_all_head:
+            message = exchange.adopt(arrival.raw, header)
+        else:
+            self.entry.is_served = True
+            self.entry.withdraw = None  # the sender waits, too: only both can end this
+            self._deadline.leave(_TRANSFER_SECONDS)
+            with Turn(mesh, lane, exchange, self._deadline):
+                message = exchange.adopt(arrival.raw, header)
+                exchange.recv_rest([(arrival.peer, message)])
+        raise_together(self._name, failures_in([message]), None, self.group.rank)
+        return self._coding.decode(message)
+
+
+class _Signal:
+    """Lets one thread wait for what another does; Ctrl-C ends the wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.set: Callable[[], None] = self._lock.release
+
+    def wait(self) -> None:
+        """Return when ``set`` was called; once."""
+        self._lock.acquire()
+
+
+def _ignore(_: object) -> None:
+    """Withdraws what has ended."""

@@ -1,0 +1,251 @@
+"""This rank and one other of a group, for messages from rank to rank.
+
+A thread takes in the first part of whatever the other rank sends and puts it into the mailbox, so
+a small message never waits for its receiver, and a receiver can wait for any sender. Gloo could
+not do that: its receive from any source is woken neither by a death nor by an abort (torch 2.13),
+and it has no probe.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import contextlib
+import threading
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+from objcomm.config import FOREVER_SECONDS, Settings, settings
+from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, UsageError
+from objcomm.failures.board import Board, StoreSilentError
+from objcomm.failures.mesh import end_by_loss
+from objcomm.failures.verdict import DESTROYED, FAREWELLS, Cause, Verdict, proposal_for, regions
+from objcomm.failures.watchdog import FAREWELL_SECONDS, expect
+from objcomm.p2p.mailbox import Arrival, Mailbox
+from objcomm.transport.link import Deadline, reason_of
+from objcomm.transport.threads import Order, Single
+from objcomm.wire.gate import Gate
+from objcomm.wire.header import Header, Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from objcomm.failures.channel import Channel
+    from objcomm.failures.mesh import Mesh
+    from objcomm.observe.history import Entry
+    from objcomm.transport.lane import Lane
+
+
+_LOOK_SECONDS = 0.5
+_LISTENER = "objcomm-listen"
+
+
+class Pair:
+    """See the module.
+
+    Attributes:
+        peer: the other rank.
+        order: of what this rank sends.
+    """
+
+    def __init__(self, channel: Channel, peer: int, rank: int, mailbox: Mailbox) -> None:
+        """Begin.
+
+        Args:
+            channel: joins the two.
+            peer: the other rank, within the group like ``rank``.
+            rank: this one.
+            mailbox: the group's on this rank.
+        """
+        self.peer = peer
+        self.order = Order()
+        self._channel = channel
+        self._rank = rank
+        self._mailbox = mailbox
+        self._lock = threading.Lock()
+        self._current: Mesh | None = None
+        self._listener = Single(_LISTENER)
+        self._former = Single(_LISTENER)  # of the last connection
+
+    @property
+    def channel(self) -> Channel:
+        """What joins the two."""
+        return self._channel
+
+    def admit(self, operation: str) -> tuple[Mesh, Lane]:
+        """The connection, made or not, for a call that can wait for it elsewhere.
+
+        Raises:
+            BrokenGroupError: an earlier error has closed it for good.
+            ObjcommError: what has closed it since the last call; the next call is served.
+            UsageError: the group is destroyed.
+        """
+        mesh, lane = self._channel.admit(operation, "", self.order)
+        with self._lock:
+            former = self._current
+            if former is None or (former is not mesh and former.verdict is not None):
+                if former is not None and former.verdict is not None:
+                    _fail(self._mailbox, self.peer, former, former.verdict)
+                self._current = mesh
+                self._former, self._listener = self._listener, Single(_LISTENER)
+                self._mailbox.expect(self.peer, mesh)
+        return mesh, lane
+
+    def admit_among(self, operation: str) -> tuple[Mesh, Lane] | None:
+        """As ``admit`` for a call that others can serve, too; None if this one never will.
+
+        Raises:
+            ObjcommError: the other rank has died since the last call.
+        """
+        try:
+            return self.admit(operation)
+        except BrokenGroupError:
+            return None
+        except UsageError:
+            raise
+        except ObjcommError:
+            mesh = self._channel.mesh
+            if mesh is None or mesh.verdict is None or _concerns_any(mesh.verdict):
+                raise
+            return self.admit(operation) if mesh.can_be_replaced else None
+
+    def enter(self, deadline: Deadline, call: Entry) -> tuple[Mesh, Lane]:
+        """The connection; waits until the other rank has come.
+
+        Raises:
+            TransportTimeout: it did not come.
+            ObjcommError: as ``admit``.
+        """
+        mesh, lane = self.admit(call.operation)
+        self.listen(mesh, lane)
+        if mesh.link is None:
+            place = call.header.call_site
+            self._channel.connect(mesh, lane, call.operation, deadline, place, caller=call)
+        return mesh, lane
+
+    def listen(self, mesh: Mesh, lane: Lane) -> Verdict | None:
+        """See to it that what the other rank sends is taken in, or said to be lost.
+
+        Returns:
+            What has ended that mesh, if another one stands in its place.
+
+        Raises:
+            RuntimeError: this process can start no more threads; the next call tries again.
+        """
+        with self._lock:
+            is_current, listener, former = self._current is mesh, self._listener, self._former
+        if is_current and not listener.has_begun:
+            mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
+            told = (settings(), regions.get())
+            listener.start(partial(_listen, mesh, lane, self.peer, self._mailbox, former, *told))
+        elif mesh.verdict is not None:
+            _fail(self._mailbox, self.peer, mesh, mesh.verdict)
+        return None if is_current else mesh.verdict
+
+    def absolve(self, verdict: Verdict) -> None:
+        """A call has raised a verdict: the next one need not."""
+        mesh = self._channel.mesh
+        if mesh is not None and mesh.verdict is not None and mesh.verdict.name == verdict.name:
+            mesh.absolve(threading.current_thread())
+
+
+def say_farewell(channels: Iterable[Channel]) -> None:
+    """End the connections of a group that is no more, and let the other ranks know why."""
+    verdicts: dict[Mesh, Verdict] = {}
+    for channel in channels:
+        mesh = channel.mesh
+        if mesh is not None and mesh.verdict is None:
+            verdicts[mesh] = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
+
+    def tell(board: Board) -> None:
+        for mesh, verdict in verdicts.items():
+            if mesh.link is not None and mesh.verdict is None:
+                mesh.stop(board.propose(mesh.nonce, verdict), board)
+
+    # All in one: where the world has gone as well, the bulletin does no second job.
+    for bulletin in {mesh.bulletin for mesh in verdicts}:
+        with contextlib.suppress(StoreSilentError):
+            bulletin.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
+    for mesh, verdict in verdicts.items():
+        mesh.stop(verdict._replace(is_store_silent=True))
+
+
+def _listen(  # noqa: PLR0917  # a thread's arguments
+    mesh: Mesh,
+    lane: Lane,
+    peer: int,
+    mailbox: Mailbox,
+    former: Single,
+    chosen: Settings,
+    blocks: tuple[str, ...],
+) -> None:
+    """Until the connection ends, and what has come over it is taken in; keeps no group alive."""
+    expect(mesh, threading.current_thread())
+    try:
+        link = mesh.connections_for("recv")
+        told = mesh.met_too_late(blocks)
+        if told is not None:  # what comes is not for who still waits in the block
+            for entry in lane.waits():
+                if entry.withdraw is not None and set(blocks) & set(entry.regions):
+                    entry.withdraw(told)
+        standing = lane.standing(link, peer)
+        former.join()  # what came over the last connection comes first
+        while True:  # until no more comes
+            mailbox.await_room(peer, lambda: mesh.verdict is not None, _LOOK_SECONDS)
+            standing.pending.wait(timedelta(seconds=FOREVER_SECONDS))
+            header = _judged(mesh, lane, peer, standing.raw, chosen)
+            raw = bytes(memoryview(standing.raw)[: header.head_nbytes])
+            nbytes = header.head_nbytes + header.payload_nbytes
+            nbytes += 0 if header.is_inline else header.body_nbytes
+            try:
+                standing.post()
+            finally:  # the peer may have left after this message: its right
+                lane.taken += 1
+                mailbox.deliver(Arrival(peer, header.tag, nbytes, header, raw, mesh, lane))
+    except ObjcommError as error:
+        mesh.settle(proposal_for(error, mesh.rank))
+    except RuntimeError as error:
+        reason = f"it died, exited or lost its network ({reason_of(error)})"
+        lost = proposal_for(TransportError("recv", (peer,), reason), mesh.rank)
+        end_by_loss(mesh, lost)
+    except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
+        mesh.settle(proposal_for(error, mesh.rank))
+    if mesh.verdict is not None:
+        _fail(mailbox, peer, mesh, mesh.verdict)
+
+
+def _judged(mesh: Mesh, lane: Lane, peer: int, raw: bytearray, chosen: Settings) -> Header:
+    """The header of what arrived.
+
+    Raises:
+        ObjcommError: it is not the peer's next message to this rank.
+    """
+    # A key that holds in a block only is known to the thread that began to listen in it.
+    current = settings()
+    gate = Gate(chosen if current.secret is None else current, mesh.session, mesh.rank)
+    expected = Header(
+        operation=Operation.SEND,
+        sender=peer,
+        root=mesh.rank,
+        lane=lane.number,
+        group=mesh.number,
+        sequence=lane.taken,
+    )
+    header = gate.header_in(raw, peer)
+    gate.check_call(expected, header, peer)
+    gate.check_addressed(header)
+    return header
+
+
+def _fail(mailbox: Mailbox, peer: int, mesh: Mesh, verdict: Verdict) -> None:
+    """End the requests that wait for a peer that is gone."""
+    mailbox.fail(peer, mesh, verdict, is_for_any=_concerns_any(verdict))
+
+
+def _concerns_any(verdict: Verdict) -> bool:
+    """Whether it ends a wait for any rank.
+
+    The others can still serve it after a program's regular end, and after what concerned two ranks
+    only.
+    """
+    is_grave = verdict.cause in (Cause.LOST, Cause.LEFT, Cause.FAILED)
+    return is_grave and verdict.reason not in FAREWELLS

@@ -1,0 +1,342 @@
+"""Threads one after another, a thread that is needed once, and threads that wait to be useful."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+_ABANDONED = "the connections were closed, and the wait for what was sent over them given up"
+
+# A crew's idle thread waits so long for its next job.
+_IDLE_SECONDS = 5.0
+
+
+class Order:
+    """Lets threads do something one after another, in the order in which they took their places."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: deque[Place] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many have a place and are not through."""
+        return len(self._places)
+
+    def append(self, place: "Place") -> None:
+        """Put a place behind all others."""
+        with self._lock:
+            self._places.append(place)
+            self._places[0].turn.set()
+
+    def remove(self, place: "Place") -> None:
+        """Let those behind go on without it; nothing happens if it is not there."""
+        with self._lock:
+            if place in self._places:
+                self._places.remove(place)
+            if self._places:
+                self._places[0].turn.set()
+
+
+class Place:
+    """A place in an order: whoever takes it must leave it, whether its turn has come or not.
+
+    A context at whose end it is left.
+
+    Attributes:
+        turn: set when all that were taken before have been left.
+    """
+
+    def __init__(self, order: Order) -> None:
+        """Begin; nothing is taken yet, so that nobody can be interrupted between the two."""
+        self._order = order
+        self.turn = threading.Event()
+
+    def take(self) -> None:
+        """Queue behind all places that were taken before."""
+        self._order.append(self)
+
+    def enter(self, seconds: float) -> bool:
+        """Wait so long for its turn; returns whether it has come."""
+        return self.turn.wait(seconds)
+
+    def leave(self) -> None:
+        """Let the next one in, at once or when it would be this one's turn; once is enough."""
+        self._order.remove(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.leave()
+
+
+class Single:
+    """At most one thread, whatever interrupts those who start it.
+
+    A start that Ctrl-C has interrupted may have succeeded. So it is made again when the next one
+    asks, and of two threads the second does nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._claim = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the thread has come."""
+        return self._thread is not None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has come and not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Let the thread do ``job``, unless it has begun to; returns at once.
+
+        Raises:
+            RuntimeError: this process can start no more threads; the next call tries again.
+        """
+        if self._thread is None:
+            threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
+
+    def do_here(self, job: Callable[[], None]) -> None:
+        """Do ``job`` on the calling thread, unless another one has begun to."""
+        self._run(job)
+
+    def join(self) -> None:
+        """Wait until the thread has done its job, if it has come."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._claim.acquire(blocking=False):
+            self._thread = threading.current_thread()
+            job()
+
+
+class Crew:
+    """Does each job on a thread of its own, because each may wait; idle threads are used again.
+
+    Attributes:
+        under_way: jobs that are not done.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self.under_way = 0
+        self._is_closed = False
+        self._is_given_up = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do ``job``, which must not raise, soon.
+
+        Raises:
+            RuntimeError: this process can start no more threads.
+        """
+        with self._lock:
+            has_idle = self._idle > 0
+            if not has_idle:
+                _Hand(self).start()  # first: what can't be done must not be begun
+            self._idle -= has_idle
+            self.under_way += not self._is_given_up
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Let each thread end after its job; what comes later is still done."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, 0
+            self.under_way += idle
+        for _ in range(idle):
+            self._jobs.put(_nothing)
+
+    def give_up(self) -> None:
+        """Count on no job any more: some may never be done."""
+        with self._lock:
+            self._is_given_up, self.under_way = True, 0
+
+    def run(self) -> None:
+        """Do jobs, on a thread of the crew's."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._idle > 0:  # else a job is on its way
+                        self._idle -= 1
+                        return
+                continue
+            job()
+            del job  # it holds the caller's objects
+            with self._lock:
+                self.under_way -= not self._is_given_up
+                if self._is_closed:
+                    return
+                self._idle += 1
+
+
+class Apart:
+    """Waits that threads of their own do, so that whoever needs them can stop to wait.
+
+    A thread that is stuck in C++ can't be woken. It stays there with what it holds.
+    """
+
+    def __init__(self) -> None:
+        self._crew = Crew()
+        self._lock = threading.Lock()
+        self._under_way: set[Future[None]] = set()
+        self._is_abandoned = False
+
+    def do(self, wait: Callable[[], None]) -> None:
+        """Let a thread do ``wait``, and raise what it raises.
+
+        Raises:
+            RuntimeError: it was abandoned, or this process can start no more threads.
+        """
+        done: Future[None] = Future()
+        with self._lock:
+            if self._is_abandoned:
+                raise RuntimeError(_ABANDONED)
+            self._under_way.add(done)
+        run = partial(self._run, wait, done)
+        try:
+            self._crew.submit(run)
+        except RuntimeError:  # there can be no more threads: this one waits
+            run()
+        try:
+            done.result()
+        finally:
+            del done, run  # an error's traceback holds this frame, and its future the error
+
+    def abandon(self) -> None:
+        """Let all that wait raise, now and from now on."""
+        with self._lock:
+            self._is_abandoned = True
+            left = tuple(self._under_way)
+        self._crew.close()  # nothing will come: no idle thread need wait for it
+        self._crew.give_up()
+        for each in left:
+            self._conclude(each, RuntimeError(_ABANDONED))
+
+    def _run(self, wait: Callable[[], None], done: Future[None]) -> None:
+        try:
+            wait()
+        except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
+            self._conclude(done, error)
+        else:
+            self._conclude(done, None)
+        finally:
+            del done  # as in ``do``
+
+    def _conclude(self, done: Future[None], error: BaseException | None) -> None:
+        """Let the caller go on, unless it was let go before."""
+        with self._lock:
+            is_first = done in self._under_way
+            self._under_way.discard(done)
+        if is_first and error is None:
+            done.set_result(None)
+        elif is_first:
+            done.set_exception(error)
+
+
+class _Hand(threading.Thread):
+    """One thread of a crew."""
+
+    def __init__(self, crew: Crew) -> None:
+        super().__init__(target=crew.run, name="objcomm-crew", daemon=True)
+        self.crew = crew
+
+
+def are_hands_busy() -> bool:
+    """Whether any crew of this process has a job under way."""
+    return any(isinstance(each, _Hand) and each.crew.under_way for each in threading.enumerate())
+
+
+def _nothing() -> None:
+    """Wakes an idle thread."""
+
+
+# A thread takes 60 us to start, and a burst of calls should need one only.
+_LINGER_SECONDS = 1.0
+
+
+class Line:
+    """A queue of jobs with one thread, which comes with the first job and goes when idle."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_busy = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every job is done."""
+        return not self._is_busy and not self._jobs
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the line's own, which carries out a job just now."""
+        return self._thread is threading.current_thread()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do ``job``, which must not raise, after all jobs before it.
+
+        Raises:
+            RuntimeError: this process can start no more threads.
+        """
+        with self._changed:
+            if self._thread is None:
+                thread = _Runner(self, self._run, self._name)
+                thread.start()
+                self._thread = thread
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until every job is done; no job may."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_idle)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                if not self._changed.wait_for(lambda: bool(self._jobs), _LINGER_SECONDS):
+                    self._thread = None
+                    return
+                self._is_busy = True  # before the queue is empty: nobody may take it for idle
+                job = self._jobs.popleft()
+            job()
+            del job  # it holds the caller's objects
+
+
+class _Runner(threading.Thread):
+    """The thread of a line."""
+
+    def __init__(self, line: Line, target: Callable[[], None], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self.line = line
+
+
+def are_lines_busy() -> bool:
+    """Whether any line of this process has a job, or lets go of what one has held."""
+    return any(
+        isinstance(each, _Runner) and not each.line.is_idle for each in threading.enumerate()
+    )
