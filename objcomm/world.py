@@ -1,4 +1,7 @@
-"""Which group a call means, and the questions about a group that need no traffic."""
+"""Torch's process groups: which one a call means, its ranks and its store, and how one is made.
+
+Whatever of this torch has no public way to ask for stands here.
+"""
 
 from __future__ import annotations  # torch may be built without distributed
 
@@ -11,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from objcomm.config import GroupLike, settings
 from objcomm.environment import Standing, standing_in
-from objcomm.errors import UsageError
-from objcomm.transport.store import Clients
+from objcomm.errors import NotInGroupError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from objcomm.config import GroupLike
+
+
+#: A group's limit where its own can't be found: torch's default for Gloo.
+TIMEOUT_SECONDS = 1800.0
 
 
 def store_of(group: Any) -> Any:
@@ -76,6 +83,50 @@ def process_group_of(group: GroupLike) -> Any:
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"group={group!r} is neither a process group nor a device mesh")
     return group
+
+
+def group_for_call(group: GroupLike) -> Any:
+    """The process group on which a call with this ``group=`` is made; None for a world of one.
+
+    Raises:
+        UsageError: the environment promises other ranks, but nothing is initialised; or it is a
+            mesh of several dimensions, or no group at all.
+        NotInGroupError: this rank is no member.
+    """
+    if not is_initialized():
+        promise = standing_in(os.environ).promise if group is None else ""
+        if promise:
+            raise UsageError(
+                f"{promise} promises other ranks, but torch.distributed is not initialised; call "
+                "objcomm.init or init_process_group first"
+            )
+        if is_nobody(group):
+            raise NotInGroupError("this rank is no member of this group")
+        if group is not None:
+            raise UsageError("group= was given, but torch.distributed is not initialised")
+        return None
+    process_group = process_group_of(group)
+    if process_group is None or process_group.rank() < 0:
+        raise NotInGroupError(
+            f"global rank {dist.get_rank()} is no member of this group; "
+            "let only its members make this call"
+        )
+    return process_group
+
+
+def ranks_of(process_group: Any) -> tuple[int, ...]:
+    """The global ranks of a group's members, in the group's order."""
+    return tuple(dist.get_process_group_ranks(process_group))
+
+
+def timeout_of(process_group: Any) -> float:
+    """A group's own time limit, in seconds."""
+    for device in process_group._device_types:  # noqa: SLF001  # torch has no public way to ask
+        backend = process_group._get_backend(device)  # noqa: SLF001  # likewise
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if timeout is not None:
+            return float(timeout.total_seconds())
+    return TIMEOUT_SECONDS
 
 
 #: Backends whose ranks may be no processes, or none that have a store in common.
@@ -167,7 +218,7 @@ def create(
     limit: timedelta,
     timeout: timedelta,
     purpose: str,
-    clients: Clients,
+    store: Any,
 ) -> Any:
     """Make a process group with the backend of ``parent``; every one of ``ranks`` must call this.
 
@@ -180,7 +231,7 @@ def create(
         limit: how long to wait for the connections.
         timeout: the new group's own time limit.
         purpose: what torch's log says that it is for.
-        clients: connections to the world's store, for groups of the user's.
+        store: a connection to the world's store that nobody else uses meanwhile.
 
     Raises:
         RuntimeError: a connection failed.
@@ -189,7 +240,6 @@ def create(
 
     world: Any = dist.GroupMember.WORLD
     backend = dist.get_backend(parent)
-    store = clients.take(store_of(world), settings().lost_after)
     with _binding.hidden(world) as device:
         group, _ = c10d._new_process_group_helper(  # noqa: SLF001  # there is no public way, see above
             len(ranks),
@@ -201,8 +251,6 @@ def create(
             timeout=min(limit, CONNECT_MAX),
             group_desc=f"objcomm.{purpose}",
         )
-    if backend == dist.Backend.GLOO:  # another may meet later, and wait in the store for that
-        clients.give_back(store)
     order = {rank: place for place, rank in enumerate(ranks)}
     c10d._world.pg_group_ranks[group] = order  # noqa: SLF001  # as new_group does
     group.bound_device_id = device

@@ -83,7 +83,7 @@ _LIMIT = timedelta(seconds=100)
 
 
 def check_transfers(link: Link) -> None:
-    """Hold a link against `objcomm.transport.base.Link`; every rank calls this with its own."""
+    """Hold a link against `objcomm.transport.link.Link`; every rank calls this with its own."""
     others = [peer for peer in range(link.size) if peer != link.rank]
     sent = _check_order(link, others) + _check_tags(link, others)
     big = _filled(link.rank, 20_000_000)  # more than any buffer of the system's

@@ -132,10 +132,7 @@ def test_the_picture_is_a_png(finished: Run) -> None:
 @pytest.mark.long
 def test_the_picture_shows_the_counts() -> None:
     from objcomm.demo import job  # noqa: PLC0415  # see above
-    from objcomm.demo.learning import (
-        ConfusionMatrix,
-        Predictions,  # noqa: PLC0415  # see above
-    )
+    from objcomm.demo.learning import ConfusionMatrix, Predictions  # noqa: PLC0415  # see above
 
     truth, answers = np.array([0, 0, 3]), np.array([0, 8, 3])
     matrix = ConfusionMatrix.of(Predictions(0, np.arange(3), truth, answers))

@@ -127,7 +127,9 @@ def documented_modules() -> list[str]:
 
 
 def marks_of_module(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.long] * (name == "objcomm.launching")  # a page's block shows the same
+    return [pytest.mark.long] * (
+        name == "objcomm.bootstrap.launch"
+    )  # a page's block shows the same
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,20 @@ from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from objcomm.codecs.buffers import empty
 from objcomm.errors import TransportError, WireError
-from objcomm.transport.link import DeviceLink
 from objcomm.wire.header import Flag
-from objcomm.wire.message import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from objcomm.transport.link import DeviceLink
+    from objcomm.wire.message import Message
 
 _STAGED = int(Flag.STAGED)  # an IntFlag's ``&`` costs 0.7 µs
 

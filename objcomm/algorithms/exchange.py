@@ -77,6 +77,11 @@ class Exchange(Transfers):
         self._heads_to: Counter[int] = Counter()
         self._heads_from: Counter[int] = Counter()
 
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Its rounds of messages, and the bytes sent and received so far."""
+        return self.rounds, self.sent_nbytes, self.received_nbytes
+
     def send_head(
         self, message: Message, peers: Iterable[int], destination: int = EVERYONE
     ) -> None:

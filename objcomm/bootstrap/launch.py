@@ -45,7 +45,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # A rank finds modules where its parent does, objcomm included.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from objcomm.launched import main; sys.exit(main())"
+    "from objcomm.bootstrap.worker import main; sys.exit(main())"
 )
 
 

@@ -27,7 +27,6 @@ from objcomm.config import (
 from objcomm.errors import CollectiveError, DecodeError, ObjcommError, WireError
 from objcomm.observe.history import Entry, call_site
 from objcomm.observe.progress import bar_for
-from objcomm.observe.recorder import attach, conclude
 from objcomm.observe.tracing import Span, span
 from objcomm.transport.threads import Line
 from objcomm.wire.failure import (
@@ -206,7 +205,7 @@ class Call:
             self._turn = self._begin(operation, root, must_agree, is_paced=progress)
             self._turn.is_confirmed = confirm
         else:
-            number, place = self._group.history.next_number(), self.call_site
+            number, place = self._group.recorder.history.next_number(), self.call_site
             header = Header(operation=operation, root=root, sequence=number, call_site=place)
             self._record(Entry(header, self.name, self._coding.codec_name))
 
@@ -215,7 +214,7 @@ class Call:
         try:
             mesh, lane = self._group.enter(self.name, self._deadline, self.call_site)
         except ObjcommError as error:
-            attach(error, self._group)
+            self._group.recorder.attach(error)
             raise
         self._lane = lane
         path = DevicePath(self._group.device_link)
@@ -253,7 +252,7 @@ class Call:
     def _record(self, entry: Entry) -> None:
         self._entry = entry
         entry.began -= time.perf_counter() - self._began  # a first call has waited for the ranks
-        self._group.history.add(entry)
+        self._group.recorder.history.add(entry)
 
     @property
     def is_alone(self) -> bool:
@@ -487,7 +486,8 @@ class Call:
         if turn is not None and error is not None:
             turn.give_up(error)
         exchange = None if turn is None else turn.exchange
-        conclude(self._group, self._entry, exchange, error, self._began)
+        cost = (0, 0, 0) if exchange is None else exchange.cost
+        self._group.recorder.conclude(self._entry, error, self._began, cost)
 
 
 def _last_half(body: Generator[None, None, R]) -> R:

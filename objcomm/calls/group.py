@@ -18,21 +18,15 @@ import torch.distributed as dist
 from objcomm.algorithms.device import device_link
 from objcomm.config import GroupLike, Timeout, seconds_of, whole_number
 from objcomm.environment import local_rank_in, standing_in
-from objcomm.errors import NotInGroupError, UsageError
-from objcomm.failures.channel import Channel
+from objcomm.errors import UsageError
+from objcomm.failures.channel import Channel, say_farewell
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import Verdict
 from objcomm.failures.watchdog import check_running
-from objcomm.observe.history import Counters, History
-from objcomm.p2p.mailbox import Mailbox
-from objcomm.p2p.peer import Pair, say_farewell
+from objcomm.observe.recorder import recorder_of
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.link import Deadline, DeviceLink
-from objcomm.transport.threads import Crew
-from objcomm.world import is_initialized, is_nobody, process_group_of, rank
-
-# Where a group's own limit can't be found: torch's default for Gloo.
-_TIMEOUT_SECONDS = 1800.0
+from objcomm.world import TIMEOUT_SECONDS, group_for_call, is_initialized, rank, timeout_of
 
 _lane_name: ContextVar[str] = ContextVar("objcomm_lane", default="")
 
@@ -42,50 +36,45 @@ class Group:
 
     Attributes:
         name: torch's, the same on every rank; empty where torch.distributed is not initialised.
-        description: what torch says that it is for.
         rank: this process's.
         size: number of ranks.
         ranks: their global ranks, in group order.
-        counters: what its operations cost this rank.
-        history: its last operations on this rank.
-        mailbox: messages from rank to rank that have come here.
-        crew: threads for calls that end in any order.
+        recorder: what this rank did last on it, and what it cost.
         hosts: where each rank runs, once ``node_group`` has asked; empty before.
     """
 
     def __init__(self, process_group: Any = None, world: Any = None) -> None:
-        self.name = getattr(process_group, "group_name", "")
-        self.description = getattr(process_group, "group_desc", "")
-        self.rank = 0
-        self.ranks: tuple[int, ...] = (0,)
+        self.recorder = recorder_of(process_group)
+        self.name = self.recorder.name
+        self.rank = self.recorder.rank
+        self.ranks = self.recorder.ranks
         self._own: Callable[[], Any]
         if process_group is None:
             self._own = functools.partial(_living, _nothing)
-            self._timeout_seconds = _TIMEOUT_SECONDS
+            self._timeout_seconds = TIMEOUT_SECONDS
         else:
-            self.rank = process_group.rank()
-            self.ranks = tuple(dist.get_process_group_ranks(process_group))
             # Weak, or the state of a destroyed group would live as long as the process.
             self._own = functools.partial(_living, weakref.ref(process_group))
-            self._timeout_seconds = _timeout_seconds(process_group)
+            self._timeout_seconds = timeout_of(process_group)
         self.size = len(self.ranks)
-        self.counters = Counters()
-        self.history = History()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
         self._whole = self._joining(tuple(range(self.size)), None)
-        self.mailbox = Mailbox(self.rank, self.size)
-        self.crew = Crew()
         self.hosts: tuple[str, ...] = ()
         self._near: dict[str, weakref.ref[Any]] = {}  # by the lane's name
         self._turns = threading.Lock()
-        self._pairs: dict[int, Pair] = {}  # by the other rank
+        self._channels: dict[tuple[int, ...], Channel] = {}  # by those whom they join
+        self._at_end: list[Callable[[], None]] = []
         if process_group is not None:
             # Its end, not this object's: whoever still waits for a message holds this one.
             weakref.finalize(
-                process_group, _close, self._whole, self._pairs, self.crew
+                process_group, _close, self._whole, self._channels, self._at_end
             ).atexit = False  # the watcher's
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once the group is destroyed and the other ranks know."""
+        self._at_end.append(callback)
 
     def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
         """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
@@ -131,7 +120,7 @@ class Group:
                 it and waits for a callback.
             TransportTimeout: not every rank came.
         """
-        self._check_process(operation)
+        self.check_process(operation)
         return self._whole.enter(operation, deadline, call_site, _lane_name.get())
 
     def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
@@ -140,7 +129,7 @@ class Group:
         Raises:
             ObjcommError: as ``enter``.
         """
-        self._check_process(operation)
+        self.check_process(operation)
         self._whole.join(operation, deadline, call_site)
 
     @contextlib.contextmanager
@@ -178,7 +167,13 @@ class Group:
         """Whether this process was forked after it was made."""
         return self._pid != os.getpid()
 
-    def _check_process(self, operation: str) -> None:
+    def check_process(self, operation: str) -> None:
+        """Refuse a call that this process can't make.
+
+        Raises:
+            UsageError: it was forked from the one that made the group, or its interpreter is
+                shutting down.
+        """
         if self.is_of_the_parent:
             raise UsageError(
                 f"{operation}: a forked process cannot use its parent's connections; "
@@ -237,22 +232,18 @@ class Group:
         Other threads' lanes raise it in their next calls, as they do on the other ranks.
         """
         with self._lock:
-            channels = [self._whole, *[pair.channel for pair in self._pairs.values()]]
+            channels = [self._whole, *self._channels.values()]
         for channel in channels:
             if set(channel.global_ranks) <= set(global_ranks):
                 channel.absolve(verdict)
 
-    def pair(self, peer: int) -> Pair:
-        """This rank and another one, for messages from rank to rank."""
-        self._check_process("a message from rank to rank")
-        pair = self._pairs.get(peer)
-        if pair is None:
-            with self._lock:
-                members = (min(peer, self.rank), max(peer, self.rank))
-                channel = self._joining(members, self._whole)
-                made = Pair(channel, peer, self.rank, self.mailbox)
-                pair = self._pairs.setdefault(peer, made)
-        return pair
+    def channel(self, members: tuple[int, ...]) -> Channel:
+        """What joins some of the ranks, in ascending order, and needs nobody else."""
+        with self._lock:
+            channel = self._channels.get(members)
+            if channel is None:
+                channel = self._channels[members] = self._joining(members, self._whole)
+        return channel
 
     def _joining(self, members: tuple[int, ...], whole: Channel | None) -> Channel:
         return Channel(
@@ -261,7 +252,7 @@ class Group:
             ranks=self.ranks,
             rank=self.rank,
             members=members,
-            history=self.history,
+            history=self.recorder.history,
             whole=whole,
         )
 
@@ -273,10 +264,13 @@ def _living(reference: Callable[[], Any]) -> Any:
     return process_group
 
 
-def _close(whole: Channel, pairs: dict[int, Pair], crew: Crew) -> None:
+def _close(
+    whole: Channel, others: dict[tuple[int, ...], Channel], at_end: list[Callable[[], None]]
+) -> None:
     """Nobody can make another call; those that wait must not do so until their limits."""
-    say_farewell([*[pair.channel for pair in pairs.values()], *([whole] if whole.is_busy else [])])
-    crew.close()
+    say_farewell([*others.values(), *([whole] if whole.is_busy else [])])
+    for callback in at_end:
+        callback()
 
 
 def _nothing() -> None:
@@ -293,15 +287,6 @@ def _index(operation: str, rank: object) -> int:
     if number is None:
         raise UsageError(f"{operation}: {rank!r} is no rank")
     return number
-
-
-def _timeout_seconds(process_group: Any) -> float:
-    for device in process_group._device_types:  # noqa: SLF001  # torch has no public way to ask
-        backend = process_group._get_backend(device)  # noqa: SLF001  # likewise
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        if timeout is not None:
-            return float(timeout.total_seconds())
-    return _TIMEOUT_SECONDS
 
 
 class lane:  # noqa: N801  # used as a function, like contextlib's
@@ -385,25 +370,8 @@ def resolve(group: GroupLike) -> Group:
             mesh of several dimensions, or no group at all.
         NotInGroupError: this rank is no member.
     """
-    if not is_initialized():
-        promise = standing_in(os.environ).promise if group is None else ""
-        if promise:
-            raise UsageError(
-                f"{promise} promises other ranks, but torch.distributed is not initialised; call "
-                "objcomm.init or init_process_group first"
-            )
-        if is_nobody(group):
-            raise NotInGroupError("this rank is no member of this group")
-        if group is not None:
-            raise UsageError("group= was given, but torch.distributed is not initialised")
-        return _groups.solo
-    process_group = process_group_of(group)
-    if process_group is None or process_group.rank() < 0:
-        raise NotInGroupError(
-            f"global rank {dist.get_rank()} is no member of this group; "
-            "let only its members make this call"
-        )
-    return _groups.of(process_group)
+    process_group = group_for_call(group)
+    return _groups.solo if process_group is None else _groups.of(process_group)
 
 
 def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world") -> bool:

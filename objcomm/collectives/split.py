@@ -17,7 +17,7 @@ from objcomm.algorithms import routes
 from objcomm.calls.call import Call
 from objcomm.calls.group import resolve
 from objcomm.collectives.patterns import all_gather_in
-from objcomm.config import GroupLike, Timeout, whole_number
+from objcomm.config import GroupLike, Timeout, settings, whole_number
 from objcomm.environment import machine
 from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
 from objcomm.failures.watchdog import bulletin_of
@@ -26,7 +26,7 @@ from objcomm.transport.link import Deadline
 from objcomm.wire.failure import line_of
 from objcomm.wire.header import Operation, Status, fingerprint
 from objcomm.wire.message import Message
-from objcomm.world import NOBODY, create, is_alive, is_initialized, process_group_of
+from objcomm.world import NOBODY, create, is_alive, is_initialized, process_group_of, store_of
 
 #: Ranks of the parent, in the order of the group that they form.
 Members: TypeAlias = tuple[int, ...]
@@ -437,7 +437,10 @@ def _made(
     parent = resolve(group)
     ranks = [parent.ranks[member] for member in members]
     log.debug("%s makes group %r of ranks %s", operation.name.lower(), name, ranks)
-    return create(
+    world = process_group_of(None)
+    clients = bulletin_of(world).clients_of_groups
+    store = clients.take(store_of(world), settings().lost_after)
+    made = create(
         process_group_of(group),
         name,
         ranks,
@@ -445,5 +448,8 @@ def _made(
         limit=timedelta(seconds=deadline.seconds_left / 2),
         timeout=timedelta(seconds=parent.deadline("", None).seconds),
         purpose=operation.name.lower(),
-        clients=bulletin_of(process_group_of(None)).clients_of_groups,
+        store=store,
     )
+    if dist.get_backend(made) == dist.Backend.GLOO:  # another may meet later, and wait in it
+        clients.give_back(store)
+    return made

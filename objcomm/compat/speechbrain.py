@@ -24,8 +24,8 @@ from objcomm.collectives.reduction.reduce import all_reduce
 from objcomm.environment import local_rank_in, rank_in
 from objcomm.errors import UsageError
 from objcomm.observe.tracing import keep_eager
-from objcomm.training.main_process import ddp_broadcast, main_only, main_process_only, run_on_main
 from objcomm.training import once
+from objcomm.training.main_process import ddp_broadcast, main_only, main_process_only, run_on_main
 from objcomm.world import is_initialized, rank
 
 __all__ = [

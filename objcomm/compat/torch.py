@@ -29,7 +29,6 @@ from objcomm.calls.call import Call, Coding
 from objcomm.calls.group import Group, resolve
 from objcomm.collectives.patterns import all_gather_in, broadcast_in, gather_in
 from objcomm.collectives.scatter import scatter_in
-from objcomm.compat import torch
 from objcomm.compat.patching import Patch, Switch
 from objcomm.config import GroupLike
 from objcomm.errors import NotInGroupError, UsageError

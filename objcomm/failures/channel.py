@@ -7,24 +7,26 @@ the two need nobody else to be there, and what ends their connections ends nobod
 
 from __future__ import annotations  # torch may be built without distributed
 
+import contextlib
 import functools
 import threading
 from typing import TYPE_CHECKING
 
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
+from objcomm.failures.board import Board, StoreSilentError
 from objcomm.failures.mesh import Mesh
-from objcomm.failures.watchdog import bulletin_of, end_elsewhere, watch
+from objcomm.failures.verdict import DESTROYED, Cause, Verdict
+from objcomm.failures.watchdog import FAREWELL_SECONDS, bulletin_of, end_elsewhere, watch
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.link import LANE_BITS, Deadline
 from objcomm.wire.header import fingerprint
 from objcomm.world import is_alive, store_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch.distributed as dist
 
-    from objcomm.failures.verdict import Verdict
     from objcomm.observe.history import Entry, History
     from objcomm.transport.threads import Order
 
@@ -261,6 +263,27 @@ class Channel:
                 raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
         mesh.lanes[name] = Lane(name, number, thread, order)
         return mesh.lanes[name]
+
+
+def say_farewell(channels: Iterable[Channel]) -> None:
+    """End the connections of a group that is no more, and let the other ranks know why."""
+    verdicts: dict[Mesh, Verdict] = {}
+    for channel in channels:
+        mesh = channel.mesh
+        if mesh is not None and mesh.verdict is None:
+            verdicts[mesh] = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
+
+    def tell(board: Board) -> None:
+        for mesh, verdict in verdicts.items():
+            if mesh.link is not None and mesh.verdict is None:
+                mesh.stop(board.propose(mesh.nonce, verdict), board)
+
+    # All in one: where the world has gone as well, the bulletin does no second job.
+    for bulletin in {mesh.bulletin for mesh in verdicts}:
+        with contextlib.suppress(StoreSilentError):
+            bulletin.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
+    for mesh, verdict in verdicts.items():
+        mesh.stop(verdict._replace(is_store_silent=True))
 
 
 def _is_destroyed(process_group: Callable[[], dist.ProcessGroup]) -> bool:

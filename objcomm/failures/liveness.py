@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Annotated, NamedTuple, Self
 
-from objcomm.environment import namespace, machine
+from objcomm.environment import machine, namespace
 from objcomm.transport.store import pack_record, unpack_record
 
 #: How the reason of a process begins that ended without a word of its own.

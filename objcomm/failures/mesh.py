@@ -12,7 +12,6 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,7 +33,7 @@ from objcomm.transport.threads import Single
 from objcomm.wire.header import Header, fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from objcomm.observe.history import History
     from objcomm.transport.lane import Lane

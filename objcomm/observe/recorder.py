@@ -12,17 +12,17 @@ import json
 import os
 import socket
 import tempfile
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
-from objcomm.algorithms.exchange import Exchange
-from objcomm.calls.group import Group, known_groups, resolve, solo_group
 from objcomm.config import GroupLike, settings
 from objcomm.errors import BrokenGroupError, DesyncError, ObjcommError, TransportError, text_of
-from objcomm.observe.history import DUMP_VERSION, LENGTH, Entry
+from objcomm.observe.history import DUMP_VERSION, LENGTH, Counters, Entry, History
 from objcomm.observe.log import log
-from objcomm.world import rank, world_size
+from objcomm.world import group_for_call, rank, ranks_of, world_size
 
 __all__ = ["dump"]
 
@@ -32,32 +32,128 @@ _MOST_FILES = 16
 _numbers = itertools.count()
 
 
-def conclude(
-    group: Group, entry: Entry, exchange: Exchange | None, error: BaseException | None, began: float
-) -> None:
-    """Note how a call has ended, and what it cost.
+class Recorder:
+    """What this rank did last on one group, and what it cost.
 
-    Args:
-        group: whose.
-        entry: the call.
-        exchange: its traffic, if there was any.
-        error: what it raises; one of objcomm's own gets the latest calls as its ``record``.
-        began: when it was called, in seconds of ``time.perf_counter``.
+    Attributes:
+        name: torch's name of the group, the same on every rank; empty where torch.distributed is
+            not initialised.
+        description: what torch says that it is for.
+        rank: this process's, within the group.
+        ranks: their global ranks, in group order.
+        history: its last operations on this rank.
+        counters: what its operations cost this rank.
     """
-    seconds = time.perf_counter() - began
-    if exchange is not None:
-        entry.sent_nbytes = exchange.sent_nbytes
-        entry.received_nbytes = exchange.received_nbytes
-    entry.end(error, seconds)
-    if isinstance(error, ObjcommError):
-        attach(error, group)
-    group.counters.add(
-        entry.operation,
-        exchanges=0 if exchange is None else exchange.rounds,
-        sent_nbytes=entry.sent_nbytes,
-        received_nbytes=entry.received_nbytes,
-        seconds=seconds,
-    )
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.name = getattr(process_group, "group_name", "")
+        self.description = getattr(process_group, "group_desc", "")
+        self.rank = 0 if process_group is None else process_group.rank()
+        self.ranks = (0,) if process_group is None else ranks_of(process_group)
+        self.history = History()
+        self.counters = Counters()
+
+    def conclude(
+        self,
+        entry: Entry,
+        error: BaseException | None,
+        began: float,
+        cost: tuple[int, int, int],
+    ) -> None:
+        """Note how a call has ended, and what it cost.
+
+        Args:
+            entry: the call.
+            error: what it raises; one of objcomm's own gets the latest calls as its ``recent``.
+            began: when it was called, in seconds of ``time.perf_counter``.
+            cost: its rounds of messages, the bytes sent, to all ranks together, and those received.
+        """
+        seconds = time.perf_counter() - began
+        exchanges, entry.sent_nbytes, entry.received_nbytes = cost
+        entry.end(error, seconds)
+        if isinstance(error, ObjcommError):
+            self.attach(error)
+        self.counters.add(
+            entry.operation,
+            exchanges=exchanges,
+            sent_nbytes=entry.sent_nbytes,
+            received_nbytes=entry.received_nbytes,
+            seconds=seconds,
+        )
+
+    def attach(self, error: ObjcommError) -> None:
+        """Give an error what this rank did last on this group.
+
+        If it says that ranks lost each other, and there is a folder for that, all groups' calls are
+        written there, once for each error, and its text says where. Never raises: the error itself
+        matters more.
+
+        Args:
+            error: what is about to leave a call.
+        """
+        error.recent = error.recent or tuple(each.position() for each in self.history.entries())
+        is_loss = isinstance(error, (TransportError, DesyncError))
+        # Every later call raises this; the error that broke the group has been written.
+        is_repeated = isinstance(error, BrokenGroupError) or bool(error.recorded)
+        if not is_loss or is_repeated:
+            return
+        folder = settings().record_folder
+        if folder is None:
+            folder = os.environ.get("OBJCOMM_RECORD_FOLDER", "")
+        number = next(_numbers) if folder else _MOST_FILES
+        if number >= _MOST_FILES:
+            return
+        try:
+            told = _told(known_recorders(), is_whole=True)
+            cause = {"group": self.name, "type": type(error).__name__, "text": str(error)}
+            name = f"objcomm-rank{rank()}-{os.getpid()}-{number}.json"
+            path = Path(folder).absolute() / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(told | {"error": cause}, path)
+        except Exception as second:  # noqa: BLE001  # see above
+            error.add_note(f"objcomm could not write this rank's last calls: {text_of(second)}")
+            return
+        error.recorded = str(path)
+        log.info("this rank's last calls were written: %s", path, extra={"group": self.name})
+        error.add_note(
+            f"this rank's last calls: {path} (python -m objcomm inspect lays all ranks' side by "
+            "side)"
+        )
+
+
+class _Recorders:
+    """Those of all live process groups, by the object and never by its name, which recurs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: weakref.WeakKeyDictionary[Any, Recorder] = weakref.WeakKeyDictionary()
+        self._solo = Recorder()
+
+    def of(self, process_group: Any) -> Recorder:
+        if process_group is None:
+            return self._solo
+        with self._lock:
+            found = self._known.get(process_group)
+            if found is None:
+                found = self._known[process_group] = Recorder(process_group)
+        return found
+
+    def all(self) -> list[Recorder]:
+        with self._lock:
+            return [self._solo, *self._known.values()]
+
+
+_recorders = _Recorders()
+
+
+def recorder_of(process_group: Any) -> Recorder:
+    """The one of a process group; of calls that were made without torch.distributed for None."""
+    return _recorders.of(process_group)
+
+
+def known_recorders() -> list[Recorder]:
+    """Of every group that this process has used and that still lives; first the one of None."""
+    return _recorders.all()
 
 
 def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None) -> dict[str, Any]:
@@ -88,54 +184,14 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
         >>> last["operation"], last["outcome"]
         ('all_gather', 'returned')
     """
-    groups = [solo_group(), *known_groups()] if group is None else [resolve(group)]
-    told = _told(groups, is_whole=group is None)
+    recorders = known_recorders() if group is None else [recorder_of(group_for_call(group))]
+    told = _told(recorders, is_whole=group is None)
     if path is not None:
         _write(told, Path(path))
     return told
 
 
-def attach(error: ObjcommError, group: Group) -> None:
-    """Give an error what this rank did last on its group.
-
-    If it says that ranks lost each other, and there is a folder for that, all groups' calls are
-    written there, once for each error, and its text says where. Never raises: the error itself
-    matters more.
-
-    Args:
-        error: what is about to leave a call.
-        group: whose call it is.
-    """
-    error.recent = error.recent or tuple(each.position() for each in group.history.entries())
-    is_loss = isinstance(error, (TransportError, DesyncError))
-    # Every later call raises this; the error that broke the group has been written.
-    is_repeated = isinstance(error, BrokenGroupError) or bool(error.recorded)
-    if not is_loss or is_repeated:
-        return
-    folder = settings().record_folder
-    if folder is None:
-        folder = os.environ.get("OBJCOMM_RECORD_FOLDER", "")
-    number = next(_numbers) if folder else _MOST_FILES
-    if number >= _MOST_FILES:
-        return
-    try:
-        told = _told([solo_group(), *known_groups()], is_whole=True)
-        cause = {"group": group.name, "type": type(error).__name__, "text": str(error)}
-        name = f"objcomm-rank{rank()}-{os.getpid()}-{number}.json"
-        path = Path(folder).absolute() / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(told | {"error": cause}, path)
-    except Exception as second:  # noqa: BLE001  # see above
-        error.add_note(f"objcomm could not write this rank's last calls: {text_of(second)}")
-        return
-    error.recorded = str(path)
-    log.info("this rank's last calls were written: %s", path, extra={"group": group.name})
-    error.add_note(
-        f"this rank's last calls: {path} (python -m objcomm inspect lays all ranks' side by side)"
-    )
-
-
-def _told(groups: list[Group], *, is_whole: bool) -> dict[str, Any]:
+def _told(recorders: list[Recorder], *, is_whole: bool) -> dict[str, Any]:
     own = max(rank(), 0)
     return {
         "objcomm_dump": DUMP_VERSION,
@@ -148,17 +204,17 @@ def _told(groups: list[Group], *, is_whole: bool) -> dict[str, Any]:
         "error": None,
         "groups": [
             {
-                "name": group.name,
-                "description": group.description,
+                "name": each.name,
+                "description": each.description,
                 # A world of one counts from 0, whatever this process was or became elsewhere.
-                "ranks": list(group.ranks) if group.name else [own],
-                "size": group.size,
-                "rank": group.rank,
+                "ranks": list(each.ranks) if each.name else [own],
+                "size": len(each.ranks),
+                "rank": each.rank,
                 "length": LENGTH,
                 "entries": entries,
             }
-            for group in groups
-            if (entries := group.history.plain()) or not is_whole
+            for each in recorders
+            if (entries := each.history.plain()) or not is_whole
         ],
     }
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-from objcomm.calls.group import known_groups, resolve, solo_group
 from objcomm.config import GroupLike
 from objcomm.errors import UsageError
 from objcomm.observe.history import OperationStats
-from objcomm.world import rank
+from objcomm.observe.recorder import known_recorders, recorder_of
+from objcomm.world import group_for_call, rank
 
 
 class ScalarWriter(Protocol):
@@ -120,11 +120,11 @@ def _by_group() -> dict[tuple[str, str], OperationStats]:
     long as somebody holds it; a sample may stand only once, so they are added up.
     """
     found: dict[tuple[str, str], OperationStats] = {}
-    for group in [solo_group(), *known_groups()]:
-        for operation, counted in group.counters.snapshot().items():
-            before = found.get((group.name, operation), OperationStats())
+    for each in known_recorders():
+        for operation, counted in each.counters.snapshot().items():
+            before = found.get((each.name, operation), OperationStats())
             sums = {field: getattr(before, field) + getattr(counted, field) for field in _FIGURES}
-            found[group.name, operation] = OperationStats(**sums)
+            found[each.name, operation] = OperationStats(**sums)
     return found
 
 
@@ -158,7 +158,7 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
         >>> objcomm.stats()["barrier"].calls
         1
     """
-    return resolve(group).counters.snapshot()
+    return recorder_of(group_for_call(group)).counters.snapshot()
 
 
 def reset_stats(group: GroupLike = None) -> None:
@@ -176,4 +176,4 @@ def reset_stats(group: GroupLike = None) -> None:
         >>> objcomm.stats()
         {}
     """
-    resolve(group).counters.clear()
+    recorder_of(group_for_call(group)).counters.clear()

@@ -25,7 +25,7 @@ def span(name: str) -> Span:
     return _profiler.record_function(f"objcomm::{name}")
 
 
-_FOLDER = str(Path(__file__).parent)
+_FOLDER = str(Path(__file__).parents[1])
 _REASON = "objcomm moves objects between processes, which no graph can hold"
 
 

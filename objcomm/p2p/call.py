@@ -24,10 +24,9 @@ from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import Cause, Verdict, regions
 from objcomm.failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm.observe.history import Entry, call_site
-from objcomm.observe.recorder import conclude
 from objcomm.observe.tracing import Span, span
 from objcomm.p2p.mailbox import Arrival, Request
-from objcomm.p2p.peer import Pair
+from objcomm.p2p.peer import Pair, peers_of
 from objcomm.transport.lane import Lane
 from objcomm.transport.threads import Place
 from objcomm.wire.failure import failure_message, failure_of, failures_in, raise_together
@@ -83,6 +82,7 @@ class Errand:
         self._began = time.perf_counter()
         self._name = name or self.operation.name.lower()
         self.group = resolve(group)
+        self._peers = peers_of(self.group)
         self._coding = coding
         self._deadline = self.group.deadline(self._name, timeout)
         self.tag = None if tag is None else _tag(self._name, tag)
@@ -111,7 +111,7 @@ class Errand:
         """Note that the call is under way: nothing is wrong with its arguments."""
         if not self._has_begun:
             self._has_begun = True
-            self.group.history.add(self.entry)
+            self.group.recorder.history.add(self.entry)
 
     def work(self) -> Work[Any]:
         """A work for what this errand gives."""
@@ -127,7 +127,8 @@ class Errand:
     def conclude(self, error: BaseException | None) -> None:
         """Note how it has ended."""
         self._own_error = None  # its traceback holds the caller's object
-        conclude(self.group, self.entry, self._exchange, error, self._began)
+        cost = (0, 0, 0) if self._exchange is None else self._exchange.cost
+        self.group.recorder.conclude(self.entry, error, self._began, cost)
 
     def __enter__(self) -> Self:
         self.begin()
@@ -202,7 +203,7 @@ class Send(Errand):
             message = self._message(obj)
             place.take()
             work = self.work()
-            work.carry_out_on(self.group.crew, lambda: self._go_on(pair, place, message))
+            work.carry_out_on(self._peers.crew, lambda: self._go_on(pair, place, message))
         except BaseException as error:  # Ctrl-C, or there can be no more threads
             if self.claim():
                 place.leave()
@@ -225,7 +226,7 @@ class Send(Errand):
             raise UsageError(f"{self._name}: give dst= or group_dst=")
         if self.tag is None:
             raise UsageError(f"{self._name}: a message has a tag; only a receiver takes any")
-        return None if self.peer == self.group.rank else self.group.pair(self.peer)
+        return None if self.peer == self.group.rank else self._peers.pair(self.group, self.peer)
 
     def _keep(self, obj: object) -> None:
         """Send to this rank itself; an error has the form that it has between two ranks."""
@@ -235,7 +236,7 @@ class Send(Errand):
         except BaseException as error:
             raise_together(self._name, {rank: self._failure_of(error)}, error, rank)
             raise
-        self.group.mailbox.deliver(Arrival(rank, tag, 0, obj=own))
+        self._peers.mailbox.deliver(Arrival(rank, tag, 0, obj=own))
 
     def _message(self, obj: object) -> Message:
         """Encode; an error becomes a failure message, and is raised when that was sent."""
@@ -301,7 +302,7 @@ class Receive(Errand):
             self._ask(request)
         except BaseException as error:
             if self.claim():
-                self.group.mailbox.cancel(request)
+                self._peers.mailbox.cancel(request)
                 self._finish(error.with_traceback(None))  # it would hold the work, and so itself
             if not isinstance(error, Exception):  # Ctrl-C
                 work.disown()
@@ -318,7 +319,7 @@ class Receive(Errand):
             False if there can be no more threads: the work has ended so, the message is left.
         """
         try:
-            self.group.crew.submit(self._go_on)
+            self._peers.crew.submit(self._go_on)
         except RuntimeError as error:
             if self.claim():
                 self._finish(error.with_traceback(None))  # as in ``launch``
@@ -353,7 +354,7 @@ class Receive(Errand):
         """
         group = self.group
         is_alone = self.peer == group.rank or group.size == 1
-        if is_alone and group.mailbox.look(self.peer, self.tag) is None:
+        if is_alone and self._peers.mailbox.look(self.peer, self.tag) is None:
             raise UsageError(
                 f"{self._name}: rank {group.rank} waits for a message of its own, but has sent "
                 "none; send it first"
@@ -365,7 +366,7 @@ class Receive(Errand):
             self._ask(request)
             signal.wait()
         except BaseException:  # Ctrl-C, or there can be no more threads
-            group.mailbox.cancel(request)
+            self._peers.mailbox.cancel(request)
             raise
         finally:
             self._end_wait()
@@ -373,7 +374,7 @@ class Receive(Errand):
 
     def peek(self) -> Arrival | None:
         """The message that a receive would take now; without one, listen to who may send it."""
-        found = self.group.mailbox.poll(self.peer, self.tag)
+        found = self._peers.mailbox.poll(self.peer, self.tag)
         if found is None:
             admitted = self._admitted()
             self._heed(admitted)
@@ -399,7 +400,7 @@ class Receive(Errand):
             ObjcommError: no message has come, and no rank that may serve it can send any more.
             RuntimeError: this process can start no more threads.
         """
-        mailbox = self.group.mailbox
+        mailbox = self._peers.mailbox
         if mailbox.meet(request):
             return
         admitted = self._admitted()
@@ -434,7 +435,7 @@ class Receive(Errand):
     def _pairs(self) -> list[Pair]:
         """This rank and each that may send, itself left out."""
         peers = range(self.group.size) if self.peer is None else [self.peer]
-        return [self.group.pair(peer) for peer in peers if peer != self.group.rank]
+        return [self._peers.pair(self.group, peer) for peer in peers if peer != self.group.rank]
 
     def _limit(self, request: Request) -> None:
         seconds = self._deadline.seconds
@@ -450,7 +451,7 @@ class Receive(Errand):
         if request.src is None and verdict.cause is Cause.TIMEOUT:
             others = tuple(rank for rank in range(self.group.size) if rank != self.group.rank)
             verdict = verdict._replace(ranks=others)
-        self.group.mailbox.withdraw(request, verdict)
+        self._peers.mailbox.withdraw(request, verdict)
 
     def _end_wait(self) -> None:
         self._is_wait_over = True

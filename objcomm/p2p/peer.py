@@ -8,27 +8,25 @@ and it has no probe.
 
 from __future__ import annotations  # torch may be built without distributed
 
-import contextlib
 import threading
+import weakref
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
 from objcomm.config import FOREVER_SECONDS, Settings, settings
 from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, UsageError
-from objcomm.failures.board import Board, StoreSilentError
-from objcomm.failures.mesh import end_by_loss
-from objcomm.failures.verdict import DESTROYED, FAREWELLS, Cause, Verdict, proposal_for, regions
-from objcomm.failures.watchdog import FAREWELL_SECONDS, expect
+from objcomm.failures.mesh import Mesh, end_by_loss
+from objcomm.failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
+from objcomm.failures.watchdog import expect
 from objcomm.p2p.mailbox import Arrival, Mailbox
 from objcomm.transport.link import Deadline, reason_of
-from objcomm.transport.threads import Order, Single
+from objcomm.transport.threads import Crew, Order, Single
 from objcomm.wire.gate import Gate
 from objcomm.wire.header import Header, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from objcomm.calls.group import Group
     from objcomm.failures.channel import Channel
     from objcomm.failures.mesh import Mesh
     from objcomm.observe.history import Entry
@@ -148,25 +146,58 @@ class Pair:
             mesh.absolve(threading.current_thread())
 
 
-def say_farewell(channels: Iterable[Channel]) -> None:
-    """End the connections of a group that is no more, and let the other ranks know why."""
-    verdicts: dict[Mesh, Verdict] = {}
-    for channel in channels:
-        mesh = channel.mesh
-        if mesh is not None and mesh.verdict is None:
-            verdicts[mesh] = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
+class Peers:
+    """This rank's messages from rank to rank on one group.
 
-    def tell(board: Board) -> None:
-        for mesh, verdict in verdicts.items():
-            if mesh.link is not None and mesh.verdict is None:
-                mesh.stop(board.propose(mesh.nonce, verdict), board)
+    Attributes:
+        mailbox: those that have come here.
+        crew: threads for calls that end in any order.
+    """
 
-    # All in one: where the world has gone as well, the bulletin does no second job.
-    for bulletin in {mesh.bulletin for mesh in verdicts}:
-        with contextlib.suppress(StoreSilentError):
-            bulletin.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
-    for mesh, verdict in verdicts.items():
-        mesh.stop(verdict._replace(is_store_silent=True))
+    def __init__(self, group: Group) -> None:
+        self.mailbox = Mailbox(group.rank, group.size)
+        self.crew = Crew()
+        self._lock = threading.Lock()
+        self._pairs: dict[int, Pair] = {}  # by the other rank
+
+    def pair(self, group: Group, peer: int) -> Pair:
+        """This rank and another one of the group.
+
+        Raises:
+            UsageError: this process can't use the group.
+        """
+        group.check_process("a message from rank to rank")
+        pair = self._pairs.get(peer)
+        if pair is None:
+            channel = group.channel((min(peer, group.rank), max(peer, group.rank)))
+            with self._lock:
+                made = Pair(channel, peer, group.rank, self.mailbox)
+                pair = self._pairs.setdefault(peer, made)
+        return pair
+
+
+class _Known:
+    """The peers of every group that lives."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_group: weakref.WeakKeyDictionary[Group, Peers] = weakref.WeakKeyDictionary()
+
+    def of(self, group: Group) -> Peers:
+        with self._lock:
+            found = self._by_group.get(group)
+            if found is None:
+                found = self._by_group[group] = Peers(group)
+                group.at_end(found.crew.close)
+        return found
+
+
+_known = _Known()
+
+
+def peers_of(group: Group) -> Peers:
+    """This rank's messages from rank to rank on a group."""
+    return _known.of(group)
 
 
 def _listen(  # noqa: PLR0917  # a thread's arguments

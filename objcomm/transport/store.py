@@ -13,7 +13,6 @@ import os
 import socket
 import types
 import typing
-from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +24,7 @@ from objcomm.transport.sockets import has_closed, notice_outages, open_sockets
 from objcomm.world import bare
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 
 _NO_KEY = "objcomm/nobody writes this"

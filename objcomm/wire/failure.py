@@ -34,7 +34,7 @@ _ERRORS = "surrogatepass"
 
 _REPORT_DEPTH = 2  # a list of lists of texts
 
-_PACKAGE = f"{Path(__file__).parent}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 _DEMO = f"{_PACKAGE}demo/"  # reads as a user's program
 
 

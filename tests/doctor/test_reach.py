@@ -143,7 +143,7 @@ def test_a_port_that_opens_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> 
             opened.append(socket.create_server((HERE, port)))
             raise
 
-    monkeypatch.setattr("objcomm.doctor.address.touch", opens_after_a_refusal)
+    monkeypatch.setattr("objcomm.bootstrap.doctor.host.touch", opens_after_a_refusal)
     assert reach([HERE], port, time.monotonic() + 60.0) == HERE
     (server,) = opened
     server.close()

@@ -22,7 +22,7 @@ from objcomm.collectives.split import _by_color, word_of
 from objcomm.config import Settings
 from objcomm.errors import CollectiveError, text_of
 from objcomm.p2p.mailbox import Arrival, Mailbox, Request
-from objcomm.wire.failure import failures_in
+from objcomm.wire.failure import DifferenceError, failures_in
 from objcomm.wire.gate import Gate
 from objcomm.wire.header import HEADER_NBYTES, Header, Operation, Status, check_same_call
 from objcomm.wire.message import Message, compose, open_body
@@ -151,7 +151,7 @@ def operands(raw: bytes) -> None:
     for may_lack in (False, True):
         try:
             _, merged = structures.merge([mine, structure], may_lack=may_lack)
-        except structures.DifferenceError as error:
+        except DifferenceError as error:
             str(error)
         else:
             assert all(leaves[each.places[1]] is not leaves for each in merged if 1 in each.places)

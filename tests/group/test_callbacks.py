@@ -88,7 +88,7 @@ def test_an_interrupt_between_two_steps_leaves_nobody_waiting() -> None:
     objcomm.barrier(group=group)
     with pytest.MonkeyPatch.context() as patch:
         if objcomm.rank() == 0:
-            patch.setattr("objcomm.call.Call.announcement", _interrupted)
+            patch.setattr("objcomm.calls.call.Call.announcement", _interrupted)
         with pytest.raises((KeyboardInterrupt, objcomm.TransportError)) as caught:
             objcomm.barrier(group=group)
     assert caught.type is (KeyboardInterrupt if objcomm.rank() == 0 else objcomm.TransportError)

@@ -191,7 +191,7 @@ def test_a_result_that_cannot_be_decoded() -> None:
 @ranks(2)
 def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.group._timeout_seconds", lambda _: 0.3)
+        patch.setattr("objcomm.calls.group.timeout_of", lambda _: 0.3)
         short = dist.new_group()
         objcomm.barrier(group=short, timeout=60)
 

@@ -60,7 +60,7 @@ def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
     process_group = dist.new_group()
     link = CountingLink(process_group, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.group.device_link", lambda _: link)
+        patch.setattr("objcomm.calls.group.device_link", lambda _: link)
         objcomm.barrier(group=process_group)  # makes the group's links
     yield process_group, link
 
@@ -203,7 +203,7 @@ def test_who_has_no_room_on_the_device_says_so_before_others_wait_there() -> Non
         assert "no room" in str(caught.value)
         assert link.moved_nbytes == 0
         patch.undo()
-        patch.setattr("objcomm.group.device_link", lambda _: link)
+        patch.setattr("objcomm.calls.group.device_link", lambda _: link)
         assert bool((objcomm.all_reduce(tensor, group=group) == last + 1).all())
         assert link.moved_nbytes > 0
 
@@ -217,7 +217,7 @@ def test_a_link_that_only_some_ranks_have_is_used_by_none() -> None:
     process_group = dist.new_group()
     link = CountingLink(process_group, torch.device("cpu")) if objcomm.is_main() else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.group.device_link", lambda _: link)
+        patch.setattr("objcomm.calls.group.device_link", lambda _: link)
         got = objcomm.all_reduce(torch.full((LARGE,), objcomm.rank()), group=process_group)
     assert bool((got == 1).all())
     assert link is None or link.moved_nbytes == 0

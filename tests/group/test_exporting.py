@@ -11,8 +11,8 @@ import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
 import objcomm
-from objcomm.calls.group import Group
 from objcomm.errors import UsageError
+from objcomm.observe.recorder import Recorder
 from tests.cases import case
 from tests.group.helpers import subgroup
 from tests.ranks import ranks, solo
@@ -65,21 +65,18 @@ def test_prometheus_reads_all_counters_of_all_groups() -> None:
 
 
 @contextlib.contextmanager
-def only(*groups: Group) -> Iterator[None]:
+def only(*recorders: Recorder) -> Iterator[None]:
     """Let no groups but these have been used, the one of a process by itself included."""
-    with (
-        mock.patch("objcomm.exporting.known_groups", return_value=groups),
-        mock.patch("objcomm.exporting.solo_group", Group),
-    ):
+    with mock.patch("objcomm.observe.stats.known_recorders", return_value=recorders):
         yield
 
 
 def test_prometheus_reads_labels_of_any_content() -> None:
     odd = 'a "quoted" back\\slash\nand {braces}, \\n too'
-    group = Group()
-    group.name = odd
-    group.counters.add("b", exchanges=1, sent_nbytes=2**60, received_nbytes=0, seconds=1e-7)
-    with only(group):
+    recorder = Recorder()
+    recorder.name = odd
+    recorder.counters.add("b", exchanges=1, sent_nbytes=2**60, received_nbytes=0, seconds=1e-7)
+    with only(recorder):
         found = parsed(objcomm.stats_to_prometheus({"job": odd, "empty": ""}))
     key = ("b", odd, "0", odd, "")
     assert found["objcomm_seconds"] == {key: 1e-7}
@@ -87,17 +84,17 @@ def test_prometheus_reads_labels_of_any_content() -> None:
 
 
 def test_groups_of_one_name_make_one_sample() -> None:
-    groups = [Group(), Group()]
-    for group in groups:
-        group.name = "0"
-        group.counters.add("b", exchanges=1, sent_nbytes=5, received_nbytes=6, seconds=0.5)
-    with only(*groups):
+    recorders = [Recorder(), Recorder()]
+    for recorder in recorders:
+        recorder.name = "0"
+        recorder.counters.add("b", exchanges=1, sent_nbytes=5, received_nbytes=6, seconds=0.5)
+    with only(*recorders):
         found = parsed(objcomm.stats_to_prometheus())
     assert [found[metric]["b", "0", "0"] for metric in FIELDS] == [2, 2, 10, 12, 1.0]
 
 
 def test_nothing_counted_is_text_without_samples() -> None:
-    with only(Group()):
+    with only(Recorder()):
         assert all(samples == {} for samples in parsed(objcomm.stats_to_prometheus()).values())
 
 

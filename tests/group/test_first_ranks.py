@@ -133,7 +133,7 @@ def test_blocks_of_hosts() -> None:
     """Two hosts of two ranks: told, because there is one here."""
     rank = here().rank
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.subgroups.machine", lambda: f"host {rank // 2}")
+        patch.setattr("objcomm.collectives.split.machine", lambda: f"host {rank // 2}")
         part = objcomm.dup()
         order: list[str] = []
         with objcomm.node_first(group=part):

@@ -57,7 +57,7 @@ class Recording:
 def recording(meter: Recording | None = None) -> Iterator[Recording]:
     """What the group's first rank would show."""
     found = meter or Recording()
-    with mock.patch("objcomm.call.bar_for", lambda _, rank: found if rank == 0 else None):
+    with mock.patch("objcomm.calls.call.bar_for", lambda _, rank: found if rank == 0 else None):
         yield found
 
 
@@ -65,7 +65,7 @@ def recording(meter: Recording | None = None) -> Iterator[Recording]:
 def terminal() -> Iterator[io.StringIO]:
     """What standard error shows; bars come at once."""
     with (
-        mock.patch("objcomm.progress._PATIENCE_SECONDS", 0.0),
+        mock.patch("objcomm.observe.progress._PATIENCE_SECONDS", 0.0),
         contextlib.redirect_stderr(io.StringIO()) as shown,
     ):
         yield shown
@@ -261,7 +261,9 @@ def test_the_first_rank_of_a_subgroup_shows_it() -> None:
 def test_what_is_over_soon_shows_nothing_and_imports_nothing() -> None:
     sys.modules.pop("tqdm.auto", None)
     with (
-        mock.patch("objcomm.progress._PATIENCE_SECONDS", 60.0),  # half a second may be soon over
+        mock.patch(
+            "objcomm.observe.progress._PATIENCE_SECONDS", 60.0
+        ),  # half a second may be soon over
         contextlib.redirect_stderr(io.StringIO()) as shown,
     ):
         for nbytes in (10, 100_000, MIB):

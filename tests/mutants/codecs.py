@@ -7,7 +7,7 @@ _CODECS = ("tests/unit/test_codecs.py",)
 MUTANTS = (
     Mutant(
         "tuples-become-lists",
-        "objcomm/codecs/plain.py",
+        "objcomm/codecs/msgpack.py",
         '"tuple": lambda _, *members: members,',
         '"tuple": lambda _, *members: list(members),',
         "msgpack gives lists where tuples were sent",
@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         "fold-lost",
-        "objcomm/codecs/rules.py",
+        "objcomm/codecs/types.py",
         "datetime.datetime(*fields[:8], fold=fields[8])",
         "datetime.datetime(*fields[:8])",
         "the second of two equal hours in autumn becomes the first",
@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "notes-lost",
-        "objcomm/codecs/rules.py",
+        "objcomm/codecs/types.py",
         "error.add_note(note)",
         "str(note)",
         "an exception arrives without its notes",
@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         "tied-plain-tensors-untied",
-        "objcomm/codecs/plain.py",
+        "objcomm/codecs/msgpack.py",
         "position = self._positions.setdefault(key, new)",
         "position = new",
         "with msgpack tied weights come untied",
@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "buffers-unaligned",
-        "objcomm/memory.py",
+        "objcomm/codecs/buffers.py",
         "start = -view(array).data_ptr() % _ALIGNMENT",
         "start = 1",
         "memory of arrays is not aligned, and vector instructions are slow or fail",
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "buffers-read-only",
-        "objcomm/memory.py",
+        "objcomm/codecs/buffers.py",
         "return memoryview(array)[start : start + nbytes]",
         "return memoryview(array)[start : start + nbytes].toreadonly()",
         "what arrives out of band cannot be changed",
@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         "frozen-fields-through-setattr",
-        "objcomm/codecs/registry.py",
+        "objcomm/codecs/types.py",
         "object.__setattr__(obj, name, value)  # also where the class is frozen",
         "setattr(obj, name, value)",
         "a registered frozen dataclass can be sent and not be received",
@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "shared-name-of-two-classes",
-        "objcomm/codecs/registry.py",
+        "objcomm/codecs/types.py",
         "if other is not cls and not same_source:",
         "if other is cls and not same_source:",
         "the second of two classes with one name takes the first one's messages",
@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "path-of-the-culprit-lost",
-        "objcomm/codecs/paths.py",
+        "objcomm/codecs/base.py",
         "path, culprit = path + refused[0], refused[1]",
         "path, culprit = refused[0], refused[1]",
         "an error does not say where in the object the culprit sits",
@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "default-device-used",
-        "objcomm/memory.py",
+        "objcomm/codecs/buffers.py",
         'return torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")',
         "return torch.empty(nbytes, dtype=torch.uint8, device=device)",
         "memory for messages is made on the program's default device",
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         "verdict-forgets-who-was-silent",
-        "objcomm/transport/verdict.py",
+        "objcomm/failures/verdict.py",
         "self._replace(failures=failures)",
         "self._replace(failures=failures, silent=())",
         "ranks that did not answer are unknown to those that read the verdict in the store",
@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         "dtypes-not-compared",
-        "objcomm/sameness.py",
+        "objcomm/collectives/agree.py",
         "if left.dtype != right.dtype or left.shape != right.shape or",
         "if left.shape != right.shape or",
         "agree() takes tensors of two dtypes for the same",
@@ -175,7 +175,7 @@ MUTANTS = (
     ),
     Mutant(
         "nan-differs-from-itself",
-        "objcomm/sameness.py",
+        "objcomm/collectives/agree.py",
         "return bool(((left == right) | ((left != left) & (right != right))).all())",
         "return bool((left == right).all())",
         "agree() finds a difference where all ranks have the same NaN",

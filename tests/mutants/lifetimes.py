@@ -8,7 +8,7 @@ _P2P_TRACES = ("tests/group/test_p2p_traces.py",)
 MUTANTS = (
     Mutant(
         "verdicts-keys-left",
-        "objcomm/transport/bulletin.py",
+        "objcomm/failures/board.py",
         'if self._store.add(f"known/{key}", 1) >= awaited:',
         'if self._store.add(f"known/{key}", 1) > awaited:',
         "every error of a job leaves two keys in the store",
@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         "whereabouts-keys-left",
-        "objcomm/transport/bulletin.py",
+        "objcomm/failures/board.py",
         "        if self.answered:\n",
         "        if not self.answered:\n",
         "a rank that was asked where it is leaves that in the store",
@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     Mutant(
         "farewell-to-nobody",
-        "objcomm/group.py",
+        "objcomm/calls/group.py",
         "say_farewell([*[pair.channel for pair in pairs.values()], ",
         "say_farewell([*[pair.channel for pair in [*pairs.values()][:0]], ",
         "who waits for a message of a destroyed group is not told",
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "destroyed-groups-live-on",
-        "objcomm/group.py",
+        "objcomm/calls/group.py",
         "self._own = functools.partial(_living, weakref.ref(process_group))",
         "self._own = functools.partial(_living, lambda: process_group)",
         "a destroyed group keeps its sockets and threads",
@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-meetings-raised-as-kept",
-        "objcomm/transport/mesh.py",
+        "objcomm/failures/mesh.py",
         "        if self.verdict is None:\n            raise failed\n        raise",
         "        if self.verdict is not None:\n            raise failed\n        raise",
         "a first use that fails keeps connections open until the garbage collector comes",
@@ -64,7 +64,7 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-waits-kept",
-        "objcomm/transport/order.py",
+        "objcomm/transport/threads.py",
         "            del done  # as in ``do``\n",
         "            pass\n",
         "a send that fails keeps connections open until the garbage collector comes",
@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-both-ways-kept",
-        "objcomm/p2p.py",
+        "objcomm/p2p/messages.py",
         "        del sending  # it holds the error, whose traceback holds this frame\n",
         "        pass\n",
         "a ``sendrecv`` that fails keeps connections open until the garbage collector comes",
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "meshes-hold-themselves",
-        "objcomm/transport/mesh.py",
+        "objcomm/failures/mesh.py",
         "self._progress.heed = None  # it holds this mesh: a cycle would keep connections open",
         "self._progress.is_over = False",
         "connections of a destroyed group stay open until the garbage collector runs",
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "jobs-kept-by-their-thread",
-        "objcomm/transport/line.py",
+        "objcomm/transport/threads.py",
         "            del job  # it holds the caller's objects\n",
         "",
         "an idle line holds what its last call has sent",
@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "works-held-by-their-errors",
-        "objcomm/work.py",
+        "objcomm/calls/work.py",
         "del self, body  # an error's traceback holds this frame",
         "del body",
         "a work that failed is kept until the garbage collector runs",
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "calls-held-by-their-errors",
-        "objcomm/call.py",
+        "objcomm/calls/call.py",
         "self._own_error = None  # its traceback holds this call, and so the caller's object",
         "self._span = self._span",
         "what could not be sent is kept until the garbage collector runs",
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "received-messages-kept",
-        "objcomm/receiving.py",
+        "objcomm/p2p/call.py",
         "self.entry.withdraw = _ignore",
         "self.entry.waiter = 0",
         "the last 256 messages from rank to rank are kept by the history",
@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         "sockets-duplicated",
-        "objcomm/transport/outage.py",
+        "objcomm/transport/sockets.py",
         "_limit(inode, os.dup(descriptor), seconds, port)",
         "_limit(inode, os.dup(os.dup(descriptor)), seconds, port)",
         "each connection to another host leaves a descriptor open",
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         "key-file-left-open",
-        "objcomm/authentication.py",
+        "objcomm/wire/signing.py",
         "        os.close(descriptor)\n",
         "        os.fstat(descriptor)\n",
         "reading the key leaves its file open, for every child process to inherit",
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "wakeup-descriptor-not-given-back",
-        "objcomm/transport/watch.py",
+        "objcomm/failures/watchdog.py",
         "signal.set_wakeup_fd(former)",
         "signal.set_wakeup_fd(-1)",
         "after a call asyncio does not hear of signals",
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         "closed-wakeup-descriptor-raises",
-        "objcomm/transport/watch.py",
+        "objcomm/failures/watchdog.py",
         "except (OSError, ValueError):  # its owner has closed it meanwhile, or before",
         "except KeyError:",
         "a wake-up descriptor that the program has closed fails calls that went well",
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "interrupted-ends-stay-in-the-call",
-        "objcomm/turn.py",
+        "objcomm/calls/watched.py",
         "        finally:\n            self._lane.end(self._entry)\n",
         "        finally:\n            pass\n        self._lane.end(self._entry)\n",
         "Ctrl-C at the very end of a call leaves its rank in it, for its group and for the watcher",
@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "lanes-outlive-their-block",
-        "objcomm/group.py",
+        "objcomm/calls/group.py",
         "_lane_name.reset(self._tokens.pop())",
         "self._tokens.pop()",
         "calls after a lane's block are still made on it",
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "connections-to-the-store-not-used-again",
-        "objcomm/transport/mesh.py",
+        "objcomm/failures/mesh.py",
         "            link = GlooLink(part, self.rank, self.members, deadline, self._progress)\n"
         "            clients.give_back(own)\n",
         "            link = GlooLink(part, self.rank, self.members, deadline, self._progress)\n",
@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "failed-connections-to-the-store-used-again",
-        "objcomm/transport/mesh.py",
+        "objcomm/failures/mesh.py",
         "        clients = self.bulletin.clients\n        try:\n"
         "            own = clients.take(store, deadline.lost_seconds)\n",
         "        clients = self.bulletin.clients\n"
@@ -204,7 +204,7 @@ MUTANTS = (
     ),
     Mutant(
         "bound-device-forgotten",
-        "objcomm/transport/creation.py",
+        "objcomm/world.py",
         "world.bound_device_id = self._device",
         "world.bound_device_id = None",
         "after a split torch's groups no longer know the rank's device",
@@ -212,7 +212,7 @@ MUTANTS = (
     ),
     Mutant(
         "destroyed-parts-given-again",
-        "objcomm/subgroups.py",
+        "objcomm/collectives/split.py",
         "return group is not None and is_alive(group)",
         "return group is not None",
         "split gives a group that the program has destroyed",

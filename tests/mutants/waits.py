@@ -8,7 +8,7 @@ _ORDER = ("tests/unit/test_order.py",)
 MUTANTS = (
     Mutant(
         "sender-not-woken",
-        "objcomm/transport/mailbox.py",
+        "objcomm/p2p/mailbox.py",
         "self._requests.append(request)\n                self._changed.notify_all()",
         "self._requests.append(request)",
         "a thread that waits for room does not hear that somebody asks",
@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         "busy-line-taken-for-idle",
-        "objcomm/transport/line.py",
+        "objcomm/transport/threads.py",
         "self._is_busy = True  # before the queue is empty: nobody may take it for idle",
         "self._is_busy = False",
         "a synchronous call overtakes the asynchronous one that runs",
@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "line-ends-for-good",
-        "objcomm/transport/line.py",
+        "objcomm/transport/threads.py",
         "                    self._thread = None\n",
         "",
         "after a line's thread has ended its calls are never carried out",
@@ -32,7 +32,7 @@ MUTANTS = (
     ),
     Mutant(
         "last-job-first",
-        "objcomm/transport/line.py",
+        "objcomm/transport/threads.py",
         "job = self._jobs.popleft()",
         "job = self._jobs.pop()",
         "asynchronous calls are carried out in the wrong order",
@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     Mutant(
         "turns-not-passed-on",
-        "objcomm/transport/order.py",
+        "objcomm/transport/threads.py",
         "            if self._places:\n                self._places[0].turn.set()\n",
         "",
         "a sender that waits behind another waits for ever",
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "turns-from-behind",
-        "objcomm/transport/order.py",
+        "objcomm/transport/threads.py",
         "self._places.append(place)",
         "self._places.appendleft(place)",
         "messages to one rank overtake each other",
@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         "idle-hands-counted-twice",
-        "objcomm/transport/order.py",
+        "objcomm/transport/threads.py",
         "self._idle -= has_idle",
         "self._idle -= 0",
         "a job waits for a thread that has another job",
@@ -64,7 +64,7 @@ MUTANTS = (
     ),
     Mutant(
         "calls-in-flight-overtaken",
-        "objcomm/call.py",
+        "objcomm/calls/call.py",
         "self._lane.drain()  # calls before this one",
         "self._lane.is_busy  # noqa: B018",
         "a synchronous call does not wait for the asynchronous ones before it",
@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "limited-waits-told-as-endless",
-        "objcomm/work.py",
+        "objcomm/calls/work.py",
         "self._waited.waiter = threading.get_ident() if seconds is None else 0",
         "self._waited.waiter = threading.get_ident()",
         "a wait that would have ended by itself is taken for part of a circle",
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "modes-of-the-lines-thread",
-        "objcomm/work.py",
+        "objcomm/calls/work.py",
         "with device, torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):",
         "with device:",
         "an asynchronous reduction records gradients although its caller forbade it",
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "context-of-the-lines-thread",
-        "objcomm/work.py",
+        "objcomm/calls/work.py",
         "return functools.partial(context.run, self.carry_out, rest)",
         "return functools.partial(self.carry_out, rest)",
         "an asynchronous call does not know the limits and keys of its block",
@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits-not-watched",
-        "objcomm/transport/base.py",
+        "objcomm/transport/link.py",
         "self._end = entry.waits_until = now + self._left",
         "self._end, entry.waits_until = now + self._left, now + FOREVER_SECONDS",
         "a time-out says nothing of where the ranks are",
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits-of-calls-that-succeeded",
-        "objcomm/transport/inquiry.py",
+        "objcomm/failures/inquiry.py",
         "    if entry not in lane.waits() or not entry.has_expired:\n        return\n",
         "",
         "a call that succeeds just after its limit ends a later one, and names who did nothing",
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits-seen-to-pass-once",
-        "objcomm/transport/base.py",
+        "objcomm/transport/link.py",
         "entry.has_expired = False",
         "entry.has_expired |= False",
         "a call that was late in one step waits for ever in its next one",
@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits-begin-anew",
-        "objcomm/transport/base.py",
+        "objcomm/transport/link.py",
         "self._left = max(0.0, self._end - time.monotonic())",
         "self._left = self.seconds",
         "a call with several waits takes several times its limit",
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         "who-arrived-is-missing",
-        "objcomm/transport/inquiry.py",
+        "objcomm/failures/inquiry.py",
         "if rank not in answers or not _has_arrived(mesh, lane, entry, answers[rank])",
         "if rank not in answers or _has_arrived(mesh, lane, entry, answers[rank])",
         "a time-out names the ranks that came",
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "failed-first-use-final",
-        "objcomm/transport/mesh.py",
+        "objcomm/failures/mesh.py",
         "return self.verdict.is_recoverable or has_not_begun",
         "return self.verdict.is_recoverable",
         "a group whose first use was not made by all in time is lost for good",
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         "asked-once-only",
-        "objcomm/transport/watch.py",
+        "objcomm/failures/watchdog.py",
         "self._investigating.discard(bulletin)",
         "self._investigating.add(bulletin)",
         "a wait is looked into once, when most circles are not closed yet",
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "lane-shared-by-threads",
-        "objcomm/transport/channel.py",
+        "objcomm/failures/channel.py",
         "if lane is None or lane.owner is not threading.current_thread():",
         "if lane is None:",
         "two threads use one sequence of calls",
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "lanes-collide",
-        "objcomm/transport/channel.py",
+        "objcomm/failures/channel.py",
         "if other.number == number:",
         "if other.name == name:",
         "two lanes whose names have one number take each other's messages",
@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "every-waiting-rank-reports",
-        "objcomm/transport/inquiry.py",
+        "objcomm/failures/inquiry.py",
         "rank < mesh.rank and has_come(mesh, lane, entry, known[rank]) for rank in known",
         "rank < 0 and has_come(mesh, lane, entry, known[rank]) for rank in known",
         "each of a thousand ranks logs the same line",
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody-waits-at-the-start",
-        "objcomm/start.py",
+        "objcomm/bootstrap/init.py",
         "            await_all(store_of(world), place.world_size)\n",
         "            store_of(world)\n",
         "a rank whose program is short ends connections that others are still making",

@@ -94,7 +94,7 @@ class Departure:
 
 
 class MemoryLink:
-    """See ``objcomm.transport.base.Link``; also a device link, where "the device" is the CPU."""
+    """See ``objcomm.transport.link.Link``; also a device link, where "the device" is the CPU."""
 
     device = torch.device("cpu")
 
@@ -129,7 +129,7 @@ class MemoryLink:
 
 
 class MemoryDeviceLink:
-    """See ``objcomm.transport.base.DeviceLink``, over the same kind of wires."""
+    """See ``objcomm.transport.link.DeviceLink``, over the same kind of wires."""
 
     device = torch.device("cpu")
 
