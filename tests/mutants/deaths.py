@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "polls-not-told-of-deaths",
         "objcomm/failures/watchdog.py",
-        "verdict = blame.never_comes(mesh)",
-        "verdict = blame.never_comes(mesh) and None",
+        "verdict = never_comes(mesh)",
+        "verdict = never_comes(mesh) and None",
         "who polls for a first message does not hear that its sender was killed",
         ("tests/group/test_polls_in_vain.py",),
     ),

@@ -195,8 +195,8 @@ MUTANTS = (
     Mutant(
         "deaths-before-first-use-unseen",
         "objcomm/failures/inquiry.py",
-        "missing = blame.missing_members(mesh, board) or _dead(board, mesh, meshes, entry)",
-        "missing = blame.missing_members(mesh, board)",
+        "missing = missing_members(mesh, board) or _dead(board, mesh, meshes, entry)",
+        "missing = missing_members(mesh, board)",
         "ranks wait in a group's first use for one that has died",
         ("tests/group/test_start.py",),
     ),

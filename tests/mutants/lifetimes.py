@@ -41,8 +41,8 @@ MUTANTS = (
     Mutant(
         "farewell-to-nobody",
         "objcomm/calls/group.py",
-        "say_farewell([*[pair.channel for pair in pairs.values()], ",
-        "say_farewell([*[pair.channel for pair in [*pairs.values()][:0]], ",
+        "say_farewell([*others.values(), ",
+        "say_farewell([*[*others.values()][:0], ",
         "who waits for a message of a destroyed group is not told",
         _P2P_TRACES,
     ),
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "jobs-kept-by-their-thread",
         "objcomm/transport/threads.py",
-        "            del job  # it holds the caller's objects\n",
-        "",
+        "            del job  # it holds the caller's objects\n\n",
+        "\n",
         "an idle line holds what its last call has sent",
         ("tests/unit/test_line.py",),
     ),

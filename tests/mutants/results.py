@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         "nan-passed-over",
         "objcomm/collectives/reduction/operators.py",
-        "if isinstance(member, numbers.Number) and arrays.is_nan(member):",
+        "if isinstance(member, numbers.Number) and is_nan(member):",
         "if member is None:",
         "whether a NaN is the greatest number depends on the rank that has it",
         (*_TREES, *_NAMED_OPS),

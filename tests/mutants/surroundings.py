@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "main-of-node-is-main-of-all",
-        "objcomm/world.py",
+        "objcomm/calls/group.py",
         "return whole.hosts.index(whole.hosts[whole.rank]) == whole.rank",
         "return whole.rank == 0",
         "is_main(scope='node') is false on every host but the first",
