@@ -31,67 +31,49 @@ SCHEMES = {
     "dark": Colours("#e2e4e9", "#9aa4af", "#8b949e", ("#1d3450", "#2b303b")),
 }
 
-#: A band begins with the floor that has this module; from below.
-BANDS = (
-    ("errors", "Errors, layouts, options"),
-    ("codecs.base", "Objects and bytes"),
-    ("transport.base", "transport: messages between ranks"),
-    ("group", "One group, one call"),
-    ("collectives", "Operations"),
-    ("__init__", "Public names"),
-    ("compat.lists", "Other libraries' names"),
-    ("inspector.dumps", "Tools and demo"),
-)
-
 #: One broadcast: who does what, on the source, then on a rank that receives.
 SENDING = (
-    ("collectives", "broadcast(obj, src=0)"),
-    ("call", "arguments become a group, a root, a header"),
+    ("collectives.broadcast", "broadcast(obj, src=0)"),
+    ("calls.call", "arguments become a group, a root, a header"),
     ("codecs.pickle5", "object → codec's bytes and large buffers, before any traffic"),
-    ("message", "a head of up to 32 KiB; what is larger follows"),
-    ("transport.routes", "who gets it from whom"),
-    ("transport.exchange", "head, then each buffer from its own memory"),
+    ("wire.message", "a head of up to 32 KiB; what is larger follows"),
+    ("algorithms.routes", "who gets it from whom"),
+    ("algorithms.exchange", "head, then each buffer from its own memory"),
 )
 RECEIVING = (
     ("transport.lane", "a receive stood ready"),
     (
-        "admission",
+        "wire.gate",
         "layout, checksum, signature; is it this call? limits, before room is made",
     ),
-    ("memory", "room for each buffer, once"),
-    ("transport.exchange", "buffers arrive in it, and are passed on piece by piece"),
+    ("codecs.buffers", "room for each buffer, once"),
+    ("algorithms.exchange", "buffers arrive in it, and are passed on piece by piece"),
     ("codecs.pickle5", "bytes and buffers → object"),
-    ("collectives", "returns it, or raises what all ranks raise"),
+    ("collectives.broadcast", "returns it, or raises what all ranks raise"),
 )
 
 
-def floors(page: str) -> list[list[str]]:
-    """The modules of each floor, from 0 on, as the table of architecture.md lists them."""
-    rows = [line.split("|") for line in page.splitlines() if line[:3].strip("| ").isdigit()]
-    return [[name.strip(" `") for name in row[2].split(",")] for row in rows]
+def rooms(page: str) -> list[tuple[int, str, list[str]]]:
+    """Each room's floor, name and modules, from below, as architecture.md lists them."""
+    found = []
+    for line in page.splitlines():
+        if line[:3].strip("| ").isdigit():
+            _, floor, name, modules, *_ = line.split("|")
+            names = [each for cell in modules.split(",") if (each := cell.strip(" `–"))]
+            found.append((int(floor), name.strip(" `"), names))
+    return found
 
 
-def layers(table: Sequence[Sequence[str]], colours: Colours) -> Iterator[str]:
-    """The floors, the highest on top, in bands."""
-    starts = {
-        next(at for at, floor in enumerate(table) if module in floor): title
-        for module, title in BANDS
-    }
+def house(table: Sequence[tuple[int, str, list[str]]], colours: Colours) -> Iterator[str]:
+    """The rooms, the highest floor on top, those of one floor in one colour."""
     bodies: list[str] = []
     y = _MARGIN
-    last = len(table)
-    for shade, (first, title) in enumerate(sorted(starts.items(), reverse=True)):
-        prefix = title.partition(":")[0] + "."
-        lines = [
-            line
-            for number in reversed(range(first, last))
-            for line in _floor(number, [name.removeprefix(prefix) for name in table[number]])
-        ]
-        height = _LINE * (len(lines) + 1) + 14
-        bodies += _band(y, height, title, lines, colours, colours.bands[shade % 2])
+    for floor, room, names in reversed(table):
+        lines = list(_wrapped(names, _WIDTH - 2 * _MARGIN - _INDENT, "  "))
+        height = _LINE * (len(lines) + 1) + 10
+        bodies += _band(y, height, f"{floor}", room, lines, colours)
         y += height + 4
-        last = first
-    yield from _frame("The modules of objcomm, floor by floor", y + _MARGIN, colours)
+    yield from _frame("The rooms of objcomm, floor by floor", y + _MARGIN, colours)
     yield from bodies
     yield "</svg>"
 
@@ -121,10 +103,10 @@ def walk(colours: Colours) -> Iterator[str]:
 
 def draw() -> dict[str, str]:
     """Each file's name in ``docs/assets``, and what is to stand in it."""
-    table = floors((_DOCS / "architecture.md").read_text(encoding="utf-8"))
+    table = rooms((_DOCS / "architecture.md").read_text(encoding="utf-8"))
     drawn = {}
     for scheme, colours in SCHEMES.items():
-        drawn[f"layers-{scheme}.svg"] = "\n".join(layers(table, colours)) + "\n"
+        drawn[f"rooms-{scheme}.svg"] = "\n".join(house(table, colours)) + "\n"
         drawn[f"walk-{scheme}.svg"] = "\n".join(walk(colours)) + "\n"
     return drawn
 
@@ -141,14 +123,6 @@ def _frame(title: str, height: int, colours: Colours) -> Iterator[str]:
     )
 
 
-def _floor(number: int, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The lines of one floor; its number stands before the first."""
-    label = str(number)
-    for line in _wrapped(names, _WIDTH - 2 * _MARGIN - _INDENT, "  "):
-        yield label, line
-        label = ""
-
-
 def _wrapped(words: Sequence[str], width: int, gap: str) -> Iterator[str]:
     line = ""
     for word in words:
@@ -161,25 +135,20 @@ def _wrapped(words: Sequence[str], width: int, gap: str) -> Iterator[str]:
 
 
 def _band(  # noqa: PLR0917  # one rectangle and what stands in it
-    y: int,
-    height: int,
-    title: str,
-    lines: Sequence[tuple[str, str]],
-    colours: Colours,
-    shade: str,
+    y: int, height: int, number: str, title: str, lines: Sequence[str], colours: Colours
 ) -> Iterator[str]:
     yield (
         f'<rect x="{_MARGIN}" y="{y}" width="{_WIDTH - 2 * _MARGIN}" height="{height}" rx="5" '
-        f'fill="{shade}"/>'
+        f'fill="{colours.bands[int(number) % 2]}"/>'
     )
-    yield (
-        f'<text x="{_MARGIN + 8}" y="{y + 17}" font-family="system-ui, sans-serif" '
-        f'font-size="13" font-weight="600">{escape(title)}</text>'
-    )
-    for at, (number, line) in enumerate(lines):
-        below = y + 17 + _LINE * (at + 1)
-        yield f'<text x="{_MARGIN + 8}" y="{below}" fill="{colours.faint}">{number}</text>'
-        yield f'<text x="{_INDENT}" y="{below}" xml:space="preserve">{escape(line)}</text>'
+    yield f'<text x="{_MARGIN + 8}" y="{y + 17}" fill="{colours.faint}">{number}</text>'
+    yield f'<text x="{_INDENT}" y="{y + 17}" font-weight="600">{escape(title)}</text>'
+    for at, line in enumerate(lines, 1):
+        below = y + 17 + _LINE * at
+        yield (
+            f'<text x="{_INDENT}" y="{below}" fill="{colours.faint}" xml:space="preserve">'
+            f"{escape(line)}</text>"
+        )
 
 
 def _title(x: int, text: str, colours: Colours) -> str:

@@ -1,6 +1,10 @@
 """Torch's process groups: which one a call means, its ranks and its store, and how one is made.
 
-Whatever of this torch has no public way to ask for stands here.
+Whatever of this torch has no public way to ask for stands here. ``dist.new_group`` asks every rank
+of the world to call it, in one order. With ``use_local_synchronization=True`` only members need
+to, but then torch names the group by its ranks and by how many groups this process has: members
+with different pasts wait for each other under different names, for as long as the limit. Here the
+members have agreed on a name before.
 """
 
 from __future__ import annotations  # torch may be built without distributed

@@ -1,8 +1,12 @@
-"""Which of a message's large members travel over the device link, and how.
+"""The device link, and which of a message's large members travel over it.
 
 Members that lie on the accelerator always do; where the message's header says so, those in CPU
 memory do too, staged through it. What a rank was asked for by its own ``device=`` decides only how
 it sends. Where a group has no device link a codec leaves nothing on the device.
+
+The link goes from accelerator memory to accelerator memory over the user's own group. NCCL has no
+tags and no time-out that leaves a group usable, so it carries only what must not pass through the
+CPU. Headers, and so every agreement on what follows, stay on the mesh.
 """
 
 from __future__ import annotations  # torch may be built without distributed

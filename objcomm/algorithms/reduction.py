@@ -6,7 +6,12 @@ to rank). So each element is computed once, in the order of the ranks, and is th
 What travels is a message's payload without a message: the ranks have agreed on it before.
 
 The transfers are this library's own and not ``dist.all_reduce``: Gloo does not wake a receive that
-is being filled when its peer dies, which ``pieces.ended`` is for; two lanes cannot mix.
+is being filled when its peer dies, which ``transfers.ended`` is for; two lanes cannot mix.
+
+Tensors on accelerators are combined there in the same order: each rank gets one part of every
+tensor and sends the result to all (all-to-all, then all-gather, both over the device link). NCCL's
+own all-reduce would add up halves as halves, in another order than the ranks', and knows fewer
+dtypes and operators: a result would depend on where a tensor lies. As many bytes move.
 """
 
 import itertools

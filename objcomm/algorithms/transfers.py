@@ -1,8 +1,9 @@
-"""How what follows a head is cut into pieces, and what knows how far it has come.
+"""One operation's transfers over a link: begun, waited for, and named where they fail.
 
-A receiver waits for a *unit* in one go. Normally all that follows is one unit, and one receipt
-tells the sender of it. Where a message's header says that it is paced, each piece is a unit with a
-receipt of its own, so that both ends know how many bytes have arrived.
+A receiver waits for a *unit* in one go. Normally all that follows a head is one unit, and one
+receipt tells the sender of it. Where a message's header says that it is paced, each piece is a unit
+with a receipt of its own, so that both ends know how many bytes have arrived. Knows tags and
+receipts; knows no message, and nothing of what the bytes mean.
 """
 
 import functools

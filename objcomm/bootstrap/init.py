@@ -1,6 +1,7 @@
-"""Which backend and which CUDA device a rank uses, if nobody says.
+"""Joining the ranks of a job, and leaving them.
 
-Asks torch what there is; starts nothing.
+Knows the calls by which torch.distributed starts and ends, and which backend and device a rank
+uses if nobody says; how a launcher names ranks knows ``environment``.
 """
 
 from __future__ import annotations  # torch may be built without distributed

@@ -1,4 +1,8 @@
-"""How one call encodes its objects and decodes what arrives: codec, options and device."""
+"""One call of an operation on this rank: its group, codec and limits, and its failure if it fails.
+
+What every operation does around its traffic, so that each can be read as its protocol: encode
+before any traffic, send a failure instead of a value, raise alike, decode last.
+"""
 
 import hashlib
 import time

@@ -1,4 +1,8 @@
-"""What a codec is, which there are, and which member of an object one could not take."""
+"""What a codec is, which ones this process has, and which member of an object one refused.
+
+A codec splits an object into *meta*, its own bytes, and *buffers*, the memory of large members.
+Buffers travel as they are, from the sender's memory into memory that the receiver allocates once.
+"""
 
 import dataclasses
 import threading

@@ -1,8 +1,10 @@
-"""How much work decoding one message may be: in proportion to its bytes.
+"""What decoding a message may cost: work in proportion to its bytes, and no deeper than allowed.
 
 A stranger's message of a few hundred bytes may ask for hours: by one large member that is used
 again and again, or by keys that all have the same hash. So what costs more than its own bytes is
-counted while it is decoded.
+counted while it is decoded. And a list's header of 5 bytes may claim 4 billion members, for which
+a decoder makes room before it reads the first; lists of such claims within each other multiply. So
+a msgpack stream's tokens are read first. Knows tokens and nothing of what they mean.
 """
 
 import fractions

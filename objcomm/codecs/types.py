@@ -1,8 +1,14 @@
-"""All that a stranger's message can have made: each constructor with what it must be given.
+"""All that a stranger's message can have made: builtin types, admitted classes, exceptions.
 
 Both ways to decode safely, ``msgpack`` and a pickle under ``allow=``, make the same things by this
 one table. What arrives may be of any type, so each argument is held to its exact type and its
 bounds before anything is called: no constructor runs what a sender chose, or computes for long.
+Classes that a user admits go by a name that all ranks agree on.
+
+Of an exception's arguments Python itself believes too much: a Unicode error reads its text at
+positions that it was given, and a negative one ends the process (CPython 3.11); the traceback of a
+syntax error has as many marks as it was told; and syntax errors and groups walk through an
+argument, which might be a range of any length.
 """
 
 import builtins

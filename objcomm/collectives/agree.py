@@ -1,7 +1,8 @@
-"""Where two values first differ, in type or content; nan is the same as nan.
+"""What all ranks have or want: the same value, a yes of any or of all, one seed.
 
-``==`` will not do: of tensors and arrays it gives no truth value, of nan a wrong one, and ``1`` and
-``True`` are equal to it. Knows torch, and numpy by its arrays' own methods; knows no ranks.
+Where two values first differ, in type or content, is told; nan is the same as nan. ``==`` will not
+do: of tensors and arrays it gives no truth value, of nan a wrong one, and ``1`` and ``True`` are
+equal to it.
 """
 
 import dataclasses

@@ -1,4 +1,9 @@
-"""What rank 0 shows and writes: a table, a picture, and the same facts for a program to read."""
+"""What each rank does; ``python -m objcomm.demo`` starts the ranks. Read ``run`` first.
+
+Every objcomm call of the demo stands here in the order in which the ranks make it, but for one:
+``learning`` shares the first weights. Rank 0 shows and writes a table, a picture, and the same
+facts for a program to read.
+"""
 
 import argparse
 import json

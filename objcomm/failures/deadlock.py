@@ -1,4 +1,9 @@
-"""Where one process is, on every lane it uses, as the other ranks read it in the store."""
+"""Where each process is, on every lane it uses, and whether a wait can ever end: no traffic.
+
+A wait can't end if the awaited rank makes another call where this one is made, or if following who
+waits for whom leads in a circle. Whoever computes outside of objcomm may still come, so waiting
+for that is no conflict.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple, Self

@@ -1,4 +1,7 @@
-"""Where this process is: what each of its lanes waits for, as the other ranks are told it."""
+"""Tells where this process is, asks where the other ranks are, and ends what can't end by itself.
+
+All of it runs on a bulletin's thread, because it talks to the store.
+"""
 
 import random
 import sys

@@ -1,7 +1,8 @@
 """One mesh of a group: its private connections from the ranks' meeting to the verdict that ends it.
 
 A group has one mesh at a time. After a verdict that all ranks outlive the next call makes a new
-one; nothing of the old one can reach it, because each has a name that no other ever had.
+one; nothing of the old one can reach it, because each has a name that no other ever had. Which
+ranks are at fault for a mesh's end, those that are gone or this one, is found out here, too.
 """
 
 from __future__ import annotations  # torch may be built without distributed

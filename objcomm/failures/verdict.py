@@ -2,6 +2,7 @@
 
 A verdict is first written to the store (the first one wins), then the connections are closed, so
 whoever finds a closed connection can look up why. Ranks in it are ranks within the mesh's group.
+Who ends a wait by an error proposes one; a ``fail_together`` block gives those within it a name.
 """
 
 import uuid

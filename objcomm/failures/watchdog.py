@@ -12,6 +12,9 @@ interpreter writes each signal's number into a socket that the watcher sleeps on
 the wait raises, and the handler runs. Only SIGINT does that: its handler usually raises, so the
 operation is lost anyway, whereas a SIGTERM handler usually sets a flag ("checkpoint after this
 step") and must not cost the connections.
+
+And it ends with the program: a thread that comes back from C++ while the interpreter ends would
+abort the process, so no thread of objcomm's, nor one that calls it, stays inside of torch.
 """
 
 import atexit

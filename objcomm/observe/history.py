@@ -1,4 +1,4 @@
-"""The last operations of one group on this rank, and which of them is under way.
+"""The last calls of one group on this rank, which of them is under way, and what all have cost.
 
 One entry per call, kept whole: what the watcher compares with other ranks, what an error carries
 and what ``objcomm.recorder.dump`` writes are all read from here. Knows headers; knows no ranks but

@@ -1,6 +1,6 @@
-"""The counters in the forms that monitoring reads: Prometheus' text, and TensorBoard's scalars.
+"""What each operation has cost this rank: as figures, Prometheus' text, and TensorBoard's scalars.
 
-Needs neither package. What is counted, and when, ``counters`` and ``recorder`` know.
+Needs neither package. What is counted, and when, ``recorder`` knows.
 """
 
 import re

@@ -1,4 +1,7 @@
-"""Names for ``torch.profiler``: what this process does while somebody looks."""
+"""What torch's tools see of objcomm: names in ``torch.profiler``, nothing in ``torch.compile``.
+
+Knows how dynamo chooses the frames that it looks at, and nothing of what the functions do.
+"""
 
 import contextlib
 import inspect

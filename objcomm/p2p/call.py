@@ -1,7 +1,7 @@
-"""One point-to-point call on this rank: what a send and a receive have in common.
+"""One point-to-point call on this rank: a send, or a receive, and what the two have in common.
 
-Its arguments, its entry in the history, and how it is concluded; what happens in between is the
-business of ``sending`` and ``receiving``.
+A send is encoded, queues for its receiver, and is transmitted. A receive asks for a message, waits,
+takes it in and decodes it.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Messages from one rank to another: send, recv and what belongs to them."""
+"""Messages from one rank to another: send, recv and their kin, and what has come and waits."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload

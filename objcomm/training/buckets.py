@@ -1,6 +1,9 @@
-"""What tensors a rank has to change in place, as text, and where two ranks' differ.
+"""Tensors that all ranks change alike, in place and in few transfers: shared, or averaged.
 
-Knows tensors; knows no messages, and nothing of how tensors are combined.
+First all ranks compare digests of what they have. Only where those differ, one rank reads all
+manifests, and names the first difference or settles whose gradients are missing; nothing has moved
+by then. Then small tensors of one dtype travel together, and large ones from their own memory into
+their own memory.
 """
 
 import enum

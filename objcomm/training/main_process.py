@@ -1,4 +1,4 @@
-"""Familiar helpers around who computes what: on the first rank, with the result for all."""
+"""Familiar helpers around who computes what: one rank for all, or one rank before the others."""
 
 import functools
 from abc import ABC, abstractmethod

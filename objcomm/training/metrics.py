@@ -1,4 +1,7 @@
-"""Familiar helpers around small results: scalars of every rank, and what is computed of them."""
+"""Familiar helpers around small results: scalars of every rank, and what is computed of them.
+
+Also averages of named numbers over ranks, weighted and exact.
+"""
 
 import functools
 import math

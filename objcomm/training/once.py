@@ -1,6 +1,6 @@
-"""What one rank computes, for all; and what went wrong on any rank, for all.
+"""What one rank computes, for all, or one rank of each host; and what went wrong on any rank.
 
-The patterns under the helpers of ``control`` and ``ordering``.
+The patterns under the helpers of ``main_process``, and those that run once on each host.
 """
 
 import functools

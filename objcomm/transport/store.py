@@ -1,8 +1,12 @@
-"""Stores in which ranks meet: this process's connections to one, and one that it hosts itself.
+"""Stores in which ranks meet: this process's connections to one, and what ranks leave there.
 
 The host of torch's ``TCPStore`` looks up the name of whoever connects, and answers nobody
 meanwhile: where the resolver loses a query, a new connection holds all ranks for 5 s. So those that
 are there are used again.
+
+Anybody who reaches a store may replace what stands there. A record in it is a named tuple or a
+dataclass, and what it declares its fields to be is what is taken for one: no more is checked by
+whoever reads it.
 """
 
 from __future__ import annotations  # torch may be built without distributed

@@ -1,4 +1,7 @@
-"""Threads one after another, a thread that is needed once, and threads that wait to be useful."""
+"""Threads that wait to be useful: for one job, for one job after another, for many at a time.
+
+Also who comes first, where several threads want one thing.
+"""
 
 import queue
 import threading

@@ -150,7 +150,7 @@ def test_a_rank_starts_no_ranks(
 def test_a_step_that_never_ends_is_ended() -> None:
     program = """
 import threading
-from objcomm.doctor import command
+from objcomm.bootstrap.doctor import command
 command.Limits.all = property(lambda limits: 0.5)
 command.carry_out = lambda *arguments, **options: threading.Event().wait()
 command.check(command.Options(1.0, False, None, None))

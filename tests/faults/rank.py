@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm.collectives import split
-from objcomm.failures import inquiry, watchdog
+from objcomm.failures import channel, inquiry, watchdog
 from objcomm.failures.board import Bulletin
-from objcomm.p2p import peer
 from objcomm.transport import link
 from objcomm.transport.store import loopback_store
 from tests.faults import helpers, pairs, plan
@@ -192,7 +191,7 @@ def _be_patient(case: Case) -> None:
     patch.object(Bulletin.call, "__defaults__", (8.0,)).start()
     patch.object(watchdog, "_EXPIRY_SECONDS", 16.0).start()
     patch.object(link, "_GRACE_SECONDS", 30.0).start()  # Gloo's own limit comes after all of these
-    for module in (watchdog, watchdog, peer):
+    for module in (channel, watchdog):
         patch.object(module, "FAREWELL_SECONDS", 8.0).start()
 
 

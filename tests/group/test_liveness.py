@@ -23,7 +23,6 @@ import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DesyncError, TransportError, TransportTimeout
 from objcomm.algorithms import transfers
 from objcomm.failures import mesh, watchdog
-from objcomm.failures import mesh as blame
 from objcomm.failures.watchdog import Watcher
 from objcomm.transport.store import loopback_store
 from tests.group.helpers import (
@@ -370,7 +369,7 @@ def test_no_error_ends_the_watcher() -> None:
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]  # one handler's own
     logging.getLogger("objcomm").addHandler(handler)
     if here().rank == 0:
-        with mock.patch.object(blame, "in_vain", side_effect=LookupError("of the test")):
+        with mock.patch.object(watchdog, "in_vain", side_effect=LookupError("of the test")):
             error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=1))
         assert any("a process has ended" in text for text in texts), texts
     tell_all("rank 0 was told", "")

@@ -1,4 +1,4 @@
-"""The command line of ``python -m objcomm doctor``."""
+"""The command line of ``python -m objcomm doctor``, and all its conclusions, the worst first."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""What a rank tells of itself and of what it has tried, and its form on the way to rank 0.
+"""What a rank tells of itself and of what it has tried, its form on the way, and all that is known.
 
 Knows how facts are written and read, and nothing of how they are found or what they mean. What
 is read may come from any program that reached the store: each field is checked.

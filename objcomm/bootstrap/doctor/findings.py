@@ -1,4 +1,4 @@
-"""What a conclusion is, and words that all of them use."""
+"""What a conclusion is; those on who came, on what is installed, on limits and on clocks."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

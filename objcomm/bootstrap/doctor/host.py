@@ -1,7 +1,16 @@
-"""Calls that may never return, with a limit.
+"""What a rank finds out without any other rank: its host, its addresses, names and interfaces.
 
 Names are looked up and torch's store is asked in C, without a limit or with one that does not hold
-always: a ``TCPStore`` waits for ever for a server that accepts and is silent (torch 2.13).
+always: a ``TCPStore`` waits for ever for a server that accepts and is silent (torch 2.13). So such
+calls get one here. torch's store looks up the name of each client that connects, and answers
+nobody meanwhile: in a slow look-up all ranks wait. A resolver may lose a query now and then, so one
+quick look-up says little.
+
+Which interfaces Gloo and NCCL would take follows the rules of torch 2.13 and NCCL 2.28:
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
+(``Options::create_default``, ``createDefaultDevice``), gloo/transport/tcp/device.cc, and
+https://github.com/NVIDIA/nccl/blob/master/src/misc/socket.cc (``ncclFindInterfaces``), which
+takes interfaces only that are up and have a carrier.
 """
 
 import contextlib

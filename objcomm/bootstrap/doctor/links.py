@@ -1,6 +1,7 @@
-"""Who tries whom, and when: pure arithmetic on ranks.
+"""Who reaches whom, and how fast: who tries whom when, and what is measured over a Gloo group.
 
-All ranks compute the same from what they all know.
+All ranks compute the same schedule from what they all know. Whether each rank can be reached where
+Gloo would listen is tried first, and how far its clock is off.
 """
 
 import contextlib

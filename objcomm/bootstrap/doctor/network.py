@@ -1,4 +1,4 @@
-"""Conclusions on interfaces, and on who can't reach whom."""
+"""Conclusions on interfaces, on who can't reach whom, and on the links that were measured."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

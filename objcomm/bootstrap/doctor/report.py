@@ -1,4 +1,7 @@
-"""The links as heat maps, and all that is known as JSON."""
+"""The report: for a terminal, as JSON, and the links as heat maps.
+
+On a terminal the findings come last, where they stay on the screen.
+"""
 
 import dataclasses
 import json

@@ -1,6 +1,8 @@
-"""Tensors and arrays as operands: what counts as one, how two of them must be alike.
+"""Tensors and arrays as operands, and named operators on equal ones, element by element.
 
-Knows torch, and numpy only where an operand is of numpy; knows no operator and no rank.
+Small tensors that one rank has of all ranks and pieces of large ones are combined by the same
+function, so a tensor's size does not change its result. Knows torch, and numpy only where an
+operand is of numpy; knows no rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,9 @@
-"""What arrives in a reduction of leaves: operands at one rank, and its answer at all others.
+"""Named reductions, leaf by leaf: of a number, a tensor, or containers of them.
 
-Both say what a rank allocates, reads and builds, so each is checked as a whole before any of that.
-Knows structures; knows no messages.
+First every rank's structure meets at one rank, together with all leaves that are small. That rank
+compares the structures, folds the leaves it has, and answers all: with an error, or with the
+results and with what is to follow. Then all ranks combine the large tensors together. What arrives
+says what a rank allocates, reads and builds, so it is checked as a whole before any of that.
 """
 
 import dataclasses

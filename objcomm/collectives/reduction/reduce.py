@@ -1,10 +1,11 @@
-"""Whole objects of all ranks, folded into one by an operator that only knows two at a time.
+"""Reduce objects of all ranks into one: ``reduce`` and ``all_reduce``.
 
-Operands stay in rank order, so an operator need not commute. Small operands meet at one rank,
-which folds them; large ones, those of more than eight ranks, and those of a slow operator go along
-a binomial tree, so that neither all bytes nor all work land on one rank. Which of the two follows
-from the first messages, that one rank has read and answers, so all ranks take the same way
-(mpi4py's trees have the same order of operands: ``src/mpi4py/MPI.src/msgpickle.pxi``,
+``leafwise`` goes leaf by leaf through containers, for the named operators that do so. All others
+combine whole objects two at a time, in rank order, so an operator need not commute. Small operands
+meet at one rank, which folds them; large ones, those of more than eight ranks, and those of a slow
+operator go along a binomial tree, so that neither all bytes nor all work land on one rank. Which of
+the two follows from the first messages, that one rank has read and answers, so all ranks take the
+same way (mpi4py's trees have the same order of operands: ``src/mpi4py/MPI.src/msgpickle.pxi``,
 PyMPI_reduce_intra).
 """
 

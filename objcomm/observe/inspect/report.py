@@ -1,4 +1,7 @@
-"""Ranks, times and places as a reader wants to see them."""
+"""What a reader sees: the calls as a table for a terminal, and in one sentence where ranks part.
+
+One line stands for all ranks that did the same.
+"""
 
 import os
 from collections import defaultdict

@@ -1,4 +1,9 @@
-"""Finds out which calls of different ranks are the same call, and where the ranks part."""
+"""Which calls of different ranks are the same call, where the ranks part, and how clocks differ.
+
+No rank gets another's message before it was sent. So the time at which a rank left a call, and that
+at which the rank whose message it needed had entered it, bound the difference of their clocks from
+one side, and calls in the other direction from the other side.
+"""
 
 import math
 from collections import Counter, defaultdict
