@@ -302,7 +302,7 @@ class Transfers:
         return [self._post(peer, flat, self._payload_tag) for flat in flats]
 
     def _wait_backwards(self, pendings: Sequence[Pending], peer: int) -> None:
-        """Wait for the end first: see ``pieces.ended``."""
+        """Wait for the end first: see ``ended``."""
         for pending in reversed(pendings):
             self._wait(pending, peer)
 

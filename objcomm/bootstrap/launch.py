@@ -1,6 +1,6 @@
 """Ranks on this machine, started from a program, a notebook or a test, by torch's own launcher.
 
-Knows processes and their files; what runs inside of one is ``launched``.
+Knows processes and their files; what runs inside of one is ``worker``.
 """
 
 import contextlib

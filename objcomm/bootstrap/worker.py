@@ -1,6 +1,6 @@
 """What one process of ``launch`` does: join, run the function, leave word of how it went.
 
-Started by ``launching`` alone, with the folder of the job and the process id of its parent.
+Started by ``launch`` alone, with the folder of the job and the process id of its parent.
 """
 
 import contextlib

@@ -1,6 +1,5 @@
-"""Moves messages and tensors between ranks; the only callers of torch's communication.
+"""How ranks meet, and how bytes get from one to another; knows no objects, groups or verdicts.
 
-``base`` says what a link is, ``gloo`` and ``nccl`` are links, ``rendezvous`` makes ranks meet,
-``watch`` ends a wait on Ctrl-C, ``topology`` says who forwards to whom, ``exchange`` is one
-operation's traffic, ``routes`` the patterns of traffic. None knows objects or codecs.
+``link`` says what a link is, ``gloo`` is one, ``rendezvous`` makes ranks meet in a ``store``,
+``lane`` has receives that stand ready, ``sockets`` and ``threads`` are what the others need of the system.
 """

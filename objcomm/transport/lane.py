@@ -147,7 +147,7 @@ class _Refused:
         self._reason = reason
 
     def wait(self, timeout: timedelta) -> bool:
-        """See ``base.Pending``.
+        """See ``link.Pending``.
 
         Raises:
             RuntimeError: always, at once.

@@ -73,7 +73,7 @@ class UntilLost:
 
         Args:
             store: which.
-            ends: this process's connections to it, as ``outage.connected`` gives them.
+            ends: this process's connections to it, as ``sockets.connected`` gives them.
         """
         self._store = store
         self._ends = dict(ends)

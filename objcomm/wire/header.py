@@ -239,7 +239,7 @@ class Row(NamedTuple):
     """One line of the size table."""
 
     nbytes: int
-    kind: int  # a ``memory.Kind``
+    kind: int  # a ``buffers.Kind``
 
     @property
     def is_packed(self) -> bool:

@@ -1,7 +1,7 @@
 """One message: what travels first, what follows, and how it is taken in.
 
-Joins the layout of ``frames`` with the memory of ``memory``. Knows nothing of codecs beyond their
-name, and nothing of who sends to whom.
+Joins the layout of ``header`` with the memory of ``codecs.buffers``. Knows nothing of codecs beyond
+their name, and nothing of who sends to whom.
 
 A message moves in at most three steps, each known from the one before::
 
