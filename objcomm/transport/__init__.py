@@ -1,6 +1,4 @@
-"""Moves messages and tensors between ranks; the only callers of torch's communication.
+"""Bytes from rank to rank: links, the lanes over them, and how ranks meet to connect.
 
-``base`` says what a link is, ``gloo`` and ``nccl`` are links, ``rendezvous`` makes ranks meet,
-``watch`` ends a wait on Ctrl-C, ``topology`` says who forwards to whom, ``exchange`` is one
-operation's traffic, ``routes`` the patterns of traffic. None knows objects or codecs.
+Knows peers, connections and time limits; nothing of objects, or of what a message is for.
 """
