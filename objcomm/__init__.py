@@ -1,4 +1,17 @@
-"""Any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang."""
+"""Any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang.
+
+What is public stands here. The code stands in rooms, and each imports only from those before it:
+
+- ``errors``, ``config``, ``environment`` and ``world`` are the ground: what can go wrong, what is
+  set, where this process runs, and torch's process groups.
+- ``codecs`` turn an object into bytes and back; ``wire`` is one message, made of them.
+- ``observe`` notes what this rank does, for people and for errors.
+- ``transport`` carries bytes between ranks, ``algorithms`` say who sends what to whom, and
+  ``failures`` see to it that no wait is a silent one.
+- ``calls`` are a group and one call on it; ``collectives`` and ``p2p`` are the operations.
+- ``training`` helps with models, metrics and data; ``bootstrap`` starts ranks and examines hosts.
+- ``compat`` has other libraries' names for all this, and ``demo`` is a program that uses it.
+"""
 
 from objcomm.bootstrap.init import Start, ddp_init_group, init, shutdown
 from objcomm.bootstrap.launch import launch
@@ -187,6 +200,12 @@ __all__ = [
     "zero_first",
     "zero_only",
 ]
+
+for _name in __all__:
+    # So tracebacks and pickles have the name that stays, wherever the code moves.
+    if _name != "recorder":  # a module
+        globals()[_name].__module__ = __name__
+del _name
 
 keep_eager([*(globals()[name] for name in __all__), recorder.dump])
 del keep_eager  # no public name
