@@ -188,21 +188,23 @@ def test_every_operation_may_be_in_flight(name: str) -> None:
     assert parameter.default is False
 
 
+# What takes long to import and serves some calls only, or none. Of what torch imports itself,
+# nothing need be listed.
+HEAVY = {
+    "cloudpickle", "matplotlib", "numpy.testing", "objcomm.__main__", "objcomm.bootstrap.doctor",
+    "objcomm.bootstrap.worker", "objcomm.compat", "objcomm.demo", "objcomm.observe.inspect",
+    "prometheus_client", "sklearn", "tensorboard", "torch._dynamo", "torch._inductor",
+    "torch.distributed.elastic", "torch.distributed.run", "torch.utils.tensorboard", "tqdm.auto",
+}  # fmt: skip
+
+
 def test_importing_imports_nothing_slow_starts_no_thread_and_joins_no_group() -> None:
-    lacking = (
-        "objcomm.compat",
-        "torch._dynamo",
-        "cloudpickle",
-        "torch._inductor",
-        "numpy.testing",
-        "sklearn",
-    )
     printed = run_python(
         f"""
         import signal, sys, threading, torch, torch.distributed
         before, handler = set(sys.modules), signal.getsignal(signal.SIGINT)
         import objcomm
-        print(*(name for name in {lacking!r} if name in set(sys.modules) - before))
+        print(*(name for name in {HEAVY!r} if name in set(sys.modules) - before))
         assert threading.active_count() == 1
         assert not torch.distributed.is_initialized()
         assert signal.getsignal(signal.SIGINT) is handler
@@ -210,6 +212,36 @@ def test_importing_imports_nothing_slow_starts_no_thread_and_joins_no_group() ->
         """
     )
     assert printed.split() == [objcomm.__version__]
+
+
+def test_importing_waits_for_no_collection_and_leaves_the_collector_as_it_was() -> None:
+    """One of all of torch's objects takes longer than the import."""
+    run_python(
+        """
+        import gc, sys, torch
+        gc.collect()  # so that none is due before the import has begun
+        is_done = []
+        note = lambda *_: is_done.append(hasattr(sys.modules.get("objcomm"), "__version__"))
+        gc.callbacks.append(note)
+        import objcomm
+        gc.callbacks.clear()
+        assert all(is_done), is_done
+        assert gc.isenabled()
+        """
+    )
+    run_python("import gc; gc.disable(); import objcomm; assert not gc.isenabled()")
+    run_python(
+        """
+        import gc, sys
+        sys.modules["msgpack"] = None
+        try:
+            import objcomm
+        except ImportError:
+            assert gc.isenabled()
+        else:
+            raise AssertionError("there is a msgpack")
+        """
+    )
 
 
 def test_numpy_is_not_needed() -> None:
