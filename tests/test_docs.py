@@ -2,7 +2,6 @@
 
 import ast
 import doctest
-import importlib
 import inspect
 import pkgutil
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 
 import objcomm
 from tests.doctor.job import clean_environment
-from tests.documented import Block, blocks, run_block, run_examples
+from tests.documented import Block, blocks, examples, run_block, run_examples
 from tests.package.pages import PAGES, programs, steps
 from tests.ranks import run_on_fresh_ranks
 
@@ -113,17 +112,12 @@ def test_a_block_that_fails_is_told_with_its_ranks(tmp_path: Path) -> None:
 
 def documented_modules() -> list[str]:
     """The modules whose docstrings hold examples."""
-    finder = doctest.DocTestFinder()
     names = [
         found.name
         for found in pkgutil.walk_packages(objcomm.__path__, "objcomm.")
         if not found.name.startswith(("objcomm.demo", "objcomm.__main__"))
     ]
-    return [
-        name
-        for name in names
-        if any(test.examples for test in finder.find(importlib.import_module(name)))
-    ]
+    return [name for name in names if examples(name)]
 
 
 def marks_of_module(name: str) -> list[pytest.MarkDecorator]:
@@ -145,3 +139,17 @@ FUNCTIONS = [name for name in objcomm.__all__ if inspect.isfunction(getattr(objc
 @pytest.mark.parametrize("name", [*FUNCTIONS, "Op", "Shard", "Work"])
 def test_every_public_function_shows_an_example(name: str) -> None:
     assert doctest.DocTestParser().get_examples(getattr(objcomm, name).__doc__ or "")
+
+
+def test_every_example_of_a_public_name_is_among_those_that_run() -> None:
+    run = {test.docstring for name in documented_modules() for test in examples(name)}
+    members = [getattr(objcomm, name) for name in objcomm.__all__]
+    methods = [
+        each for member in members if inspect.isclass(member) for each in vars(member).values()
+    ]
+    shown = [
+        inspect.unwrap(getattr(each, "__func__", each)).__doc__ for each in [*members, *methods]
+    ]
+    parser = doctest.DocTestParser()
+    missing = [doc for doc in shown if doc and parser.get_examples(doc) and doc not in run]
+    assert missing == []

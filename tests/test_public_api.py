@@ -1,10 +1,15 @@
 """The public names, and what importing them costs and needs."""
 
 import inspect
+import pickle
+import pickletools
+import pkgutil
 import re
 import subprocess
 import sys
 import textwrap
+import traceback
+import typing
 from pathlib import Path
 
 import pytest
@@ -73,10 +78,52 @@ def test_every_public_name_is_documented(name: str) -> None:
 @pytest.mark.parametrize("name", objcomm.__all__)
 def test_every_public_name_is_in_the_reference_once(name: str) -> None:
     member = getattr(objcomm, name)
-    if inspect.isclass(member) and member.__module__ == "objcomm.errors":
+    if getattr(objcomm.errors, name, None) is member:
         return  # the page lists that module as a whole
     entry = rf"^::: objcomm\.{name}\b|`(objcomm\.)?{name}`.*other names? of"
     assert len(re.findall(entry, REFERENCE, re.MULTILINE)) == 1
+
+
+NAMED = sorted(set(objcomm.__all__) - {"recorder"})  # all but a module
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_public_name_goes_by_the_package_and_not_by_its_room(name: str) -> None:
+    member = getattr(objcomm, name)
+    assert member.__module__ == "objcomm"
+    assert member.__qualname__ in NAMED  # another one for an alias
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        pickled = pickle.dumps(member, protocol)
+        texts = [given for _, given, _ in pickletools.genops(pickled) if isinstance(given, str)]
+        assert " ".join(texts) == f"objcomm {member.__qualname__}"
+        assert pickle.loads(pickled) is member  # noqa: S301  # our own
+    assert objcomm.from_tensor(objcomm.to_tensor(member)) is member
+
+
+def test_an_error_is_printed_by_its_public_name() -> None:
+    assert repr(objcomm.CollectiveError) == "<class 'objcomm.CollectiveError'>"
+    told = traceback.format_exception_only(objcomm.UsageError("no"))
+    assert told == ["objcomm.UsageError: no\n"]
+
+
+def test_pickles_that_name_the_module_of_errors_still_load() -> None:
+    pickled = pickle.dumps(objcomm.UsageError("no"), 0).replace(b"objcomm\n", b"objcomm.errors\n")
+    assert b"objcomm.errors\nUsageError" in pickled
+    assert type(pickle.loads(pickled)) is objcomm.UsageError  # noqa: S301  # our own
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_annotations_of_a_public_class_can_be_resolved(name: str) -> None:
+    """Python looks for the names in strings where a class says that it stands."""
+    member = getattr(objcomm, name)
+    if inspect.isclass(member):
+        typing.get_type_hints(member)
+
+
+def test_the_first_docstring_names_every_room() -> None:
+    named = set(re.findall(r"``(\w+)``", objcomm.__doc__ or ""))
+    rooms = {found.name for found in pkgutil.iter_modules(objcomm.__path__)}
+    assert named == rooms - {"__main__"}
 
 
 SUBGROUPS = ["split", "dup", "node_group", "leaders"]
@@ -141,21 +188,23 @@ def test_every_operation_may_be_in_flight(name: str) -> None:
     assert parameter.default is False
 
 
+# What takes long to import and serves some calls only, or none. Of what torch imports itself,
+# nothing need be listed.
+HEAVY = {
+    "cloudpickle", "matplotlib", "numpy.testing", "objcomm.__main__", "objcomm.bootstrap.doctor",
+    "objcomm.bootstrap.worker", "objcomm.compat", "objcomm.demo", "objcomm.observe.inspect",
+    "prometheus_client", "sklearn", "tensorboard", "torch._dynamo", "torch._inductor",
+    "torch.distributed.elastic", "torch.distributed.run", "torch.utils.tensorboard", "tqdm.auto",
+}  # fmt: skip
+
+
 def test_importing_imports_nothing_slow_starts_no_thread_and_joins_no_group() -> None:
-    lacking = (
-        "objcomm.compat",
-        "torch._dynamo",
-        "cloudpickle",
-        "torch._inductor",
-        "numpy.testing",
-        "sklearn",
-    )
     printed = run_python(
         f"""
         import signal, sys, threading, torch, torch.distributed
         before, handler = set(sys.modules), signal.getsignal(signal.SIGINT)
         import objcomm
-        print(*(name for name in {lacking!r} if name in set(sys.modules) - before))
+        print(*(name for name in {HEAVY!r} if name in set(sys.modules) - before))
         assert threading.active_count() == 1
         assert not torch.distributed.is_initialized()
         assert signal.getsignal(signal.SIGINT) is handler
@@ -163,6 +212,36 @@ def test_importing_imports_nothing_slow_starts_no_thread_and_joins_no_group() ->
         """
     )
     assert printed.split() == [objcomm.__version__]
+
+
+def test_importing_waits_for_no_collection_and_leaves_the_collector_as_it_was() -> None:
+    """One of all of torch's objects takes longer than the import."""
+    run_python(
+        """
+        import gc, sys, torch
+        gc.collect()  # so that none is due before the import has begun
+        is_done = []
+        note = lambda *_: is_done.append(hasattr(sys.modules.get("objcomm"), "__version__"))
+        gc.callbacks.append(note)
+        import objcomm
+        gc.callbacks.clear()
+        assert all(is_done), is_done
+        assert gc.isenabled()
+        """
+    )
+    run_python("import gc; gc.disable(); import objcomm; assert not gc.isenabled()")
+    run_python(
+        """
+        import gc, sys
+        sys.modules["msgpack"] = None
+        try:
+            import objcomm
+        except ImportError:
+            assert gc.isenabled()
+        else:
+            raise AssertionError("there is a msgpack")
+        """
+    )
 
 
 def test_numpy_is_not_needed() -> None:

@@ -4,13 +4,12 @@ Knows the calls by which torch.distributed starts and ends, and which backend an
 uses if nobody says; how a launcher names ranks knows ``environment``.
 """
 
-from __future__ import annotations  # torch may be built without distributed
-
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,6 @@ from objcomm.observe.history import call_site
 from objcomm.observe.log import log
 from objcomm.transport.rendezvous import GivenUpError, Progress, await_all, meet
 from objcomm.world import is_initialized, is_reachable, store_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def default_backend() -> str:
@@ -303,7 +299,8 @@ def _joined(
     )
 
 
-def _store_of_agent(place: Place, limit: timedelta | None) -> dist.Store:
+# Quoted, for a torch that was built without distributed.
+def _store_of_agent(place: Place, limit: timedelta | None) -> "dist.Store":
     """The store that torchrun keeps for all attempts of this job's ranks to meet."""
     from torch.distributed.constants import default_pg_timeout  # noqa: PLC0415  # needs distributed
 
@@ -313,7 +310,7 @@ def _store_of_agent(place: Place, limit: timedelta | None) -> dist.Store:
     )
 
 
-def _fresh_part(store: dist.Store, place: Place) -> dist.Store:
+def _fresh_part(store: "dist.Store", place: Place) -> "dist.Store":
     """The part of the store in which torch's ranks meet, or a new one if they met there before.
 
     Gloo finds the others by addresses that it leaves in the store and never removes: who joins

@@ -314,7 +314,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
         >>> from objcomm.compat import torch as dist_objects
         >>> dist_objects.send_object_list(["to myself"], dst=0)
         Traceback (most recent call last):
-        objcomm.errors.UsageError: send_object_list: rank 0 is this rank itself; name another one
+        objcomm.UsageError: send_object_list: rank 0 is this rank itself; name another one
     """
     del device, use_batch, weights_only
     name = "send_object_list"
@@ -360,7 +360,7 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
         >>> from objcomm.compat import torch as dist_objects
         >>> dist_objects.recv_object_list([None], src=0)
         Traceback (most recent call last):
-        objcomm.errors.UsageError: recv_object_list: rank 0 is this rank itself; name another one
+        objcomm.UsageError: recv_object_list: rank 0 is this rank itself; name another one
     """
     del device, use_batch
     name = "recv_object_list"

@@ -1,9 +1,8 @@
 """A whole program on objcomm: train, evaluate and report on real data, on several ranks.
 
 ``python -m objcomm.demo`` starts the ranks by ``objcomm.launch``; each runs ``job``, whose ``run``
-is the program to read first. The other modules are what any such program has: ``config``,
-``digits`` (the data), ``training``, ``evaluation`` and ``report``. They use objcomm's public names
-only.
+is the program to read first. ``learning`` has the data, training and evaluation, and ``config``
+what a user may set. They use objcomm's public names only.
 
 Importing this package raises ``MissingDependencyError`` where a package that it needs is missing.
 """

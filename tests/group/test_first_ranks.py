@@ -88,7 +88,7 @@ def test_a_call_inside_of_a_block_is_refused(name: str) -> None:
     assert_group_works()
     with pytest.raises(CollectiveError) as caught, block():
         objcomm.barrier()
-    assert caught.value.failures[0].type_name == "objcomm.errors.UsageError"
+    assert caught.value.failures[0].type_name == "objcomm.UsageError"
     assert_group_works()
 
 

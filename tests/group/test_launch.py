@@ -142,7 +142,7 @@ def test_all_ranks_failures_are_one_error_that_pickles(
     assert error.failures[0].type_name.endswith("SlowToTellError")
     assert "in fail" in error.failures[0].traceback
     assert error.failures[1].message.endswith("ended by SIGKILL")
-    assert error.failures[2].type_name == "objcomm.errors.TransportError"
+    assert error.failures[2].type_name == "objcomm.TransportError"
     assert "pickle" in error.failures[3].message  # a lock stays where it is
     assert next(iter(error.failures)) == 1  # nobody told of it, so nobody was sooner
     assert list(error.failures)[-1] == 2  # what was heard of others is no cause

@@ -1,1 +1,4 @@
-"""XXX."""
+"""Objects of all ranks combined into one: the operators, and the ways an operand takes to them.
+
+Operators and structures know objects only; ``reduce`` and ``scan`` alone move messages.
+"""
