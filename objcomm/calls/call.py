@@ -5,8 +5,11 @@ before any traffic, send a failure instead of a value, raise alike, decode last.
 """
 
 import hashlib
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -127,12 +130,47 @@ class Coding:
 R = TypeVar("R")
 
 
+class _Confirmation:
+    """What ``Call.confirmation`` gives."""
+
+    __slots__ = ("_acknowledge",)
+
+    def __init__(self, acknowledge: Callable[[BaseException | None], None] | None) -> None:
+        """Begin.
+
+        Args:
+            acknowledge: is given the block's error, if there is one, and raises what any rank's
+                calls for; None where no rank waits to hear.
+        """
+        self._acknowledge = acknowledge
+
+    def __enter__(self) -> None:
+        """Nothing is to be done before."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._acknowledge is not None:
+            self._acknowledge(error)
+
+
+_UNCONFIRMED = _Confirmation(None)
+
+
 class Call:
     """The context of one operation, which it begins.
 
     Constructing it checks the arguments, connects the group's ranks if this is their first call,
     for which it waits until the limit, and takes the next number on this thread's lane. So an error
     after that is told to the others: see ``Turn.give_up``.
+
+    When it is entered it waits for the lane's earlier calls, and when it is left it is concluded,
+    whatever has happened. An operation takes two steps in between: it encodes, on the caller's
+    thread, and then ``run`` does the rest. An asynchronous call waits for earlier ones, and is
+    concluded, where the rest is done: on the lane's thread.
 
     Attributes:
         call_site: the user's ``file:line``.
@@ -160,6 +198,7 @@ class Call:
         allow: Iterable[Allowed] | None = None,
         progress: bool = False,
         name: str = "",
+        async_op: bool = False,
     ) -> None:
         """Begin.
 
@@ -178,6 +217,7 @@ class Call:
             allow: what a received pickle may name.
             progress: whether to show how far it has come.
             name: of the user's function, where it is another than the operation's.
+            async_op: whether ``run`` returns before the rest is done.
 
         Raises:
             UsageError: an argument is wrong, or this rank is in a region where the others make no
@@ -203,6 +243,9 @@ class Call:
         self._turn: Turn | None = None
         self._lane: Lane | None = None
         self._span: Span | None = None
+        # Of an asynchronous call. Where Ctrl-C comes while the rest is handed over, both threads
+        # have it, and the first to take this concludes it.
+        self._claim = threading.Lock() if async_op else None
         root = self.root if has_root else -1
         if self.size > 1:
             must_agree += "\0confirm" * confirm + "\0check" * self._coding.settings.is_checked
@@ -373,31 +416,32 @@ class Call:
         return plain
 
     def confirm(self) -> None:
-        """Let ``settle`` do as if the caller had said ``confirm=True``.
+        """Let ``confirmation`` do as if the caller had said ``confirm=True``.
 
         Every rank calls this in its traffic, or none.
         """
         self.traffic().is_confirmed = True
 
-    def settle(self, conclude: Callable[[], R]) -> R:
-        """Raise or decode; with ``confirm=True`` every rank then learns of every rank's error.
+    def confirmation(self) -> _Confirmation:
+        """A block that raises or decodes; with ``confirm=True`` its errors become everybody's.
 
-        Every rank calls this after the traffic.
-
-        Args:
-            conclude: raises or decodes.
+        Every rank enters it after the traffic.
         """
-        turn = self.traffic()
-        if not turn.is_confirmed:
-            return conclude()
-        results: list[R] = []
-        try:
-            results.append(conclude())
-        except CollectiveError:
-            pass  # the ranks that failed say so themselves
-        except BaseException as error:  # noqa: BLE001  # raised by raise_failures
+        return _Confirmation(self._acknowledge) if self.traffic().is_confirmed else _UNCONFIRMED
+
+    def _acknowledge(self, error: BaseException | None) -> None:
+        """Tell all ranks how this one's block has ended, and hear how theirs have.
+
+        Where no rank has failed, but what they gave does not fit together, this returns, and so
+        ``error`` is raised.
+
+        Raises:
+            CollectiveError: at least one rank failed.
+        """
+        # Of what a CollectiveError tells the ranks that failed say so themselves.
+        if error is not None and not isinstance(error, CollectiveError):
             self._own_error = error
-        own = self._own_error
+        own, turn = self._own_error, self.traffic()
         header = turn.exchange.header
         turn.exchange.header = header._replace(flags=header.flags | Flag.ACKNOWLEDGEMENT)
         mine = self.announcement(Status.VALUE) if own is None else self.failure(own)
@@ -405,58 +449,46 @@ class Call:
         with turn as exchange:
             acknowledged = routes.all_gather(exchange, mine)
         self.raise_failures(acknowledged)
-        # Where no rank has failed, but what they gave does not fit together, it raises again.
-        return results[0] if results else conclude()
 
-    def run(self, body: Generator[None, None, R], *, async_op: bool = False) -> R | Work[R]:
-        """Carry the operation out.
+    def run(self, rest: Callable[[], R]) -> R | Work[R]:
+        """Do the rest of the operation: here, or on the lane's thread if it is asynchronous.
 
         Args:
-            body: does so; yields once where what the caller may change afterwards was encoded.
-                What follows may run on another thread.
-            async_op: whether to return before the rest is done.
+            rest: all that follows after what the caller may change was encoded.
 
         Returns:
-            What ``body`` returns, or a work that will.
+            What ``rest`` returns, or a work that will.
         """
-        return self._launched(body) if async_op else self.carry_out(body)
-
-    def carry_out(self, body: Generator[None, None, R]) -> R:
-        """Carry the operation out and return when it is done; ``body`` as in ``run``."""
-        with self:
-            try:
-                next(body)
-            except StopIteration as end:
-                result: R = end.value
-                return result
-            return _last_half(body)
-
-    def _launched(self, body: Generator[None, None, R]) -> Work[R]:
-        lane = self._lane
+        if self._claim is None:
+            return rest()
+        # In a list, which is emptied: whoever hears that the work has ended finds the caller's
+        # object let go.
+        body, lane = partial(self._go_on, [rest]), self._lane
         if lane is None:
-            return Work[R](self.name, self.call_site).carry_out_here(lambda: self.carry_out(body))
-        try:
-            next(body)
-            if lane.line is None:
-                lane.line = Line(f"objcomm-line {lane.name}".strip())
-            work = Work[R](self.name, self.call_site, lane)
-            work.carry_out_on(lane.line, lambda: self._concluded(body))
-        except BaseException as error:  # Ctrl-C, or there can be no more threads
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
+            return Work[R](self.name, self.call_site).carry_out_here(body)
+        if lane.line is None:
+            lane.line = Line(f"objcomm-line {lane.name}".strip())
+        work = Work[R](self.name, self.call_site, lane)
+        work.carry_out_on(lane.line, body)
         return work
 
-    def _concluded(self, body: Generator[None, None, R]) -> R:
+    def _go_on(self, rests: list[Callable[[], R]]) -> R:
         """The rest of an asynchronous call, when its turn has come."""
-        self._span = span(self.name)
-        self._span.__enter__()
+        if not self._is_mine():
+            raise CancelledError  # Ctrl-C: its caller has concluded it, and has no work to ask
         try:
-            result = _last_half(body)
+            self._span = span(self.name)
+            self._span.__enter__()
+            result = rests.pop()()
         except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
+            self._conclude(error)
             raise
-        self.__exit__(None, None, None)
+        self._conclude(None)
         return result
+
+    def _is_mine(self) -> bool:
+        """Whether this thread is the one to conclude the call, as the first that asks is."""
+        return self._claim is None or self._claim.acquire(blocking=False)
 
     def traffic(self) -> Turn:
         """The part of a call during which ranks wait for each other; a context that gives it."""
@@ -465,11 +497,13 @@ class Call:
         return self._turn
 
     def __enter__(self) -> Self:
+        if self._claim is not None:
+            return self  # its turn comes on the lane's thread
         if self._lane is not None and self._lane.line is not None:
             try:
                 self._lane.drain()  # calls before this one
             except BaseException as error:  # Ctrl-C: the others wait for a call of this number
-                self.__exit__(type(error), error, error.__traceback__)
+                self._conclude(error)
                 raise
         self._span = span(self.name)
         self._span.__enter__()
@@ -481,10 +515,14 @@ class Call:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._claim is None or (error is not None and self._is_mine()):
+            self._conclude(error)
+
+    def _conclude(self, error: BaseException | None) -> None:
         turn = self._turn
         self._own_error = None  # its traceback holds this call, and so the caller's object
         if self._span is not None:
-            self._span.__exit__(kind, error, traceback)
+            self._span.__exit__(None, None, None)
         if self._bar is not None:
             self._bar.close()
         if turn is not None and error is not None:
@@ -492,12 +530,3 @@ class Call:
         exchange = None if turn is None else turn.exchange
         cost = (0, 0, 0) if exchange is None else exchange.cost
         self._group.recorder.conclude(self._entry, error, self._began, cost)
-
-
-def _last_half(body: Generator[None, None, R]) -> R:
-    try:
-        next(body)
-    except StopIteration as end:
-        result: R = end.value
-        return result
-    raise RuntimeError("an operation's body yields once")  # a fault of the caller's

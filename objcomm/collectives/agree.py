@@ -274,19 +274,18 @@ def agree(
     begin = functools.partial(
         Call, Operation.AGREE, group=group, codec=codec, accept=accept, allow=allow
     )
-    call = begin(timeout=deadline.seconds_left, must_agree="digests")
-    if call.is_alone:
-        call.carry_out(decide_in(call, lambda: value, _same_on_all))
-        return value
-    if call.carry_out(
-        decide_in(
+    with begin(timeout=deadline.seconds_left, must_agree="digests") as call:
+        if call.is_alone:
+            decide_in(call, lambda: value, _same_on_all)()
+            return value
+        rest = decide_in(
             call, lambda: call.digest(value), _are_all_equal, is_part=_is_digest, is_answer=_is_flag
         )
-    ):
-        return value
+        if rest():
+            return value
     # Equal values may have other bytes, such as dicts whose keys came in another order.
-    call = begin(timeout=deadline.seconds_left, must_agree="values")
-    call.carry_out(decide_in(call, lambda: value, _same_on_all))
+    with begin(timeout=deadline.seconds_left, must_agree="values") as call:
+        decide_in(call, lambda: value, _same_on_all)()
     return value
 
 
@@ -343,10 +342,9 @@ def any_rank(flag: object, *, group: GroupLike = None, timeout: Timeout = None) 
         >>> objcomm.any_rank(float("nan") > 0)
         False
     """
-    call = Call(Operation.ANY_RANK, group=group, timeout=timeout, codec="msgpack")
-    return call.carry_out(
-        decide_in(call, lambda: bool(flag), any, is_part=_is_flag, is_answer=_is_flag)
-    )
+    with Call(Operation.ANY_RANK, group=group, timeout=timeout, codec="msgpack") as call:
+        rest = decide_in(call, lambda: bool(flag), any, is_part=_is_flag, is_answer=_is_flag)
+        return rest()
 
 
 def all_ranks(flag: object, *, group: GroupLike = None, timeout: Timeout = None) -> bool:
@@ -372,10 +370,9 @@ def all_ranks(flag: object, *, group: GroupLike = None, timeout: Timeout = None)
         >>> objcomm.all_ranks([1, 2, 3])
         True
     """
-    call = Call(Operation.ALL_RANKS, group=group, timeout=timeout, codec="msgpack")
-    return call.carry_out(
-        decide_in(call, lambda: bool(flag), all, is_part=_is_flag, is_answer=_is_flag)
-    )
+    with Call(Operation.ALL_RANKS, group=group, timeout=timeout, codec="msgpack") as call:
+        rest = decide_in(call, lambda: bool(flag), all, is_part=_is_flag, is_answer=_is_flag)
+        return rest()
 
 
 def shared_seed(*, group: GroupLike = None, timeout: Timeout = None) -> int:
@@ -402,7 +399,8 @@ def shared_seed(*, group: GroupLike = None, timeout: Timeout = None) -> int:
         >>> 0 <= objcomm.shared_seed() < 2**32
         True
     """
-    call = Call(Operation.SHARED_SEED, group=group, timeout=timeout, codec="msgpack")
-    return call.carry_out(
-        decide_in(call, lambda: None, lambda _: secrets.randbits(_SEED_BITS), is_answer=_is_seed)
-    )
+    with Call(Operation.SHARED_SEED, group=group, timeout=timeout, codec="msgpack") as call:
+        rest = decide_in(
+            call, lambda: None, lambda _: secrets.randbits(_SEED_BITS), is_answer=_is_seed
+        )
+        return rest()

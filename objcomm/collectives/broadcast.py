@@ -1,6 +1,6 @@
 """The same for all ranks: broadcast, gather, all_gather and barrier."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar, Unpack, overload
 
 from objcomm.algorithms import routes
@@ -99,7 +99,7 @@ def broadcast(
         >>> objcomm.broadcast({"lr": 0.1, "layers": (64, 10)})
         {'lr': 0.1, 'layers': (64, 10)}
     """
-    call = Call(
+    with Call(
         Operation.BROADCAST,
         group=group,
         timeout=timeout,
@@ -112,8 +112,9 @@ def broadcast(
         accept=accept,
         allow=allow,
         progress=progress,
-    )
-    return call.run(broadcast_in(call, obj), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(broadcast_in(call, obj))
 
 
 @overload
@@ -200,7 +201,7 @@ def gather(
         >>> objcomm.gather({"rank": 0, "correct": 41})
         [{'rank': 0, 'correct': 41}]
     """
-    call = Call(
+    with Call(
         Operation.GATHER,
         group=group,
         timeout=timeout,
@@ -213,8 +214,9 @@ def gather(
         accept=accept,
         allow=allow,
         progress=progress,
-    )
-    return call.run(gather_in(call, lambda: obj), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(gather_in(call, lambda: obj))
 
 
 @overload
@@ -289,7 +291,7 @@ def all_gather(
         >>> objcomm.all_gather("shard-0.parquet")
         ['shard-0.parquet']
     """
-    call = Call(
+    with Call(
         Operation.ALL_GATHER,
         group=group,
         timeout=timeout,
@@ -299,8 +301,9 @@ def all_gather(
         accept=accept,
         allow=allow,
         progress=progress,
-    )
-    return call.run(all_gather_in(call, obj), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(all_gather_in(call, obj))
 
 
 @overload
@@ -354,14 +357,19 @@ def barrier(
     """
     if not isinstance(name, str):
         raise UsageError(f"barrier: name={name!r} is no text")
-    call = Call(Operation.BARRIER, group=group, timeout=timeout, must_agree=name)
-    return call.run(_barrier(call), async_op=async_op)
+    with Call(
+        Operation.BARRIER, group=group, timeout=timeout, must_agree=name, async_op=async_op
+    ) as call:
+        return call.run(_barrier(call))
 
 
-def _barrier(call: Call) -> Generator[None, None, None]:
+def _barrier(call: Call) -> Callable[[], None]:
     if call.is_alone:
-        return
+        return lambda: None
     mine = call.announcement(Status.VALUE)
-    yield
-    with call.traffic() as exchange:
-        routes.all_meet(exchange, mine)
+
+    def rest() -> None:
+        with call.traffic() as exchange:
+            routes.all_meet(exchange, mine)
+
+    return rest

@@ -1,9 +1,11 @@
 """What the collectives do between a call's arguments and its result; others build on it, too.
 
-Each is a generator for ``call.run``, of a call that was already begun.
+Each is the first step of a call that was entered: it encodes. What it returns is the second, to be
+called on the spot or given to ``call.run``.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from objcomm.algorithms import routes
@@ -20,10 +22,8 @@ def _unchecked(obj: T) -> T:
     return obj
 
 
-def broadcast_in(
-    call: Call, obj: T, check: Callable[[T], T] = _unchecked
-) -> Generator[None, None, T]:
-    """``broadcast`` for a call that was already begun; to be given to ``call.run``.
+def broadcast_in(call: Call, obj: T, check: Callable[[T], T] = _unchecked) -> Callable[[], T]:
+    """``broadcast`` for a call that was already begun.
 
     Args:
         call: the call.
@@ -31,39 +31,39 @@ def broadcast_in(
         check: returns it, or raises, on the source; an error travels as that rank's failure.
     """
     if call.is_alone:
-        return call.alone(lambda: check(obj))
+        return partial(call.alone, lambda: check(obj))
     mine = call.message(lambda: check(obj)) if call.is_root else None
-    yield
-    with call.traffic() as exchange:
-        message = routes.broadcast(exchange, mine, call.root)
-    return call.settle(lambda: _shared(call, message, obj))
+
+    def rest() -> T:
+        with call.traffic() as exchange:
+            message = routes.broadcast(exchange, mine, call.root)
+        with call.confirmation():
+            call.raise_failures([message])
+            return obj if call.is_root else call.decode(message)
+
+    return rest
 
 
-def _shared(call: Call, message: Message, obj: T) -> T:
-    call.raise_failures([message])
-    return obj if call.is_root else call.decode(message)
-
-
-def gather_in(call: Call, produce: Callable[[], T]) -> Generator[None, None, list[T] | None]:
-    """``gather`` for a call that was already begun; to be given to ``call.run``.
+def gather_in(call: Call, produce: Callable[[], T]) -> Callable[[], list[T] | None]:
+    """``gather`` for a call that was already begun.
 
     Args:
         call: the call.
         produce: gives this rank's contribution; an error travels as this rank's failure.
     """
     if call.is_alone:
-        return [call.alone(produce)]
+        return lambda: [call.alone(produce)]
     own: list[T] = []
     mine = call.message(lambda: kept(own, produce()))
-    yield
-    with call.traffic() as exchange:
-        messages = routes.gather(exchange, mine, call.root)
-    return call.settle(lambda: _collected(call, messages, own))
 
+    def rest() -> list[T] | None:
+        with call.traffic() as exchange:
+            messages = routes.gather(exchange, mine, call.root)
+        with call.confirmation():
+            call.raise_failures(messages or ())
+            return None if messages is None else decode_others(call, messages, *own)
 
-def _collected(call: Call, messages: list[Message] | None, own: list[T]) -> list[T] | None:
-    call.raise_failures(messages or ())
-    return None if messages is None else decode_others(call, messages, *own)
+    return rest
 
 
 def kept(place: list[T], value: T) -> T:
@@ -83,8 +83,8 @@ def decide_in(
     *,
     is_part: Callable[[Any], bool] = _is_any,
     is_answer: Callable[[Any], bool] = _is_any,
-) -> Generator[None, None, B]:
-    """Let one rank compute something of all ranks' contributions, for all; for ``call.run``.
+) -> Callable[[], B]:
+    """Let one rank compute something of all ranks' contributions, for all.
 
     Args:
         call: the call.
@@ -96,7 +96,7 @@ def decide_in(
         is_answer: whether it can be what ``decide`` gave on the first rank.
     """
     if call.is_alone:
-        return call.alone(lambda: decide([produce()]))
+        return partial(call.alone, lambda: decide([produce()]))
     own: list[A] = []
     shared: list[B] = []
     mine = call.message(lambda: kept(own, produce()))
@@ -104,12 +104,14 @@ def decide_in(
     def answer(messages: list[Message]) -> B:
         return kept(shared, decide(decode_others(call, messages, *own, is_part=is_part)))
 
-    yield
-    with call.traffic() as exchange:
-        message = answered(call, exchange, mine, answer)
-    call.raise_failures([message])
-    result: B = shared[0] if shared else call.decode_as(message, is_answer, "such answer")
-    return result
+    def rest() -> B:
+        with call.traffic() as exchange:
+            message = answered(call, exchange, mine, answer)
+        call.raise_failures([message])
+        result: B = shared[0] if shared else call.decode_as(message, is_answer, "such answer")
+        return result
+
+    return rest
 
 
 def answered(
@@ -153,8 +155,8 @@ def decode_others(
 
 def all_gather_in(
     call: Call, obj: T, check: Callable[[T], T] = _unchecked
-) -> Generator[None, None, list[T]]:
-    """``all_gather`` for a call that was already begun; to be given to ``call.run``.
+) -> Callable[[], list[T]]:
+    """``all_gather`` for a call that was already begun.
 
     Args:
         call: the call.
@@ -162,14 +164,14 @@ def all_gather_in(
         check: returns it, or raises; an error travels as this rank's failure.
     """
     if call.is_alone:
-        return [call.alone(lambda: check(obj))]
+        return lambda: [call.alone(lambda: check(obj))]
     mine = call.message(lambda: check(obj))
-    yield
-    with call.traffic() as exchange:
-        messages = routes.all_gather(exchange, mine)
 
-    def conclude() -> list[T]:
-        call.raise_failures(messages)
-        return decode_others(call, messages, obj)
+    def rest() -> list[T]:
+        with call.traffic() as exchange:
+            messages = routes.all_gather(exchange, mine)
+        with call.confirmation():
+            call.raise_failures(messages)
+            return decode_others(call, messages, obj)
 
-    return call.settle(conclude)
+    return rest

@@ -1,7 +1,7 @@
 """Something else for each rank: from one, from every rank, or from every rank and combined."""
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 from objcomm.algorithms import routes
@@ -100,7 +100,7 @@ def scatter(
         >>> objcomm.scatter([{"files": ["a", "b"]}])
         {'files': ['a', 'b']}
     """
-    call = Call(
+    with Call(
         Operation.SCATTER,
         group=group,
         timeout=timeout,
@@ -113,31 +113,32 @@ def scatter(
         accept=accept,
         allow=allow,
         progress=progress,
-    )
-    return call.run(scatter_in(call, lambda: objs), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(scatter_in(call, lambda: objs))
 
 
-def scatter_in(call: Call, produce: Callable[[], Sequence[T] | None]) -> Generator[None, None, T]:
-    """``scatter`` for a call that was already begun; to be given to ``call.run``.
+def scatter_in(call: Call, produce: Callable[[], Sequence[T] | None]) -> Callable[[], T]:
+    """``scatter`` for a call that was already begun, as what ``patterns`` has.
 
     Args:
         call: the call.
         produce: gives one object per rank on the source; an error travels as that rank's failure.
     """
     if call.is_alone:
-        return call.alone(lambda: _one_each(call, produce())[0])
+        return lambda: call.alone(lambda: _one_each(call, produce())[0])
     own: list[T] = []
     messages = _encode_each(call, produce, own) if call.is_root else None
-    yield
-    with call.traffic() as exchange:
-        message = routes.scatter(exchange, messages, call.root)
 
-    def conclude() -> T:
-        call.raise_failures([message])
-        mine: T = own[0] if call.is_root else call.decode(message)
-        return mine
+    def rest() -> T:
+        with call.traffic() as exchange:
+            message = routes.scatter(exchange, messages, call.root)
+        with call.confirmation():
+            call.raise_failures([message])
+            mine: T = own[0] if call.is_root else call.decode(message)
+            return mine
 
-    return call.settle(conclude)
+    return rest
 
 
 @overload
@@ -201,7 +202,7 @@ def all_to_all(
         >>> objcomm.all_to_all([{"for rank": 0}])
         [{'for rank': 0}]
     """
-    call = Call(
+    with Call(
         Operation.ALL_TO_ALL,
         group=group,
         timeout=timeout,
@@ -210,27 +211,28 @@ def all_to_all(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    )
-    return call.run(_all_to_all(call, objs), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(_all_to_all(call, objs))
 
 
-def _all_to_all(call: Call, objs: Sequence[T]) -> Generator[None, None, list[T]]:
+def _all_to_all(call: Call, objs: Sequence[T]) -> Callable[[], list[T]]:
     if call.is_alone:
-        return call.alone(lambda: [_one_each(call, objs)[0]])
+        return lambda: call.alone(lambda: [_one_each(call, objs)[0]])
     own: list[T] = []
     messages = _encode_each(call, lambda: objs, own)
-    yield
-    with call.traffic() as exchange:
-        arrived = routes.all_to_all(exchange, messages)
 
-    def conclude() -> list[T]:
-        call.raise_failures(arrived)
-        return [
-            own[0] if peer == call.rank else call.decode(message)
-            for peer, message in enumerate(arrived)
-        ]
+    def rest() -> list[T]:
+        with call.traffic() as exchange:
+            arrived = routes.all_to_all(exchange, messages)
+        with call.confirmation():
+            call.raise_failures(arrived)
+            return [
+                own[0] if peer == call.rank else call.decode(message)
+                for peer, message in enumerate(arrived)
+            ]
 
-    return call.settle(conclude)
+    return rest
 
 
 @overload
@@ -311,7 +313,7 @@ def reduce_scatter(
         {'rank 0': 1}
     """
     operator = operator_for(op)
-    call = Call(
+    with Call(
         Operation.REDUCE_SCATTER,
         group=group,
         timeout=timeout,
@@ -321,31 +323,31 @@ def reduce_scatter(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    )
-    return call.run(_reduce_scatter(call, operator, objs), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(_reduce_scatter(call, operator, objs))
 
 
-def _reduce_scatter(call: Call, operator: Operator, objs: Sequence[T]) -> Generator[None, None, T]:
+def _reduce_scatter(call: Call, operator: Operator, objs: Sequence[T]) -> Callable[[], T]:
     if call.is_alone:
-        alone: T = call.alone(lambda: operator.alone(_one_each(call, objs)[0]))
-        return alone
+        return lambda: call.alone(lambda: operator.alone(_one_each(call, objs)[0]))
     own: list[Any] = []
     messages = _encode_each(call, lambda: objs, own, operator)
-    yield
-    with call.traffic() as exchange:
-        arrived = routes.all_to_all(exchange, messages)
-        can_fold = not any(each.header.status == Status.FAILURE for each in arrived)
-        folded: Any = None
-        if can_fold:
-            folded = _folded(call, operator, arrived, own[0])
-            call.confirm()
 
-    def conclude() -> T:
-        call.raise_failures(arrived)
-        result: T = folded
-        return result
+    def rest() -> T:
+        with call.traffic() as exchange:
+            arrived = routes.all_to_all(exchange, messages)
+            can_fold = not any(each.header.status == Status.FAILURE for each in arrived)
+            folded: Any = None
+            if can_fold:
+                folded = _folded(call, operator, arrived, own[0])
+                call.confirm()
+        with call.confirmation():
+            call.raise_failures(arrived)
+            result: T = folded
+            return result
 
-    return call.settle(conclude)
+    return rest
 
 
 def _folded(call: Call, operator: Operator, arrived: Sequence[Message], own: Any) -> Any:

@@ -7,7 +7,7 @@ what one rank remembers and another does not would leave one waiting for the oth
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
@@ -304,8 +304,8 @@ def _divided(
     parent = process_group_of(group) if is_initialized() else None
     living = _children.living(parent) if parent is not None and not is_always_new else {}
     word = _Word(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])
-    call = Call(operation, group=group, timeout=timeout, codec=_CODEC, accept=[_CODEC])
-    words: list[_Word] = call.run(_told(call, word))  # type: ignore[assignment]  # no work: it is not asynchronous
+    with Call(operation, group=group, timeout=timeout, codec=_CODEC, accept=[_CODEC]) as call:
+        words = _told(call, word)
     if operation in (Operation.NODE_GROUP, Operation.LEADERS):
         resolve(group).hosts = tuple(str(word.color) for word in words)
     parts = {members: _name(members, words) for members in parts_of(words)}
@@ -325,12 +325,11 @@ def _divided(
     return made
 
 
-def _told(call: Call, word: _Word) -> Generator[None, None, list[_Word]]:
-    """What each rank says; the body of the first call."""
+def _told(call: Call, word: _Word) -> list[_Word]:
+    """What each rank says, in the first call."""
     if call.is_alone:
         return [word]
     mine = call.message(lambda: tuple(word))
-    yield
     with call.traffic() as exchange:
         messages = routes.all_gather(exchange, mine)
     call.raise_failures(messages)
@@ -357,14 +356,6 @@ def word_of(plain: Any) -> _Word:
         if is_right:
             return _Word(color, key, fresh, names)
     raise DecodeError(_CODEC, "a rank told no colour, key and names")
-
-
-def _met(call: Call) -> Generator[None, None, None]:
-    """Wait for all ranks; the body of the second call."""
-    yield
-    if not call.is_alone:
-        with call.traffic() as exchange:
-            routes.all_meet(exchange, call.announcement(Status.VALUE))
 
 
 def _name(members: Members, words: Sequence[_Word]) -> str:
@@ -395,23 +386,25 @@ def _connected(
     failed: list[BaseException] = []
     # A rank may have had every word, and not all have had its own: connecting waits in C++, so it
     # begins when all ranks are known to come.
-    call = Call(operation, group=group, timeout=deadline.seconds_left, must_agree="meet")
-    call.run(_met(call))
+    with Call(operation, group=group, timeout=deadline.seconds_left, must_agree="meet") as call:
+        if not call.is_alone:
+            with call.traffic() as exchange:
+                routes.all_meet(exchange, call.announcement(Status.VALUE))
     try:
         if plan is not None:
             made.append(_made(operation, plan, group, deadline))
     except BaseException as error:  # noqa: BLE001  # raised in ``check``, which tells the others
         failed.append(error)
     try:
-        call = Call(
+        with Call(
             operation,
             group=group,
             timeout=deadline.seconds_left,
             codec=_CODEC,
             accept=[_CODEC],
             must_agree="connect",
-        )
-        call.run(all_gather_in(call, None, check=check))
+        ) as call:
+            all_gather_in(call, None, check=check)()
     except BaseException:
         for each in made:
             dist.destroy_process_group(each)

@@ -17,7 +17,7 @@ ranks or on none. A thread in ``objcomm.lane`` has that lane's sequence.
 """
 
 import warnings
-from collections.abc import Callable, Generator, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -93,11 +93,11 @@ def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     del device
     name = "broadcast_object_list"
 
-    def body(call: Call) -> Generator[None, None, None]:
+    def body(call: Call) -> None:
         def check(given: object) -> Any:
             return list(_entries(name, given))  # whatever class of list it is
 
-        objects = yield from broadcast_in(call, object_list, check)
+        objects = broadcast_in(call, object_list, check)()
         if not call.is_root:
             _replace_all(name, call.root, object_list, objects)
 
@@ -144,12 +144,12 @@ def all_gather_object(
     """
     name = "all_gather_object"
 
-    def body(call: Call) -> Generator[None, None, None]:
+    def body(call: Call) -> None:
         def check(mine: object) -> object:
             _check_room(call, object_list)
             return mine
 
-        objects = yield from all_gather_in(call, obj, check)
+        objects = all_gather_in(call, obj, check)()
         objects[call.rank] = _copied(call, obj)
         _replace(object_list, objects)
 
@@ -196,12 +196,12 @@ def gather_object(  # noqa: PLR0917  # torch's signature
     """
     name = "gather_object"
 
-    def body(call: Call) -> Generator[None, None, None]:
+    def body(call: Call) -> None:
         def produce() -> object:
             _check_gather_list(call, object_gather_list)
             return obj
 
-        objects = yield from gather_in(call, produce)
+        objects = gather_in(call, produce)()
         if objects is not None and object_gather_list is not None:
             objects[call.rank] = _copied(call, obj)
             _replace(object_gather_list, objects)
@@ -256,7 +256,7 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
     """
     name = "scatter_object_list"
 
-    def body(call: Call) -> Generator[None, None, None]:
+    def body(call: Call) -> None:
         def produce() -> Sequence[Any] | None:
             _check_output(name, scatter_object_output_list)
             if scatter_object_input_list is None:
@@ -266,7 +266,7 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
                 objects[call.rank] = call.copy(objects[call.rank])
             return objects
 
-        obj = yield from scatter_in(call, produce)
+        obj = scatter_in(call, produce)()
         if not call.is_root:
             _check_output(name, scatter_object_output_list)
         scatter_object_output_list[0] = obj
@@ -378,7 +378,7 @@ def _carry_out(
     operation: Operation,
     name: str,
     group: GroupLike,
-    body: Callable[[Call], Generator[None, None, None]],
+    body: Callable[[Call], None],
     *,
     root: int | None = None,
     group_root: int | None = None,
@@ -389,8 +389,9 @@ def _carry_out(
     joined = _joined(name, group)
     if joined is None:
         return
-    with joined.in_turns():
-        call = Call(
+    with (
+        joined.in_turns(),
+        Call(
             operation,
             group=group,
             codec=_CODEC,
@@ -400,8 +401,9 @@ def _carry_out(
             must_agree=name,
             allow=_safe(weights_only),
             name=name,
-        )
-        call.run(body(call))
+        ) as call,
+    ):
+        body(call)
 
 
 def _errand(

@@ -9,7 +9,7 @@ their own memory.
 import enum
 import hashlib
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -242,13 +242,11 @@ def _label(name: str, at: int) -> str:
 _BUCKET_MAX_NBYTES = 32 << 20
 
 
-def synchronise(
-    call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool = True
-) -> Generator[None, None, None]:
-    """All tensors of all bundles, in place; to be given to ``call.run``.
+def synchronise(call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool = True) -> None:
+    """All tensors of all bundles, in place.
 
     Args:
-        call: the call, whose root's tensors are shared.
+        call: the call, which was entered; its root's tensors are shared.
         make: gives the bundles, in the same order on all ranks; an error of it is this rank's.
         moves: whether to do more than to compare what the ranks have.
     """
@@ -256,7 +254,6 @@ def synchronise(
         call.alone(lambda: manifest_of(make(), ""))
         return
     agreement = _Agreement(call, make)
-    yield
     made: dict[int, torch.Tensor] = {}
     # One turn for all of it: a rank for which memory is missing must tell the others.
     with call.traffic() as exchange:

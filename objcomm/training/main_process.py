@@ -183,7 +183,8 @@ def _result(call: Call, produce: Callable[[], T]) -> T:
     """What the root has computed, on every rank."""
     others = frozenset(call.ranks) - {call.ranks[call.root]}
     region = Region(call.name, later=others, is_local=True)
-    return call.carry_out(computed_in(call, region, produce))
+    with call:
+        return computed_in(call, region, produce)
 
 
 @overload

@@ -102,7 +102,7 @@ def gather_scalar(
         >>> objcomm.gather_scalar(2**70 + 1)
         [1180591620717411303425]
     """
-    call = Call(
+    with Call(
         Operation.GATHER_SCALAR,
         group=group,
         timeout=timeout,
@@ -110,8 +110,9 @@ def gather_scalar(
         global_root=dst,
         group_root=group_dst,
         has_root=True,
-    )
-    return call.run(gather_in(call, lambda: _check_scalar(value)), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(gather_in(call, lambda: _check_scalar(value)))
 
 
 @overload
@@ -156,8 +157,14 @@ def all_gather_scalar(
         >>> objcomm.all_gather_scalar(True)
         [True]
     """
-    call = Call(Operation.ALL_GATHER_SCALAR, group=group, timeout=timeout, codec=_codec_for(value))
-    return call.run(all_gather_in(call, value, check=_check_scalar), async_op=async_op)
+    with Call(
+        Operation.ALL_GATHER_SCALAR,
+        group=group,
+        timeout=timeout,
+        codec=_codec_for(value),
+        async_op=async_op,
+    ) as call:
+        return call.run(all_gather_in(call, value, check=_check_scalar))
 
 
 def _codec_for(value: object) -> str:
@@ -225,7 +232,7 @@ def gather_from_all_ranks(
         >>> objcomm.gather_from_all_ranks(lambda: {"batches": 41})
         [{'batches': 41}]
     """
-    call = Call(
+    with Call(
         Operation.GATHER_FROM_ALL_RANKS,
         group=group,
         timeout=timeout,
@@ -237,8 +244,9 @@ def gather_from_all_ranks(
         confirm=True,
         accept=accept,
         allow=allow,
-    )
-    return call.carry_out(gather_in(call, fn))
+    ) as call:
+        rest = gather_in(call, fn)
+        return rest()
 
 
 def gather_scalar_from_all_ranks(
@@ -276,7 +284,7 @@ def gather_scalar_from_all_ranks(
         [2147483648]
     """
     produce, codec = _called(fn)
-    call = Call(
+    with Call(
         Operation.GATHER_SCALAR_FROM_ALL_RANKS,
         group=group,
         timeout=timeout,
@@ -285,8 +293,9 @@ def gather_scalar_from_all_ranks(
         group_root=group_dst,
         has_root=True,
         confirm=True,
-    )
-    return call.carry_out(gather_in(call, produce))
+    ) as call:
+        rest = gather_in(call, produce)
+        return rest()
 
 
 def _called(fn: Callable[[], T]) -> tuple[Callable[[], T], str]:
@@ -374,7 +383,7 @@ def reduce_and_broadcast(
         >>> objcomm.reduce_and_broadcast(lambda: 41, lambda counts: sum(counts) / len(counts))
         41.0
     """
-    call = Call(
+    with Call(
         Operation.REDUCE_AND_BROADCAST,
         group=group,
         timeout=timeout,
@@ -382,8 +391,9 @@ def reduce_and_broadcast(
         device=device,
         accept=accept,
         allow=allow,
-    )
-    return call.run(decide_in(call, fn1, fn2), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(decide_in(call, fn1, fn2))
 
 
 _Number: TypeAlias = int | float
@@ -431,23 +441,22 @@ def average_metrics(
     """
     if missing not in {"error", "skip"}:
         raise UsageError(f"average_metrics: missing={missing!r} is neither 'error' nor 'skip'")
-    call = Call(
+    may_lack = missing == "skip"
+    with Call(
         Operation.AVERAGE_METRICS,
         group=group,
         timeout=timeout,
         codec="msgpack",
         must_agree=missing,
-    )
-    may_lack = missing == "skip"
-    means = call.carry_out(
-        decide_in(
+    ) as call:
+        rest = decide_in(
             call,
             lambda: _counted(metrics, count),
             lambda operands: _means(operands, may_lack=may_lack),
             is_part=_is_counted,
             is_answer=lambda plain: _are_means(plain, metrics),
         )
-    )
+        means = rest()
     return {name: means[name] for name in (*metrics, *means)}
 
 

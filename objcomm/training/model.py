@@ -385,7 +385,7 @@ def _synchronise(
 ) -> Call:
     """One call on the tensors of some bundles; a root is given as ``src`` and ``group_src``."""
     src, group_src = root or (None, None)
-    call = Call(
+    with Call(
         operation,
         group=group,
         timeout=timeout,
@@ -393,8 +393,8 @@ def _synchronise(
         global_root=src,
         group_root=group_src,
         has_root=root is not None,
-    )
-    call.run(synchronise(call, make, moves=moves))
+    ) as call:
+        synchronise(call, make, moves=moves)
     return call
 
 

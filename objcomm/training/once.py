@@ -5,7 +5,7 @@ The patterns under the helpers of ``main_process``, and those that run once on e
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 from objcomm.algorithms import routes
@@ -76,11 +76,11 @@ def decorated(
     return functools.update_wrapper(run, function)
 
 
-def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> Generator[None, None, R]:
-    """What the root computes, on every rank; to be given to ``call.run``.
+def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> R:
+    """What the root computes, on every rank.
 
     Args:
-        call: the call; it has a root.
+        call: the call, which was entered; it has a root.
         region: what the root is in meanwhile.
         produce: called on the root. The time limit begins after it there, before it elsewhere.
     """
@@ -91,16 +91,12 @@ def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> Generat
     if call.is_root:
         with inside(region):
             mine = call.message(lambda: kept(own, produce()))
-    yield
     with call.traffic() as exchange:
         message = routes.broadcast(exchange, mine, call.root)
-
-    def conclude() -> R:
+    with call.confirmation():
         call.raise_failures([message])
         result: R = own[0] if own else call.decode(message)
         return result
-
-    return call.settle(conclude)
 
 
 def share_outcome(
@@ -236,8 +232,8 @@ def _once(
     firsts = frozenset(whole.ranks[whole.hosts.index(host)] for host in set(whole.hosts))
     region = Region(operation.name.lower(), later=frozenset(whole.ranks) - firsts, is_local=True)
     try:
-        call = Call(operation, group=node, timeout=timeout, has_root=True)
-        result = call.carry_out(computed_in(call, region, produce))
+        with Call(operation, group=node, timeout=timeout, has_root=True) as call:
+            result = computed_in(call, region, produce)
     except BaseException as error:
         share_outcome(operation, _own(operation, error), group, timeout)
         raise

@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DecodeError, DesyncError, UsageError, Work
+from objcomm.observe.history import Entry
+from objcomm.observe.recorder import Recorder
+from objcomm.transport.threads import Line, are_lines_busy
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,
@@ -25,6 +30,7 @@ from tests.group.in_flight import LIMIT_S, meanwhile, own, soon, two_groups
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS, is_told
 from tests.group.watched import after_looks, closely, patiently
 from tests.ranks import ranks
+from tests.waits import wait_until
 from tests.workers import here
 
 
@@ -247,6 +253,58 @@ def test_an_interrupt_of_a_call_that_waits_for_those_before_it_leaves_nobody_wai
     if here().rank == 1:
         with pytest.raises(objcomm.TransportError):
             objcomm.all_gather(1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_begun", [False, True], ids=["still queued", "already begun"])
+def test_a_call_that_is_interrupted_while_it_is_handed_over_is_concluded_once(
+    is_begun: bool,  # noqa: FBT001  # pytest's way to pass parameters
+) -> None:
+    """Ctrl-C comes when the lane's thread has the call, and its caller has not returned yet."""
+    group = dist.new_group()
+    objcomm.barrier(group=group)
+    if here().rank == 0:
+        before = [] if is_begun else [objcomm.all_gather(0, group=group, async_op=True)]
+        with _interrupted_after_submit(is_begun=is_begun) as concluded:
+            with pytest.raises(KeyboardInterrupt):
+                objcomm.all_reduce(0, group=group, async_op=True)
+            for work in before:
+                assert isinstance(soon(work), objcomm.TransportError)
+            wait_until(lambda: not are_lines_busy(), "the lane's thread to be done")
+        assert concluded.count("all_reduce") == 1
+        tell_all("interrupted", "")
+    elif is_begun:
+        assert objcomm.all_reduce(1, group=group) == 1
+        tell_all("interrupted", "")
+    else:
+        tell_all("interrupted", "")
+        with pytest.raises(objcomm.TransportError, match="KeyboardInterrupt"):
+            objcomm.all_gather(1, group=group)
+    if is_begun:
+        assert_group_works(group)
+    assert_group_works()
+
+
+@contextmanager
+def _interrupted_after_submit(*, is_begun: bool) -> Iterator[list[str]]:
+    """Let Ctrl-C come when a job was queued, or done; gives the operations concluded meanwhile."""
+    submit, conclude = Line.submit, Recorder.conclude
+    concluded: list[str] = []
+
+    def interrupted(line: Line, job: Callable[[], None]) -> None:
+        submit(line, job)
+        if is_begun:
+            line.drain()
+        raise KeyboardInterrupt
+
+    def counting(recorder: Recorder, entry: Entry, *rest: Any) -> None:
+        concluded.append(entry.operation)
+        conclude(recorder, entry, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Line, "submit", interrupted)
+        patch.setattr(Recorder, "conclude", counting)
+        yield concluded
 
 
 @ranks(2, 3)

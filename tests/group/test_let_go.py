@@ -14,7 +14,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError
 from objcomm.p2p.mailbox import Arrival
-from tests.group.helpers import assert_group_works
+from tests.group.helpers import assert_group_works, hear, say
 from tests.ranks import ranks
 from tests.waits import wait_until
 from tests.workers import here
@@ -46,6 +46,31 @@ def test_what_could_not_be_sent_is_let_go() -> None:
             objcomm.all_gather(mine)
         del mine
         assert kept() is None
+    assert_group_works()
+
+
+class Plain:
+    """Something that a weak reference can watch."""
+
+
+@ranks(2)
+def test_what_an_asynchronous_call_has_sent_is_let_go_before_its_work_has_ended() -> None:
+    """Not afterwards, when the lane's thread comes to it."""
+    if here().rank == 0:
+        hear("somebody looks")
+        objcomm.gather(Plain(), confirm=True)
+    else:
+        with no_collector():
+            mine, seen = Plain(), list[object]()
+            kept = weakref.ref(mine)
+            work = objcomm.gather(mine, confirm=True, async_op=True)
+            del mine
+            future = work._future  # noqa: SLF001  # nothing else tells in the very moment
+            future.add_done_callback(lambda _: seen.append(kept()))
+            say("somebody looks")
+            assert work.wait() is None
+            wait_until(lambda: seen, "the moment")
+            assert seen == [None]
     assert_group_works()
 
 

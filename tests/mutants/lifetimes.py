@@ -111,6 +111,14 @@ MUTANTS = (
         ("tests/group/test_let_go.py",),
     ),
     Mutant(
+        "objects-kept-by-the-lanes-thread",
+        "objcomm/calls/call.py",
+        "result = rests.pop()()",
+        "result = rests[0]()",
+        "who hears that an asynchronous call has ended finds its object still held",
+        ("tests/group/test_let_go.py",),
+    ),
+    Mutant(
         "received-messages-kept",
         "objcomm/p2p/call.py",
         "self.entry.withdraw = _ignore",

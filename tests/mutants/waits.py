@@ -71,6 +71,14 @@ MUTANTS = (
         ("tests/group/test_async.py",),
     ),
     Mutant(
+        "interrupted-calls-concluded-twice",
+        "objcomm/calls/call.py",
+        "return self._claim is None or self._claim.acquire(blocking=False)",
+        "return True",
+        "a call that is interrupted while it is handed over ends on two threads",
+        ("tests/group/test_async_failures.py",),
+    ),
+    Mutant(
         "limited-waits-told-as-endless",
         "objcomm/calls/work.py",
         "self._waited.waiter = threading.get_ident() if seconds is None else 0",

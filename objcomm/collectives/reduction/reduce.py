@@ -10,7 +10,8 @@ PyMPI_reduce_intra).
 """
 
 import collections
-from collections.abc import Callable, Generator, Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
@@ -85,8 +86,11 @@ class Folding:
             self._take_copy()
         self._computed: tuple[Message, Any] | None = None
 
-    def onto(self, exchange: Exchange, root: int) -> Message | None:
-        """All operands into one message on ``root``; ``None`` elsewhere."""
+    def run(self, exchange: Exchange, root: int | None) -> Message | None:
+        """The traffic: all operands into one message, on ``root`` or, if it is None, everywhere."""
+        return self._onto_all(exchange) if root is None else self._onto(exchange, root)
+
+    def _onto(self, exchange: Exchange, root: int) -> Message | None:
         if self._may_be_folded(exchange):
             heads = routes.gather_heads(exchange, self._mine, root)
             folded = self._fold_if_small(heads)
@@ -102,8 +106,7 @@ class Folding:
             routes.send(exchange, combined, root)
         return routes.recv(exchange, top) if exchange.rank == root else None
 
-    def onto_all(self, exchange: Exchange) -> Message:
-        """All operands into one message, on every rank."""
+    def _onto_all(self, exchange: Exchange) -> Message:
         if self._may_be_folded(exchange):
             heads = routes.gather_heads(exchange, self._mine, routes.HUB)
             folded = self._fold_if_small(heads)
@@ -342,7 +345,7 @@ def reduce(
     """
     operator = operator_for(op)
     leafwise = options_for(operator, dtype, missing)
-    call = Call(
+    with Call(
         Operation.REDUCE,
         group=group,
         timeout=timeout,
@@ -355,29 +358,9 @@ def reduce(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    )
-    return call.run(_reduce(call, operator, obj, leafwise), async_op=async_op)
-
-
-def _reduce(
-    call: Call, operator: Operator, obj: T, leafwise: Leafwise
-) -> Generator[None, None, T | None]:
-    if call.is_alone:
-        return call.alone(lambda: _alone(operator, obj, leafwise))
-    result: T | None
-    if operator.is_leafwise:
-        tree = TreeReduction(call, operator, obj, leafwise)
-        yield
-        with call.traffic() as exchange:
-            answer = tree.run(exchange, call.root)
-        result = call.settle(lambda: tree.value(answer))
-    else:
-        folding = Folding(call, operator, obj)
-        yield
-        with call.traffic() as exchange:
-            message = folding.onto(exchange, call.root)
-        result = call.settle(lambda: folding.value(message))
-    return result
+        async_op=async_op,
+    ) as call:
+        return call.run(_reduced(call, operator, obj, leafwise, call.root))
 
 
 @overload
@@ -491,7 +474,7 @@ def all_reduce(
     """
     operator = operator_for(op)
     leafwise = options_for(operator, dtype, missing)
-    call = Call(
+    with Call(
         Operation.ALL_REDUCE,
         group=group,
         timeout=timeout,
@@ -501,29 +484,30 @@ def all_reduce(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    )
-    return call.run(_all_reduce(call, operator, obj, leafwise), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(_reduced(call, operator, obj, leafwise, None))
 
 
-def _all_reduce(
-    call: Call, operator: Operator, obj: T, leafwise: Leafwise
-) -> Generator[None, None, T]:
+def _reduced(
+    call: Call, operator: Operator, obj: Any, leafwise: Leafwise, root: int | None
+) -> Callable[[], Any]:
+    """Both reductions: onto ``root``, or onto every rank if it is None."""
     if call.is_alone:
-        return call.alone(lambda: _alone(operator, obj, leafwise))
-    result: T
+        return functools.partial(call.alone, lambda: _alone(operator, obj, leafwise))
+    reduction: Any  # the two have the same methods
     if operator.is_leafwise:
-        tree = TreeReduction(call, operator, obj, leafwise)
-        yield
-        with call.traffic() as exchange:
-            answer = tree.run(exchange, None)
-        result = call.settle(lambda: tree.value(answer))
+        reduction = TreeReduction(call, operator, obj, leafwise)
     else:
-        folding = Folding(call, operator, obj)
-        yield
+        reduction = Folding(call, operator, obj)
+
+    def rest() -> Any:
         with call.traffic() as exchange:
-            message = folding.onto_all(exchange)
-        result = call.settle(lambda: folding.value(message))
-    return result
+            answer = reduction.run(exchange, root)
+        with call.confirmation():
+            return reduction.value(answer)
+
+    return rest
 
 
 def _alone(operator: Operator, obj: T, leafwise: Leafwise) -> T:

@@ -9,7 +9,7 @@ rank has may meanwhile be on its way to another rank, and stands on the right.
 """
 
 import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 from objcomm.algorithms import routes, topology
@@ -104,7 +104,7 @@ def scan(
         {'rank 0': 1}
     """
     operator = operator_for(op)
-    call = Call(
+    with Call(
         Operation.SCAN,
         group=group,
         timeout=timeout,
@@ -114,8 +114,9 @@ def scan(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    )
-    return call.run(_scanned(call, operator, obj), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(_scanned(call, operator, obj))
 
 
 @overload
@@ -195,7 +196,7 @@ def exscan(
         True
     """
     operator = operator_for(op)
-    call = Call(
+    with Call(
         Operation.EXSCAN,
         group=group,
         timeout=timeout,
@@ -205,25 +206,28 @@ def exscan(
         confirm=confirm,
         accept=accept,
         allow=allow,
-    )
-    return call.run(_scanned(call, operator, obj, first=1), async_op=async_op)
+        async_op=async_op,
+    ) as call:
+        return call.run(_scanned(call, operator, obj, first=1))
 
 
-def _scanned(
-    call: Call, operator: Operator, obj: Any, first: int = 0
-) -> Generator[None, None, Any]:
-    """The body of both; ``first`` is the lowest rank that gets a combination."""
+def _scanned(call: Call, operator: Operator, obj: Any, first: int = 0) -> Callable[[], Any]:
+    """Both scans; ``first`` is the lowest rank that gets a combination."""
     if call.is_alone:
-        return call.alone(lambda: _alone(operator, obj, first))
+        return functools.partial(call.alone, lambda: _alone(operator, obj, first))
     scan = _Scan(call, operator, obj, first)
-    yield
-    with call.traffic() as exchange:
-        may_meet = exchange.size <= topology.STAR_MAX_SIZE and not operator.is_slow
-        answer = scan.at_hub(exchange) if may_meet else None
-        if answer is None:
-            scan.by_all(exchange)
-            call.confirm()  # a rank that only sends upwards hears of no other's error
-    return call.settle(lambda: scan.value(answer))
+
+    def rest() -> Any:
+        with call.traffic() as exchange:
+            may_meet = exchange.size <= topology.STAR_MAX_SIZE and not operator.is_slow
+            answer = scan.at_hub(exchange) if may_meet else None
+            if answer is None:
+                scan.by_all(exchange)
+                call.confirm()  # a rank that only sends upwards hears of no other's error
+        with call.confirmation():
+            return scan.value(answer)
+
+    return rest
 
 
 def _alone(operator: Operator, obj: Any, first: int) -> Any:
