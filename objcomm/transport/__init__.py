@@ -1,6 +1,6 @@
-"""Moves messages and tensors between ranks; the only callers of torch's communication.
+"""Bytes from rank to rank; no objects, no verdicts.
 
-``base`` says what a link is, ``gloo`` and ``nccl`` are links, ``rendezvous`` makes ranks meet,
-``watch`` ends a wait on Ctrl-C, ``topology`` says who forwards to whom, ``exchange`` is one
-operation's traffic, ``routes`` the patterns of traffic. None knows objects or codecs.
+``link`` says what a link must do, and each kind of link is one module, so far ``gloo``; all others
+do not know which one they have. ``rendezvous`` makes ranks meet in a store, ``store`` and
+``sockets`` look after connections, ``lane`` keeps calls in order, ``threads`` carry them out.
 """
