@@ -36,7 +36,7 @@ Timeout: TypeAlias = float | timedelta | None
 DeviceLike: TypeAlias = torch.device | str | int | None
 
 
-#: No limit. Gloo adds a limit to a clock; one of many years would overflow it, as it does timers.
+#: No limit. Links add a limit to a clock; one of many years would overflow it, as it does timers.
 FOREVER_SECONDS = 1e7
 
 

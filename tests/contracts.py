@@ -1,9 +1,14 @@
 """What every implementation of an interface must do, as functions that take a factory."""
 
+import contextlib
+import os
+import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -13,9 +18,19 @@ import objcomm
 from objcomm import DecodeError, EncodeError
 from objcomm.codecs import decode, encode
 from objcomm.codecs.base import Codec
-from objcomm.transport.link import Connections, Link, Pending, head_tag, payload_tag, receipt_tag
+from objcomm.transport.link import (
+    Connections,
+    Link,
+    LinkClosed,
+    LinkTimeout,
+    Pending,
+    head_tag,
+    payload_tag,
+    receipt_tag,
+)
 from objcomm.wire.header import WINDOW_NBYTES
 from tests.same import assert_same
+from tests.waits import wait_until
 
 
 def check_codec(make: Callable[[], Codec], values: Callable[[], list[Any]], refused: Any) -> None:
@@ -81,86 +96,376 @@ def _check_threads(codec: Codec, values: Callable[[], list[Any]]) -> None:
 # Longer than a test may take: a wait that only the limit ends fails the test.
 _LIMIT = timedelta(seconds=100)
 
+# Where links may change how they carry a message: nothing, one byte, the last byte apart, a page, a
+# first message, a system's buffers, pieces of reductions and payloads.
+_BOUNDARIES = (0, 1, 2, 4096, WINDOW_NBYTES, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 
-def check_transfers(link: Link) -> None:
-    """Hold a link against `objcomm.transport.link.Link`; every rank calls this with its own."""
-    others = [peer for peer in range(link.size) if peer != link.rank]
-    sent = _check_order(link, others) + _check_tags(link, others)
-    big = _filled(link.rank, 20_000_000)  # more than any buffer of the system's
-    sent += [link.send(big, peer, payload_tag(0, 7)) for peer in others]
+_LARGE_NBYTES = 20_000_000  # more than any buffer of the system's
+_HUGE_NBYTES = 256 << 20  # so much takes long enough for a process to be killed meanwhile
+_MOMENT_SECONDS = 0.1
+
+
+class Death(Enum):
+    """The step at which a peer's process is killed."""
+
+    UNUSED = "before its connection is used"
+    NOT_TAKING = "while a send waits that it has not asked for"
+    NOT_SENDING = "while a receive waits of which it has sent nothing"
+    DONE = "after its last message"
+    TAKING = "in the middle of a large transfer to it"
+    SENDING = "in the middle of a large transfer from it"
+
+
+def check_link(
+    make: Callable[[tuple[int, ...]], Connections],
+    rank: int,
+    size: int,
+    deaths: Sequence[Death] = (),
+) -> None:
+    """Hold a link against `objcomm.transport.link.Connections`; every rank calls this.
+
+    Args:
+        make: gives this rank a new link to the other ranks of a tuple, all of which call it.
+        rank: this one.
+        size: number of ranks, two at least.
+        deaths: the process of rank 1 is killed at the first of these steps, that of rank 2 at the
+            second and so on; rank 0 sees what it hears of that. For links between processes.
+    """
+    everybody = tuple(range(size))
+    others = [peer for peer in everybody if peer != rank]
+    link = make(everybody)
+    _check_facts(link, rank, size)
+    _check_order(link, others)
+    _check_tags(link, others)
+    _check_sizes(link, others)
+    _check_early_messages(link, others)
+    _check_lanes(link, others)
+    _check_limits(link, make(everybody), others)
+    _check_abort(link, make(everybody), others)
+    pids = _pids(link, others)
+    for victim, step in enumerate(deaths, 1):
+        if rank == victim:
+            _die(make((0, victim)), step)
+        elif rank == 0:
+            _survive(make((0, victim)), victim, step, pids[victim])
+    victims = set(range(1, len(deaths) + 1))
+    wait_until(lambda: set(link.closed()) == victims, "the end of all that were killed")
+    _meet(link, [peer for peer in others if peer not in victims])
+    link.abort()
+
+
+def _check_facts(link: Connections, rank: int, size: int) -> None:
+    others = [peer for peer in range(size) if peer != rank]
+    assert (link.rank, link.size, len(link.hosts)) == (rank, size, size)
+    assert link.kind
+    assert link.ahead >= 1
+    assert list(link.beside(range(size))) == others
     for peer in others:
-        room = torch.zeros_like(big)
-        link.recv(room, peer, payload_tag(0, 7)).wait(_LIMIT)
-        assert (room == peer + 1).all()
-    for pending in sent:
-        pending.wait(_LIMIT)
+        near = [each for each in others if link.hosts[each] == link.hosts[peer]]
+        assert list(link.beside([peer])) == near
+    assert list(link.closed()) == []
+    assert not any(link.is_closed(peer) for peer in others)
+    _meet(link, others)
 
 
-def _check_order(link: Link, others: list[int]) -> list[Pending]:
+def _check_order(link: Link, others: list[int]) -> None:
     """What a peer sends with one tag arrives in order; a receive may be longer than a message."""
-    lengths, tag = (100, 1, WINDOW_NBYTES), head_tag(0)
+    lengths, tag = (100, 1, WINDOW_NBYTES, 2), head_tag(0)
     sent = [
-        link.send(_filled(link.rank, length), peer, tag) for peer in others for length in lengths
+        link.send(_filled(link.rank, length), peer, tag) for length in lengths for peer in others
     ]
-    for peer in others:
+    for peer in others[::-1]:
         rooms = [torch.zeros(WINDOW_NBYTES, dtype=torch.uint8) for _ in lengths]
         for pending in [link.recv(room, peer, tag) for room in rooms]:
-            pending.wait(_LIMIT)
+            link.wait(pending, _LIMIT)
         for length, room in zip(lengths, rooms, strict=True):
             assert (room[:length] == peer + 1).all()
             assert not room[length:].any()
-    return sent
+    _wait_for_all(link, sent)
 
 
-def _check_tags(link: Link, others: list[int]) -> list[Pending]:
+def _check_tags(link: Link, others: list[int]) -> None:
     """A message with one tag does not wait for one with another that was posted before."""
     early, late = payload_tag(0, 6), receipt_tag(0, 6)
-    sent = []
     for peer in others:
         rooms = torch.zeros(2, 1, dtype=torch.uint8)
         pending = [link.recv(rooms[0], peer, early), link.recv(rooms[1], peer, late)]
-        sent.append(link.send(_filled(link.rank, 1), peer, late))
-        pending[1].wait(_LIMIT)
+        sent = [link.send(_filled(link.rank, 1), peer, late)]
+        link.wait(pending[1], _LIMIT)
+        assert rooms.tolist() == [[0], [peer + 1]]
+        _meet(link, [peer])  # its first one comes later still
         sent.append(link.send(_filled(link.rank, 1), peer, early))
-        pending[0].wait(_LIMIT)
+        link.wait(pending[0], _LIMIT)
         assert rooms.tolist() == [[peer + 1], [peer + 1]]
-    return sent
+        _wait_for_all(link, sent)
 
 
-def _meet(link: Link, others: list[int]) -> None:
+def _check_sizes(link: Link, others: list[int]) -> None:
+    """Any number of bytes arrives as it was, also where there was room for more."""
+    lengths = sorted({each + more for each in _BOUNDARIES for more in (-1, 0, 1)} - {-1})
+    for length in lengths:
+        for spare in (0, 3):
+            rooms = [torch.full((length + spare,), 255, dtype=torch.uint8) for _ in others]
+            posted = [
+                link.recv(room, peer, payload_tag(0, 1))
+                for peer, room in zip(others, rooms, strict=True)
+            ]
+            mine = _counting(link.rank, length)
+            sent = [link.send(mine, peer, payload_tag(0, 1)) for peer in others]
+            _wait_for_all(link, posted)
+            for peer, room in zip(others, rooms, strict=True):
+                assert torch.equal(room[:length], _counting(peer, length)), length
+                assert (room[length:] == 255).all(), length
+            _wait_for_all(link, sent)
+
+
+def _check_early_messages(link: Link, others: list[int]) -> None:
+    """A message waits until somebody asks for it, whatever its size, and holds nobody up."""
+    tag, lengths = payload_tag(0, 2), (1, WINDOW_NBYTES, _LARGE_NBYTES, 1)
+    flats = [_counting(link.rank + number, length) for number, length in enumerate(lengths)]
+    sent = [link.send(flat, peer, tag) for peer in others for flat in flats]
+    _meet(link, others)  # all have begun to send, and may send more
+    time.sleep(_MOMENT_SECONDS)
+    for number, length in enumerate(lengths):
+        for peer in others:
+            room = torch.zeros(length, dtype=torch.uint8)
+            link.wait(link.recv(room, peer, tag), _LIMIT)
+            assert torch.equal(room, _counting(peer + number, length))
+    _wait_for_all(link, sent)
+
+
+def _check_lanes(link: Link, others: list[int]) -> None:
+    """Two threads that talk on two lanes at the same time do not meet."""
+
+    def talk(lane: int) -> None:
+        for turn in range(30):
+            head = _counting(link.rank + lane, 50 + lane)
+            rest = _counting(link.rank + turn + lane, 1 + 9973 * turn)
+            sent = [link.send(head, peer, head_tag(lane)) for peer in others]
+            sent += [link.send(rest, peer, payload_tag(lane, turn)) for peer in others]
+            for peer in others:
+                window = torch.zeros(WINDOW_NBYTES, dtype=torch.uint8)
+                room = torch.zeros_like(rest)
+                posted = link.recv(room, peer, payload_tag(lane, turn))
+                link.wait(link.recv(window, peer, head_tag(lane)), _LIMIT)
+                assert torch.equal(window[: 50 + lane], _counting(peer + lane, 50 + lane))
+                assert not window[50 + lane :].any()
+                link.wait(posted, _LIMIT)
+                assert torch.equal(room, _counting(peer + turn + lane, 1 + 9973 * turn))
+            _wait_for_all(link, sent)
+
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(talk, lane) for lane in (1, 2)]:
+            each.result()
+
+
+def _check_limits(link: Link, late: Connections, others: list[int]) -> None:
+    """A wait ends when its limit has passed; what had come by then is still there.
+
+    Args:
+        link: stands.
+        late: on this one rank 0 waits in vain, and may be unable to use it afterwards.
+        others: the other ranks.
+    """
+    tag, never = payload_tag(0, 3), payload_tag(0, 4)
+    if late.rank == 0:
+        rooms = {peer: torch.zeros(3, dtype=torch.uint8) for peer in others}
+        came = []
+        for peer, room in rooms.items():
+            first, second, third = [late.recv(each, peer, tag) for each in room.split(1)]
+            late.wait(third, _LIMIT)  # so the others have come
+            late.wait(second, timedelta(milliseconds=1))
+            came.append(first)
+        missing = [late.recv(_filled(0, 1), peer, never) for peer in others for _ in range(2)]
+        began = time.monotonic()
+        with pytest.raises(LinkTimeout) as caught:
+            late.wait(missing[0], timedelta(seconds=_MOMENT_SECONDS))
+        assert caught.value.reason
+        assert 0.9 * _MOMENT_SECONDS <= time.monotonic() - began < _LIMIT.total_seconds() / 2
+        assert all(late.is_done(each) for each in came)
+        assert not any(late.is_done(each) for each in missing[1:])
+        assert all((room == peer + 1).all() for peer, room in rooms.items())
+    else:
+        _wait_for_all(late, [late.send(_filled(late.rank, 1), 0, tag) for _ in range(3)])
+    _meet(link, others)
+    late.abort()
+
+
+def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
+    """Rank 0 closes its connections from another thread, and all who wait at either end hear so.
+
+    Args:
+        link: stands.
+        ending: is aborted.
+        others: the other ranks.
+    """
+    awaited = others if ending.rank == 0 else [0]
+    came, told = zip(
+        *[[ending.recv(_filled(0, 1), peer, head_tag(0)) for _ in range(2)] for peer in awaited],
+        strict=True,
+    )
+    sent = [ending.send(_filled(0, 1), peer, head_tag(0)) for peer in awaited for _ in range(2)]
+    _wait_for_all(ending, [*told, *sent])
+    pending = [ending.recv(_filled(0, 1), peer, payload_tag(0, 8)) for peer in awaited]
+    unasked = [ending.send(_filled(0, _LARGE_NBYTES), peer, payload_tag(0, 9)) for peer in awaited]
+    _meet(link, others)
+    if ending.rank == 0:
+        threading.Timer(_MOMENT_SECONDS, ending.abort).start()
+    with ThreadPoolExecutor(1) as threads:
+        apart = threads.submit(_end_sends, ending, unasked)
+        for each in pending:
+            with pytest.raises(LinkClosed) as caught:
+                ending.wait(each, _LIMIT)
+            assert caught.value.reason
+        if ending.rank != 0:
+            _meet(ending, [peer for peer in others if peer != 0])  # these connections stand
+            ending.abort()
+        apart.result()
+    assert all(ending.is_done(each) for each in came)
+    _check_closed(ending, awaited)
+    assert (0 in ending.closed_by()) is (ending.rank != 0)
+    with pytest.raises(LinkClosed):
+        ending.wait_apart(lambda: None)
+    ending.abort()
+    _meet(link, others)  # which none of this has touched
+
+
+def _check_closed(link: Connections, peers: Sequence[int]) -> None:
+    """The connections to these have ended, and each use of them says so."""
+    assert set(peers) <= set(link.closed())
+    assert not link.is_flowing()
+    for peer in peers:
+        assert link.is_closed(peer)
+        with pytest.raises(LinkClosed):
+            link.send(_filled(0, 1), peer, payload_tag(0, 10))
+        with pytest.raises(LinkClosed):
+            link.recv(_filled(0, 1), peer, payload_tag(0, 10))
+
+
+def _end_sends(link: Link, sent: Sequence[Pending]) -> None:
+    """Wait for what nobody asks for until the link is aborted; one that keeps copies is done."""
+    with contextlib.suppress(LinkClosed):
+        link.wait_apart(lambda: _wait_for_all(link, sent))
+
+
+def _die(link: Connections, step: Death) -> None:
+    """Be killed at a step, as rank 0 wants it; never returns."""
+    tag = payload_tag(0, 11)
+    if step is Death.NOT_SENDING:
+        link.wait(link.recv(_filled(0, 1), 0, tag), _LIMIT)
+    elif step is Death.TAKING:
+        room = torch.zeros(_HUGE_NBYTES, dtype=torch.uint8)
+        posted = [link.recv(piece, 0, tag) for piece in _cut(link, room)]
+        while not room[0]:
+            pass
+        assert posted
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif step is Death.SENDING:
+        _wait_for_all(link, _sent(link, 0, tag))
+    elif step is Death.DONE:
+        link.wait(link.send(_filled(link.rank, 1), 0, tag), _LIMIT)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(_LIMIT.total_seconds())
+    raise AssertionError(f"not killed {step.value}")
+
+
+def _survive(link: Connections, victim: int, step: Death, pid: int) -> None:
+    """Hear of a peer's death, whatever it was doing, and what this rank waits for."""
+    tag = payload_tag(0, 11)
+    later = threading.Timer(_MOMENT_SECONDS, os.kill, (pid, signal.SIGKILL))
+    if step is Death.UNUSED:
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(LinkClosed):
+            link.wait(link.recv(_filled(0, 1), victim, tag), _LIMIT)
+    elif step is Death.NOT_TAKING:
+        sent = [link.send(_filled(0, nbytes), victim, tag) for nbytes in (1, _LARGE_NBYTES)]
+        later.start()
+        with _aborted_when_closed(link, victim):
+            _end_sends(link, sent)
+    elif step is Death.NOT_SENDING:
+        rooms = [_filled(0, nbytes) for nbytes in (1, _LARGE_NBYTES)]
+        pending = [link.recv(room, victim, tag) for room in rooms]
+        later.start()
+        for each in pending:
+            with pytest.raises(LinkClosed):
+                link.wait(each, _LIMIT)
+    elif step is Death.TAKING:
+        sent = _sent(link, victim, tag)
+        with _aborted_when_closed(link, victim), pytest.raises(LinkClosed):
+            link.wait_apart(lambda: _wait_for_all(link, sent))
+    elif step is Death.SENDING:
+        room = torch.zeros(_HUGE_NBYTES, dtype=torch.uint8)
+        pending = [link.recv(piece, victim, tag) for piece in _cut(link, room)]
+        while not room[0]:
+            pass
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(LinkClosed):
+            link.wait(pending[-1], _LIMIT)
+        assert not room[-1]  # else it was killed too late
+    elif step is Death.DONE:
+        room = _filled(0, 1)
+        taken = link.recv(room, victim, tag)
+        wait_until(lambda: link.is_closed(victim), "the end of the connection")
+        link.wait(taken, _LIMIT)
+        assert room == victim + 1
+    wait_until(lambda: link.is_closed(victim), "the end of the connection")
+    _check_closed(link, [victim])
+    assert list(link.closed_by()) == [victim]
+    link.abort()
+
+
+@contextlib.contextmanager
+def _aborted_when_closed(link: Connections, peer: int) -> Iterator[None]:
+    """Do what a mesh does that hears of a loss: who waits for a send may not hear of it."""
+
+    def abort() -> None:
+        wait_until(lambda: link.is_closed(peer), "the end of the connection")
+        link.abort()
+
+    with ThreadPoolExecutor(1) as threads:
+        aborting = threads.submit(abort)
+        yield
+        aborting.result()
+
+
+def _sent(link: Link, peer: int, tag: int) -> list[Pending]:
+    """A transfer that takes long, begun as its receiver wants it."""
+    flat = _filled(link.rank, _HUGE_NBYTES)
+    return [link.send(piece, peer, tag) for piece in _cut(link, flat)]
+
+
+def _cut(link: Link, flat: torch.Tensor) -> list[torch.Tensor]:
+    return [flat[:-1], flat[-1:]] if link.needs_last_byte_apart else [flat]
+
+
+def _pids(link: Link, others: list[int]) -> dict[int, int]:
+    """The processes of the other ranks."""
+    tag, mine = payload_tag(0, 12), torch.tensor([os.getpid()])
+    sent = [link.send(mine.view(torch.uint8), peer, tag) for peer in others]
+    pids = {peer: torch.zeros_like(mine) for peer in others}
+    for peer, pid in pids.items():
+        link.wait(link.recv(pid.view(torch.uint8), peer, tag), _LIMIT)
+    _wait_for_all(link, sent)
+    return {peer: int(pid) for peer, pid in pids.items()}
+
+
+def _meet(link: Link, others: Sequence[int]) -> None:
+    """Return when all others have called this."""
     tag = payload_tag(0, 9)
     pending = [link.recv(_filled(0, 1), peer, tag) for peer in others]
     pending += [link.send(_filled(0, 1), peer, tag) for peer in others]
+    _wait_for_all(link, pending)
+
+
+def _wait_for_all(link: Link, pending: Sequence[Pending]) -> None:
     for each in pending:
-        each.wait(_LIMIT)
+        link.wait(each, _LIMIT)
 
 
 def _filled(rank: int, length: int) -> torch.Tensor:
     return torch.full((length,), rank + 1, dtype=torch.uint8)
 
 
-def check_ends(link: Connections) -> None:
-    """Hold it against `Connections`: rank 0 closes its own, and all who wait for it are woken.
-
-    Every rank calls this with its own link, which is of no use afterwards.
-    """
-    others = [peer for peer in range(link.size) if peer != link.rank]
-    assert list(link.closed()) == []
-    _meet(link, others)  # nobody closes before all have looked
-    awaited = others if link.rank == 0 else [0]
-    pending = [link.recv(_filled(0, 1), peer, payload_tag(0, 8)) for peer in awaited]
-    if link.rank == 0:
-        for peer in others:
-            link.recv(_filled(0, 1), peer, head_tag(0)).wait(_LIMIT)  # it has come so far, too
-        threading.Timer(0.1, link.abort).start()  # from another thread than the one that waits
-    else:
-        link.send(_filled(0, 1), 0, head_tag(0)).wait(_LIMIT)
-    for each in pending:
-        with pytest.raises(RuntimeError):
-            each.wait(_LIMIT)
-    assert all(link.is_closed(peer) for peer in awaited)
-    assert set(awaited) <= set(link.closed())
-    assert (0 in link.closed_by()) is (link.rank != 0)
-    with pytest.raises(RuntimeError):
-        link.send(_filled(0, 1), awaited[0], payload_tag(0, 9)).wait(_LIMIT)
-    link.abort()
+def _counting(start: int, length: int) -> torch.Tensor:
+    """Bytes of which no two neighbours are alike, and others for another start."""
+    return (torch.arange(length, dtype=torch.int32) * 7 + start * 31).to(torch.uint8)

@@ -74,12 +74,12 @@ class DevicePath:
             self._required().broadcast(flat, root)
 
     def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
-        """See ``link.DeviceLink``."""
+        """See ``DeviceLink``."""
         with _naming():
             self._required().all_to_all(flat, into)
 
     def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
-        """See ``link.DeviceLink``."""
+        """See ``DeviceLink``."""
         with _naming():
             self._required().all_gather(flat, into)
 
@@ -129,7 +129,7 @@ def _naming(*peers: int) -> Iterator[None]:
 class NcclLink:
     """Tensor collectives of ``group``'s backend for ``device``.
 
-    Nothing in it is particular to CUDA: the tests drive it with CPU tensors over Gloo.
+    Nothing in it is particular to CUDA: the tests drive it with CPU tensors.
 
     Attributes:
         device: where the tensors lie.
@@ -141,23 +141,23 @@ class NcclLink:
         self.device = device
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """See ``link.DeviceLink``. NCCL's ``wait`` blocks the current stream, not the caller."""
+        """See ``DeviceLink``. NCCL's ``wait`` blocks the current stream, not the caller."""
         self._own().broadcast(flat, root).wait()
 
     def send(self, flat: torch.Tensor, peer: int) -> None:
-        """See ``link.DeviceLink``."""
+        """See ``DeviceLink``."""
         self._own().send([flat], peer, 0).wait()
 
     def recv(self, flat: torch.Tensor, peer: int) -> None:
-        """See ``link.DeviceLink``."""
+        """See ``DeviceLink``."""
         self._own().recv([flat], peer, 0).wait()
 
     def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
-        """See ``link.DeviceLink``."""
+        """See ``DeviceLink``."""
         self._own().alltoall_base(into, flat, [], []).wait()
 
     def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
-        """See ``link.DeviceLink``."""
+        """See ``DeviceLink``."""
         self._own()._allgather_base(into, flat).wait()  # noqa: SLF001  # all_gather_into_tensor's
 
     def _own(self) -> dist.ProcessGroup:

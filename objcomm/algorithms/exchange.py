@@ -12,11 +12,11 @@ import torch
 
 from objcomm.algorithms import topology
 from objcomm.algorithms.device import DevicePath
-from objcomm.algorithms.transfers import Meter, Transfers, Unit, ended, is_paced, nbytes_of, units
+from objcomm.algorithms.transfers import Meter, Transfers, Unit, is_paced, nbytes_of
 from objcomm.codecs.buffers import view
 from objcomm.observe.history import Entry
 from objcomm.transport.lane import Lane, Standing, absent
-from objcomm.transport.link import Deadline, Link, head_tag
+from objcomm.transport.link import Deadline, Link, LinkError, head_tag
 from objcomm.wire.gate import Gate
 from objcomm.wire.header import EVERYONE, Header
 from objcomm.wire.message import Message, open_body
@@ -99,7 +99,7 @@ class Exchange(Transfers):
     def are_asked_for(self) -> bool:
         """See ``Transfers``."""
         # Each rank posts the receive for a rank's next first message when it has taken one, so that
-        # Gloo reads its word of that before its own next first message.
+        # the link hears of that before its own next first message.
         are_heads = len(self._sends) == self._heads_to.total()
         return are_heads and all(
             count <= self._heads_from[peer] and peer in self._lane.answering
@@ -125,8 +125,8 @@ class Exchange(Transfers):
         for at, (peer, each) in enumerate(zip(peers, standing, strict=True)):
             self.entry.awaits = peer
             try:
-                each.pending.wait(self._deadline.left())
-            except RuntimeError as error:
+                each.wait(self._deadline.left())
+            except LinkError as error:
                 is_late = self._has_timed_out(error)
                 missing = absent(peers, standing, at) if is_late else (peer,)
                 raise self._naming(error, missing) from error
@@ -141,7 +141,7 @@ class Exchange(Transfers):
     def _standing(self, peer: int) -> Standing:
         try:
             return self._lane.standing(self._link, peer)
-        except RuntimeError as error:
+        except LinkError as error:
             raise self._naming(error, (peer,)) from error
 
     def open(self, raw: bytearray | memoryview, sender: int) -> Message:
@@ -216,11 +216,11 @@ class Exchange(Transfers):
         left, right = ring[at - 1], ring[(at + 1) % self.size]
         coming = [messages[ring[at - steps]] for steps in range(1, self.size)]  # in this order
         for cut in (self._body_pieces, self._pieces):
-            rest = [(message, ended([piece])) for message in coming for piece in cut(message)]
+            rest = [(message, self.ended([piece])) for message in coming for piece in cut(message)]
             arriving = [self._posted(left, unit) for _, unit in rest]
             self._meter.expect(nbytes_of([unit for _, unit in rest]))
             mine = messages[self.rank]
-            for piece in itertools.chain.from_iterable(ended([each]) for each in cut(mine)):
+            for piece in itertools.chain.from_iterable(self.ended([each]) for each in cut(mine)):
                 self._send(piece, right, self._payload_tag, mine)
             for (message, unit), pendings in zip(rest, arriving, strict=True):
                 self._take(unit, pendings, left)
@@ -251,10 +251,10 @@ class Exchange(Transfers):
 
     def _body_units(self, message: Message) -> list[Unit]:
         body = [] if message.header.is_inline else [view(message.body)]
-        return units(message, body, topology.CHUNK_MAX_NBYTES)
+        return self.units(message, body, topology.CHUNK_MAX_NBYTES)
 
     def _payload_units(self, message: Message) -> list[Unit]:
-        return units(message, self._pieces(message), topology.CHUNK_MAX_NBYTES)
+        return self.units(message, self._pieces(message), topology.CHUNK_MAX_NBYTES)
 
     def _body_pieces(
         self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
@@ -279,7 +279,7 @@ class Exchange(Transfers):
         parent, children, _ = place
         are_all_ready = self.words_of(children if is_last else ())
         has_receipts = isinstance(owner, Message) and is_paced(owner)
-        relayed = [ended([piece]) for piece in pieces]
+        relayed = [self.ended([piece]) for piece in pieces]
         self._meter.expect(nbytes_of(relayed))
         if has_receipts:
             self._expect_receipts(relayed, children, is_counted=parent is None)
@@ -309,7 +309,7 @@ class Exchange(Transfers):
 
 
 def _held_back(units: Sequence[Unit], are_all_ready: Callable[[], None]) -> Iterator[Unit]:
-    """What a root sends: the last byte when all other ranks have given their word."""
+    """What a root sends: its end, a byte or a piece, when all others have given their word."""
     yield from units[:-1]
     yield from (unit[:-1] for unit in units[-1:])
     are_all_ready()

@@ -5,8 +5,8 @@ in rank order and sends the result back (reduce-scatter, then all-gather, each s
 to rank). So each element is computed once, in the order of the ranks, and is the same everywhere.
 What travels is a message's payload without a message: the ranks have agreed on it before.
 
-The transfers are this library's own and not ``dist.all_reduce``: Gloo does not wake a receive that
-is being filled when its peer dies, which ``transfers.ended`` is for; two lanes cannot mix.
+The transfers are this library's own and not ``dist.all_reduce``: who waits hears when a peer dies,
+see ``Transfers.ended``, and two lanes cannot mix.
 
 Tensors on accelerators are combined there in the same order: each rank gets one part of every
 tensor and sends the result to all (all-to-all, then all-gather, both over the device link). NCCL's

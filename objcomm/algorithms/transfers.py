@@ -20,13 +20,13 @@ from objcomm.observe.history import Entry
 from objcomm.transport.link import (
     Deadline,
     Link,
+    LinkError,
+    LinkTimeout,
     Pending,
     payload_tag,
-    reason_of,
     receipt_tag,
     result_tag,
 )
-from objcomm.transport.sockets import cause_of
 from objcomm.wire.header import Flag
 from objcomm.wire.message import Message
 
@@ -63,36 +63,9 @@ def is_paced(message: Message) -> bool:
     return bool(message.header.flags & _PACED)
 
 
-def units(message: Message, flats: Sequence[torch.Tensor], chunk_nbytes: int) -> list[Unit]:
-    """What follows a head, or a part of it, as sender and receiver cut it alike."""
-    if is_paced(message):
-        return [ended([piece]) for flat in flats for piece in flat.split(chunk_nbytes)]
-    return [ended(list(flats))] if flats else []
-
-
 def nbytes_of(units: Sequence[Unit]) -> int:
     """How long some units are together."""
     return sum(flat.numel() for unit in units for flat in unit)
-
-
-def ended(pieces: list[torch.Tensor]) -> Unit:
-    """The same bytes, of which the last one travels by itself.
-
-    When a connection closes, Gloo wakes the receives that stand posted, but neither the one that is
-    being filled nor a send whose receive is posted: whoever waits for one of those waits until the
-    limit (``Pair::signalException`` of torch 2.13 forgets ``rx_``, and the ``ubuf`` in ``tx_``). So
-    a receiver waits for the last byte first, which is posted until all before it has come.
-    """
-    if not pieces or pieces[-1].numel() <= 1:
-        return pieces
-    *rest, last = pieces
-    return [*rest, last[:-1], last[-1:]]
-
-
-# Of what is paced a receiver posts so many units at a time. While more bytes stand before it Gloo's
-# thread keeps reading, with the connection locked, and no receipt could leave: 1 GiB arrived in 9 s
-# on a busy machine, and so did all its receipts.
-_AHEAD = 4
 
 
 class Arriving(NamedTuple):
@@ -158,6 +131,25 @@ class Transfers:
         self._sends: list[tuple[Pending, int, torch.Tensor, object]] = []
         self._milestones: list[list[_Milestone]] = []
 
+    def ended(self, pieces: list[torch.Tensor]) -> Unit:
+        """The same bytes, cut so that who waits for them hears of a peer's end.
+
+        Where the link needs it, the last byte travels by itself. A receiver waits for that first:
+        its receive stands posted, and untouched, until all before it has come.
+        """
+        if not self._link.needs_last_byte_apart or not pieces or pieces[-1].numel() <= 1:
+            return pieces
+        *rest, last = pieces
+        return [*rest, last[:-1], last[-1:]]
+
+    def units(
+        self, message: Message, flats: Sequence[torch.Tensor], chunk_nbytes: int
+    ) -> list[Unit]:
+        """What follows a head, or a part of it, as sender and receiver cut it alike."""
+        if is_paced(message):
+            return [self.ended([piece]) for flat in flats for piece in flat.split(chunk_nbytes)]
+        return [self.ended(list(flats))] if flats else []
+
     def send_flat(
         self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
     ) -> None:
@@ -167,10 +159,10 @@ class Transfers:
             flat: ``uint8``; it may not change before ``finish``.
             peer: to whom.
             is_result: which of the two streams between two ranks it belongs to.
-            is_ended: whether the last byte travels by itself.
+            is_ended: whether the receiver waits for its end first, see ``ended``.
         """
         tag = self._result_tag if is_result else self._payload_tag
-        for piece in ended([flat]) if is_ended else [flat]:
+        for piece in self.ended([flat]) if is_ended else [flat]:
             self._send(piece, peer, tag, flat)
 
     def arriving(
@@ -178,7 +170,7 @@ class Transfers:
     ) -> "Arriving":
         """Begin to receive what ``peer`` sends by ``send_flat`` with the same options."""
         tag = self._result_tag if is_result else self._payload_tag
-        pieces = ended([flat]) if is_ended else [flat]
+        pieces = self.ended([flat]) if is_ended else [flat]
         pendings = [self._post(peer, piece, tag) for piece in pieces]
         return Arriving(flat, functools.partial(self._wait_backwards, pendings))
 
@@ -211,12 +203,9 @@ class Transfers:
     def finish(self) -> None:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
 
-        When a connection closes, Gloo wakes who waits for a receive, or for a send that the peer
-        has not asked for yet, but not who waits for one that is under way: its
-        ``Pair::signalException`` passes over what is in ``tx_``. A small send gets there, too, if
-        the peer has reset the connection and Gloo has not noticed yet: of 400 interrupts on a busy
-        machine one left another rank waiting so. So each wait is one that can be abandoned, by a
-        thread of the link's, unless what was sent is certain to have been handed to the system.
+        A link need not wake who waits for a send when the connection closes. So each wait is one
+        that can be abandoned, by a thread of the link's, unless what was sent is certain to have
+        been handed to the system.
         """
         for row in itertools.zip_longest(*self._milestones):
             for milestone in filter(None, row):
@@ -229,14 +218,12 @@ class Transfers:
         else:
             try:
                 self._link.wait_apart(self._await_sends)
-            except TransportError:
-                raise
-            except RuntimeError as error:  # given up
+            except LinkError as error:  # given up
                 raise self._naming(error, (self.entry.awaits,)) from error
         self._sends.clear()
 
     def are_asked_for(self) -> bool:
-        """Whether Gloo is certain to know that the peers take all that was sent."""
+        """Whether the link is certain to know that the peers take all that was sent."""
         return False
 
     def _await_sends(self) -> None:
@@ -248,8 +235,8 @@ class Transfers:
     ) -> None:
         """Let ``finish`` wait for all receipts of each unit in turn, and tell the meter.
 
-        To be called before the units are sent. A receipt leaves its rank only after Gloo's word
-        that this one has posted the receive, and that word would queue behind all that is sent.
+        To be called before the units are sent. A receipt may leave its rank only after the link's
+        word that this one has posted the receive, and that would queue behind all that is sent.
         """
         column = []
         for unit in units:
@@ -262,7 +249,7 @@ class Transfers:
 
     def _stream(self, units: Sequence[Unit], peer: int, *, is_paced: bool) -> Iterator[Unit]:
         """Begin to receive what ``peer`` sends; the iterator waits for one unit after another."""
-        ahead = _AHEAD if is_paced else len(units)
+        ahead = self._link.ahead if is_paced else len(units)
         posted = deque(self._posted(peer, unit) for unit in units[:ahead])
         return self._arrivals(units, peer, posted, is_paced=is_paced)
 
@@ -285,7 +272,7 @@ class Transfers:
     def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: object) -> None:
         try:
             pending = self._link.send(flat, peer, tag)
-        except RuntimeError as error:
+        except LinkError as error:
             raise self._naming(error, (peer,)) from error
         # The memory must outlive the transfer, so its owner is kept beside it.
         self._sends.append((pending, peer, flat, owner))
@@ -295,7 +282,7 @@ class Transfers:
         self.received_nbytes += flat.numel() if tag != self._receipt_tag else 0
         try:
             return self._link.recv(flat, peer, tag)
-        except RuntimeError as error:
+        except LinkError as error:
             raise self._naming(error, (peer,)) from error
 
     def _posted(self, peer: int, flats: Iterable[torch.Tensor]) -> list[Pending]:
@@ -309,18 +296,16 @@ class Transfers:
     def _wait(self, pending: Pending, peer: int) -> None:
         self.entry.awaits = peer
         try:
-            pending.wait(self._deadline.left())
-        except RuntimeError as error:
+            self._link.wait(pending, self._deadline.left())
+        except LinkError as error:
             raise self._naming(error, (peer,)) from error
 
-    def _naming(self, error: RuntimeError, peers: tuple[int, ...]) -> TransportError:
+    def _naming(self, error: LinkError, peers: tuple[int, ...]) -> TransportError:
         """What a link raised, as an error that names the ranks concerned."""
         if self._has_timed_out(error):
             return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
-        told = reason_of(error)
-        reason = f"{cause_of(told)} ({told})"
-        return TransportError(self.entry.operation, peers, reason)
+        return TransportError(self.entry.operation, peers, error.reason)
 
-    def _has_timed_out(self, error: RuntimeError) -> bool:
-        # Gloo counts whole milliseconds, so its limit may pass before ours.
-        return self._deadline.has_passed or "Timed out" in str(error)
+    def _has_timed_out(self, error: LinkError) -> bool:
+        # A link may count whole milliseconds, so that its limit passes before ours.
+        return self._deadline.has_passed or isinstance(error, LinkTimeout)

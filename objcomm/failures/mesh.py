@@ -27,9 +27,9 @@ from objcomm.failures.verdict import FAREWELLS, Cause, Verdict, nonce_of, propos
 from objcomm.observe.history import Entry
 from objcomm.observe.log import log
 from objcomm.transport.gloo import GlooLink
-from objcomm.transport.link import reason_of
+from objcomm.transport.link import HOST_LOST, LinkClosed
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
-from objcomm.transport.sockets import HOST_LOST
+from objcomm.transport.store import reason_of
 from objcomm.transport.threads import Single
 from objcomm.wire.header import Header, fingerprint
 
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
 
 
 _REPORT_SECONDS = 5.0
-
-# What Gloo says where the other end of a connection is at fault; all else is this process's own:
-# no descriptors, no threads, no such network interface.
-_OF_A_PEER = ("onnect", "imed out", "imeout")
 
 
 class Mesh:
@@ -261,15 +257,14 @@ class Mesh:
             link = GlooLink(part, self.rank, self.members, deadline, self._progress)
             clients.give_back(own)
             log.debug(
-                "group %r: %d ranks connected over Gloo, on %d host(s)",
-                *(self.name, len(self.members), len(set(link.hosts))),
+                "group %r: %d ranks connected over %s, on %d host(s)",
+                *(self.name, len(self.members), link.kind, len(set(link.hosts))),
                 extra=self.labels,
             )
         except GivenUpError:
             clients.give_back(own)
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
-            told = str(error)
             if isinstance(error, dist.DistNetworkError):
                 killed = self.bulletin.processes.killed()
                 died = tuple(rank for rank, each in enumerate(self.ranks) if each in killed)
@@ -278,8 +273,8 @@ class Mesh:
                     hosts = (f"; rank {rank} of the world: {why}" for rank, why in killed.items())
                     reason += next(hosts, "")
                 self.settle(Verdict.of(Cause.LOST, ranks=died, reason=reason))
-            elif any(each in told for each in _OF_A_PEER):
-                self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=told))
+            elif isinstance(error, LinkClosed):
+                self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=error.reason))
             else:
                 reason = f"it could not connect: {reason_of(error)}"
                 self.settle(Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=reason))
@@ -479,7 +474,7 @@ def in_vain(mesh: Mesh, entry: Entry, blocks: Mapping[str, tuple[int, ...]]) -> 
     """What to say of a wait for a process that has ended; None where it is there, or unknown.
 
     Ranks that meet need all of them. Others need whom they await, and get what it has sent before
-    its end first: that is in this host's memory by then, and Gloo's thread takes it out. In a
+    its end first: that is in this host's memory by then, and the link takes it out. In a
     ``fail_together`` block they need all who are in it, because these meet at its end.
 
     Args:

@@ -1,9 +1,8 @@
 """This rank and one other of a group, for messages from rank to rank.
 
 A thread takes in the first part of whatever the other rank sends and puts it into the mailbox, so
-a small message never waits for its receiver, and a receiver can wait for any sender. Gloo could
-not do that: its receive from any source is woken neither by a death nor by an abort (torch 2.13),
-and it has no probe.
+a small message never waits for its receiver, and a receiver can wait for any sender: a link has
+neither a probe nor a receive from any source.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -20,7 +19,7 @@ from objcomm.failures.mesh import Mesh, end_by_loss
 from objcomm.failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
 from objcomm.failures.watchdog import expect
 from objcomm.p2p.mailbox import Arrival, Mailbox
-from objcomm.transport.link import Deadline, reason_of
+from objcomm.transport.link import Deadline, LinkError
 from objcomm.transport.threads import Crew, Order, Single
 from objcomm.wire.gate import Gate
 from objcomm.wire.header import Header, Operation
@@ -222,7 +221,7 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
         former.join()  # what came over the last connection comes first
         while True:  # until no more comes
             mailbox.await_room(peer, lambda: mesh.verdict is not None, _LOOK_SECONDS)
-            standing.pending.wait(timedelta(seconds=FOREVER_SECONDS))
+            standing.wait(timedelta(seconds=FOREVER_SECONDS))
             header = _judged(mesh, lane, peer, standing.raw, chosen)
             raw = bytes(memoryview(standing.raw)[: header.head_nbytes])
             nbytes = header.head_nbytes + header.payload_nbytes
@@ -234,9 +233,8 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
                 mailbox.deliver(Arrival(peer, header.tag, nbytes, header, raw, mesh, lane))
     except ObjcommError as error:
         mesh.settle(proposal_for(error, mesh.rank))
-    except RuntimeError as error:
-        reason = f"it died, exited or lost its network ({reason_of(error)})"
-        lost = proposal_for(TransportError("recv", (peer,), reason), mesh.rank)
+    except LinkError as error:
+        lost = proposal_for(TransportError("recv", (peer,), error.reason), mesh.rank)
         end_by_loss(mesh, lost)
     except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
         mesh.settle(proposal_for(error, mesh.rank))

@@ -1,6 +1,6 @@
-"""How ranks meet, and how bytes get from one to another; knows no objects, groups or verdicts.
+"""Bytes from rank to rank; no objects, no verdicts.
 
-``link`` says what a link is, ``gloo`` is one, ``rendezvous`` makes ranks meet in a ``store``,
-``lane`` has receives that stand ready; ``sockets`` and ``threads`` are what the others need of the
-system.
+``link`` says what a link must do, and each kind of link is one module, so far ``gloo``; all others
+do not know which one they have. ``rendezvous`` makes ranks meet in a store, ``store`` and
+``sockets`` look after connections, ``lane`` keeps calls in order, ``threads`` carry them out.
 """

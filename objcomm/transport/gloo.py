@@ -2,6 +2,23 @@
 
 The user's process group carries none of it, so a time-out or an abort here closes no connection
 of theirs (on a shared Gloo group it would close them all, and end DDP).
+
+All that is peculiar to Gloo stands here, as of torch 2.13; ``link`` says it without that name:
+
+- Its errors are ``RuntimeError``, and only their text tells one from another.
+- A wait whose limit passes closes all connections of this rank. So does ``abort``, by such a wait:
+  ``ProcessGroup.abort()`` does not wake an operation that waits.
+- When a connection closes (``Pair::signalException``) it wakes who waits for a receive, or for a
+  send that the peer has not asked for yet. It forgets the receive that is being filled (``rx_``),
+  and the send that is under way (the ``ubuf`` in ``tx_``): who waits for one of those waits until
+  the limit. Hence the last byte by itself, and ``wait_apart``.
+- A message leaves its rank after the peer's word that it has posted the receive. A receiver whose
+  memory is too short for it aborts its process.
+- A receive counts what has come for it: a second wait for one that has ended has no end.
+- While bytes stand before it, its thread reads on with the connection locked, and nothing leaves.
+- A receive from any source is woken neither by a death nor by an abort, and there is no probe; so
+  there is none in ``link``.
+- It leaves its addresses in the store.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -14,18 +31,39 @@ import torch.autograd.profiler
 import torch.distributed as dist
 
 from objcomm.codecs.buffers import empty
-from objcomm.transport.link import POKE_TAG, Deadline, Pending
+from objcomm.transport.link import (
+    HOST_LOST,
+    PEER_LOST,
+    Deadline,
+    LinkClosed,
+    LinkError,
+    LinkTimeout,
+    Pending,
+)
 from objcomm.transport.rendezvous import Progress, forget, meet
-from objcomm.transport.sockets import flow, notice_outages, open_sockets
-from objcomm.transport.threads import Apart
+from objcomm.transport.sockets import flow, is_outage, notice_outages, open_sockets
+from objcomm.transport.store import reason_of
+from objcomm.transport.threads import AbandonedError, Apart
 from objcomm.world import CONNECT_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 
-# What Gloo says of connections that it closed because a wait of this rank's own timed out.
+# What Gloo says of connections that it closed because a wait of this rank's own timed out, and to
+# the one that waited.
 _OWN_DOING = "Application timeout"
+_LATE = "Timed out"
+
+# What it says where the other end of a connection that can't be made is at fault; all else is this
+# process's own: no descriptors, no threads, no such network interface.
+_OF_A_PEER = ("onnect", "imed out", "imeout")
+
+#: Nothing is ever sent with this tag, which none of ``link``'s functions gives.
+POKE_TAG = (1 << 31) - 1
+
+# It takes zero for its own default.
+_INSTANT = timedelta(milliseconds=1)
 
 _profiler = torch.autograd.profiler
 
@@ -36,10 +74,19 @@ class GlooLink:
     Constructing it is collective.
 
     Attributes:
+        kind: what the log calls it.
         rank: rank within the group.
         size: number of ranks that it joins.
         hosts: of each rank that it joins, as a number.
+        needs_last_byte_apart: it does not wake a receive that is being filled. So a receiver waits
+            for the last byte first, which is posted until all before it has come.
+        ahead: with more pieces than that posted no receipt could leave: 1 GiB arrived in 9 s on a
+            busy machine, and so did all its receipts.
     """
+
+    kind = "Gloo"
+    needs_last_byte_apart = True
+    ahead = 4
 
     def __init__(
         self,
@@ -60,8 +107,26 @@ class GlooLink:
 
         Raises:
             GivenUpError: ``progress`` was ended from outside.
-            RuntimeError: the ranks met, but a connection failed.
+            WireError: as ``meet``.
+            DistNetworkError: the store is gone.
+            LinkClosed: another rank was lost, or does not answer.
+            LinkError: this process can't connect to any.
         """
+        try:
+            self._connect(store, rank, members, deadline, progress)
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError as error:
+            raise _in_vain(error) from error
+
+    def _connect(
+        self,
+        store: dist.Store,
+        rank: int,
+        members: tuple[int, ...],
+        deadline: Deadline,
+        progress: Progress,
+    ) -> None:
         self.rank = rank
         self.size = size = len(members)
         self._places = {member: place for place, member in enumerate(members)}
@@ -77,65 +142,105 @@ class GlooLink:
         self._flow = flow(before, size - 1)
         if len(set(self.hosts)) > 1:
             notice_outages(before, deadline.lost_seconds)
-        forget(store, progress.nonce, size)
+        # Where it leaves its addresses (c10d::ProcessGroupGloo, first context).
+        addresses = [f"objcomm/{progress.nonce}/0/{place}" for place in range(size)]
+        forget(store, progress.nonce, size, addresses)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
-        """See ``base.Link``."""
-        return _begun(self._mesh.send, flat, self._places[peer], tag)
+        """See ``Link``."""
+        try:
+            return _begun(self._mesh.send, flat, self._places[peer], tag)
+        except RuntimeError as error:
+            raise _ended(error) from error
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
-        """See ``base.Link``."""
-        return _begun(self._mesh.recv, flat, self._places[peer], tag)
+        """See ``Link``."""
+        try:
+            return _begun(self._mesh.recv, flat, self._places[peer], tag)
+        except RuntimeError as error:
+            raise _ended(error) from error
+
+    def wait(self, pending: Pending, limit: timedelta) -> None:
+        """See ``Link``."""
+        try:
+            pending.wait(limit)
+        except RuntimeError as error:
+            raise _ended(error) from error
+
+    def is_done(self, pending: Pending) -> bool:
+        """See ``Link``: a transfer that is done says so even after the link has broken."""
+        try:
+            return bool(pending.wait(_INSTANT))
+        except RuntimeError:
+            return False
+
+    def wait_apart(self, wait: Callable[[], None]) -> None:
+        """See ``Link``.
+
+        A small send can be forgotten, too, if the peer has reset the connection and Gloo has not
+        noticed yet: of 400 interrupts on a busy machine one left another rank waiting so.
+        """
+        try:
+            self._apart.do(wait)
+        except AbandonedError as error:
+            raise _ended(error) from error
+
+    def is_flowing(self) -> bool:
+        """See ``Link``."""
+        return self._flow is not None and self._flow.is_free()
 
     def abort(self) -> None:
-        """See ``base.Link``: a receive that times out closes all of this rank's connections.
-
-        ``ProcessGroup.abort()`` does not wake a waiting Gloo operation (tried with torch 2.13).
-        """
+        """See ``Link``: a receive that times out closes all of this rank's connections."""
         for peer in self._others():
             # To each in turn: a connection that is closed already refuses, and closes no other.
             self._poke(peer)
         self._apart.abandon()
 
-    def is_flowing(self) -> bool:
-        """See ``base.Link``."""
-        return self._flow is not None and self._flow.is_free()
-
-    def wait_apart(self, wait: Callable[[], None]) -> None:
-        """See ``base.Link``."""
-        self._apart.do(wait)
-
     def closed(self) -> Sequence[int]:
-        """See ``base.Connections``."""
+        """See ``Connections``."""
         return [peer for peer in self._others() if self.is_closed(peer)]
 
     def _others(self) -> list[int]:
         return [peer for peer in self._places if peer != self.rank]
 
     def is_closed(self, peer: int) -> bool:
-        """See ``base.Connections``."""
+        """See ``Connections``: what begins a receive is told of the end of a connection."""
         try:
             self.recv(empty(1), peer, POKE_TAG)
-        except RuntimeError:
+        except LinkClosed:
             return True
         return False
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
-        """See ``base.Connections``."""
+        """See ``Connections``."""
         theirs = {self.hosts[self._places[peer]] for peer in peers}
         return [peer for peer in self._others() if self.hosts[self._places[peer]] in theirs]
 
     def closed_by(self) -> Sequence[int]:
-        """See ``base.Connections``."""
+        """See ``Connections``."""
         return [peer for peer in self._others() if _OWN_DOING not in self._poke(peer)]
 
     def _poke(self, peer: int) -> str:
         """Begin a receive that ends at once, and say how."""
         try:
-            self.recv(empty(1), peer, POKE_TAG).wait(timedelta(milliseconds=1))
+            _begun(self._mesh.recv, empty(1), self._places[peer], POKE_TAG).wait(_INSTANT)
         except RuntimeError as error:
             return str(error)
         return ""
+
+
+def _ended(error: RuntimeError) -> LinkError:
+    """What Gloo raised, in the words of links."""
+    told = reason_of(error)
+    if _LATE in told:
+        return LinkTimeout(told)
+    return LinkClosed(f"{HOST_LOST if is_outage(told) else PEER_LOST} ({told})")
+
+
+def _in_vain(error: RuntimeError) -> LinkError:
+    """The same of connections that were not made."""
+    told = str(error)
+    return LinkClosed(told) if any(each in told for each in _OF_A_PEER) else LinkError(told)
 
 
 def is_cut_off(group: dist.ProcessGroup, peer: int) -> bool:

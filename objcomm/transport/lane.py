@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
-from objcomm.transport.link import Link, Pending, head_tag
+from objcomm.transport.link import Link, LinkClosed, Pending, head_tag
 from objcomm.wire.header import WINDOW_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from objcomm.observe.history import Entry
     from objcomm.transport.threads import Line, Order
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 #: The lane of threads that take turns: it has no owner but whoever's turn it is.
 IN_TURNS = "in turns"
-
-# A transfer that is done says so even after the link has broken, so any limit serves to ask it;
-# Gloo takes zero for its own default.
-_INSTANT = timedelta(milliseconds=1)
 
 # How many calls the other ranks are told of: a rank that only sends can be some ahead.
 _PAST = 8
@@ -140,28 +136,11 @@ def _name_of(entry: Entry) -> str:
     return f"{entry.operation} at {entry.header.call_site}"
 
 
-class _Refused:
-    """A receive that could not be posted."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def wait(self, timeout: timedelta) -> bool:
-        """See ``link.Pending``.
-
-        Raises:
-            RuntimeError: always, at once.
-        """
-        del timeout
-        raise RuntimeError(self._reason)
-
-
 class Standing:
     """A receive that is posted again and again into the same memory.
 
     Attributes:
         raw: where the message arrives; whoever takes it copies it out before ``post``.
-        pending: the receive under way.
     """
 
     def __init__(self, link: Link, peer: int, tag: int) -> None:
@@ -170,32 +149,36 @@ class Standing:
         self._link = link
         self._peer = peer
         self._tag = tag
-        self.pending: Pending
+        self._pending: Pending
+        self._refusal: str | None = None
         self.post()
+
+    def wait(self, limit: timedelta) -> None:
+        """Wait for the message, as ``Link.wait`` does."""
+        if self._refusal is not None:
+            raise LinkClosed(self._refusal)
+        self._link.wait(self._pending, limit)
+
+    def has_come(self) -> bool:
+        """Whether the message is there, for which nobody has waited; see ``Link.is_done``."""
+        return self._refusal is None and self._link.is_done(self._pending)
 
     def renew(self) -> None:
         """Post the next one; a peer that left after its message, as it may, is missed at the wait.
 
-        Gloo's own receives count what comes: a second wait for one that has ended has no end.
+        The last one must not stay in its place: a second wait for a transfer may have no end.
         """
         try:
             self.post()
-        except RuntimeError as error:
-            self.pending = _Refused(str(error))
+        except LinkClosed as error:
+            self._refusal = error.reason
 
     def post(self) -> None:
         """Post the next one, now that the last one's message was taken."""
-        self.pending = self._link.recv(self._flat, self._peer, self._tag)
+        self._pending = self._link.recv(self._flat, self._peer, self._tag)
 
 
 def absent(peers: Sequence[int], standing: Sequence[Standing], start: int) -> tuple[int, ...]:
     """Of the ranks from ``start`` on, that one and all others whose message has not come."""
     others = zip(peers[start + 1 :], standing[start + 1 :], strict=True)
-    return peers[start], *(peer for peer, each in others if not _is_done(each.pending))
-
-
-def _is_done(pending: Pending) -> bool:
-    try:
-        return pending.wait(_INSTANT)
-    except RuntimeError:
-        return False
+    return peers[start], *(peer for peer, each in others if not each.has_come())

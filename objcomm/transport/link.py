@@ -1,13 +1,16 @@
-"""What a transport offers to the rooms above: links, tags and time limits.
+"""What a transport offers to the rooms above: links, their errors, tags and time limits.
 
 A *link* joins all ranks of a group for bytes in CPU memory; a *device link* does so for memory of
 an accelerator. Ranks here are ranks within the group.
+
+What stands at the methods of ``Link`` and ``Connections`` is a contract: the rooms above rely on
+that and on nothing else, and ``check_link`` of ``tests/contracts.py`` holds each link to it.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +24,6 @@ _SEQUENCE_BITS = 16
 _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
 _RECEIPT = _PAYLOAD << 1
 _RESULT = _PAYLOAD << 2
-POKE_TAG = (1 << 31) - 1  # nothing is ever sent with it
 _LEAST_SECONDS = 0.01
 _GRACE_SECONDS = 2.0
 
@@ -46,63 +48,138 @@ def result_tag(lane: int, sequence: int) -> int:
     return _RESULT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
 
 
-def reason_of(error: BaseException) -> str:
-    """Gloo's text without its source file and its general advice."""
-    text = str(error)
-    if text.startswith("["):
-        text = text.partition("] ")[2]
-    return text.partition(". This is typically")[0]
+#: How the reason of a connection's end begins where its other end, or all its host, is gone.
+PEER_LOST = "it died, exited or lost its network"
+HOST_LOST = "its host, or the network on the way there, has failed"
 
 
-class Pending(Protocol):
-    """A transfer under way; ``torch.distributed.Work`` is one."""
+class LinkError(Exception):
+    """What a link raises; itself where this process can't make one, and nobody else is at fault.
 
-    def wait(self, timeout: timedelta) -> bool:
-        """Block until the memory may be used again.
+    Attributes:
+        reason: what happened, and whose doing it was as far as the link knows.
+    """
 
-        Raises:
-            RuntimeError: the peer is gone or the limit passed; the link is unusable then.
-        """
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class LinkTimeout(LinkError):
+    """The limit of a wait has passed."""
+
+
+class LinkClosed(LinkError):
+    """The connection has ended, or could not be made, and its other end is at fault.
+
+    Or this rank has aborted the link; why, it knows itself. The reason begins with ``HOST_LOST``
+    where the other end's whole host is out of reach.
+    """
+
+
+#: A transfer under way. What it is, only the link knows that began it: each gives its own.
+Pending = Any
 
 
 class Link(Protocol):
-    """Point-to-point transfers between CPU memories.
+    """Point-to-point transfers between CPU memories; any thread may call any method.
 
-    Transfers of one pair, direction and tag happen in the order in which they were posted; a
-    receive may be longer than what is sent, never shorter.
+    Transfers of one pair, direction and tag happen in the order in which they were posted, and wait
+    for no others. What is sent before its receive is posted is not lost. A receive may be longer
+    than what is sent, never shorter: that may end the process. Nothing is a message, too.
+
+    The end of a connection wakes who waits for a receive that no byte has reached yet. Whether it
+    wakes who waits for one that is being filled tells ``needs_last_byte_apart``. It need not wake
+    who waits for a send; ``abort`` wakes all who wait for a receive, or for a send by
+    ``wait_apart``.
 
     Attributes:
+        kind: what the log calls it.
         rank: this one.
         size: number of ranks.
         hosts: of each rank, as a number.
+        needs_last_byte_apart: whether the last byte of what a receiver waits for must be a transfer
+            of its own, because a receive that is being filled is not woken.
+        ahead: so many pieces a receiver posts at a time where it answers each; more would keep the
+            answers from leaving.
     """
 
+    kind: str
     rank: int
     size: int
     hosts: tuple[int, ...]
+    needs_last_byte_apart: bool
+    ahead: int
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Begin to send; ``flat`` may not change before the end."""
+        """Begin to send; returns at once, whether or not the peer has asked for it.
 
-    def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Begin to receive into ``flat``."""
-
-    def abort(self) -> None:
-        """Close every connection, from any thread, so that whoever waits raises."""
-
-    def is_flowing(self) -> bool:
-        """Whether every connection is known to stand and to take more bytes at once."""
-
-    def wait_apart(self, wait: Callable[[], None]) -> None:
-        """Let a thread of the link's do ``wait``, and raise what it raises.
+        Args:
+            flat: ``uint8`` and contiguous; it must live, and may not change, before the end.
+            peer: to whom; never this rank.
+            tag: 31 bits, of those that the functions of this module give.
 
         Raises:
-            RuntimeError: the link was aborted; that thread may wait on, with what it waits for.
+            LinkClosed: the connection is known to have ended; else the wait says so.
+        """
+
+    def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Begin to receive into ``flat``; returns at once. As ``send``.
+
+        Raises:
+            LinkClosed: as ``send``.
+        """
+
+    def wait(self, pending: Pending, limit: timedelta) -> None:
+        """Block until the memory of a transfer may be used again; once for each transfer.
+
+        What has arrived whole is given out also when the connection has ended since. A second wait
+        for the same transfer may have no end.
+
+        Args:
+            pending: what ``send`` or ``recv`` of this link has returned.
+            limit: how long; a millisecond at least.
+
+        Raises:
+            LinkTimeout: the limit passed first. Nothing that has arrived is lost, see
+                ``is_done``; but the link may have closed itself, and is of no more use.
+            LinkClosed: the connection ended first.
+        """
+
+    def is_done(self, pending: Pending) -> bool:
+        """Whether a transfer is over for which nobody has waited; returns soon.
+
+        For a link that is of no more use: to ask may close it, and counts as the one wait.
+        """
+
+    def wait_apart(self, wait: Callable[[], None]) -> None:
+        """Do ``wait``, which waits for sends, so that ``abort`` ends it.
+
+        Where the link's own waits for sends may miss that, a thread of the link's does it.
+
+        Raises:
+            LinkClosed: the link was aborted; that thread may wait on, with what it waits for.
+        """
+
+    def is_flowing(self) -> bool:
+        """Whether every connection is known to stand and to take more bytes at once.
+
+        What the peers have asked for then leaves this rank at once, and ``wait_apart`` may be
+        saved. False is always right.
+        """
+
+    def abort(self) -> None:
+        """Close every connection, from any thread, so that whoever waits raises; also once more.
+
+        So do the peers that wait for this rank.
         """
 
 
 class Connections(Link, Protocol):
-    """A link that knows which of its connections have ended: what a mesh is made of."""
+    """A link that knows which of its connections have ended: what a mesh is made of.
+
+    It notices by itself, and within a second, that a peer's process has ended.
+    """
 
     def closed(self) -> Sequence[int]:
         """The peers to whom the connection is closed, on whichever side it began; closes none."""
@@ -111,7 +188,7 @@ class Connections(Link, Protocol):
         """Whether the connection to one peer is."""
 
     def closed_by(self) -> Sequence[int]:
-        """The peers that had closed their connections before this rank did."""
+        """The peers that had closed their connections before this rank did; may close the rest."""
 
     def beside(self, peers: Sequence[int]) -> Sequence[int]:
         """The other ranks on the hosts of some peers, those included, in order."""

@@ -26,7 +26,7 @@ from objcomm.errors import WireError
 from objcomm.transport.store import read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from datetime import timedelta
 
     from objcomm.observe.history import Entry
@@ -136,16 +136,22 @@ def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> tuple[i
     return _meet_as_host(ours, size, progress)
 
 
-def forget(store: dist.Store, nonce: str, size: int) -> None:
-    """Leave nothing behind; every rank calls this when it is connected, the last one cleans up."""
+def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> None:
+    """Leave nothing behind; every rank calls this when it is connected, the last one cleans up.
+
+    Args:
+        store: as ``meet`` got it.
+        nonce: of the meeting.
+        size: number of members.
+        left: the keys of this store in which the link has left something.
+    """
     ours = dist.PrefixStore(_PREFIX, store)
     if ours.add(f"connected/{nonce}", 1) < size:
         return
     for key in (f"connected/{nonce}", f"go/{nonce}"):
         ours.delete_key(key)
-    for rank in range(size):
-        # Where Gloo leaves its addresses (c10d::ProcessGroupGloo, first context).
-        store.delete_key(f"{_PREFIX}/{nonce}/0/{rank}")
+    for key in left:
+        store.delete_key(key)
 
 
 def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> tuple[int, ...]:

@@ -18,10 +18,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-#: Why a connection has ended that the kernel gave up.
-HOST_LOST = "its host, or the network on the way there, has failed"
-
-# What Linux says then: the last is what a router, or the own host, has told it meanwhile.
+# What Linux says of a connection that it gave up: the last is what a router, or the own host, has
+# told it meanwhile.
 _OUTAGES = [os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)]
 
 # To ask for more takes as long as what it saves.
@@ -49,7 +47,7 @@ def open_sockets() -> dict[int, int]:
 def notice_outages(before: Collection[int], seconds: float, port: int = 0) -> None:
     """Let connections end when nothing was heard from their other ends for ``seconds``.
 
-    Gloo does not hand out its sockets, so these are all that are new. One that another thread of
+    Torch does not hand out its sockets, so these are all that are new. One that another thread of
     the user's opens in the same milliseconds may be among them: it too is ended by an unreachable
     host, and by nothing else.
 
@@ -154,10 +152,9 @@ def _connections() -> Iterator[tuple[int, Any, socket.socket]]:
                 yield inode, end.getpeername(), end
 
 
-def cause_of(told: str) -> str:
-    """Why a connection has ended, of which Gloo has ``told`` something."""
-    is_outage = any(each in told for each in _OUTAGES)
-    return HOST_LOST if is_outage else "it died, exited or lost its network"
+def is_outage(told: str) -> bool:
+    """Whether the text of an error has the kernel's words for a host that is out of reach."""
+    return any(each in told for each in _OUTAGES)
 
 
 def _limit(inode: int, descriptor: int, seconds: float, port: int) -> None:

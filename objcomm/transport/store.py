@@ -35,6 +35,14 @@ _NO_KEY = "objcomm/nobody writes this"
 _NOTHING = "objcomm has found nothing"  # no value of ours begins so
 
 
+def reason_of(error: BaseException) -> str:
+    """What torch says, without its source file and its general advice."""
+    text = str(error)
+    if text.startswith("["):
+        text = text.partition("] ")[2]
+    return text.partition(". This is typically")[0]
+
+
 def read(store: dist.Store | UntilLost, key: str) -> bytes | None:
     """What stands under a key, if there is something; blocks no longer than the answer takes.
 

@@ -14,6 +14,11 @@ from typing import Self
 
 _ABANDONED = "the connections were closed, and the wait for what was sent over them given up"
 
+
+class AbandonedError(RuntimeError):
+    """A wait was given up by who had let another thread do it."""
+
+
 # A crew's idle thread waits so long for its next job.
 _IDLE_SECONDS = 5.0
 
@@ -208,12 +213,12 @@ class Apart:
         """Let a thread do ``wait``, and raise what it raises.
 
         Raises:
-            RuntimeError: it was abandoned, or this process can start no more threads.
+            AbandonedError: it was given up, before or meanwhile.
         """
         done: Future[None] = Future()
         with self._lock:
             if self._is_abandoned:
-                raise RuntimeError(_ABANDONED)
+                raise AbandonedError(_ABANDONED)
             self._under_way.add(done)
         run = partial(self._run, wait, done)
         try:
@@ -233,7 +238,7 @@ class Apart:
         self._crew.close()  # nothing will come: no idle thread need wait for it
         self._crew.give_up()
         for each in left:
-            self._conclude(each, RuntimeError(_ABANDONED))
+            self._conclude(each, AbandonedError(_ABANDONED))
 
     def _run(self, wait: Callable[[], None], done: Future[None]) -> None:
         try:

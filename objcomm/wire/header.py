@@ -16,8 +16,8 @@ MAGIC = b"OBJC"
 VERSION = 1
 
 #: The first message of an operation has at most this many bytes, and every receive of a first
-#: message is posted with exactly this size: Gloo aborts the process of a receiver whose buffer is
-#: too small. 8 B and 64 KiB cost the same on the wire, so the window is generous.
+#: message is posted with exactly this size: a receiver whose buffer is too small may not survive
+#: (see ``Link``). 8 B and 64 KiB cost the same on the wire, so the window is generous.
 WINDOW_NBYTES = 32 * 1024
 
 _HEADER = struct.Struct("<4sBBBBiiIIQQQ16s64sIQQQQiI32s32sII")

@@ -17,8 +17,8 @@ import torch.distributed.distributed_c10d as c10d
 from objcomm.algorithms.exchange import Exchange
 from objcomm.collectives import split
 from objcomm.p2p.mailbox import Mailbox
-from objcomm.transport.gloo import GlooLink
-from objcomm.transport.link import LANE_BITS, POKE_TAG
+from objcomm.transport.gloo import POKE_TAG, GlooLink
+from objcomm.transport.link import LANE_BITS
 from objcomm.wire.message import Message
 from objcomm.world import create
 from tests.faults.plan import Case, Fault, Phase

@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-failure-blamed-on-others",
-        "objcomm/failures/mesh.py",
+        "objcomm/transport/gloo.py",
         '_OF_A_PEER = ("onnect", "imed out", "imeout")',
         '_OF_A_PEER = ("",)',
         "a rank that has no such network interface names all others",

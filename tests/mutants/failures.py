@@ -187,7 +187,7 @@ MUTANTS = (
     Mutant(
         "first-absent-rank-only",
         "objcomm/transport/lane.py",
-        "return peers[start], *(peer for peer, each in others if not _is_done(each.pending))",
+        "return peers[start], *(peer for peer, each in others if not each.has_come())",
         "return (peers[start],)",
         "of several missing ranks a time-out names the first",
         ("tests/unit/test_routes.py",),

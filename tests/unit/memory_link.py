@@ -14,7 +14,7 @@ from objcomm.algorithms.transfers import Meter
 from objcomm.config import Settings
 from objcomm.observe.history import Entry
 from objcomm.transport.lane import Lane
-from objcomm.transport.link import Deadline, DeviceLink
+from objcomm.transport.link import PEER_LOST, Deadline, DeviceLink, LinkClosed, LinkTimeout
 from objcomm.wire.gate import Gate
 from objcomm.wire.header import BLANK, EVERYONE, Header, Operation
 
@@ -39,6 +39,12 @@ class Wire:
         """Messages that nobody has received."""
         return len(self._sent)
 
+    def end(self) -> None:
+        """Wake who waits: no more will come."""
+        with self._lock:
+            while self._posted:
+                self._posted.popleft().fail()
+
     def _meet(self, queue: deque[Any], item: Any) -> None:
         with self._lock:
             queue.append(item)
@@ -54,10 +60,23 @@ class Wires:
         self.hosts = tuple(hosts or [0] * size)
         self._lock = threading.Lock()
         self._wires: dict[tuple[int, int, int], Wire] = defaultdict(Wire)
+        self._ended_by: dict[frozenset[int], int] = {}
 
     def between(self, source: int, destination: int, tag: int) -> Wire:
         with self._lock:
             return self._wires[source, destination, tag]
+
+    def end(self, rank: int, peer: int) -> None:
+        """``rank`` closes its connection to ``peer``."""
+        with self._lock:
+            self._ended_by.setdefault(frozenset({rank, peer}), rank)
+            wires = [each for ends, each in self._wires.items() if {*ends[:2]} == {rank, peer}]
+        for each in wires:
+            each.end()
+
+    def ended_by(self, rank: int, peer: int) -> int | None:
+        """Who closed the connection of two ranks, if one did."""
+        return self._ended_by.get(frozenset({rank, peer}))
 
     def left_over(self) -> int:
         """Messages that nobody has received."""
@@ -69,34 +88,52 @@ class Arrival:
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._flat = flat
-        self._has_come = threading.Event()
+        self._is_over = threading.Event()
         self._is_too_long = False
+        self._has_failed = False
 
     def fill(self, sent: torch.Tensor) -> None:
         self._is_too_long = sent.numel() > self._flat.numel()
         if not self._is_too_long:
             self._flat[: sent.numel()] = sent
-        self._has_come.set()
+        self._is_over.set()
 
-    def wait(self, timeout: timedelta) -> bool:
-        if not self._has_come.wait(timeout.total_seconds()):
-            raise RuntimeError("timed out")
-        assert not self._is_too_long, "Gloo would abort this process"
-        return True
+    def fail(self) -> None:
+        self._has_failed = True
+        self._is_over.set()
+
+    def wait(self, limit: timedelta) -> None:
+        if not self._is_over.wait(limit.total_seconds()):
+            raise LinkTimeout("timed out")
+        if self._has_failed:
+            raise LinkClosed(PEER_LOST)
+        assert not self._is_too_long, "a real link may end this process"
+
+    def is_done(self) -> bool:
+        return self._is_over.is_set() and not self._has_failed
 
 
 class Departure:
     """A send, which is always done."""
 
-    def wait(self, timeout: timedelta) -> bool:
-        del timeout
+    def wait(self, limit: timedelta) -> None:
+        pass
+
+    def is_done(self) -> bool:
         return True
 
 
 class MemoryLink:
-    """See ``objcomm.transport.link.Link``; also a device link, where "the device" is the CPU."""
+    """See ``objcomm.transport.link.Connections``; also a device link, where the device is the CPU.
 
+    It pretends to need what a real link may need.
+    """
+
+    kind = "memory"
+    needs_last_byte_apart = True
+    ahead = 4
     device = torch.device("cpu")
+    may_send_nothing = False  # that costs a message, which no route should
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self.rank = rank
@@ -104,28 +141,70 @@ class MemoryLink:
         self.hosts = wires.hosts
         self.sent: list[tuple[int, int]] = []  # bytes and tag of each transfer
         self._wires = wires
+        self._is_aborted = False
 
     def send(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Departure:
-        assert flat.numel() > 0, "Gloo can't send nothing"
+        assert flat.numel() > 0 or self.may_send_nothing, "a message without need"
+        self._check(peer)
         self.sent.append((flat.numel(), tag))
         self._wires.between(self.rank, peer, tag).put(flat.clone())
         return Departure()
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Arrival:
-        arrival = Arrival(flat)
-        self._wires.between(peer, self.rank, tag).post(arrival)
+        arrival, wire = Arrival(flat), self._wires.between(peer, self.rank, tag)
+        wire.post(arrival)
+        if self.is_closed(peer):  # after it was posted: it may have been closed meanwhile
+            wire.end()
+            self._check(peer)
         return arrival
+
+    def wait(self, pending: Arrival | Departure, limit: timedelta) -> None:
+        """See ``Link``."""
+        pending.wait(limit)
+
+    def is_done(self, pending: Arrival | Departure) -> bool:
+        """See ``Link``."""
+        return pending.is_done()
 
     def is_flowing(self) -> bool:
         """See ``Link``."""
-        return True
+        return not self.closed()
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``; there is nothing that could be stuck."""
+        if self._is_aborted:
+            raise LinkClosed("aborted")
         wait()
 
     def abort(self) -> None:
-        pass
+        """See ``Link``."""
+        self._is_aborted = True
+        for peer in self._others():
+            self._wires.end(self.rank, peer)
+
+    def closed(self) -> list[int]:
+        """See ``Connections``."""
+        return [peer for peer in self._others() if self.is_closed(peer)]
+
+    def is_closed(self, peer: int) -> bool:
+        """See ``Connections``."""
+        return self._wires.ended_by(self.rank, peer) is not None
+
+    def closed_by(self) -> list[int]:
+        """See ``Connections``."""
+        return [peer for peer in self._others() if self._wires.ended_by(self.rank, peer) == peer]
+
+    def beside(self, peers: Sequence[int]) -> list[int]:
+        """See ``Connections``."""
+        hosts = {self.hosts[peer] for peer in peers}
+        return [peer for peer in self._others() if self.hosts[peer] in hosts]
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def _check(self, peer: int) -> None:
+        if self.is_closed(peer):
+            raise LinkClosed(PEER_LOST)
 
 
 class MemoryDeviceLink:

@@ -11,19 +11,19 @@ from objcomm.errors import TransportError, TransportTimeout
 from objcomm.failures.liveness import Processes
 from objcomm.failures.mesh import by_name
 from objcomm.failures.verdict import Cause, Verdict
-from objcomm.transport.link import Pending
+from objcomm.transport.link import LinkClosed
 from objcomm.wire.message import compose
-from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
+from tests.unit.memory_link import Arrival, MemoryLink, Wires, exchange_on, header_of, new_lane
 
 
-class _Lost:
-    def wait(self, _: timedelta) -> bool:
-        raise RuntimeError("Connection closed by peer")
+class _Lost(Arrival):
+    def wait(self, _: timedelta) -> None:
+        raise LinkClosed("Connection closed by peer")
 
 
 class _WithoutRank2(MemoryLink):
-    def recv(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Pending:  # type: ignore[override]  # any will do
-        return _Lost() if peer == 2 else super().recv(flat, peer, tag)
+    def recv(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Arrival:
+        return _Lost(flat) if peer == 2 else super().recv(flat, peer, tag)
 
 
 def test_only_the_rank_whose_connection_has_ended_is_named() -> None:

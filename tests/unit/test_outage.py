@@ -9,9 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from objcomm.transport.sockets import (
-    HOST_LOST,
-    cause_of,
     hang_up,
+    is_outage,
     notice_outages,
     open_sockets,
     other_ends,
@@ -115,7 +114,7 @@ def test_a_descriptor_that_is_no_socket_is_none() -> None:
     ],
 )
 def test_an_outage_is_told_from_other_ends(told: str, *, is_one: bool) -> None:
-    assert (cause_of(told) == HOST_LOST) is is_one
+    assert is_outage(told) is is_one
 
 
 def test_only_new_connections_to_a_port_tell_its_address(
