@@ -5,7 +5,6 @@ who has to send to whom.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -74,8 +73,9 @@ class Exchange(Transfers):
         self._lane = lane
         self.gate = gate
         self._head_tag = head_tag(lane.number)
-        self._heads_to: Counter[int] = Counter()
-        self._heads_from: Counter[int] = Counter()
+        self._heads_to: dict[int, int] = {}
+        self._heads_from: dict[int, int] = {}
+        self._asked: set[int] = set()
 
     @property
     def cost(self) -> tuple[int, int, int]:
@@ -89,7 +89,10 @@ class Exchange(Transfers):
         flat = torch.frombuffer(self.gate.head_of(message, destination), dtype=torch.uint8)
         for peer in peers:
             self._send(flat, peer, self._head_tag, message)
-            self._heads_to[peer] += 1
+            self._heads_to[peer] = self._heads_to.get(peer, 0) + 1
+            if peer in self._lane.asking:
+                self._lane.asking.discard(peer)
+                self._asked.add(peer)
 
     def finish(self) -> None:
         """See ``Transfers``."""
@@ -100,9 +103,10 @@ class Exchange(Transfers):
         """See ``Transfers``."""
         # Each rank posts the receive for a rank's next first message when it has taken one, so that
         # the link hears of that before its own next first message.
-        are_heads = len(self._sends) == self._heads_to.total()
+        are_heads = len(self._sends) == sum(self._heads_to.values())
         return are_heads and all(
-            count <= self._heads_from[peer] and peer in self._lane.answering
+            (count == 1 and peer in self._asked)
+            or (count <= self._heads_from.get(peer, 0) and peer in self._lane.answering)
             for peer, count in self._heads_to.items()
         )
 
@@ -130,7 +134,9 @@ class Exchange(Transfers):
                 is_late = self._has_timed_out(error)
                 missing = absent(peers, standing, at) if is_late else (peer,)
                 raise self._naming(error, missing) from error
-            self._heads_from[peer] += 1
+            self._heads_from[peer] = self._heads_from.get(peer, 0) + 1
+            if peer not in self._heads_to and peer in self._lane.answering:
+                self._lane.asking.add(peer)
             message = self.open(each.raw, peer if made_by is None else made_by)
             each.renew()
             self.received_nbytes += message.header.head_nbytes

@@ -49,6 +49,8 @@ class Lane:
         line: carries out asynchronous calls, if there ever was one.
         answering: the ranks that took a first message in an earlier call. Each has then posted the
             receive for the next one before it sends one itself.
+        asking: those of them that are certain to take this rank's next first message: each has sent
+            one of its own since it took the last.
         owes: whether its thread has yet to raise the verdict that ended the link.
     """
 
@@ -67,6 +69,7 @@ class Lane:
         self.waiter = 0
         self.line: Line | None = None
         self.answering: set[int] = set()
+        self.asking: set[int] = set()
         self.owes = True
         self.past: deque[Entry] = deque(maxlen=_PAST)
         self._standing: dict[int, Standing] = {}

@@ -162,9 +162,17 @@ MUTANTS = (
     Mutant(
         "first-messages-taken-for-asked-for",
         "objcomm/algorithms/exchange.py",
-        "count <= self._heads_from[peer] and peer in self._lane.answering",
-        "count <= self._heads_from[peer]",
+        "count <= self._heads_from.get(peer, 0) and peer in self._lane.answering",
+        "count <= self._heads_from.get(peer, 0)",
         "a send that its receiver has not asked for yet is waited for in place",
+        ("tests/unit/test_flow.py",),
+    ),
+    Mutant(
+        "asked-for-once-and-for-all",
+        "objcomm/algorithms/exchange.py",
+        "                self._lane.asking.discard(peer)\n",
+        "",
+        "a second send that its receiver has not asked for is waited for in place",
         ("tests/unit/test_flow.py",),
     ),
     Mutant(

@@ -135,3 +135,27 @@ def test_only_who_has_taken_a_message_before_has_asked_for_the_next() -> None:
     receiving.recv_heads([0])
     sending.confirm([1], [])
     assert not sending.are_asked_for()
+
+
+def test_who_has_sent_since_it_took_the_last_message_has_asked_for_one_more() -> None:
+    wires = Wires(2)
+    links, lanes = [MemoryLink(wires, 0), MemoryLink(wires, 1)], [new_lane(), new_lane()]
+
+    def told(sequence: int, source: int) -> bool:
+        both = zip(links, lanes, strict=True)
+        exchanges = [exchange_on(link, lane, sequence=sequence) for link, lane in both]
+        sending, receiving = exchanges[source], exchanges[1 - source]
+        sending.send_head(compose(sending.header, b""), [1 - source])
+        is_asked_for = sending.are_asked_for()
+        receiving.recv_heads([source])
+        for each in exchanges:
+            each.finish()
+        return is_asked_for
+
+    # As in broadcasts whose source moves on: only who was answered once can know.
+    moving = [told(sequence, sequence % 2) for sequence in range(5)]
+    assert moving == [False, False, True, True, True]
+    assert not told(5, 0)  # the same source again: nothing came from the other one meanwhile
+    assert told(6, 1)  # to it something came, in both
+    assert not told(7, 1)
+    assert told(8, 0)
