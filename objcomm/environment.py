@@ -19,7 +19,7 @@ _STEP_STRIDE = 1009  # keeps the steps of one job, and jobs of consecutive numbe
 _IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Where one process of a job stands.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     port: int
 
 
-class Standing(NamedTuple):
+class Unjoined(NamedTuple):
     """What a launcher says of a process that has not joined the others.
 
     Attributes:
@@ -100,7 +100,7 @@ def has_agent_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def place_in(environ: Mapping[str, str]) -> Place | None:
+def placement_in(environ: Mapping[str, str]) -> Placement | None:
     """Read a launcher's variables; empty ones count as not set.
 
     Args:
@@ -124,7 +124,7 @@ def place_in(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
-def standing_in(environ: Mapping[str, str]) -> Standing:
+def unjoined_in(environ: Mapping[str, str]) -> Unjoined:
     """Read only what every process may ask at any time; what can't be read promises nothing.
 
     Args:
@@ -135,9 +135,9 @@ def standing_in(environ: Mapping[str, str]) -> Standing:
     name = next((each for each in sizes if _text(environ, each)), "WORLD_SIZE")
     world_size = _readable(environ, name, 1)
     if world_size <= 1:
-        return Standing(0, 1, "")
+        return Unjoined(0, 1, "")
     rank = -1 if names is None else _readable(environ, names.rank, -1)
-    return Standing(rank if rank < world_size else -1, world_size, f"{name}={world_size}")
+    return Unjoined(rank if rank < world_size else -1, world_size, f"{name}={world_size}")
 
 
 def rank_in(environ: Mapping[str, str]) -> int | None:
@@ -190,7 +190,7 @@ def _readable(environ: Mapping[str, str], name: str, default: int) -> int:
         return default
 
 
-def _place(names: _Names, found: Mapping[str, str]) -> Place:
+def _place(names: _Names, found: Mapping[str, str]) -> Placement:
     rank = _number(found, names.rank)
     # A batch script may export the world's size for all, and leave ranks to the launcher.
     size_name = next((each for each in names.world_sizes if each in found), "WORLD_SIZE")
@@ -206,7 +206,7 @@ def _place(names: _Names, found: Mapping[str, str]) -> Place:
             "each process has a rank of its own, counted from 0"
         )
     host = _host(names, found, world_size)
-    return Place(
+    return Placement(
         names.launcher, rank, world_size, _local_rank(names, found, world_size), host, _port(found)
     )
 

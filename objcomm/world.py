@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from objcomm.environment import Standing, standing_in
+from objcomm.environment import Unjoined, unjoined_in
 from objcomm.errors import NotInGroupError, UsageError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def group_for_call(group: GroupLike) -> Any:
         NotInGroupError: this rank is no member.
     """
     if not is_initialized():
-        promise = standing_in(os.environ).promise if group is None else ""
+        promise = unjoined_in(os.environ).promise if group is None else ""
         if promise:
             raise UsageError(
                 f"{promise} promises other ranks, but torch.distributed is not initialised; call "
@@ -161,11 +161,11 @@ def is_reachable(group: GroupLike) -> bool:
     return store is not None and type(store).__name__ not in _STORES_OF_ONE_PROCESS
 
 
-def _not_joined(group: GroupLike) -> Standing:
+def _not_joined(group: GroupLike) -> Unjoined:
     """What is known of this rank where torch.distributed is not initialised."""
     if group is None:
-        return standing_in(os.environ)
-    return Standing(-1, -1, "") if is_nobody(group) else Standing(0, 1, "")
+        return unjoined_in(os.environ)
+    return Unjoined(-1, -1, "") if is_nobody(group) else Unjoined(0, 1, "")
 
 
 def rank(group: GroupLike = None) -> int:

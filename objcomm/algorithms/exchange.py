@@ -13,8 +13,8 @@ from objcomm.algorithms import topology
 from objcomm.algorithms.device import DevicePath
 from objcomm.algorithms.transfers import Meter, Transfers, Unit, is_paced, nbytes_of
 from objcomm.codecs.buffers import view
-from objcomm.observe.history import Entry
-from objcomm.transport.lane import Lane, Standing, absent
+from objcomm.observe.history import CallRecord
+from objcomm.transport.lane import Lane, StandingReceive, absent
 from objcomm.transport.link import Deadline, Link, LinkError, head_tag
 from objcomm.wire.gate import Gate
 from objcomm.wire.header import EVERYONE, Header
@@ -45,7 +45,7 @@ class Exchange(Transfers):
         *,
         link: Link,
         lane: Lane,
-        entry: Entry,
+        entry: CallRecord,
         deadline: Deadline,
         gate: Gate,
         device: DevicePath,
@@ -144,7 +144,7 @@ class Exchange(Transfers):
         self.rounds += 1
         return messages
 
-    def _standing(self, peer: int) -> Standing:
+    def _standing(self, peer: int) -> StandingReceive:
         try:
             return self._lane.standing(self._link, peer)
         except LinkError as error:

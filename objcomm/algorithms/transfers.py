@@ -16,7 +16,7 @@ import torch
 
 from objcomm.codecs.buffers import empty
 from objcomm.errors import TransportError, TransportTimeout
-from objcomm.observe.history import Entry
+from objcomm.observe.history import CallRecord
 from objcomm.transport.link import (
     Deadline,
     Link,
@@ -107,7 +107,7 @@ class Transfers:
     """
 
     def __init__(
-        self, link: Link, lane: int, entry: Entry, deadline: Deadline, meter: Meter | None
+        self, link: Link, lane: int, entry: CallRecord, deadline: Deadline, meter: Meter | None
     ) -> None:
         """Begin.
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from objcomm.calls.group import resolve
 from objcomm.config import DeviceLike, Timeout, seconds_of
-from objcomm.environment import Place, has_agent_store, place_in
+from objcomm.environment import Placement, has_agent_store, placement_in
 from objcomm.errors import StartError, UsageError
 from objcomm.observe.history import call_site
 from objcomm.observe.log import log
-from objcomm.transport.rendezvous import GivenUpError, Progress, await_all, meet
+from objcomm.transport.rendezvous import GivenUpError, MeetingState, await_all, meet
 from objcomm.world import is_initialized, is_reachable, store_of
 
 
@@ -62,7 +62,7 @@ def check_backend(backend: str) -> None:
             )
 
 
-def cuda_device(place: Place, device: DeviceLike) -> torch.device:
+def cuda_device(place: Placement, device: DeviceLike) -> torch.device:
     """Which CUDA device is this rank's.
 
     Args:
@@ -177,7 +177,7 @@ def init(
     if is_initialized():
         start = _as_it_is(backend)
     else:
-        place = place_in(os.environ)
+        place = placement_in(os.environ)
         start = _alone() if place is None else _joined(place, backend, limit, device)
     log.info("%s", start)
     return start
@@ -256,7 +256,7 @@ def _as_it_is(backend: str | None) -> Start:
 
 
 def _joined(
-    place: Place,
+    place: Placement,
     backend: str | None,
     limit: timedelta | None,
     device: DeviceLike,
@@ -300,7 +300,7 @@ def _joined(
 
 
 # Quoted, for a torch that was built without distributed.
-def _store_of_agent(place: Place, limit: timedelta | None) -> "dist.Store":
+def _store_of_agent(place: Placement, limit: timedelta | None) -> "dist.Store":
     """The store that torchrun keeps for all attempts of this job's ranks to meet."""
     from torch.distributed.constants import default_pg_timeout  # noqa: PLC0415  # needs distributed
 
@@ -310,7 +310,7 @@ def _store_of_agent(place: Place, limit: timedelta | None) -> "dist.Store":
     )
 
 
-def _fresh_part(store: "dist.Store", place: Place) -> "dist.Store":
+def _fresh_part(store: "dist.Store", place: Placement) -> "dist.Store":
     """The part of the store in which torch's ranks meet, or a new one if they met there before.
 
     Gloo finds the others by addresses that it leaves in the store and never removes: who joins
@@ -321,7 +321,7 @@ def _fresh_part(store: "dist.Store", place: Place) -> "dist.Store":
     """
     if place.world_size == 1 or not store.check([_HAVE_JOINED]):
         return dist.PrefixStore("default_pg", store)  # as init_process_group names it
-    progress = Progress(place.rank, tuple(range(place.world_size)))
+    progress = MeetingState(place.rank, tuple(range(place.world_size)))
     seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in torch's stub
     timer = threading.Timer(seconds, setattr, (progress, "is_over", True))
     timer.daemon = True

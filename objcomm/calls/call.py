@@ -18,7 +18,7 @@ from objcomm.algorithms.device import DevicePath
 from objcomm.algorithms.exchange import Exchange
 from objcomm.calls.group import resolve, solo_group
 from objcomm.calls.region import acts_alone
-from objcomm.calls.watched import Turn
+from objcomm.calls.watched import Watched
 from objcomm.calls.work import Work
 from objcomm.codecs.base import codec_named, copy, decode, encode
 from objcomm.codecs.buffers import readable
@@ -32,10 +32,10 @@ from objcomm.config import (
     using,
 )
 from objcomm.errors import CollectiveError, DecodeError, ObjcommError, WireError
-from objcomm.observe.history import Entry, call_site
+from objcomm.observe.history import CallRecord, call_site
 from objcomm.observe.progress import bar_for
 from objcomm.observe.tracing import Span, span
-from objcomm.transport.threads import Line
+from objcomm.transport.threads import SerialExecutor
 from objcomm.wire.failure import (
     DifferenceError,
     DisagreementError,
@@ -165,7 +165,7 @@ class Call:
 
     Constructing it checks the arguments, connects the group's ranks if this is their first call,
     for which it waits until the limit, and takes the next number on this thread's lane. So an error
-    after that is told to the others: see ``Turn.give_up``.
+    after that is told to the others: see ``Watched.give_up``.
 
     When it is entered it waits for the lane's earlier calls, and when it is left it is concluded,
     whatever has happened. An operation takes two steps in between: it encodes, on the caller's
@@ -240,7 +240,7 @@ class Call:
         self.rank, self.size = self._group.rank, self._group.size
         self._bar = bar_for(self.name, self.rank) if progress else None
         self._own_error: BaseException | None = None
-        self._turn: Turn | None = None
+        self._turn: Watched | None = None
         self._lane: Lane | None = None
         self._span: Span | None = None
         # Of an asynchronous call. Where Ctrl-C comes while the rest is handed over, both threads
@@ -254,9 +254,11 @@ class Call:
         else:
             number, place = self._group.recorder.history.next_number(), self.call_site
             header = Header(operation=operation, root=root, sequence=number, call_site=place)
-            self._record(Entry(header, self.name, self._coding.codec_name))
+            self._record(CallRecord(header, self.name, self._coding.codec_name))
 
-    def _begin(self, operation: Operation, root: int, must_agree: str, *, is_paced: bool) -> Turn:
+    def _begin(
+        self, operation: Operation, root: int, must_agree: str, *, is_paced: bool
+    ) -> Watched:
         """Take the next number on this thread's lane, last of all that can go wrong."""
         try:
             mesh, lane = self._group.enter(self.name, self._deadline, self.call_site)
@@ -279,7 +281,7 @@ class Call:
             call_site=self.call_site,
             name=shown(must_agree) if operation is Operation.BARRIER else "",
         )
-        entry = Entry(header, self.name, self._coding.codec_name, lane.name)
+        entry = CallRecord(header, self.name, self._coding.codec_name, lane.name)
         exchange = Exchange(
             link=mesh.connections_for(self.name),
             lane=lane,
@@ -294,9 +296,9 @@ class Call:
         self._record(entry)
         is_met = self._coding.settings.is_checked
         meeting = compose(header, header.name.encode()) if is_met else None
-        return Turn(mesh, lane, exchange, self._deadline, meeting)
+        return Watched(mesh, lane, exchange, self._deadline, meeting)
 
-    def _record(self, entry: Entry) -> None:
+    def _record(self, entry: CallRecord) -> None:
         self._entry = entry
         entry.began -= time.perf_counter() - self._began  # a first call has waited for the ranks
         self._group.recorder.history.add(entry)
@@ -467,7 +469,7 @@ class Call:
         if lane is None:
             return Work[R](self.name, self.call_site).carry_out_here(body)
         if lane.line is None:
-            lane.line = Line(f"objcomm-line {lane.name}".strip())
+            lane.line = SerialExecutor(f"objcomm-line {lane.name}".strip())
         work = Work[R](self.name, self.call_site, lane)
         work.carry_out_on(lane.line, body)
         return work
@@ -490,7 +492,7 @@ class Call:
         """Whether this thread is the one to conclude the call, as the first that asks is."""
         return self._claim is None or self._claim.acquire(blocking=False)
 
-    def traffic(self) -> Turn:
+    def traffic(self) -> Watched:
         """The part of a call during which ranks wait for each other; a context that gives it."""
         if self._turn is None:
             raise WireError(f"{self.name}: a world of one has no traffic")

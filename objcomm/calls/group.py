@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from objcomm.algorithms.device import device_link
 from objcomm.config import GroupLike, Timeout, seconds_of, whole_number
-from objcomm.environment import local_rank_in, standing_in
+from objcomm.environment import local_rank_in, unjoined_in
 from objcomm.errors import UsageError
 from objcomm.failures.channel import Channel, say_farewell
 from objcomm.failures.mesh import Mesh
@@ -423,7 +423,7 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
 
 
 def _is_main_by_launcher() -> bool:
-    standing = standing_in(os.environ)
+    standing = unjoined_in(os.environ)
     if standing.rank < 0:  # it would be False on all ranks
         raise UsageError(
             f"is_main: {standing.promise} promises other ranks, but no variable says which one "

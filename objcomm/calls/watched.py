@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from objcomm.wire.message import Message
 
 
-class Turn:
+class Watched:
     """See the module; a context in which Ctrl-C ends a wait, entered again if it is confirmed.
 
     Attributes:

@@ -18,14 +18,14 @@ import torch
 
 from objcomm.config import FOREVER_SECONDS, seconds_of
 from objcomm.errors import UsageError, text_of
-from objcomm.transport.threads import Line
+from objcomm.transport.threads import SerialExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
     from types import TracebackType
 
     from objcomm.config import Timeout
-    from objcomm.transport.threads import Crew
+    from objcomm.transport.threads import ThreadPool
 
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class Work(Generic[T_co]):
         self.operation = operation
         self.call_site = call_site
         self._waited: Waited = _Nobody() if waited is None else waited
-        self._line: Line | None = None
+        self._line: SerialExecutor | None = None
         self._is_asked = False
         self._pid = os.getpid()
         self._future: futures.Future[T_co] = futures.Future()
@@ -178,9 +178,9 @@ class Work(Generic[T_co]):
         finally:
             del self, body
 
-    def carry_out_on(self, line: Line | Crew, body: Callable[[], T_co]) -> None:
+    def carry_out_on(self, line: SerialExecutor | ThreadPool, body: Callable[[], T_co]) -> None:
         """The same on another thread, with this thread's context, modes and CUDA stream."""
-        self._line = line if isinstance(line, Line) else None
+        self._line = line if isinstance(line, SerialExecutor) else None
         try:
             line.submit(self.job(body))
         except BaseException:  # Ctrl-C, or there can be no more threads

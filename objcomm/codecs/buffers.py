@@ -24,7 +24,7 @@ _ALIGNMENT = 64  # as torch's own allocator gives
 _MADV_HUGEPAGE = 14  # Linux, <asm-generic/mman-common.h>
 
 
-class Kind(IntEnum):
+class BufferKind(IntEnum):
     """What a buffer becomes on the receiver."""
 
     TENSOR = 0  # memory of a tensor or an array: the decoder gets the flat tensor itself
@@ -43,7 +43,7 @@ class Buffer(NamedTuple):
         flat: one-dimensional ``uint8`` tensor over the same memory.
     """
 
-    kind: Kind
+    kind: BufferKind
     owner: Any
     flat: torch.Tensor
 
@@ -143,28 +143,28 @@ def allocate(kind: int, nbytes: int, device: torch.device | None) -> Buffer:
     Args:
         kind: what it is to become.
         nbytes: its exact size.
-        device: where a ``Kind.DEVICE`` buffer is to lie.
+        device: where a ``BufferKind.DEVICE`` buffer is to lie.
 
     Raises:
         WireError: there is no such kind, or no memory, or no device to put it on.
     """
-    if kind == Kind.TENSOR:
+    if kind == BufferKind.TENSOR:
         flat = empty(nbytes)
-        return Buffer(Kind.TENSOR, flat, flat)
-    if kind == Kind.BYTES:
+        return Buffer(BufferKind.TENSOR, flat, flat)
+    if kind == BufferKind.BYTES:
         # The C API allows filling a new bytes object before it is published.
         filled = _allocate_or_wire_error(functools.partial(_new_bytes, None, nbytes), nbytes)
         start = id(filled) + bytes.__basicsize__ - 1
-        return Buffer(Kind.BYTES, filled, at_address(start, nbytes, filled))
-    if kind == Kind.BYTEARRAY:
+        return Buffer(BufferKind.BYTES, filled, at_address(start, nbytes, filled))
+    if kind == BufferKind.BYTEARRAY:
         array = room(nbytes)
-        return Buffer(Kind.BYTEARRAY, array, view(array))
-    if kind == Kind.MEMORY:
+        return Buffer(BufferKind.BYTEARRAY, array, view(array))
+    if kind == BufferKind.MEMORY:
         exposed = _allocate_or_wire_error(functools.partial(_aligned_bytearray, nbytes), nbytes)
-        return Buffer(Kind.MEMORY, exposed, view(exposed))
-    if kind == Kind.DEVICE and device is not None:
+        return Buffer(BufferKind.MEMORY, exposed, view(exposed))
+    if kind == BufferKind.DEVICE and device is not None:
         flat = empty(nbytes, device)
-        return Buffer(Kind.DEVICE, flat, flat)
+        return Buffer(BufferKind.DEVICE, flat, flat)
     raise WireError(f"a buffer of kind {kind} cannot be received here")
 
 

@@ -14,7 +14,7 @@ import torch
 
 from objcomm.codecs import array_dtypes, tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
-from objcomm.codecs.buffers import Buffer, Kind, view
+from objcomm.codecs.buffers import Buffer, BufferKind, view
 from objcomm.codecs.nesting import Budget, Spread, check_nesting, weight_of
 from objcomm.codecs.types import BUILTIN_ERRORS, CONSTRUCTORS, LOWER, classes, raise_exception
 from objcomm.config import settings
@@ -123,7 +123,7 @@ class _Encoder:
     def _lower_bytes(self, content: bytes | bytearray) -> Any:
         if type(content) is bytes and len(content) < OUT_OF_BAND_FROM_NBYTES:
             return content
-        made = Kind.BYTES if type(content) is bytes else Kind.BYTEARRAY
+        made = BufferKind.BYTES if type(content) is bytes else BufferKind.BYTEARRAY
         locked = memoryview(content)  # nobody can resize a bytearray meanwhile
         return _extended("buffer", self._buffer(Buffer(made, locked, view(locked))))
 
@@ -136,7 +136,7 @@ class _Encoder:
     def _lower_other(self, obj: Any) -> Any:
         if tensors.is_plain_tensor(obj):
             about, flat = tensors.describe(obj, self._device_type)
-            kind = Kind.TENSOR if flat.device.type == "cpu" else Kind.DEVICE
+            kind = BufferKind.TENSOR if flat.device.type == "cpu" else BufferKind.DEVICE
             position = self._buffer(Buffer(kind, flat, flat))
             return _extended("tensor", position, *map(_listed, about))
         if tensors.is_coo_tensor(obj):
@@ -148,7 +148,7 @@ class _Encoder:
             )
         if tensors.is_plain_array(obj):
             order, flat, owner = tensors.describe_array(obj)
-            position = self._buffer(Buffer(Kind.TENSOR, owner, flat))
+            position = self._buffer(Buffer(BufferKind.TENSOR, owner, flat))
             dtype = array_dtypes.array_dtype_name(obj.dtype)
             return _extended("ndarray", position, dtype, list(obj.shape), order)
         if type(obj).__module__ == "numpy" and hasattr(obj, "dtype") and hasattr(obj, "tobytes"):

@@ -26,7 +26,7 @@ import torch
 
 from objcomm.codecs import array_dtypes, restricted, tensors
 from objcomm.codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
-from objcomm.codecs.buffers import Buffer, Kind, duplicate, view
+from objcomm.codecs.buffers import Buffer, BufferKind, duplicate, view
 from objcomm.config import settings
 from objcomm.errors import EncodeError, name_of, text_of
 
@@ -150,7 +150,7 @@ class _Sink:
                 announced = opcode + length.pack(len(chunk)) if _fits(length, chunk) else None
                 if announced and before.endswith(announced):
                     self.parts[-1] = before[: -len(announced)] + _NEXT_BUFFER
-                    made = Kind.BYTES if kind is bytes else Kind.BYTEARRAY
+                    made = BufferKind.BYTES if kind is bytes else BufferKind.BYTEARRAY
                     locked = memoryview(chunk)  # nobody can resize a bytearray meanwhile
                     self.buffers.append(Buffer(made, locked, view(locked)))
                     return
@@ -163,7 +163,7 @@ class _Sink:
             self.buffers.append(owner.buffer)
         else:
             kept = [buffer, *tensors.resize_locks(owner)]
-            self.buffers.append(Buffer(Kind.MEMORY, kept, view(buffer.raw())))
+            self.buffers.append(Buffer(BufferKind.MEMORY, kept, view(buffer.raw())))
 
 
 def _is_frame(chunk: bytes) -> bool:
@@ -222,7 +222,7 @@ class _Pickler(pickle.Pickler):
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensors.is_plain_tensor(tensor):
             about, flat = tensors.describe(tensor, self._device_type)
-            kind = Kind.TENSOR if flat.device.type == "cpu" else Kind.DEVICE
+            kind = BufferKind.TENSOR if flat.device.type == "cpu" else BufferKind.DEVICE
             memory = self._memory(Buffer(kind, flat, flat))
             rebuilt = _rebuild_tensor, (tuple(about), memory)
             attributes = vars(tensor)
@@ -238,7 +238,7 @@ class _Pickler(pickle.Pickler):
 
     def _reduce_array(self, array: Any) -> Any:
         order, flat, owner = tensors.describe_array(array)
-        memory = self._memory(Buffer(Kind.TENSOR, owner, flat))
+        memory = self._memory(Buffer(BufferKind.TENSOR, owner, flat))
         return tensors.rebuild_array, (memory, array.dtype, array.shape, order)
 
     def _memory(self, buffer: Buffer) -> _Memory:

@@ -303,7 +303,7 @@ C = TypeVar("C", bound=type)
 _PLAIN_BASICSIZE = 32
 
 
-class Entry(NamedTuple):
+class ClassEntry(NamedTuple):
     """How one class is taken apart and rebuilt."""
 
     name: str
@@ -316,9 +316,9 @@ class _Classes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: tuple[dict[type, Entry], dict[str, tuple[type, Entry]]] = ({}, {})
+        self._entries: tuple[dict[type, ClassEntry], dict[str, tuple[type, ClassEntry]]] = ({}, {})
 
-    def add(self, cls: type, entry: Entry) -> None:
+    def add(self, cls: type, entry: ClassEntry) -> None:
         with self._lock:
             by_class, by_name = self._entries
             other = by_name.get(entry.name, (cls, entry))[0]
@@ -335,10 +335,10 @@ class _Classes:
                 {**by_name, entry.name: (cls, entry)},
             )
 
-    def by_class(self, cls: type) -> Entry | None:
+    def by_class(self, cls: type) -> ClassEntry | None:
         return self._entries[0].get(cls)
 
-    def by_name(self, name: str) -> Entry | None:
+    def by_name(self, name: str) -> ClassEntry | None:
         found = self._entries[1].get(name)
         return found and found[1]
 
@@ -407,7 +407,7 @@ def register(
         raise UsageError("register needs both encode= and decode=, or neither")
     if encode is None or decode is None:
         encode, decode = _derived(cls)
-    classes.add(cls, Entry(name or f"{cls.__module__}.{cls.__qualname__}", encode, decode))
+    classes.add(cls, ClassEntry(name or f"{cls.__module__}.{cls.__qualname__}", encode, decode))
     return cls
 
 

@@ -17,7 +17,7 @@ import torch
 import objcomm
 from objcomm.calls.group import resolve
 from objcomm.calls.region import is_in_order
-from objcomm.environment import Place, local_rank_in, place_in
+from objcomm.environment import Placement, local_rank_in, placement_in
 from objcomm.errors import UsageError
 from objcomm.wire.failure import named
 from objcomm.wire.header import Operation
@@ -130,12 +130,12 @@ def init_distributed_state() -> None:
     objcomm.init(timeout=limit)
 
 
-def _place() -> Place:
+def _place() -> Placement:
     """Where this process is, whether its ranks have joined or not."""
     if objcomm.is_initialized():
         rank, world_size = objcomm.rank(), objcomm.world_size()
-        return Place("", rank, world_size, local_rank_in(os.environ), "", 0)
-    return place_in(os.environ) or Place("", 0, 1, 0, "", 0)
+        return Placement("", rank, world_size, local_rank_in(os.environ), "", 0)
+    return placement_in(os.environ) or Placement("", 0, 1, 0, "", 0)
 
 
 def get_distributed_state() -> DistributedState | None:

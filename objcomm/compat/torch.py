@@ -33,7 +33,7 @@ from objcomm.compat.patching import Patch, Switch
 from objcomm.config import GroupLike
 from objcomm.errors import NotInGroupError, UsageError
 from objcomm.observe.tracing import keep_eager
-from objcomm.p2p.call import Errand, Receive, Send
+from objcomm.p2p.call import P2PCall, Receive, Send
 from objcomm.wire.header import Operation
 from objcomm.world import is_reachable, rank
 
@@ -47,7 +47,7 @@ __all__ = [
     "send_object_list",
 ]
 
-E = TypeVar("E", bound=Errand)
+E = TypeVar("E", bound=P2PCall)
 
 _CODEC = "pickle"
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from objcomm.errors import WireError
-from objcomm.failures.deadlock import Conflict, Whereabouts
+from objcomm.failures.deadlock import Deadlock, WaitSnapshot
 from objcomm.failures.liveness import Process, Processes
 from objcomm.failures.verdict import DESTROYED, Cause, Verdict
 from objcomm.transport.sockets import connected, open_sockets, other_ends
@@ -68,7 +68,7 @@ class Board:
         ends = connected(before, port) if port else {}
         self._store = UntilLost(dist.PrefixStore(_PREFIX, own), ends)
         self._processes = processes
-        self._circles: deque[Conflict] = deque(maxlen=_CIRCLES)
+        self._circles: deque[Deadlock] = deque(maxlen=_CIRCLES)
         self.answered = 0
         self.rank = rank
         # Before all else, so that whoever waits for this rank finds out who it is.
@@ -85,13 +85,13 @@ class Board:
         # add(key, 0) would do, but a FileStore would write each time.
         return int(read(self._store, "asked") or 0)
 
-    def publish(self, whereabouts: Whereabouts) -> None:
+    def publish(self, whereabouts: WaitSnapshot) -> None:
         """Tell where this process is."""
         told = whereabouts._replace(circles=tuple(self._circles))
         self._store.set(f"where/{self.rank}", told.pack())
         self.answered = whereabouts.asked
 
-    def tell_circle(self, circle: Conflict) -> None:
+    def tell_circle(self, circle: Deadlock) -> None:
         """Add to what is published: this rank raises because of ``circle``."""
         if circle not in self._circles:
             self._circles.append(circle)
@@ -117,12 +117,12 @@ class Board:
             self._store.delete_key(f"where/{self.rank}")
         self.tell_end(self.rank, word)
 
-    def read(self, rank: int, asked: int) -> Whereabouts | None:
+    def read(self, rank: int, asked: int) -> WaitSnapshot | None:
         """Where another process is, if it has answered question ``asked`` or a later one."""
         if (raw := read(self._store, f"where/{rank}")) is None:
             return None
         try:
-            found = Whereabouts.unpack(raw)
+            found = WaitSnapshot.unpack(raw)
         except WireError:
             return None
         return found if found.asked >= asked else None
@@ -160,7 +160,7 @@ class Board:
         try:
             verdict = Verdict.unpack(raw)
             if verdict.circle:
-                self.tell_circle(Conflict.unpack(verdict.circle))
+                self.tell_circle(Deadlock.unpack(verdict.circle))
         except WireError as error:
             return Verdict(Cause.LEFT, f"unread/{key}", reason=str(error))
         return verdict
@@ -182,7 +182,7 @@ def _addresses_of(store: dist.Store, before: dict[int, int]) -> set[Any]:
     return other_ends(before, end.port) if isinstance(end, dist.TCPStore) else set()
 
 
-class Bulletin:
+class BoardThread:
     """The thread that talks to one world's store.
 
     Attributes:
@@ -200,7 +200,7 @@ class Bulletin:
         rank: int,
         size: int,
         *,
-        describe: Callable[[Bulletin, int], Whereabouts],
+        describe: Callable[[BoardThread, int], WaitSnapshot],
         is_alive: Callable[[], bool],
         is_cut_off: Callable[[int], bool],
     ) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from objcomm.observe.history import Entry, History
-    from objcomm.transport.threads import Order
+    from objcomm.observe.history import CallRecord, History
+    from objcomm.transport.threads import TicketQueue
 
 
 class Channel:
@@ -108,7 +108,7 @@ class Channel:
                 del mesh.lanes[lane.name]
 
     def admit(
-        self, operation: str, lane_name: str, order: Order | None = None
+        self, operation: str, lane_name: str, order: TicketQueue | None = None
     ) -> tuple[Mesh, Lane]:
         """As ``enter``, without connecting.
 
@@ -141,7 +141,7 @@ class Channel:
         deadline: Deadline,
         call_site: str,
         *,
-        caller: Entry | None = None,
+        caller: CallRecord | None = None,
     ) -> None:
         """Wait until every member has come and ``mesh`` is connected; see ``Mesh.connect``."""
         try:
@@ -239,7 +239,9 @@ class Channel:
         watch(mesh)
         return mesh
 
-    def _taken(self, operation: str, mesh: Mesh, name: str, order: Order | None = None) -> Lane:
+    def _taken(
+        self, operation: str, mesh: Mesh, name: str, order: TicketQueue | None = None
+    ) -> Lane:
         """The lane of that name for the calling thread."""
         thread = threading.current_thread()
         with self._lock:
@@ -255,7 +257,7 @@ class Channel:
             return lane
 
     def _new_lane(
-        self, mesh: Mesh, name: str, thread: threading.Thread, order: Order | None
+        self, mesh: Mesh, name: str, thread: threading.Thread, order: TicketQueue | None
     ) -> Lane:
         number = fingerprint(name) % (1 << LANE_BITS)
         for other in mesh.lanes.values():

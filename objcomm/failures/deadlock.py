@@ -33,7 +33,7 @@ class Step(NamedTuple):
         return self[1:4] == other[1:4]
 
 
-class LaneState(NamedTuple):
+class LaneWait(NamedTuple):
     """One lane of one group in one process.
 
     Attributes:
@@ -76,7 +76,7 @@ class LaneState(NamedTuple):
         return self.now is None and not is_last
 
 
-class Conflict(NamedTuple):
+class Deadlock(NamedTuple):
     """Two or more ranks whose calls can't meet.
 
     Attributes:
@@ -86,7 +86,7 @@ class Conflict(NamedTuple):
     """
 
     reason: str
-    found: tuple[tuple[int, LaneState, Step], ...]
+    found: tuple[tuple[int, LaneWait, Step], ...]
     is_told: bool = False
 
     @property
@@ -101,7 +101,7 @@ class Conflict(NamedTuple):
         )
         return len(calls) == 1 and is_numbered
 
-    def holds(self, rank: int, lane: LaneState) -> bool:
+    def holds(self, rank: int, lane: LaneWait) -> bool:
         """Whether ``lane`` of ``rank`` still waits where this was found."""
         wait = (rank, lane.group, lane.number, lane.since)
         return any(
@@ -114,7 +114,7 @@ class Conflict(NamedTuple):
         return pack_record(self)
 
     @classmethod
-    def unpack(cls, raw: bytes) -> "Conflict":
+    def unpack(cls, raw: bytes) -> "Deadlock":
         """The inverse of ``pack``.
 
         Raises:
@@ -123,7 +123,7 @@ class Conflict(NamedTuple):
         return unpack_record(raw, cls, "a circle")
 
 
-class Whereabouts(NamedTuple):
+class WaitSnapshot(NamedTuple):
     """One process.
 
     Attributes:
@@ -137,23 +137,23 @@ class Whereabouts(NamedTuple):
 
     asked: int
     main_thread: int
-    lanes: tuple[LaneState, ...]
-    circles: tuple[Conflict, ...] = ()
+    lanes: tuple[LaneWait, ...]
+    circles: tuple[Deadlock, ...] = ()
     is_single: bool = False
 
-    def waiting_since(self, group: str, number: int, since: float) -> LaneState | None:
+    def waiting_since(self, group: str, number: int, since: float) -> LaneWait | None:
         """The state of one lane in one wait; ``None`` if that wait is over."""
         for lane in self.lanes:
             if (lane.group, lane.number, lane.since) == (group, number, since) and lane.now:
                 return lane
         return None
 
-    def lane(self, group: str, number: int) -> LaneState | None:
+    def lane(self, group: str, number: int) -> LaneWait | None:
         """The state of one lane; ``None`` if that process has not used it."""
         found = (lane for lane in self.lanes if (lane.group, lane.number) == (group, number))
         return next(found, None)
 
-    def waiting_of(self, thread: int) -> LaneState | None:
+    def waiting_of(self, thread: int) -> LaneWait | None:
         """The lane on which a thread waits just now."""
         found = (lane for lane in self.lanes if lane.waiter == thread and lane.now is not None)
         return next(found, None) if thread else None
@@ -172,12 +172,12 @@ class Whereabouts(NamedTuple):
         return unpack_record(raw, cls, "whereabouts")
 
 
-Fetch = Callable[[int], Whereabouts | None]
+Fetch = Callable[[int], WaitSnapshot | None]
 
 
-def find_conflict(  # noqa: PLR0911  # each step of the search may end it
-    rank: int, mine: Whereabouts, start: LaneState, fetch: Fetch
-) -> Conflict | None:
+def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
+    rank: int, mine: WaitSnapshot, start: LaneWait, fetch: Fetch
+) -> Deadlock | None:
     """Whether ``start``, a waiting lane of ``rank``, waits in vain.
 
     Args:
@@ -187,7 +187,7 @@ def find_conflict(  # noqa: PLR0911  # each step of the search may end it
         fetch: reads another rank's whereabouts; ``None`` if it does not answer.
     """
     holder, here, lane = rank, mine, start
-    path: list[tuple[int, LaneState, Step]] = []
+    path: list[tuple[int, LaneWait, Step]] = []
     while lane.now is not None:
         path.append((holder, lane, lane.now))
         theirs = fetch(lane.awaits) if lane.awaits >= 0 else None
@@ -202,7 +202,7 @@ def find_conflict(  # noqa: PLR0911  # each step of the search may end it
             if differing is not None and lane.group == start.group:
                 reason = _difference(*differing)
                 ours, other = differing
-                return Conflict(reason, ((holder, lane, ours), (lane.awaits, their_lane, other)))
+                return Deadlock(reason, ((holder, lane, ours), (lane.awaits, their_lane, other)))
             if _is_under_way(lane, lane.now, their_lane):
                 return None
         following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
@@ -214,13 +214,13 @@ def find_conflict(  # noqa: PLR0911  # each step of the search may end it
         if wait in met:
             circle = path[met.index(wait) :]
             if any(each.group == start.group for _, each, _ in circle):
-                return Conflict("each waits for another", tuple(circle))
+                return Deadlock("each waits for another", tuple(circle))
             return None  # those ranks will raise, and may come here then
     return None
 
 
 def _serving(
-    lane: LaneState, here: Whereabouts, theirs: LaneState | None, there: Whereabouts
+    lane: LaneWait, here: WaitSnapshot, theirs: LaneWait | None, there: WaitSnapshot
 ) -> int:
     """The thread of the awaited process that would make the call that ``lane`` waits for."""
     if _is_shared(lane):
@@ -230,7 +230,7 @@ def _serving(
     return there.main_thread if lane.thread == here.main_thread else 0
 
 
-def _is_of_one_mesh(lane: LaneState, theirs: LaneState, there: Whereabouts) -> bool:
+def _is_of_one_mesh(lane: LaneWait, theirs: LaneWait, there: WaitSnapshot) -> bool:
     """Whether two ranks' states are of one mesh, whose name not both may know yet."""
     if lane.nonce == theirs.nonce:
         return True
@@ -242,7 +242,7 @@ def _is_of_one_mesh(lane: LaneState, theirs: LaneState, there: Whereabouts) -> b
     return calls == [MEETING, MEETING] and "" in (lane.nonce, theirs.nonce)
 
 
-def _is_meeting(lane: LaneState, there: Whereabouts) -> bool:
+def _is_meeting(lane: LaneWait, there: WaitSnapshot) -> bool:
     """Whether some call waits on that lane for its ranks to meet."""
     return any(
         each.now is not None and each.now.sequence == MEETING
@@ -251,14 +251,14 @@ def _is_meeting(lane: LaneState, there: Whereabouts) -> bool:
     )
 
 
-def _is_under_way(lane: LaneState, call: Step, theirs: LaneState) -> bool:
+def _is_under_way(lane: LaneWait, call: Step, theirs: LaneWait) -> bool:
     """Whether the awaited rank has sent what ``lane`` waits for, or is sending it."""
     if _is_shared(lane):
         return call.operation == Operation.RECV and theirs.next_sequence > lane.taken
     return theirs.next_sequence > call.sequence
 
 
-def _is_ending(lane: LaneState, call: Step, there: Whereabouts) -> bool:
+def _is_ending(lane: LaneWait, call: Step, there: WaitSnapshot) -> bool:
     """Whether the awaited rank knows that this wait's mesh has ended, and may be in the next one.
 
     A busy rank may be told of that later than the other one has asked twice where it is.
@@ -269,12 +269,12 @@ def _is_ending(lane: LaneState, call: Step, there: Whereabouts) -> bool:
     return theirs.has_ended or theirs.nonce != lane.nonce
 
 
-def _is_shared(lane: LaneState) -> bool:
+def _is_shared(lane: LaneWait) -> bool:
     """Whether any thread may use the lane, for messages from rank to rank."""
     return lane.taken >= 0
 
 
-def _first_difference(mine: LaneState, theirs: LaneState) -> tuple[Step, Step] | None:
+def _first_difference(mine: LaneWait, theirs: LaneWait) -> tuple[Step, Step] | None:
     by_sequence = {step.sequence: step for step in theirs.past}
     for step in mine.past:
         other = by_sequence.get(step.sequence)

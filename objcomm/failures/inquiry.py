@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from objcomm.errors import Position
 from objcomm.failures.board import Board
-from objcomm.failures.deadlock import MEETING, Conflict, LaneState, Step, Whereabouts, find_conflict
+from objcomm.failures.deadlock import MEETING, Deadlock, LaneWait, Step, WaitSnapshot, find_deadlock
 from objcomm.failures.mesh import Mesh, lost_ranks, missing_members
 from objcomm.failures.verdict import Cause, Verdict
-from objcomm.observe.history import Entry
+from objcomm.observe.history import CallRecord
 from objcomm.observe.log import log
 from objcomm.transport.lane import Lane
 from objcomm.wire.header import operation_name
@@ -29,7 +29,7 @@ _SERVING = frozenset({"torch", "tqdm"})
 _IDLE = ("concurrent.futures.thread", "_worker")
 
 
-def whereabouts(meshes: Iterable[Mesh], asked: int) -> Whereabouts:
+def wait_snapshot(meshes: Iterable[Mesh], asked: int) -> WaitSnapshot:
     """Where this process is.
 
     Args:
@@ -44,7 +44,7 @@ def whereabouts(meshes: Iterable[Mesh], asked: int) -> Whereabouts:
         for entry in (lane.waits() or (None,))
     ]
     main = threading.main_thread().ident or 0
-    return Whereabouts(asked, main, tuple(lanes), is_single=_is_single())
+    return WaitSnapshot(asked, main, tuple(lanes), is_single=_is_single())
 
 
 def _is_single() -> bool:
@@ -76,7 +76,7 @@ def is_idle_in_a_pool(thread: threading.Thread) -> bool:
     return (frame.f_globals.get("__name__"), frame.f_code.co_name) == _IDLE
 
 
-def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
+def _state(mesh: Mesh, lane: Lane, entry: CallRecord | None) -> LaneWait:
     entries = list(lane.past)
     order = lane.order
     if order is not None:
@@ -95,7 +95,7 @@ def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
     else:
         seconds = last.position().seconds if last is not None else 0.0
     is_idle = last is None or last.is_over
-    return LaneState(
+    return LaneWait(
         group=mesh.name,
         nonce=mesh.nonce,
         number=lane.number,
@@ -113,7 +113,7 @@ def _state(mesh: Mesh, lane: Lane, entry: Entry | None) -> LaneState:
     )
 
 
-def _step(entry: Entry) -> Step:
+def _step(entry: CallRecord) -> Step:
     header = entry.header
     return Step(
         header.sequence,
@@ -129,7 +129,7 @@ def _step(entry: Entry) -> Step:
 T = TypeVar("T")
 
 #: A call of one lane that waits for other ranks.
-Waiting = tuple[Mesh, Lane, Entry]
+Waiting = tuple[Mesh, Lane, CallRecord]
 
 # Ranks that are not waiting look three times a second whether they are asked.
 _ANSWERS_WITHIN_SECONDS = 0.4
@@ -156,7 +156,7 @@ _MOST_LEARNED = 8
 def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
     """For each call that waits: has anybody ended it, and can it ever end?"""
     asked = board.ask()
-    mine = whereabouts(meshes, asked)
+    mine = wait_snapshot(meshes, asked)
     board.publish(mine)
     for mesh, lane, entry in waiting:
         if mesh.verdict is not None or entry not in lane.waits():
@@ -195,7 +195,7 @@ def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Bo
             mesh.settle_on(board, found)
 
 
-def _learn(board: Board, mesh: Mesh, entry: Entry) -> None:
+def _learn(board: Board, mesh: Mesh, entry: CallRecord) -> None:
     """Ask who the processes are that a call waits for, and whether those elsewhere have ended."""
     processes = mesh.bulletin.processes
     unknown = [peer for peer in mesh.others if processes.of(mesh.ranks[peer]) is None]
@@ -222,7 +222,7 @@ def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
             processes.note_end(rank, "it died, or left its process group, before it came here")
 
 
-def _heed(board: Board, mesh: Mesh, entry: Entry) -> bool:
+def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
     """End the mesh if another rank has said so, or has failed in a block around this call."""
     posted = board.look(mesh.nonce) if mesh.nonce else None
     if posted is not None:
@@ -235,7 +235,7 @@ def _heed(board: Board, mesh: Mesh, entry: Entry) -> bool:
     return posted is not None
 
 
-def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry) -> bool:
+def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord) -> bool:
     """End a mesh whose ranks have not met, if one of them can't come any more."""
     missing = missing_members(mesh, board) or _dead(board, mesh, meshes, entry)
     if missing:
@@ -244,7 +244,7 @@ def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry)
     return bool(missing)
 
 
-def _dead(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry) -> tuple[int, ...]:
+def _dead(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord) -> tuple[int, ...]:
     """Members whose connections with this rank in the world have ended, and who do not answer.
 
     Either alone is no proof: a network may fail for a while, and a rank may be too busy to answer.
@@ -261,14 +261,14 @@ def _dead(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: Entry) -> tup
 
 
 def _look_for_conflict(
-    board: Board, mine: Whereabouts, meshes: Sequence[Mesh], waiting: Waiting
+    board: Board, mine: WaitSnapshot, meshes: Sequence[Mesh], waiting: Waiting
 ) -> None:
     mesh, lane, entry = waiting
     start = mine.waiting_since(mesh.name, lane.number, entry.waits_since)
     if start is None:
         return
     asked, suspected = entry.suspicion or (entry.first_asked, None)
-    conflict = find_conflict(board.rank, mine, start, lambda rank: board.read(rank, asked))
+    conflict = find_deadlock(board.rank, mine, start, lambda rank: board.read(rank, asked))
     # What ranks have done does not change, but whereabouts are read one after another, and a busy
     # rank's are old: who waits for whom must look the same twice, in answers to a later question.
     # Two waits of one call, or two polls, are not the same: each has a beginning of its own.
@@ -290,7 +290,7 @@ def _look_for_conflict(
         mesh.settle_on(board, verdict)
 
 
-def _desync(mesh: Mesh, conflict: Conflict) -> Verdict:
+def _desync(mesh: Mesh, conflict: Deadlock) -> Verdict:
     positions = [
         _position(mesh, mesh.ranks.index(rank), state, step)
         for rank, state, step in conflict.found
@@ -338,7 +338,7 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
 
 
 def end_late(
-    mesh: Mesh, lane: Lane, entry: Entry, verdict: Verdict, board: Board | None = None
+    mesh: Mesh, lane: Lane, entry: CallRecord, verdict: Verdict, board: Board | None = None
 ) -> None:
     """End a call whose limit has passed, if the wait that passed it has not ended since.
 
@@ -363,12 +363,12 @@ def end_late(
         mesh.stop(verdict)
 
 
-def is_brief(entry: Entry) -> bool:
+def is_brief(entry: CallRecord) -> bool:
     """Whether a call that polls has a limit so short that others may not answer in as much time."""
     return entry.withdraw is not None and entry.limit_seconds < _BRIEF_SECONDS
 
 
-def patience(entry: Entry) -> float:
+def patience(entry: CallRecord) -> float:
     """How much longer than its limit a call may take, so that others are asked where they are."""
     if not is_brief(entry):
         return _ANSWERS_WITHIN_SECONDS
@@ -409,11 +409,11 @@ def report_silence(waiting: Sequence[Waiting], told: threading.Event) -> None:
             _warn(mesh, entry, timeout_verdict(mesh, lane, entry, None))
 
 
-def _warn(mesh: Mesh, entry: Entry, verdict: Verdict) -> None:
+def _warn(mesh: Mesh, entry: CallRecord, verdict: Verdict) -> None:
     log.warning("%s", _text(entry, verdict), extra=mesh.labels)
 
 
-def _text(entry: Entry, verdict: Verdict) -> str:
+def _text(entry: CallRecord, verdict: Verdict) -> str:
     told = [str(each) for each in verdict.positions if each.rank in verdict.ranks]
     told += [f"rank {rank}: no answer" for rank in verdict.silent]
     told += ["store: no answer"] * verdict.is_store_silent
@@ -428,7 +428,7 @@ def _answers(
     asked: int,
     since: int,
     concerned: Callable[[], Collection[int]],
-) -> dict[int, Whereabouts]:
+) -> dict[int, WaitSnapshot]:
     """Where ranks are, by global rank, as far as they answer in time.
 
     Args:
@@ -438,7 +438,7 @@ def _answers(
         since: of the first question that an answer may be to.
         concerned: whose answers are wanted; asked again and again.
     """
-    answers = {board.rank: whereabouts(meshes, asked)}
+    answers = {board.rank: wait_snapshot(meshes, asked)}
     board.publish(answers[board.rank])
     until = time.monotonic() + _ANSWERS_WITHIN_SECONDS
     while True:
@@ -449,19 +449,19 @@ def _answers(
             return answers
         time.sleep(_PAUSE_SECONDS)
         if board.asked() > board.answered:  # another rank asks as well
-            board.publish(whereabouts(meshes, board.asked()))
+            board.publish(wait_snapshot(meshes, board.asked()))
 
 
 def _ranks_of(waiting: Iterable[Waiting]) -> set[int]:
     return {mesh.ranks[each] for mesh, _, _ in waiting for each in mesh.members}
 
 
-def _known(mesh: Mesh, answers: dict[int, Whereabouts]) -> dict[int, Whereabouts]:
+def _known(mesh: Mesh, answers: dict[int, WaitSnapshot]) -> dict[int, WaitSnapshot]:
     """Answers by rank within the mesh's group."""
     return {rank: answers[mesh.ranks[rank]] for rank in mesh.members if mesh.ranks[rank] in answers}
 
 
-def end(board: Board, mesh: Mesh, entry: Entry, verdict: Verdict) -> None:
+def end(board: Board, mesh: Mesh, entry: CallRecord, verdict: Verdict) -> None:
     """End one call, and with it its mesh unless it can be withdrawn."""
     if entry.withdraw is None:
         mesh.settle_on(board, verdict)
@@ -473,12 +473,12 @@ def _taken(expiring: deque[Waiting]) -> list[Waiting]:
     return [expiring.popleft() for _ in range(len(expiring))]
 
 
-def _still_waits(board: Board, mesh: Mesh, lane: Lane, entry: Entry) -> bool:
+def _still_waits(board: Board, mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
     return mesh.verdict is None and entry in lane.waits() and not _heed(board, mesh, entry)
 
 
 def timeout_verdict(
-    mesh: Mesh, lane: Lane, entry: Entry, answers: dict[int, Whereabouts] | None
+    mesh: Mesh, lane: Lane, entry: CallRecord, answers: dict[int, WaitSnapshot] | None
 ) -> Verdict:
     """What to raise when a limit has passed.
 
@@ -516,13 +516,13 @@ def timeout_verdict(
     )
 
 
-def _is_meeting(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> bool:
+def _is_meeting(mesh: Mesh, lane: Lane, entry: CallRecord, answer: WaitSnapshot) -> bool:
     state = answer.lane(mesh.name, lane.number)
     called = None if state is None else state.now
     return called is not None and called.sequence == entry.header.sequence
 
 
-def _has_arrived(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> bool:
+def _has_arrived(mesh: Mesh, lane: Lane, entry: CallRecord, answer: WaitSnapshot) -> bool:
     state = answer.lane(mesh.name, lane.number)
     if state is None or state.nonce != mesh.nonce or lane.order is not None:
         return False
@@ -530,7 +530,7 @@ def _has_arrived(mesh: Mesh, lane: Lane, entry: Entry, answer: Whereabouts) -> b
     return state.next_sequence > entry.header.sequence and not is_at_work
 
 
-def _where(mesh: Mesh, lane: Lane, rank: int, answer: Whereabouts) -> Position:
+def _where(mesh: Mesh, lane: Lane, rank: int, answer: WaitSnapshot) -> Position:
     state = answer.lane(mesh.name, lane.number)
     thread = answer.main_thread if state is None or lane.order is not None else state.thread
     waiting = answer.waiting_of(thread)
@@ -543,7 +543,7 @@ def _where(mesh: Mesh, lane: Lane, rank: int, answer: Whereabouts) -> Position:
     return Position(rank, "", 0, -1, "", is_over=True)
 
 
-def _position(mesh: Mesh, rank: int, state: LaneState, step: Step) -> Position:
+def _position(mesh: Mesh, rank: int, state: LaneWait, step: Step) -> Position:
     is_meeting = step.sequence == MEETING
     return Position(
         rank=rank,

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
-from objcomm.failures.board import Board, Bulletin, StoreSilentError
+from objcomm.failures.board import Board, BoardThread, StoreSilentError
 from objcomm.failures.deadlock import MEETING
 from objcomm.failures.liveness import KILLED
 from objcomm.failures.verdict import FAREWELLS, Cause, Verdict, nonce_of, proposal_for, regions
-from objcomm.observe.history import Entry
+from objcomm.observe.history import CallRecord
 from objcomm.observe.log import log
 from objcomm.transport.gloo import GlooLink
 from objcomm.transport.link import HOST_LOST, LinkClosed
-from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, Progress
+from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, MeetingState
 from objcomm.transport.store import reason_of
-from objcomm.transport.threads import Single
+from objcomm.transport.threads import OnceThread
 from objcomm.wire.header import Header, fingerprint
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Mesh:
         ranks: tuple[int, ...],
         rank: int,
         history: History,
-        bulletin: Bulletin,
+        bulletin: BoardThread,
         members: tuple[int, ...],
         whole: Callable[[], Mesh | None] | None,
         is_destroyed: Callable[[], bool],
@@ -98,8 +98,8 @@ class Mesh:
         self.failed_meeting = ""
         self.blocks: set[str] = set()
         self.died: Verdict | None = None
-        self._progress = Progress(rank, members, is_pair=whole is not None)
-        self._meeting = Single("objcomm-connect")
+        self._progress = MeetingState(rank, members, is_pair=whole is not None)
+        self._meeting = OnceThread("objcomm-connect")
         self._connected: Future[Connections] = Future()
         self._lock = threading.Lock()
 
@@ -144,7 +144,7 @@ class Mesh:
         operation: str,
         call_site: str,
         *,
-        caller: Entry | None = None,
+        caller: CallRecord | None = None,
     ) -> Connections:
         """Meet the other ranks and connect to each; every rank must call this.
 
@@ -164,7 +164,7 @@ class Mesh:
         header = Header(sender=self.rank, sequence=MEETING, lane=lane.number, call_site=call_site)
         if self.whole is not None:
             header = header._replace(root=self.others[0])
-        entry = Entry(header, operation, lane=lane.name)
+        entry = CallRecord(header, operation, lane=lane.name)
         entry.caller = caller
         self.history.add_meeting(entry)
         deadline.apply(entry)
@@ -470,7 +470,7 @@ def lost_ranks(mesh: Mesh, board: Board) -> set[int]:
     return {mesh.ranks[peer] for peer in verdict.ranks} if is_loss else set()
 
 
-def in_vain(mesh: Mesh, entry: Entry, blocks: Mapping[str, tuple[int, ...]]) -> Verdict | None:
+def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]) -> Verdict | None:
     """What to say of a wait for a process that has ended; None where it is there, or unknown.
 
     Ranks that meet need all of them. Others need whom they await, and get what it has sent before

@@ -37,16 +37,16 @@ import torch.distributed as dist
 
 from objcomm.errors import UsageError, text_of
 from objcomm.failures import inquiry
-from objcomm.failures.board import Board, Bulletin
-from objcomm.failures.deadlock import Whereabouts
-from objcomm.failures.inquiry import Waiting, investigate, whereabouts
+from objcomm.failures.board import Board, BoardThread
+from objcomm.failures.deadlock import WaitSnapshot
+from objcomm.failures.inquiry import Waiting, investigate, wait_snapshot
 from objcomm.failures.mesh import Mesh, by_name, death_among, in_vain, never_comes
 from objcomm.failures.verdict import DESTROYED, FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
-from objcomm.observe.history import Entry
+from objcomm.observe.history import CallRecord
 from objcomm.observe.log import logged
 from objcomm.transport.gloo import is_cut_off
 from objcomm.transport.sockets import hang_up
-from objcomm.transport.threads import are_hands_busy, are_lines_busy
+from objcomm.transport.threads import are_executors_busy, are_pools_busy
 from objcomm.world import store_of
 
 _TICK_SECONDS = 0.25
@@ -60,10 +60,10 @@ _INTERRUPT_SECONDS = 0.3
 _NUDGE = b"\0"  # no signal's number
 
 
-class Watcher(threading.Thread):
+class Watchdog(threading.Thread):
     """See the module; one per process, made by its first mesh."""
 
-    def __init__(self, former: "Watcher | None" = None) -> None:
+    def __init__(self, former: "Watchdog | None" = None) -> None:
         """Begin.
 
         Args:
@@ -79,11 +79,11 @@ class Watcher(threading.Thread):
         self._meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
         self._listeners = weakref.WeakKeyDictionary[Mesh, threading.Thread]()
         # Also those whose world has gone, until their threads have ended.
-        self.bulletins: weakref.WeakSet[Bulletin] = weakref.WeakSet()
+        self.bulletins: weakref.WeakSet[BoardThread] = weakref.WeakSet()
         self._fallbacks: list[tuple[float, Callable[[], object]]] = []
-        self._investigating: set[Bulletin] = set()
+        self._investigating: set[BoardThread] = set()
         self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
-        self._expiring = weakref.WeakKeyDictionary[Bulletin, deque[Waiting]]()
+        self._expiring = weakref.WeakKeyDictionary[BoardThread, deque[Waiting]]()
         self._looked_at = 0.0
         self._looks = 0
         self._is_closing = False
@@ -105,7 +105,7 @@ class Watcher(threading.Thread):
         with self._lock:
             self._listeners[mesh] = listener
 
-    def meshes(self, bulletin: Bulletin) -> list[Mesh]:
+    def meshes(self, bulletin: BoardThread) -> list[Mesh]:
         """Those of one world."""
         with self._lock:
             return [mesh for mesh in self._meshes if mesh.bulletin is bulletin]
@@ -115,9 +115,9 @@ class Watcher(threading.Thread):
         with self._lock:
             return [mesh for mesh in self._meshes if mesh.nonce in nonces]
 
-    def whereabouts(self, bulletin: Bulletin, asked: int) -> Whereabouts:
+    def whereabouts(self, bulletin: BoardThread, asked: int) -> WaitSnapshot:
         """Where this process is, in one world."""
-        return whereabouts(self.meshes(bulletin), asked)
+        return wait_snapshot(self.meshes(bulletin), asked)
 
     def listen(self) -> None:
         """Let the interpreter write signals' numbers here."""
@@ -172,9 +172,9 @@ class Watcher(threading.Thread):
         is_look = now >= self._looked_at + _TICK_SECONDS
         self._looked_at = now if is_look else self._looked_at
         self._looks += is_look
-        overdue: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
-        expired: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
-        late: defaultdict[Bulletin, list[Waiting]] = defaultdict(list)
+        overdue: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
+        expired: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
+        late: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
         for mesh, lane, entry in self._waiting():
             waited = now - entry.waits_since
             if is_look and waited >= OVERDUE_SECONDS and self._has_ended_in_vain(mesh, entry):
@@ -236,7 +236,7 @@ class Watcher(threading.Thread):
                 with logged("whether a process has ended could not be found out"):
                     mesh.died = death_among(mesh, mesh.ranks)
 
-    def _has_ended_in_vain(self, mesh: Mesh, entry: Entry) -> bool:
+    def _has_ended_in_vain(self, mesh: Mesh, entry: CallRecord) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""
         verdict = None
         with logged("whether a process has ended could not be found out"):  # limits still hold
@@ -250,7 +250,7 @@ class Watcher(threading.Thread):
         """End what is listened to and never comes: who polls makes no call that is overdue."""
         if self._looks % _LONG_LOOKS:
             return
-        unmet: defaultdict[Bulletin, list[Mesh]] = defaultdict(list)
+        unmet: defaultdict[BoardThread, list[Mesh]] = defaultdict(list)
         for mesh, _ in self._look()[1]:
             if mesh.verdict is not None or mesh.link is not None:
                 continue
@@ -292,7 +292,7 @@ class Watcher(threading.Thread):
             for entry in lane.waits()
         ]
 
-    def _expire(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
+    def _expire(self, bulletin: BoardThread, waiting: list[Waiting]) -> None:
         """End all calls whose limits have passed, in one go: asking takes a while.
 
         A job that is under way takes more of them on.
@@ -308,22 +308,22 @@ class Watcher(threading.Thread):
             entry.has_expired = True
             seconds, answers = _EXPIRY_SECONDS, None
             if inquiry.is_brief(entry):  # nobody else need know
-                seconds, answers = inquiry.patience(entry), {mesh.rank: whereabouts(meshes, 0)}
+                seconds, answers = inquiry.patience(entry), {mesh.rank: wait_snapshot(meshes, 0)}
             verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
             end = functools.partial(inquiry.end_late, mesh, lane, entry, verdict)
             self._fall_back(seconds, end)
 
-    def _report(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
+    def _report(self, bulletin: BoardThread, waiting: list[Waiting]) -> None:
         meshes, told = self.meshes(bulletin), threading.Event()
         bulletin.submit(lambda board: inquiry.report(board, meshes, waiting, told))
         silence = functools.partial(inquiry.report_silence, waiting, told)
         self._fall_back(_EXPIRY_SECONDS, silence)
 
-    def _investigate(self, bulletin: Bulletin, waiting: list[Waiting]) -> None:
+    def _investigate(self, bulletin: BoardThread, waiting: list[Waiting]) -> None:
         meshes = self.meshes(bulletin)
         self._ask(bulletin, lambda board: investigate(board, meshes, waiting))
 
-    def _ask(self, bulletin: Bulletin, question: Callable[[Board], None]) -> None:
+    def _ask(self, bulletin: BoardThread, question: Callable[[Board], None]) -> None:
         """Have something looked into, unless a question before it still waits for the store."""
         if bulletin in self._investigating:
             return
@@ -357,28 +357,28 @@ class Watcher(threading.Thread):
             self._sending.close()
 
 
-class _Watchers:
+class _Watchdogs:
     """This process's watcher, and a bulletin for each world; a forked child gets its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watcher: Watcher | None = None
-        self._bulletins = weakref.WeakKeyDictionary[dist.ProcessGroup, Bulletin]()
+        self._watcher: Watchdog | None = None
+        self._bulletins = weakref.WeakKeyDictionary[dist.ProcessGroup, BoardThread]()
 
-    def watcher(self) -> Watcher:
+    def watcher(self) -> Watchdog:
         with self._lock:
             if self._watcher is None or self._watcher.pid != os.getpid():
-                self._watcher = Watcher()
+                self._watcher = Watchdog()
             elif not self._watcher.is_alive() and not sys.is_finalizing():
-                self._watcher = Watcher(self._watcher)
+                self._watcher = Watchdog(self._watcher)
             return self._watcher
 
-    def bulletin(self, world: dist.ProcessGroup) -> Bulletin:
+    def bulletin(self, world: dist.ProcessGroup) -> BoardThread:
         watcher = self.watcher()
         with self._lock:
             if world not in self._bulletins:
                 is_there = weakref.ref(world)
-                found = self._bulletins[world] = Bulletin(
+                found = self._bulletins[world] = BoardThread(
                     store_of(world),
                     world.rank(),
                     world.size(),
@@ -390,7 +390,7 @@ class _Watchers:
             return self._bulletins[world]
 
 
-_watchers = _Watchers()
+_watchdogs = _Watchdogs()
 
 
 def check_running(operation: str) -> None:
@@ -406,30 +406,30 @@ def check_running(operation: str) -> None:
         )
 
 
-def bulletin_of(world: dist.ProcessGroup) -> Bulletin:
+def bulletin_of(world: dist.ProcessGroup) -> BoardThread:
     """Where the ranks of a world tell each other what keeps them."""
-    return _watchers.bulletin(world)
+    return _watchdogs.bulletin(world)
 
 
 def watch(mesh: Mesh) -> None:
     """See to it that no wait on ``mesh`` is a silent one, as long as it lives."""
-    _watchers.watcher().add(mesh)
+    _watchdogs.watcher().add(mesh)
 
 
 def hurry(seconds: float) -> None:
     """Let a wait that has begun end after so long, though the watcher may sleep for longer."""
     if seconds < _TICK_SECONDS:
-        _watchers.watcher()._nudge()  # noqa: SLF001  # its own module's
+        _watchdogs.watcher()._nudge()  # noqa: SLF001  # its own module's
 
 
 def expect(mesh: Mesh, listener: threading.Thread) -> None:
     """End a thread that waits on ``mesh`` before the interpreter ends."""
-    _watchers.watcher().expect(mesh, listener)
+    _watchdogs.watcher().expect(mesh, listener)
 
 
 def died_in(block: str) -> Verdict | None:
     """What to say in a block in which a rank has died, as far as this process has seen."""
-    meshes = _watchers.watcher().named((nonce_of(block),))
+    meshes = _watchdogs.watcher().named((nonce_of(block),))
     return next((mesh.died for mesh in meshes), None)
 
 
@@ -441,7 +441,7 @@ def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> N
         thread: raises it for all of them; the calling one if None.
     """
     thread = thread or threading.current_thread()
-    for mesh in _watchers.watcher().named(verdict.meshes):
+    for mesh in _watchdogs.watcher().named(verdict.meshes):
         mesh.settle(verdict)  # told before it closes: not every finder of a circle has all meshes
         mesh.absolve(thread)
 
@@ -457,12 +457,12 @@ class interruptible:  # noqa: N801  # used as a function, like contextlib's
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._watcher: Watcher | None = None
+        self._watcher: Watchdog | None = None
         self._outer: Mesh | None = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._watcher = _watchers.watcher()
+            self._watcher = _watchdogs.watcher()
             self._outer, self._watcher.target = self._watcher.target, self._mesh
             if self._outer is None:
                 self._watcher.listen()
@@ -489,7 +489,7 @@ _OF_A_MESH = frozenset({"objcomm-connect", "objcomm-listen"})
 _Look: TypeAlias = Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]]
 
 
-def bring_back(look: _Look, bulletins: Sequence[Bulletin]) -> None:
+def bring_back(look: _Look, bulletins: Sequence[BoardThread]) -> None:
     """End what threads do in C++, and the bulletins'.
 
     A store that is stopped, or behind a network that fails, holds a thread for as long as it gives
@@ -505,7 +505,7 @@ def bring_back(look: _Look, bulletins: Sequence[Bulletin]) -> None:
         _are_all_back(look, bulletins)
 
 
-def _are_all_back(look: _Look, bulletins: Sequence[Bulletin]) -> bool:
+def _are_all_back(look: _Look, bulletins: Sequence[BoardThread]) -> bool:
     are_back = [end_waits(look)]
     are_back += [bulletin.close(FAREWELL_SECONDS, _ending()) for bulletin in bulletins]
     return all(are_back)
@@ -530,7 +530,9 @@ def end_waits(look: _Look) -> bool:
             leaves = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending())
             # Who ends by an error because of another's death is not the one to be named.
             mesh.settle(leaves if leaves.reason in FAREWELLS else by_name(mesh, leaves))
-        is_any_away = bool(occupied) or are_hands_busy() or are_lines_busy() or _are_any_leaving()
+        is_any_away = (
+            bool(occupied) or are_pools_busy() or are_executors_busy() or _are_any_leaving()
+        )
         if not is_any_away or time.monotonic() > until:
             return not is_any_away
         time.sleep(_PAUSE_SECONDS)

@@ -37,7 +37,7 @@ DUMP_VERSION = 1
 _MEETINGS = 16
 
 
-class Entry:
+class CallRecord:
     """One call of an operation on this rank.
 
     Attributes:
@@ -114,7 +114,7 @@ class Entry:
         self.regions: tuple[str, ...] = ()
         self.waiter = 0
         self.is_served = False
-        self.caller: Entry | None = None
+        self.caller: CallRecord | None = None
         self.withdraw: Callable[[Any], object] | None = None
 
     @property
@@ -167,13 +167,13 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[Entry] = deque(maxlen=LENGTH)
-        self._meetings: deque[Entry] = deque(maxlen=_MEETINGS)
+        self._entries: deque[CallRecord] = deque(maxlen=LENGTH)
+        self._meetings: deque[CallRecord] = deque(maxlen=_MEETINGS)
         self.add = self._entries.append
         self.add_meeting = self._meetings.append
         self.next_number = itertools.count().__next__
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CallRecord]:
         """All that are remembered, oldest first."""
         return list(self._entries)
 

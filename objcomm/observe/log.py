@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from objcomm.environment import standing_in
+from objcomm.environment import unjoined_in
 
 
 class _Ranked(logging.LoggerAdapter[logging.Logger]):
@@ -33,7 +33,7 @@ class _Ranked(logging.LoggerAdapter[logging.Logger]):
         if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
         else:
-            rank, world_size, _ = standing_in(os.environ)
+            rank, world_size, _ = unjoined_in(os.environ)
         own = {"rank": rank, "world_size": world_size, "group": ""}
         return msg, {**kwargs, "extra": own | (kwargs.get("extra") or {})}
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from objcomm.config import GroupLike, settings
 from objcomm.errors import BrokenGroupError, DesyncError, ObjcommError, TransportError, text_of
-from objcomm.observe.history import DUMP_VERSION, LENGTH, Counters, Entry, History
+from objcomm.observe.history import DUMP_VERSION, LENGTH, CallRecord, Counters, History
 from objcomm.observe.log import log
 from objcomm.world import group_for_call, rank, ranks_of, world_size
 
@@ -55,7 +55,7 @@ class Recorder:
 
     def conclude(
         self,
-        entry: Entry,
+        entry: CallRecord,
         error: BaseException | None,
         began: float,
         cost: tuple[int, int, int],

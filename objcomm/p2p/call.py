@@ -16,19 +16,19 @@ from objcomm.algorithms.exchange import Exchange
 from objcomm.calls.call import Coding
 from objcomm.calls.group import resolve
 from objcomm.calls.region import acts_alone
-from objcomm.calls.watched import Turn
+from objcomm.calls.watched import Watched
 from objcomm.calls.work import Work
 from objcomm.config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
 from objcomm.errors import RankFailure, TransportTimeout, UsageError
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import Cause, Verdict, regions
 from objcomm.failures.watchdog import died_in, end_elsewhere, hurry
-from objcomm.observe.history import Entry, call_site
+from objcomm.observe.history import CallRecord, call_site
 from objcomm.observe.tracing import Span, span
-from objcomm.p2p.mailbox import Arrival, Request
+from objcomm.p2p.mailbox import Arrived, RecvRequest
 from objcomm.p2p.peer import Pair, peers_of
 from objcomm.transport.lane import Lane
-from objcomm.transport.threads import Place
+from objcomm.transport.threads import Ticket
 from objcomm.wire.failure import failure_message, failure_of, failures_in, raise_together
 from objcomm.wire.gate import Gate
 from objcomm.wire.header import Header, Operation
@@ -37,7 +37,7 @@ from objcomm.wire.message import Message
 _TAG_MAX = (1 << 32) - 1
 
 
-class Errand:
+class P2PCall:
     """See the module; constructing it checks the arguments and starts nothing.
 
     Entered as a context it is carried out there: it is noted before and concluded afterwards.
@@ -97,7 +97,7 @@ class Errand:
             tag=self.tag or 0,
             call_site=call_site(),
         )
-        self.entry = Entry(header, self._name, coding.codec_name)
+        self.entry = CallRecord(header, self._name, coding.codec_name)
         self.entry.awaits = header.root
         # No limit at all (``inf``) is cut to one of 115 days: nobody polls so.
         self.entry.has_own_limit = timeout is not None and self._deadline.seconds < FOREVER_SECONDS
@@ -174,7 +174,7 @@ def _tag(operation: str, tag: object) -> int:
     raise UsageError(f"{operation}: tag={tag!r} is no integer from 0 to {_TAG_MAX}")
 
 
-class Send(Errand):
+class Send(P2PCall):
     """See the module."""
 
     operation = Operation.SEND
@@ -186,7 +186,7 @@ class Send(Errand):
             with self:
                 self._keep(obj)
             return
-        with self, Place(pair.order) as place:
+        with self, Ticket(pair.order) as place:
             self.entry.waiter = threading.get_ident()
             message = self._message(obj)
             place.take()
@@ -198,7 +198,7 @@ class Send(Errand):
         if pair is None:
             return self.work().carry_out_here(lambda: self.run(obj))
         self.begin()
-        place = Place(pair.order)
+        place = Ticket(pair.order)
         try:
             message = self._message(obj)
             place.take()
@@ -211,7 +211,7 @@ class Send(Errand):
             raise
         return work
 
-    def _go_on(self, pair: Pair, place: Place, message: Message) -> None:
+    def _go_on(self, pair: Pair, place: Ticket, message: Message) -> None:
         if self.claim():
             with self, place:
                 self._transmit(pair, place, message)
@@ -236,7 +236,7 @@ class Send(Errand):
         except BaseException as error:
             raise_together(self._name, {rank: self._failure_of(error)}, error, rank)
             raise
-        self._peers.mailbox.deliver(Arrival(rank, tag, 0, obj=own))
+        self._peers.mailbox.deliver(Arrived(rank, tag, 0, obj=own))
 
     def _message(self, obj: object) -> Message:
         """Encode; an error becomes a failure message, and is raised when that was sent."""
@@ -249,7 +249,7 @@ class Send(Errand):
     def _failure_of(self, error: BaseException) -> RankFailure:
         return failure_of(error, self.group.rank, self.entry.header.call_site)
 
-    def _transmit(self, pair: Pair, place: Place, message: Message) -> None:
+    def _transmit(self, pair: Pair, place: Ticket, message: Message) -> None:
         """Send, after whatever was to be sent before; leaves the place when the next may begin."""
         self._deadline.restart()
         is_its_turn = place.enter(self._deadline.seconds_left)
@@ -257,7 +257,7 @@ class Send(Errand):
             raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
         mesh, lane = pair.enter(self._deadline, self.entry)
         exchange = self._joined(mesh, lane, lane.sequence)
-        with Turn(mesh, lane, exchange, self._deadline):
+        with Watched(mesh, lane, exchange, self._deadline):
             lane.sequence += 1
             header = exchange.header
             message.header = message.header._replace(
@@ -277,7 +277,7 @@ class Send(Errand):
 _TRANSFER_SECONDS = 2.0
 
 
-class Receive(Errand):
+class Receive(P2PCall):
     """See the module; also a probe, which takes nothing in."""
 
     operation = Operation.RECV
@@ -296,7 +296,7 @@ class Receive(Errand):
         """Ask for a message; when it has come another thread takes it in."""
         self.begin()
         work = self.work()
-        request = Request(self.peer, self.tag, on_end=self._hand_over)
+        request = RecvRequest(self.peer, self.tag, on_end=self._hand_over)
         self._jobs = [work.job(lambda: self._rest(request))]
         try:
             self._ask(request)
@@ -338,14 +338,14 @@ class Receive(Errand):
             # In no variable: an error's traceback would hold that, and so the work.
             self._jobs.pop()()
 
-    def _rest(self, request: Request) -> Any:
+    def _rest(self, request: RecvRequest) -> Any:
         with self:
             self._end_wait()
             if self._own_error is not None:
                 raise self._own_error
             return self.take_in(self._found(request))
 
-    def awaited(self, *, is_probe: bool = False) -> Arrival:
+    def awaited(self, *, is_probe: bool = False) -> Arrived:
         """Wait for a message.
 
         Raises:
@@ -360,7 +360,7 @@ class Receive(Errand):
                 "none; send it first"
             )
         signal = _Signal()
-        request = Request(self.peer, self.tag, is_probe=is_probe, on_end=signal.set)
+        request = RecvRequest(self.peer, self.tag, is_probe=is_probe, on_end=signal.set)
         self.entry.waiter = threading.get_ident()
         try:
             self._ask(request)
@@ -372,7 +372,7 @@ class Receive(Errand):
             self._end_wait()
         return self._found(request)
 
-    def peek(self) -> Arrival | None:
+    def peek(self) -> Arrived | None:
         """The message that a receive would take now; without one, listen to who may send it."""
         found = self._peers.mailbox.poll(self.peer, self.tag)
         if found is None:
@@ -393,7 +393,7 @@ class Receive(Errand):
                 if told is not None:
                     self._raise(told)
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: RecvRequest) -> None:
         """Put a request to the mailbox; whoever may serve it is listened to from now on.
 
         Raises:
@@ -437,7 +437,7 @@ class Receive(Errand):
         peers = range(self.group.size) if self.peer is None else [self.peer]
         return [self._peers.pair(self.group, peer) for peer in peers if peer != self.group.rank]
 
-    def _limit(self, request: Request) -> None:
+    def _limit(self, request: RecvRequest) -> None:
         seconds = self._deadline.seconds
         late = Verdict.of(Cause.TIMEOUT, ranks=(self.group.rank,), seconds=seconds)
         self._timer = threading.Timer(seconds, self._withdraw, (request, late))
@@ -447,7 +447,7 @@ class Receive(Errand):
         if self._is_wait_over:
             self._timer.cancel()
 
-    def _withdraw(self, request: Request, verdict: Verdict) -> None:
+    def _withdraw(self, request: RecvRequest, verdict: Verdict) -> None:
         if request.src is None and verdict.cause is Cause.TIMEOUT:
             others = tuple(rank for rank in range(self.group.size) if rank != self.group.rank)
             verdict = verdict._replace(ranks=others)
@@ -462,7 +462,7 @@ class Receive(Errand):
         for lane in self._lanes:
             lane.end(self.entry)
 
-    def _found(self, request: Request) -> Arrival:
+    def _found(self, request: RecvRequest) -> Arrived:
         """What a request that has ended found.
 
         Raises:
@@ -470,7 +470,7 @@ class Receive(Errand):
         """
         if request.verdict is not None:
             self._raise(request.verdict)
-        return cast("Arrival", request.arrival)  # a wait ends by a message or by a verdict
+        return cast("Arrived", request.arrival)  # a wait ends by a message or by a verdict
 
     def _raise(self, verdict: Verdict) -> NoReturn:
         for pair in self._pairs():
@@ -478,7 +478,7 @@ class Receive(Errand):
         end_elsewhere(verdict)
         raise verdict.error(self._name, self.entry.header.position)
 
-    def take_in(self, arrival: Arrival) -> Any:
+    def take_in(self, arrival: Arrived) -> Any:
         """The object of a message whose first part is here.
 
         Raises:
@@ -500,7 +500,7 @@ class Receive(Errand):
             self.entry.is_served = True
             self.entry.withdraw = None  # the sender waits, too: only both can end this
             self._deadline.leave(_TRANSFER_SECONDS)
-            with Turn(mesh, lane, exchange, self._deadline):
+            with Watched(mesh, lane, exchange, self._deadline):
                 message = exchange.adopt(arrival.raw, header)
                 exchange.recv_rest([(arrival.peer, message)])
         raise_together(self._name, failures_in([message]), None, self.group.rank)

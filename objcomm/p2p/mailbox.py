@@ -28,7 +28,7 @@ _KEPT_MAX_NBYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class Arrived:
     """A message whose first part is here.
 
     Attributes:
@@ -79,7 +79,7 @@ class Arrival:
         return self.header, self.mesh, self.lane
 
 
-class Request:
+class RecvRequest:
     """Somebody who waits for a message.
 
     Attributes:
@@ -112,7 +112,7 @@ class Request:
         self.tag = tag
         self.is_probe = is_probe
         self.among: frozenset[int] | None = None
-        self.arrival: Arrival | None = None
+        self.arrival: Arrived | None = None
         self.verdict: Verdict | None = None
         self._on_end = on_end
 
@@ -144,8 +144,8 @@ class Mailbox:
         self._sources: dict[int, object] = {}
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._arrived: list[Arrival] = []
-        self._requests: list[Request] = []
+        self._arrived: list[Arrived] = []
+        self._requests: list[RecvRequest] = []
         self._kept_nbytes: dict[int, int] = {}
         self._credited: set[int] = set()  # who may send one message more than there is room for
 
@@ -160,24 +160,24 @@ class Mailbox:
             self._sources[peer] = source
             self._expected.add(peer)
 
-    def look(self, src: int | None, tag: int | None) -> Arrival | None:
+    def look(self, src: int | None, tag: int | None) -> Arrived | None:
         """The message that a request would take now; it stays."""
         with self._changed:
-            return self._first(Request(src, tag, on_end=_nothing))
+            return self._first(RecvRequest(src, tag, on_end=_nothing))
 
-    def poll(self, src: int | None, tag: int | None) -> Arrival | None:
+    def poll(self, src: int | None, tag: int | None) -> Arrived | None:
         """As ``look``; where there is none, one more message may come although there is no room.
 
         Else who polls for a message behind more than is kept would never see it.
         """
         with self._changed:
-            found = self._first(Request(src, tag, on_end=_nothing))
+            found = self._first(RecvRequest(src, tag, on_end=_nothing))
             if found is None:
                 self._credited |= self._expected if src is None else {src}
                 self._changed.notify_all()
             return found
 
-    def meet(self, request: Request) -> bool:
+    def meet(self, request: RecvRequest) -> bool:
         """Give ``request`` a message that is here; returns whether there was one."""
         with self._changed:
             is_met = self._serve(request)
@@ -185,7 +185,7 @@ class Mailbox:
             self._tell(request)
         return is_met
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: RecvRequest) -> None:
         """Give ``request`` a message that is here, or the first that comes and it admits."""
         with self._changed:
             is_over = request.verdict is not None or self._serve(request)
@@ -195,7 +195,7 @@ class Mailbox:
         if is_over:
             self._tell(request)
 
-    def _serve(self, request: Request) -> bool:
+    def _serve(self, request: RecvRequest) -> bool:
         """Give ``request`` a message that is here, without telling anybody."""
         found = self._first(request)
         if found is not None and not request.is_probe:
@@ -205,24 +205,24 @@ class Mailbox:
         request.arrival = found
         return found is not None
 
-    def _tell(self, request: Request) -> None:
+    def _tell(self, request: RecvRequest) -> None:
         if not request.tell() and request.arrival is not None:
             self.give_back(request.arrival)
 
-    def deliver(self, arrival: Arrival) -> None:
+    def deliver(self, arrival: Arrived) -> None:
         """Take a message in."""
         with self._changed:
             arrival.number = next(self._numbers)
         self.give_back(arrival)
 
-    def give_back(self, arrival: Arrival) -> None:
+    def give_back(self, arrival: Arrived) -> None:
         """Give a message to whoever waits for it, or put it before all that came later."""
         is_placed = False
         while not is_placed:
             told = [request.tell() for request in self._served(arrival)]
             is_placed = all(told)  # else who was to take it can't: the next one
 
-    def _served(self, arrival: Arrival) -> list[Request]:
+    def _served(self, arrival: Arrived) -> list[RecvRequest]:
         """The requests that a message ends; where none of them takes it, it is kept."""
         with self._changed:
             if arrival.is_dead:
@@ -239,7 +239,7 @@ class Mailbox:
                 self._count(arrival, len(arrival.raw))
             return served
 
-    def withdraw(self, request: Request, verdict: Verdict) -> None:
+    def withdraw(self, request: RecvRequest, verdict: Verdict) -> None:
         """End a request by a verdict, if it still waits, or as soon as it is put."""
         with self._changed:
             is_waiting = self._remove(request)
@@ -248,14 +248,14 @@ class Mailbox:
         if is_waiting:
             request.tell()
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: RecvRequest) -> None:
         """Take a request back, and with it a message that it was given; its maker knows."""
         with self._changed:
             self._remove(request)
         if request.arrival is not None and not request.is_probe:
             self.give_back(request.arrival)
 
-    def _remove(self, request: Request) -> bool:
+    def _remove(self, request: RecvRequest) -> bool:
         is_waiting = request in self._requests
         if is_waiting:
             self._requests.remove(request)
@@ -307,7 +307,7 @@ class Mailbox:
         is_wanted |= any(each.src in (None, peer) for each in self._requests)
         return self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and not is_wanted
 
-    def _first(self, request: Request) -> Arrival | None:
+    def _first(self, request: RecvRequest) -> Arrived | None:
         # A connection ends on another thread: one that has just ended may not be told of yet.
         found = (
             each
@@ -316,16 +316,16 @@ class Mailbox:
         )
         return next(found, None)
 
-    def _take(self, arrival: Arrival) -> None:
+    def _take(self, arrival: Arrived) -> None:
         self._arrived.remove(arrival)
         self._count(arrival, -len(arrival.raw))
         self._changed.notify_all()
 
-    def _count(self, arrival: Arrival, nbytes: int) -> None:
+    def _count(self, arrival: Arrived, nbytes: int) -> None:
         self._kept_nbytes[arrival.peer] = self._kept_nbytes.get(arrival.peer, 0) + nbytes
 
 
-def _number(arrival: Arrival) -> int:
+def _number(arrival: Arrived) -> int:
     return arrival.number
 
 

@@ -8,7 +8,7 @@ from objcomm.calls.work import Work
 from objcomm.config import Allowed, DeviceLike, GroupLike, Timeout
 from objcomm.errors import BrokenGroupError, ObjcommError
 from objcomm.p2p.call import Receive, Send
-from objcomm.p2p.mailbox import Arrival
+from objcomm.p2p.mailbox import Arrived
 
 
 class _Sending(TypedDict, total=False):
@@ -471,5 +471,5 @@ def iprobe(
     return None if found is None else _envelope(errand, found)
 
 
-def _envelope(errand: Receive, arrival: Arrival) -> Envelope:
+def _envelope(errand: Receive, arrival: Arrived) -> Envelope:
     return Envelope(errand.group.ranks[arrival.peer], arrival.peer, arrival.tag, arrival.nbytes)

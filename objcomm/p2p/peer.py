@@ -18,9 +18,9 @@ from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, Usage
 from objcomm.failures.mesh import Mesh, end_by_loss
 from objcomm.failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
 from objcomm.failures.watchdog import expect
-from objcomm.p2p.mailbox import Arrival, Mailbox
+from objcomm.p2p.mailbox import Arrived, Mailbox
 from objcomm.transport.link import Deadline, LinkError
-from objcomm.transport.threads import Crew, Order, Single
+from objcomm.transport.threads import OnceThread, ThreadPool, TicketQueue
 from objcomm.wire.gate import Gate
 from objcomm.wire.header import Header, Operation
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from objcomm.calls.group import Group
     from objcomm.failures.channel import Channel
     from objcomm.failures.mesh import Mesh
-    from objcomm.observe.history import Entry
+    from objcomm.observe.history import CallRecord
     from objcomm.transport.lane import Lane
 
 
@@ -54,14 +54,14 @@ class Pair:
             mailbox: the group's on this rank.
         """
         self.peer = peer
-        self.order = Order()
+        self.order = TicketQueue()
         self._channel = channel
         self._rank = rank
         self._mailbox = mailbox
         self._lock = threading.Lock()
         self._current: Mesh | None = None
-        self._listener = Single(_LISTENER)
-        self._former = Single(_LISTENER)  # of the last connection
+        self._listener = OnceThread(_LISTENER)
+        self._former = OnceThread(_LISTENER)  # of the last connection
 
     @property
     def channel(self) -> Channel:
@@ -83,7 +83,7 @@ class Pair:
                 if former is not None and former.verdict is not None:
                     _fail(self._mailbox, self.peer, former, former.verdict)
                 self._current = mesh
-                self._former, self._listener = self._listener, Single(_LISTENER)
+                self._former, self._listener = self._listener, OnceThread(_LISTENER)
                 self._mailbox.expect(self.peer, mesh)
         return mesh, lane
 
@@ -105,7 +105,7 @@ class Pair:
                 raise
             return self.admit(operation) if mesh.can_be_replaced else None
 
-    def enter(self, deadline: Deadline, call: Entry) -> tuple[Mesh, Lane]:
+    def enter(self, deadline: Deadline, call: CallRecord) -> tuple[Mesh, Lane]:
         """The connection; waits until the other rank has come.
 
         Raises:
@@ -155,7 +155,7 @@ class Peers:
 
     def __init__(self, group: Group) -> None:
         self.mailbox = Mailbox(group.rank, group.size)
-        self.crew = Crew()
+        self.crew = ThreadPool()
         self._lock = threading.Lock()
         self._pairs: dict[int, Pair] = {}  # by the other rank
 
@@ -204,7 +204,7 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
     lane: Lane,
     peer: int,
     mailbox: Mailbox,
-    former: Single,
+    former: OnceThread,
     chosen: Settings,
     blocks: tuple[str, ...],
 ) -> None:
@@ -230,7 +230,7 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
                 standing.post()
             finally:  # the peer may have left after this message: its right
                 lane.taken += 1
-                mailbox.deliver(Arrival(peer, header.tag, nbytes, header, raw, mesh, lane))
+                mailbox.deliver(Arrived(peer, header.tag, nbytes, header, raw, mesh, lane))
     except ObjcommError as error:
         mesh.settle(proposal_for(error, mesh.rank))
     except LinkError as error:

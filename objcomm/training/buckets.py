@@ -55,7 +55,7 @@ class Bundle(NamedTuple):
     tensors: Sequence[torch.Tensor | None]
 
 
-class Kind(NamedTuple):
+class TensorGroup(NamedTuple):
     """What some tensors have in common.
 
     Attributes:
@@ -94,13 +94,13 @@ class Manifest(NamedTuple):
         return hashlib.blake2b(text + tail, digest_size=16).digest()
 
 
-def manifest_of(bundles: Sequence[Bundle], linked: str) -> tuple[Manifest, list[Kind]]:
+def manifest_of(bundles: Sequence[Bundle], linked: str) -> tuple[Manifest, list[TensorGroup]]:
     """This rank's, and the kind of each tensor.
 
     Raises:
         UsageError: a tensor can't be changed in place; names it.
     """
-    kinds: list[Kind] = []
+    kinds: list[TensorGroup] = []
     lines: list[str] = []
     for bundle in bundles:
         found = _kinds(bundle)
@@ -159,7 +159,7 @@ def is_repeated(line: str) -> bool:
 # wrong: a loop over 1,000 of them that asks each for everything takes as long as their transfer.
 
 
-def _kinds(bundle: Bundle) -> list[Kind]:
+def _kinds(bundle: Bundle) -> list[TensorGroup]:
     rule, names, likes, tensors = bundle
     _check_plain(names, likes, "")
     keys = [(each.dtype, each.shape, each.device) for each in likes]
@@ -206,7 +206,7 @@ def _check_gradients(
         raise UsageError(f"the gradient of {_label(names[at], at)} has another dtype than it")
 
 
-def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> Kind:
+def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> TensorGroup:
     if like.is_meta or like.is_quantized:
         what = "a meta tensor" if like.is_meta else "quantized"
         raise UsageError(f"{_label(name, at)} is {what}, and can't be changed in place")
@@ -215,10 +215,10 @@ def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> Kind:
     text = f"{dtype} of shape {tuple(like.shape)}{where}, {rule.value}"
     is_fraction = like.is_floating_point() or like.is_complex()
     kept = rule if is_fraction and like.dtype in elementwise.DTYPES else Rule.SHARE
-    return Kind(text, kept, f"{kept.name} {dtype} {device_type}", device_type, like.nbytes)
+    return TensorGroup(text, kept, f"{kept.name} {dtype} {device_type}", device_type, like.nbytes)
 
 
-def _mark_repeated(bundle: Bundle, kinds: Sequence[Kind], texts: list[str]) -> None:
+def _mark_repeated(bundle: Bundle, kinds: Sequence[TensorGroup], texts: list[str]) -> None:
     """Say of each large tensor whether it is one that stands further ahead.
 
     A gradient that this rank lacks is its parameter's: another rank may have it.
@@ -281,7 +281,7 @@ class _Agreement:
 
     def __init__(self, call: Call, make: Callable[[], Sequence[Bundle]]) -> None:
         self.bundles: Sequence[Bundle] = ()
-        self.kinds: Sequence[Kind] = ()
+        self.kinds: Sequence[TensorGroup] = ()
         self._call = call
         self._manifest = Manifest((), b"", "")
         self._mine = call.message(lambda: self._describe(make()))
@@ -411,7 +411,7 @@ class _Bucket:
 def _buckets(
     bundles: Sequence[Bundle],
     manifest: Manifest,
-    kinds: Sequence[Kind],
+    kinds: Sequence[TensorGroup],
     made: dict[int, torch.Tensor],
 ) -> list[_Bucket]:
     """Sort tensors by what all ranks know of them: rule, dtype, size and type of device."""

@@ -40,7 +40,7 @@ from objcomm.transport.link import (
     LinkTimeout,
     Pending,
 )
-from objcomm.transport.rendezvous import Progress, forget, meet
+from objcomm.transport.rendezvous import MeetingState, forget, meet
 from objcomm.transport.sockets import flow, is_outage, notice_outages, open_sockets
 from objcomm.transport.store import reason_of
 from objcomm.transport.threads import AbandonedError, Apart
@@ -94,7 +94,7 @@ class GlooLink:
         rank: int,
         members: tuple[int, ...],
         deadline: Deadline,
-        progress: Progress,
+        progress: MeetingState,
     ) -> None:
         """Meet the other ranks and connect to each; may block in C++ up to the limit.
 
@@ -125,7 +125,7 @@ class GlooLink:
         rank: int,
         members: tuple[int, ...],
         deadline: Deadline,
-        progress: Progress,
+        progress: MeetingState,
     ) -> None:
         self.rank = rank
         self.size = size = len(members)

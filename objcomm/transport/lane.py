@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
-    from objcomm.observe.history import Entry
-    from objcomm.transport.threads import Line, Order
+    from objcomm.observe.history import CallRecord
+    from objcomm.transport.threads import SerialExecutor, TicketQueue
 
 
 #: The lane of threads that take turns: it has no owner but whoever's turn it is.
@@ -55,7 +55,7 @@ class Lane:
     """
 
     def __init__(
-        self, name: str, number: int, owner: threading.Thread, order: Order | None = None
+        self, name: str, number: int, owner: threading.Thread, order: TicketQueue | None = None
     ) -> None:
         self.name = name
         self.number = number
@@ -63,18 +63,18 @@ class Lane:
         self.sequence = 0
         self.taken = 0
         self.owner = owner
-        self.entry: Entry | None = None
-        self.errands: set[Entry] = set()
+        self.entry: CallRecord | None = None
+        self.errands: set[CallRecord] = set()
         self.runner = 0
         self.waiter = 0
-        self.line: Line | None = None
+        self.line: SerialExecutor | None = None
         self.answering: set[int] = set()
         self.asking: set[int] = set()
         self.owes = True
-        self.past: deque[Entry] = deque(maxlen=_PAST)
-        self._standing: dict[int, Standing] = {}
+        self.past: deque[CallRecord] = deque(maxlen=_PAST)
+        self._standing: dict[int, StandingReceive] = {}
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: CallRecord) -> None:
         """The calling thread begins to wait in ``entry``, for whoever watches."""
         if self.order is None:
             self.runner = threading.get_ident()
@@ -82,7 +82,7 @@ class Lane:
         else:
             self.errands.add(entry)
 
-    def end(self, entry: Entry) -> None:
+    def end(self, entry: CallRecord) -> None:
         """The wait is over."""
         if self.order is None:
             self.entry = None
@@ -95,7 +95,7 @@ class Lane:
         owed, self.owes = self.owes, self.owes and not is_its
         return owed and is_its
 
-    def waits(self) -> list[Entry]:
+    def waits(self) -> list[CallRecord]:
         """All calls that wait just now."""
         entry = self.entry
         return [*self.errands.copy(), *([] if entry is None else [entry])]
@@ -127,19 +127,19 @@ class Lane:
         """The thread that can do nothing else before ``entry`` has ended; 0 if there is none."""
         return self.runner if self.runner == self.owner.ident else self.waiter
 
-    def standing(self, link: Link, peer: int) -> Standing:
+    def standing(self, link: Link, peer: int) -> StandingReceive:
         """The receive that is posted for ``peer``'s next first message."""
         standing = self._standing.get(peer)
         if standing is None:
-            standing = self._standing[peer] = Standing(link, peer, head_tag(self.number))
+            standing = self._standing[peer] = StandingReceive(link, peer, head_tag(self.number))
         return standing
 
 
-def _name_of(entry: Entry) -> str:
+def _name_of(entry: CallRecord) -> str:
     return f"{entry.operation} at {entry.header.call_site}"
 
 
-class Standing:
+class StandingReceive:
     """A receive that is posted again and again into the same memory.
 
     Attributes:
@@ -181,7 +181,9 @@ class Standing:
         self._pending = self._link.recv(self._flat, self._peer, self._tag)
 
 
-def absent(peers: Sequence[int], standing: Sequence[Standing], start: int) -> tuple[int, ...]:
+def absent(
+    peers: Sequence[int], standing: Sequence[StandingReceive], start: int
+) -> tuple[int, ...]:
     """Of the ranks from ``start`` on, that one and all others whose message has not come."""
     others = zip(peers[start + 1 :], standing[start + 1 :], strict=True)
     return peers[start], *(peer for peer, each in others if not each.has_come())

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from objcomm.config import FOREVER_SECONDS, settings
-from objcomm.observe.history import Entry
+from objcomm.observe.history import CallRecord
 
 # Tags have 31 bits. First messages of a lane share one tag, so that mismatched operations meet
 # instead of waiting for each other; what follows is told apart by its operation's number.
@@ -244,7 +244,7 @@ class Deadline:
         self.seconds = max(self.seconds, seconds)
         self._left = max(self._left, seconds)
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: CallRecord) -> None:
         """Count what is left, and let the watcher know that ``entry`` waits, and until when."""
         now = entry.waits_since = time.monotonic()
         self._end = entry.waits_until = now + self._left

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from datetime import timedelta
 
-    from objcomm.observe.history import Entry
+    from objcomm.observe.history import CallRecord
 
 
 #: What errors call the meeting.
@@ -51,7 +51,7 @@ class GivenUpError(Exception):
     """Nobody waits for this meeting any more."""
 
 
-class Progress:
+class MeetingState:
     """How far a meeting has come, for whoever watches it from another thread.
 
     Attributes:
@@ -76,10 +76,10 @@ class Progress:
         self.session = ""
         self.is_over = False
         self.heed: Callable[[set[str]], None] | None = None
-        self._entries: list[Entry] = []
+        self._entries: list[CallRecord] = []
         self._awaits = members[1 if rank == members[0] else 0]
 
-    def watch(self, entry: Entry) -> None:
+    def watch(self, entry: CallRecord) -> None:
         """Let ``entry`` tell whom this rank awaits."""
         self._entries.append(entry)
         entry.awaits = self._awaits
@@ -112,10 +112,10 @@ class Progress:
             entry.awaits = self._awaits
 
 
-def meet(store: dist.Store, rank: int, size: int, progress: Progress) -> tuple[int, ...]:
+def meet(store: dist.Store, rank: int, size: int, progress: MeetingState) -> tuple[int, ...]:
     """Meet all ranks and agree on names that are new, which ``progress`` gets, and on the places.
 
-    Every member must call this. It has no limit of its own: see ``Progress.is_over``.
+    Every member must call this. It has no limit of its own: see ``MeetingState.is_over``.
 
     Args:
         store: the group's own.
@@ -154,7 +154,7 @@ def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> Non
         store.delete_key(key)
 
 
-def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> tuple[int, ...]:
+def _meet_as_host(store: dist.Store, size: int, progress: MeetingState) -> tuple[int, ...]:
     nonce = progress.nonce = uuid.uuid4().hex
     answered: dict[int, dict[str, str]] = {peer: {} for peer in range(1, size)}
     try:
@@ -176,7 +176,7 @@ def _meet_as_host(store: dist.Store, size: int, progress: Progress) -> tuple[int
 
 
 def _answer(
-    store: dist.Store, progress: Progress, answered: dict[int, dict[str, str]]
+    store: dist.Store, progress: MeetingState, answered: dict[int, dict[str, str]]
 ) -> dict[int, str]:
     """Answer all guests until each has joined; returns under which number each did.
 
@@ -208,7 +208,9 @@ def _answer(
     return joined
 
 
-def _meet_as_guest(store: dist.Store, rank: int, size: int, progress: Progress) -> tuple[int, ...]:
+def _meet_as_guest(
+    store: dist.Store, rank: int, size: int, progress: MeetingState
+) -> tuple[int, ...]:
     while True:
         number = uuid.uuid4().hex
         say_hello = functools.partial(store.set, f"hello/{rank}", f"{number} {machine()}")
@@ -224,7 +226,9 @@ def _meet_as_guest(store: dist.Store, rank: int, size: int, progress: Progress) 
             store.delete_key(key)
 
 
-def _agreed(told: str, number: str, rank: int, size: int, progress: Progress) -> tuple[int, ...]:
+def _agreed(
+    told: str, number: str, rank: int, size: int, progress: MeetingState
+) -> tuple[int, ...]:
     """The hosts that rank 0 has told with all numbers; gives ``progress`` the session.
 
     Args:
@@ -280,7 +284,7 @@ def await_all(store: dist.Store, size: int) -> None:
 
 
 def _wait_for(
-    store: dist.Store, key: str, progress: Progress, say_again: Callable[[], None] | None = None
+    store: dist.Store, key: str, progress: MeetingState, say_again: Callable[[], None] | None = None
 ) -> str:
     began = said = time.monotonic()
     pause = _PAUSE_MIN_SECONDS

@@ -23,25 +23,25 @@ class AbandonedError(RuntimeError):
 _IDLE_SECONDS = 5.0
 
 
-class Order:
+class TicketQueue:
     """Lets threads do something one after another, in the order in which they took their places."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._places: deque[Place] = deque()
+        self._places: deque[Ticket] = deque()
 
     @property
     def waiting(self) -> int:
         """How many have a place and are not through."""
         return len(self._places)
 
-    def append(self, place: "Place") -> None:
+    def append(self, place: "Ticket") -> None:
         """Put a place behind all others."""
         with self._lock:
             self._places.append(place)
             self._places[0].turn.set()
 
-    def remove(self, place: "Place") -> None:
+    def remove(self, place: "Ticket") -> None:
         """Let those behind go on without it; nothing happens if it is not there."""
         with self._lock:
             if place in self._places:
@@ -50,7 +50,7 @@ class Order:
                 self._places[0].turn.set()
 
 
-class Place:
+class Ticket:
     """A place in an order: whoever takes it must leave it, whether its turn has come or not.
 
     A context at whose end it is left.
@@ -59,7 +59,7 @@ class Place:
         turn: set when all that were taken before have been left.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: TicketQueue) -> None:
         """Begin; nothing is taken yet, so that nobody can be interrupted between the two."""
         self._order = order
         self.turn = threading.Event()
@@ -88,7 +88,7 @@ class Place:
         self.leave()
 
 
-class Single:
+class OnceThread:
     """At most one thread, whatever interrupts those who start it.
 
     A start that Ctrl-C has interrupted may have succeeded. So it is made again when the next one
@@ -134,7 +134,7 @@ class Single:
             job()
 
 
-class Crew:
+class ThreadPool:
     """Does each job on a thread of its own, because each may wait; idle threads are used again.
 
     Attributes:
@@ -158,7 +158,7 @@ class Crew:
         with self._lock:
             has_idle = self._idle > 0
             if not has_idle:
-                _Hand(self).start()  # first: what can't be done must not be begun
+                _PoolThread(self).start()  # first: what can't be done must not be begun
             self._idle -= has_idle
             self.under_way += not self._is_given_up
         self._jobs.put(job)
@@ -204,7 +204,7 @@ class Apart:
     """
 
     def __init__(self) -> None:
-        self._crew = Crew()
+        self._crew = ThreadPool()
         self._lock = threading.Lock()
         self._under_way: set[Future[None]] = set()
         self._is_abandoned = False
@@ -261,17 +261,19 @@ class Apart:
             done.set_exception(error)
 
 
-class _Hand(threading.Thread):
+class _PoolThread(threading.Thread):
     """One thread of a crew."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: ThreadPool) -> None:
         super().__init__(target=crew.run, name="objcomm-crew", daemon=True)
         self.crew = crew
 
 
-def are_hands_busy() -> bool:
+def are_pools_busy() -> bool:
     """Whether any crew of this process has a job under way."""
-    return any(isinstance(each, _Hand) and each.crew.under_way for each in threading.enumerate())
+    return any(
+        isinstance(each, _PoolThread) and each.crew.under_way for each in threading.enumerate()
+    )
 
 
 def _nothing() -> None:
@@ -282,7 +284,7 @@ def _nothing() -> None:
 _LINGER_SECONDS = 1.0
 
 
-class Line:
+class SerialExecutor:
     """A queue of jobs with one thread, which comes with the first job and goes when idle."""
 
     def __init__(self, name: str) -> None:
@@ -310,7 +312,7 @@ class Line:
         """
         with self._changed:
             if self._thread is None:
-                thread = _Runner(self, self._run, self._name)
+                thread = _SerialThread(self, self._run, self._name)
                 thread.start()
                 self._thread = thread
             self._jobs.append(job)
@@ -335,16 +337,16 @@ class Line:
             del job  # it holds the caller's objects
 
 
-class _Runner(threading.Thread):
+class _SerialThread(threading.Thread):
     """The thread of a line."""
 
-    def __init__(self, line: Line, target: Callable[[], None], name: str) -> None:
+    def __init__(self, line: SerialExecutor, target: Callable[[], None], name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
         self.line = line
 
 
-def are_lines_busy() -> bool:
+def are_executors_busy() -> bool:
     """Whether any line of this process has a job, or lets go of what one has held."""
     return any(
-        isinstance(each, _Runner) and not each.line.is_idle for each in threading.enumerate()
+        isinstance(each, _SerialThread) and not each.line.is_idle for each in threading.enumerate()
     )

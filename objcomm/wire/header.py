@@ -235,7 +235,7 @@ def signed_part(raw: bytes | bytearray | memoryview) -> bytes:
     return b"".join([raw[:_SIGNATURE_FROM], BLANK, raw[_SIGNATURE_UNTIL:_SIGNED_NBYTES]])
 
 
-class Row(NamedTuple):
+class SizeRow(NamedTuple):
     """One line of the size table."""
 
     nbytes: int
@@ -247,12 +247,12 @@ class Row(NamedTuple):
         return self.nbytes <= WINDOW_NBYTES
 
 
-def pack_table(rows: Sequence[Row]) -> bytes:
+def pack_table(rows: Sequence[SizeRow]) -> bytes:
     """Lay out the size table, ``ROW_NBYTES`` a row."""
     return b"".join([_ROW.pack(*row) for row in rows])
 
 
-def unpack_table(header: Header, body: memoryview) -> list[Row]:
+def unpack_table(header: Header, body: memoryview) -> list[SizeRow]:
     """Read the size table and hold it against the header's sums.
 
     Raises:
@@ -263,7 +263,7 @@ def unpack_table(header: Header, body: memoryview) -> list[Row]:
     if not (header.buffer_count or header.payload_nbytes) and len(body) == header.meta_nbytes:
         return []
     table = body[: header.buffer_count * ROW_NBYTES]
-    rows = [Row(*fields) for fields in _ROW.iter_unpack(table)]
+    rows = [SizeRow(*fields) for fields in _ROW.iter_unpack(table)]
     packed = sum(row.nbytes for row in rows if row.is_packed)
     if len(table) + header.meta_nbytes + packed != header.body_nbytes:
         raise WireError("the size table does not add up to the body's length")

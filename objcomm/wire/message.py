@@ -17,9 +17,17 @@ from typing import Any
 
 import torch
 
-from objcomm.codecs.buffers import Buffer, Kind, allocate, from_bytes, readable, room, to_bytes
+from objcomm.codecs.buffers import (
+    Buffer,
+    BufferKind,
+    allocate,
+    from_bytes,
+    readable,
+    room,
+    to_bytes,
+)
 from objcomm.errors import AuthenticationError, ObjcommError, WireError
-from objcomm.wire.header import HEADER_NBYTES, ROW_NBYTES, Header, Row, pack_table, unpack_table
+from objcomm.wire.header import HEADER_NBYTES, ROW_NBYTES, Header, SizeRow, pack_table, unpack_table
 from objcomm.wire.signing import Signer
 
 
@@ -91,12 +99,12 @@ class Message:
     @property
     def following_on_host(self) -> list[torch.Tensor]:
         """Flat tensors of the large buffers that lie in CPU memory."""
-        return [buffer.flat for buffer in self.large if buffer.kind is not Kind.DEVICE]
+        return [buffer.flat for buffer in self.large if buffer.kind is not BufferKind.DEVICE]
 
     @property
     def following_on_device(self) -> list[torch.Tensor]:
         """Flat tensors of the large buffers that lie on the accelerator."""
-        return [buffer.flat for buffer in self.large if buffer.kind is Kind.DEVICE]
+        return [buffer.flat for buffer in self.large if buffer.kind is BufferKind.DEVICE]
 
 
 def compose(
@@ -115,7 +123,7 @@ def compose(
         large: list[Buffer] = []
         payload_nbytes = 0
     else:
-        rows = [Row(buffer.flat.numel(), buffer.kind) for buffer in buffers]
+        rows = [SizeRow(buffer.flat.numel(), buffer.kind) for buffer in buffers]
         small = [
             to_bytes(buffer.flat.cpu())
             for row, buffer in zip(rows, buffers, strict=True)
@@ -162,7 +170,7 @@ def open_body(message: Message, device: torch.device | None) -> None:
 
     Args:
         message: its body has arrived; its buffers are filled in.
-        device: where ``Kind.DEVICE`` buffers are to lie.
+        device: where ``BufferKind.DEVICE`` buffers are to lie.
 
     Raises:
         WireError: the body is damaged or disagrees with the header, or there is no memory.
@@ -183,6 +191,6 @@ def open_body(message: Message, device: torch.device | None) -> None:
     message.large = _large(rows, buffers)
 
 
-def _large(rows: Sequence[Row], buffers: Sequence[Buffer]) -> list[Buffer]:
+def _large(rows: Sequence[SizeRow], buffers: Sequence[Buffer]) -> list[Buffer]:
     """The buffers that travel by themselves."""
     return [buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed]

@@ -5,10 +5,10 @@ from typing import Any
 
 from objcomm.bootstrap.doctor.facts import (
     Choice,
-    Contact,
     Evidence,
     Interface,
-    Link,
+    MeasuredLink,
+    Reachable,
     Rendezvous,
     Report,
 )
@@ -52,14 +52,16 @@ def evidence(*reports: Report, **changes: Any) -> Evidence:
     every = reports or tuple(report(rank, rank // 2) for rank in range(4))
     by_rank = {each.rank: each for each in every}
     reached = {
-        rank: tuple(Contact(peer, "", 0.0, 1e-4) for peer in by_rank if peer != rank)
+        rank: tuple(Reachable(peer, "", 0.0, 1e-4) for peer in by_rank if peer != rank)
         for rank in by_rank
     }
     healthy = Evidence(4, by_rank, waited_seconds=30.0, contacts=reached)
     return replace(healthy, **changes)
 
 
-def links(of: Evidence, speeds: dict[tuple[int, int], float] | None = None) -> tuple[Link, ...]:
+def links(
+    of: Evidence, speeds: dict[tuple[int, int], float] | None = None
+) -> tuple[MeasuredLink, ...]:
     """All links of a job: fast within a host, slower between hosts, but for some that are given.
 
     Args:
@@ -72,5 +74,5 @@ def links(of: Evidence, speeds: dict[tuple[int, int], float] | None = None) -> t
             if src != dst:
                 usual = 2e9 if here.machine == there.machine else 1e9
                 speed = (speeds or {}).get((src, dst), usual)
-                made.append(Link(src, dst, 2e-4, speed))
+                made.append(MeasuredLink(src, dst, 2e-4, speed))
     return tuple(made)

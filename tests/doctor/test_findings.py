@@ -9,11 +9,11 @@ from objcomm.bootstrap.doctor.command import findings, status
 from objcomm.bootstrap.doctor.facts import (
     UNKNOWN,
     Choice,
-    Contact,
     Evidence,
     Interface,
-    Link,
     Lookup,
+    MeasuredLink,
+    Reachable,
     Rendezvous,
     Report,
 )
@@ -47,7 +47,7 @@ def unreached(whole: Evidence, *pairs: tuple[int, int], problem: str = "no answe
     """The same where some ranks were not reached."""
     made = {
         rank: tuple(
-            Contact(each.peer, problem if (rank, each.peer) in pairs else "", 0.0, 1e-4)
+            Reachable(each.peer, problem if (rank, each.peer) in pairs else "", 0.0, 1e-4)
             for each in contacts
         )
         for rank, contacts in whole.contacts.items()
@@ -297,7 +297,7 @@ def with_clock(ahead: float, margin: float) -> Evidence:
     here = {0: 0.0, 1: 0.0, 2: ahead, 3: ahead}
     made = {
         rank: tuple(
-            Contact(each.peer, "", here[each.peer] - here[rank], margin) for each in contacts
+            Reachable(each.peer, "", here[each.peer] - here[rank], margin) for each in contacts
         )
         for rank, contacts in whole.contacts.items()
     }
@@ -359,7 +359,7 @@ def test_a_network_that_is_slow_everywhere() -> None:
 def test_messages_that_take_long() -> None:
     whole = evidence()
     late = [
-        Link(each.src, each.dst, 0.05, each.nbytes_per_second)
+        MeasuredLink(each.src, each.dst, 0.05, each.nbytes_per_second)
         if {each.src, each.dst} == {0, 1}
         else each
         for each in links(whole)

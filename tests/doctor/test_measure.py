@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 import objcomm
-from objcomm.bootstrap.doctor.facts import Links
+from objcomm.bootstrap.doctor.facts import MeasuredLinks
 from objcomm.bootstrap.doctor.links import measure
 from tests.ranks import ranks
 from tests.workers import here
@@ -30,7 +30,7 @@ def test_each_rank_measures_what_it_sends() -> None:
 
 @ranks(3, joined=False, deadline=120.0)
 def test_pairs_without_time_are_counted() -> None:
-    assert measure(store(), here().rank, ["one"] * 3, 60.0, -1.0) == Links((), "", 3)
+    assert measure(store(), here().rank, ["one"] * 3, 60.0, -1.0) == MeasuredLinks((), "", 3)
 
 
 @ranks(2, joined=False, deadline=120.0)

@@ -11,11 +11,11 @@ import pytest
 from objcomm.__main__ import main
 from objcomm.bootstrap.doctor.command import findings
 from objcomm.bootstrap.doctor.facts import (
-    Contact,
     Contacts,
-    Link,
-    Links,
     Lookup,
+    MeasuredLink,
+    MeasuredLinks,
+    Reachable,
     Report,
     Roll,
     read,
@@ -31,9 +31,9 @@ from tests.doctor.made_up import evidence, links, report
 def test_facts_come_back_as_they_were() -> None:
     for facts in (
         report(1, environment={"NCCL_DEBUG": "INFO"}),
-        Contacts((Contact(1, "no answer"), Contact(2, "", -0.5, 1e-3))),
+        Contacts((Reachable(1, "no answer"), Reachable(2, "", -0.5, 1e-3))),
         Contacts((), (Lookup(1, "::ffff:10.0.0.2", 5.0, 3),)),
-        Links((Link(0, 1, 1e-4, 1e9),), "gone", 3),
+        MeasuredLinks((MeasuredLink(0, 1, 1e-4, 1e9),), "gone", 3),
         Roll(()),
     ):
         assert read(type(facts), written(facts).encode()) == facts

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm.collectives import split
 from objcomm.failures import channel, inquiry, watchdog
-from objcomm.failures.board import Bulletin
+from objcomm.failures.board import BoardThread
 from objcomm.transport import link
 from objcomm.transport.store import loopback_store
 from tests.faults import helpers, pairs, plan
@@ -188,7 +188,7 @@ def _be_patient(case: Case) -> None:
     # Of one that is stopped no answer comes.
     answers = 2.0 if case.fault is Fault.STOPPED else 6.0
     patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers).start()
-    patch.object(Bulletin.call, "__defaults__", (8.0,)).start()
+    patch.object(BoardThread.call, "__defaults__", (8.0,)).start()
     patch.object(watchdog, "_EXPIRY_SECONDS", 16.0).start()
     patch.object(link, "_GRACE_SECONDS", 30.0).start()  # Gloo's own limit comes after all of these
     for module in (channel, watchdog):

@@ -16,7 +16,7 @@ from objcomm.collectives.reduction import structures
 from objcomm.collectives.reduction.operators import operator_for
 from objcomm.errors import RankFailure
 from objcomm.wire.failure import failure_message
-from objcomm.wire.header import HEADER_NBYTES, ROW_NBYTES, Header, Row, Status, pack_table
+from objcomm.wire.header import HEADER_NBYTES, ROW_NBYTES, Header, SizeRow, Status, pack_table
 from objcomm.wire.message import compose
 from tests import samples
 from tests.fuzz import drawn
@@ -290,12 +290,12 @@ def _with_other_rows(chance: random.Random, header: Header, body: bytes) -> tupl
     """Another size table, now and then with the sums that a sender of it would announce."""
     table_nbytes = header.buffer_count * ROW_NBYTES
     rows = [
-        Row(int.from_bytes(body[at : at + 8], "little"), body[at + 8])
+        SizeRow(int.from_bytes(body[at : at + 8], "little"), body[at + 8])
         for at in range(0, table_nbytes, ROW_NBYTES)
     ]
     at = chance.randrange(len(rows))
     nbytes = chance.choice((rows[at].nbytes, chance.choice(drawn.EXTREMES)))
-    rows[at] = Row(nbytes, chance.randrange(8))
+    rows[at] = SizeRow(nbytes, chance.randrange(8))
     rest = body[table_nbytes:]
     if chance.random() < 0.5:
         packed = sum(row.nbytes for row in rows if row.is_packed)

@@ -15,13 +15,13 @@ import objcomm
 from objcomm.algorithms import routes
 from objcomm.codecs.base import decode
 from objcomm.collectives.reduction import structures
-from objcomm.collectives.reduction.leafwise import Place, operand, received
+from objcomm.collectives.reduction.leafwise import Destination, operand, received
 from objcomm.collectives.reduction.operators import operator_for
 from objcomm.collectives.reduction.structures import room_for, tensors_of
 from objcomm.collectives.split import _by_color, word_of
 from objcomm.config import Settings
 from objcomm.errors import CollectiveError, text_of
-from objcomm.p2p.mailbox import Arrival, Mailbox, Request
+from objcomm.p2p.mailbox import Arrived, Mailbox, RecvRequest
 from objcomm.wire.failure import DifferenceError, failures_in
 from objcomm.wire.gate import Gate
 from objcomm.wire.header import HEADER_NBYTES, Header, Operation, Status, check_same_call
@@ -108,10 +108,10 @@ def envelope(raw: bytes) -> None:
     gate.check_addressed(theirs)
     held = bytes(memoryview(raw)[: theirs.head_nbytes])
     box = Mailbox(0, BUNDLE_SIZE)
-    taken: list[Request] = []
-    request = Request(1, None, on_end=lambda: taken.append(request))
+    taken: list[RecvRequest] = []
+    request = RecvRequest(1, None, on_end=lambda: taken.append(request))
     box.ask(request)
-    box.deliver(Arrival(1, theirs.tag, len(held), theirs, held))
+    box.deliver(Arrived(1, theirs.tag, len(held), theirs, held))
     assert taken == [request]
     exchange = exchange_on(MemoryLink(Wires(2), 0), new_lane())
     exchange.gate = gate
@@ -122,7 +122,7 @@ def answer(raw: bytes) -> None:
     """What the first rank answers in a reduction of leaves, to a rank that then builds of it."""
     plain = decode("msgpack", memoryview(raw), _tensors())
     structure, _ = structures.describe(OPERAND, operator_for("sum"), 1)
-    place = Place(
+    place = Destination(
         structure,
         1,
         BUNDLE_SIZE,

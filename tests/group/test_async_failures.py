@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DecodeError, DesyncError, UsageError, Work
-from objcomm.observe.history import Entry
+from objcomm.observe.history import CallRecord
 from objcomm.observe.recorder import Recorder
-from objcomm.transport.threads import Line, are_lines_busy
+from objcomm.transport.threads import SerialExecutor, are_executors_busy
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,
@@ -270,7 +270,7 @@ def test_a_call_that_is_interrupted_while_it_is_handed_over_is_concluded_once(
                 objcomm.all_reduce(0, group=group, async_op=True)
             for work in before:
                 assert isinstance(soon(work), objcomm.TransportError)
-            wait_until(lambda: not are_lines_busy(), "the lane's thread to be done")
+            wait_until(lambda: not are_executors_busy(), "the lane's thread to be done")
         assert concluded.count("all_reduce") == 1
         tell_all("interrupted", "")
     elif is_begun:
@@ -288,21 +288,21 @@ def test_a_call_that_is_interrupted_while_it_is_handed_over_is_concluded_once(
 @contextmanager
 def _interrupted_after_submit(*, is_begun: bool) -> Iterator[list[str]]:
     """Let Ctrl-C come when a job was queued, or done; gives the operations concluded meanwhile."""
-    submit, conclude = Line.submit, Recorder.conclude
+    submit, conclude = SerialExecutor.submit, Recorder.conclude
     concluded: list[str] = []
 
-    def interrupted(line: Line, job: Callable[[], None]) -> None:
+    def interrupted(line: SerialExecutor, job: Callable[[], None]) -> None:
         submit(line, job)
         if is_begun:
             line.drain()
         raise KeyboardInterrupt
 
-    def counting(recorder: Recorder, entry: Entry, *rest: Any) -> None:
+    def counting(recorder: Recorder, entry: CallRecord, *rest: Any) -> None:
         concluded.append(entry.operation)
         conclude(recorder, entry, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Line, "submit", interrupted)
+        patch.setattr(SerialExecutor, "submit", interrupted)
         patch.setattr(Recorder, "conclude", counting)
         yield concluded
 

@@ -13,7 +13,7 @@ import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, WireError
 from objcomm.calls.call import Call
 from objcomm.calls.group import resolve
-from objcomm.failures.board import Board, Bulletin
+from objcomm.failures.board import Board, BoardThread
 from objcomm.failures.verdict import Verdict
 from objcomm.world import bare, store_of
 from tests.faults.victim import shut, sockets
@@ -67,7 +67,7 @@ def test_who_lost_its_own_connections_repeats_nothing_that_the_others_have_clear
         store = bare(store_of(dist.group.WORLD))
         with (
             mock.patch.object(Board, "look", when_cleared),
-            mock.patch.object(Bulletin.call, "__defaults__", (PATIENCE_S,)),
+            mock.patch.object(BoardThread.call, "__defaults__", (PATIENCE_S,)),
         ):
             shut(sockets() - before, getattr(store, "port", 0))
             error = error_in(TransportError, lambda: objcomm.all_gather("a"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.p2p.mailbox import Arrival
+from objcomm.p2p.mailbox import Arrived
 from tests.group.helpers import assert_group_works, hear, say
 from tests.ranks import ranks
 from tests.waits import wait_until
@@ -89,7 +89,7 @@ def test_a_work_that_failed_at_once_is_let_go() -> None:
 @ranks(2)
 def test_a_message_that_was_taken_in_is_let_go() -> None:
     def messages() -> int:
-        return sum(type(each) is Arrival for each in gc.get_objects())
+        return sum(type(each) is Arrived for each in gc.get_objects())
 
     other, before = 1 - here().rank, messages()
     work = objcomm.irecv(other)  # so that it waits when the message comes

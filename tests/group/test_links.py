@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from objcomm.transport.gloo import GlooLink
 from objcomm.transport.link import Connections, Deadline
-from objcomm.transport.rendezvous import Progress
+from objcomm.transport.rendezvous import MeetingState
 from tests.contracts import Death, check_link
 from tests.ranks import ranks
 from tests.workers import here
@@ -30,4 +30,4 @@ def gloo_link(members: tuple[int, ...]) -> Connections:
         dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no public way to ask
     )
     rank = here().rank
-    return GlooLink(store, rank, members, Deadline(20), Progress(rank, members))
+    return GlooLink(store, rank, members, Deadline(20), MeetingState(rank, members))

@@ -13,7 +13,7 @@ import objcomm
 from objcomm import TransportTimeout
 from objcomm.failures import watchdog
 from objcomm.p2p import mailbox
-from objcomm.transport.threads import Crew
+from objcomm.transport.threads import ThreadPool
 from tests.group.helpers import subgroup, tell_all
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S, wait_until
@@ -37,14 +37,14 @@ def no_new_threads(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def interrupted(*, after: bool) -> Iterator[None]:
     """Ctrl-C comes right before, or after, a call is handed over to another thread."""
-    submit = Crew.submit
+    submit = ThreadPool.submit
 
-    def interrupt(crew: Crew, job: Callable[[], None]) -> None:
+    def interrupt(crew: ThreadPool, job: Callable[[], None]) -> None:
         if after:
             submit(crew, job)
         raise KeyboardInterrupt
 
-    with mock.patch.object(Crew, "submit", interrupt):
+    with mock.patch.object(ThreadPool, "submit", interrupt):
         yield
 
 
@@ -198,7 +198,7 @@ def test_a_limit_that_passes_when_there_can_be_no_more_threads_ends_the_work() -
 
 @solo()
 def test_the_watcher_outlives_what_it_could_not_end() -> None:
-    watcher = watchdog._watchers.watcher()  # noqa: SLF001  # nothing shows what it has fallen back to
+    watcher = watchdog._watchdogs.watcher()  # noqa: SLF001  # nothing shows what it has fallen back to
     went_on = threading.Event()
 
     def fail() -> None:

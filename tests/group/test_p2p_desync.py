@@ -18,7 +18,7 @@ from objcomm.failures.board import Board
 from objcomm.failures.inquiry import Waiting, investigate
 from objcomm.failures.mesh import Mesh
 from objcomm.transport import gloo
-from objcomm.transport.rendezvous import Progress, meet
+from objcomm.transport.rendezvous import MeetingState, meet
 from tests.group.helpers import (
     assert_group_works,
     error_in,
@@ -123,7 +123,7 @@ def test_a_circle_of_three(kind: str) -> None:
 def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> None:
     """Rank 1 finds it, and has left before rank 0 looks: no verdict can wait for rank 0."""
 
-    def meet_later(store: dist.Store, rank: int, size: int, progress: Progress) -> Any:
+    def meet_later(store: dist.Store, rank: int, size: int, progress: MeetingState) -> Any:
         wait_until(lambda: progress.is_over, "the meeting to be given up")
         return meet(store, rank, size, progress)
 

@@ -15,7 +15,7 @@ import pytest
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportTimeout
 from objcomm.p2p import call
-from objcomm.p2p.mailbox import Arrival, Mailbox
+from objcomm.p2p.mailbox import Arrived, Mailbox
 from tests.group.helpers import (
     assert_group_works,
     error_in,
@@ -265,7 +265,7 @@ def _slow_to_listen() -> Iterator[threading.Event]:
     go_on, slow = threading.Event(), list[int]()
     deliver = Mailbox.deliver
 
-    def deliver_and_rest(box: Mailbox, arrival: Arrival) -> None:
+    def deliver_and_rest(box: Mailbox, arrival: Arrived) -> None:
         deliver(box, arrival)
         slow.append(threading.get_ident())
         if slow == slow[:1]:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import objcomm
 from objcomm import BrokenGroupError, TransportTimeout
 from objcomm.failures import inquiry, watchdog
-from objcomm.failures.deadlock import Whereabouts
+from objcomm.failures.deadlock import WaitSnapshot
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import Verdict
-from objcomm.observe.history import Entry
+from objcomm.observe.history import CallRecord
 from objcomm.transport.lane import Lane
 from objcomm.transport.store import loopback_store
 from tests.group.helpers import (
@@ -229,7 +229,7 @@ def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
     with subgroup(0, 1) as group:
         objcomm.barrier(group=group)
         if here().rank == 0:
-            watcher = watchdog._watchers.watcher()  # noqa: SLF001  # nothing shows what it falls back to
+            watcher = watchdog._watchdogs.watcher()  # noqa: SLF001  # nothing shows what it falls back to
 
             def expire(*_: object) -> None:
                 """As a store that is slow; what there is without it is due when the test says."""
@@ -261,7 +261,7 @@ def test_a_call_that_succeeds_while_others_are_asked_ends_no_later_one() -> None
             has_returned, make = threading.Event(), inquiry.timeout_verdict
 
             def timeout_verdict(
-                mesh: Mesh, lane: Lane, entry: Entry, answers: dict[int, Whereabouts] | None
+                mesh: Mesh, lane: Lane, entry: CallRecord, answers: dict[int, WaitSnapshot] | None
             ) -> Verdict:
                 if answers is not None:
                     say("rank 1 has answered")

@@ -13,7 +13,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from objcomm.failures import inquiry, watchdog
-from objcomm.failures.board import Board, Bulletin
+from objcomm.failures.board import Board, BoardThread
 from objcomm.failures.inquiry import Waiting, investigate
 from objcomm.failures.mesh import Mesh
 from tests.waits import PATIENCE_S
@@ -30,7 +30,7 @@ def closely() -> Iterator[None]:
         mock.patch.object(watchdog, "_TICK_SECONDS", _TICK_S),
         answering_every(_TICK_S),
     ):
-        watchdog._watchers.watcher()._nudge()  # noqa: SLF001  # or it sleeps out its old pause
+        watchdog._watchdogs.watcher()._nudge()  # noqa: SLF001  # or it sleeps out its old pause
         yield
 
 
@@ -58,10 +58,10 @@ def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
         mock.patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers_s),
         mock.patch.object(inquiry, "_BRIEF_SECONDS", 0.0),
         mock.patch.object(watchdog, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
-        mock.patch.object(Bulletin.call, "__defaults__", (PATIENCE_S,)),
+        mock.patch.object(BoardThread.call, "__defaults__", (PATIENCE_S,)),
     ):
         yield
-    watcher, late = watchdog._watchers.watcher(), time.monotonic() + PATIENCE_S  # noqa: SLF001  # no public way
+    watcher, late = watchdog._watchdogs.watcher(), time.monotonic() + PATIENCE_S  # noqa: SLF001  # no public way
     # What would end a call in so long holds its group until then.
     watcher._fallbacks = [each for each in watcher._fallbacks if each[0] < late]  # noqa: SLF001  # likewise
 

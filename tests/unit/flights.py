@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from objcomm import Work
-from objcomm.transport.threads import Line
+from objcomm.transport.threads import SerialExecutor
 from tests.waits import PATIENCE_S
 
 LIMIT_S = PATIENCE_S
@@ -20,10 +20,10 @@ class Waited:
 class Begun:
     """A work on a line of its own that ends when told to."""
 
-    def __init__(self, outcome: Any = None, line: Line | None = None) -> None:
+    def __init__(self, outcome: Any = None, line: SerialExecutor | None = None) -> None:
         self.may_end = threading.Event()
         self.waited = Waited()
-        self.line = line or Line("test line")
+        self.line = line or SerialExecutor("test line")
         self.work: Work[Any] = Work("gather", PLACE, self.waited)
         may_end = self.may_end
 

@@ -12,7 +12,7 @@ from objcomm.algorithms.device import DevicePath
 from objcomm.algorithms.exchange import Exchange
 from objcomm.algorithms.transfers import Meter
 from objcomm.config import Settings
-from objcomm.observe.history import Entry
+from objcomm.observe.history import CallRecord
 from objcomm.transport.lane import Lane
 from objcomm.transport.link import PEER_LOST, Deadline, DeviceLink, LinkClosed, LinkTimeout
 from objcomm.wire.gate import Gate
@@ -269,7 +269,7 @@ def exchange_on(
     return Exchange(
         link=link,
         lane=lane,
-        entry=Entry(header_of(link.rank, **fields), "gather"),
+        entry=CallRecord(header_of(link.rank, **fields), "gather"),
         deadline=Deadline(seconds),
         gate=Gate(chosen or Settings(max_nbytes=1 << 30), "a mesh", link.rank),
         device=DevicePath(device_link),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from objcomm.collectives.reduction import structures
-from objcomm.collectives.reduction.leafwise import Place, operand, received
+from objcomm.collectives.reduction.leafwise import Destination, operand, received
 from objcomm.collectives.reduction.operators import operator_for
 from objcomm.errors import DecodeError
 
@@ -18,7 +18,7 @@ def structure_of(obj: Any) -> Any:
     return structures.describe(obj, operator_for("sum"), 1)[0]
 
 
-def place(**fields: Any) -> Place:
+def place(**fields: Any) -> Destination:
     made: dict[str, Any] = {
         "structure": structure_of(MINE),
         "rank": 1,
@@ -28,7 +28,7 @@ def place(**fields: Any) -> Place:
         "linked": "",
         "most_nbytes": 1000,
     }
-    return Place(**made | fields)
+    return Destination(**made | fields)
 
 
 ALL = (0, 1, 2)

@@ -13,7 +13,7 @@ import objcomm
 from objcomm import AuthenticationError, DesyncError, UsageError
 from objcomm.algorithms import routes
 from objcomm.algorithms.exchange import Exchange
-from objcomm.codecs.buffers import Buffer, Kind, to_bytes
+from objcomm.codecs.buffers import Buffer, BufferKind, to_bytes
 from objcomm.config import Settings, secret_of, settings
 from objcomm.wire.failure import failure_message, failures_in
 from objcomm.wire.gate import Gate
@@ -46,7 +46,7 @@ def pair(
 
 
 def message_of(exchange: Exchange, *, is_large: bool = False) -> Message:
-    buffers = [Buffer(Kind.TENSOR, LARGE, LARGE)] if is_large else []
+    buffers = [Buffer(BufferKind.TENSOR, LARGE, LARGE)] if is_large else []
     return compose(exchange.header, b"content", buffers)
 
 

@@ -6,11 +6,11 @@ import torch.distributed as dist
 
 from objcomm import UsageError
 from objcomm.bootstrap import init
-from objcomm.environment import Place
+from objcomm.environment import Placement
 
 
 def test_each_rank_has_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place("SLURM", 5, 8, 1, "node003", 1)
+    place = Placement("SLURM", 5, 8, 1, "node003", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert init.cuda_device(place, None) == torch.device("cuda:1")
     assert init.cuda_device(place, 0) == torch.device("cuda:0")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from objcomm.failures.board import Board, Bulletin
+from objcomm.failures.board import Board, BoardThread
 from objcomm.failures.liveness import Processes
 from tests.waits import PATIENCE_S
 
@@ -24,7 +24,7 @@ def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path
     worlds = ["alive"]
     store = dist.FileStore(str(tmp_path / "store"), 1)
     answer: Any = None
-    bulletin = Bulletin(
+    bulletin = BoardThread(
         store, 0, 1, describe=answer, is_alive=lambda: bool(worlds), is_cut_off=lambda _: False
     )
     may_end = threading.Event()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data._utils import pin_memory
 
-from objcomm.failures.deadlock import MEETING, Conflict, LaneState, Step, Whereabouts, find_conflict
+from objcomm.failures.deadlock import MEETING, Deadlock, LaneWait, Step, WaitSnapshot, find_deadlock
 from objcomm.failures.inquiry import is_idle_in_a_pool, serves_a_library
 from objcomm.wire.header import Operation
 from tests.waits import PATIENCE_S, wait_until
@@ -28,25 +28,25 @@ def lane(
     number: int = 0,
     nonce: str | None = None,
     since: float = 0.0,
-) -> LaneState:
+) -> LaneWait:
     """A lane whose latest call is under way if it awaits somebody."""
     now = past[-1] if past and awaits >= 0 else None
     next_sequence = past[-1].sequence + 1 if past else 0
     name = group if nonce is None else nonce
-    return LaneState(
+    return LaneWait(
         group, name, number, thread, thread, next_sequence, -1, now, awaits, since, 1.0, past
     )
 
 
-def meeting(group: str, *, awaits: int, thread: int = MAIN) -> LaneState:
+def meeting(group: str, *, awaits: int, thread: int = MAIN) -> LaneWait:
     now = Step(MEETING, Operation.NONE, -1, 0, "train.py:1", "barrier")
-    return LaneState(group, "", 0, thread, thread, 0, -1, now, awaits, 0.0, 1.0, ())
+    return LaneWait(group, "", 0, thread, thread, 0, -1, now, awaits, 0.0, 1.0, ())
 
 
-def conflict_of(ranks: dict[int, list[LaneState]], start: int = 0) -> Conflict | None:
+def conflict_of(ranks: dict[int, list[LaneWait]], start: int = 0) -> Deadlock | None:
     """What rank ``start`` finds out about its first lane; ranks that are not listed are silent."""
-    known = {rank: Whereabouts(1, MAIN, tuple(lanes)) for rank, lanes in ranks.items()}
-    return find_conflict(start, known[start], ranks[start][0], known.get)
+    known = {rank: WaitSnapshot(1, MAIN, tuple(lanes)) for rank, lanes in ranks.items()}
+    return find_deadlock(start, known[start], ranks[start][0], known.get)
 
 
 def test_two_calls_of_the_same_number_that_differ_are_found() -> None:
@@ -92,7 +92,7 @@ def test_a_rank_that_has_made_this_call_and_gone_on_is_no_conflict() -> None:
 
 
 @pytest.mark.parametrize("other", [[], [lane("world", step(0))]])
-def test_a_rank_that_computes_may_still_come(other: list[LaneState]) -> None:
+def test_a_rank_that_computes_may_still_come(other: list[LaneWait]) -> None:
     assert conflict_of({0: [lane("world", step(1), awaits=1)], 1: other}) is None
 
 
@@ -159,14 +159,14 @@ def test_a_circle_is_known_from_who_has_left_it() -> None:
     told = conflict_of(ranks)
     assert told is not None
     assert not told.is_told
-    left = Whereabouts(2, MAIN, (lane("a", step(0)),), (told,))
+    left = WaitSnapshot(2, MAIN, (lane("a", step(0)),), (told,))
     for rank in (1, 2):
-        known = {each: Whereabouts(2, MAIN, tuple(lanes)) for each, lanes in ranks.items()}
+        known = {each: WaitSnapshot(2, MAIN, tuple(lanes)) for each, lanes in ranks.items()}
         known[0] = left
-        found = find_conflict(rank, known[rank], ranks[rank][0], known.get)
+        found = find_deadlock(rank, known[rank], ranks[rank][0], known.get)
         assert found == told._replace(is_told=True)
     later = ranks[2][0]._replace(since=8.0)  # another wait of the same lane
-    assert find_conflict(2, Whereabouts(2, MAIN, (later,)), later, {0: left}.get) is None
+    assert find_deadlock(2, WaitSnapshot(2, MAIN, (later,)), later, {0: left}.get) is None
 
 
 def test_other_threads_waits_are_no_conflict() -> None:
@@ -220,34 +220,34 @@ def pair(
     taken: int = 0,
     waiter: int = MAIN,
     since: float = 0.0,
-) -> LaneState:
+) -> LaneWait:
     """The lane of two ranks; ``waits`` is the operation that is under way, if any is."""
     name = f"world, ranks {min(ranks)}-{max(ranks)}"
     now = None if waits == Operation.NONE else step(0, waits)
     who = waiter if now is not None else 0
-    return LaneState(name, name, 0, OTHER, who, sent, taken, now, awaits, since, 1.0, ())
+    return LaneWait(name, name, 0, OTHER, who, sent, taken, now, awaits, since, 1.0, ())
 
 
-def recv(mine: int, src: int, **fields: Any) -> LaneState:
+def recv(mine: int, src: int, **fields: Any) -> LaneWait:
     return pair(mine, src, waits=Operation.RECV, awaits=src, **fields)
 
 
-def send(mine: int, dst: int, **fields: Any) -> LaneState:
+def send(mine: int, dst: int, **fields: Any) -> LaneWait:
     return pair(mine, dst, waits=Operation.SEND, awaits=dst, **fields)
 
 
 def conflict_among(
-    ranks: dict[int, list[LaneState]], start: int = 0, *, threaded: tuple[int, ...] = ()
-) -> Conflict | None:
+    ranks: dict[int, list[LaneWait]], start: int = 0, *, threaded: tuple[int, ...] = ()
+) -> Deadlock | None:
     """As ``conflict_of``; processes have one thread but for those that are listed."""
     known = {
-        rank: Whereabouts(1, MAIN, tuple(lanes), is_single=rank not in threaded)
+        rank: WaitSnapshot(1, MAIN, tuple(lanes), is_single=rank not in threaded)
         for rank, lanes in ranks.items()
     }
-    return find_conflict(start, known[start], ranks[start][0], known.get)
+    return find_deadlock(start, known[start], ranks[start][0], known.get)
 
 
-def is_circle(ranks: dict[int, list[LaneState]]) -> bool:
+def is_circle(ranks: dict[int, list[LaneWait]]) -> bool:
     """Whether each of the ranks finds the circle of all of them."""
     found = [conflict_among(ranks, rank) for rank in ranks]
     return all(

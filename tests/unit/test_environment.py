@@ -2,7 +2,7 @@
 
 import pytest
 
-from objcomm.environment import Place, Standing, first_host, place_in, standing_in
+from objcomm.environment import Placement, Unjoined, first_host, placement_in, unjoined_in
 from objcomm.errors import UsageError
 
 TORCHRUN = {
@@ -42,7 +42,7 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node9"}
 INTERACTIVE = BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1"}
 DAEMON = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
 
-PLACES: dict[str, tuple[dict[str, str], Place | None]] = {
+PLACES: dict[str, tuple[dict[str, str], Placement | None]] = {
     "nothing": ({}, None),
     "a world of one": ({"WORLD_SIZE": "1"}, None),
     "empty variables": ({"RANK": "", "WORLD_SIZE": " ", "LOCAL_RANK": ""}, None),
@@ -50,48 +50,51 @@ PLACES: dict[str, tuple[dict[str, str], Place | None]] = {
     "a batch script": (BATCH, None),
     "a shell of one task in an allocation": (
         INTERACTIVE,
-        Place("SLURM", 0, 1, 0, "node9", 15000 + 4321),
+        Placement("SLURM", 0, 1, 0, "node9", 15000 + 4321),
     ),
     "srun in a batch script": (
         BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"},
-        Place("SLURM", 3, 4, 0, "node9", 15000 + 4321),
+        Placement("SLURM", 3, 4, 0, "node9", 15000 + 4321),
     ),
     "srun that keeps the allocation's variables": (
         BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
-        Place("SLURM", 1, 2, 0, "node9", 15000 + 4321),
+        Placement("SLURM", 1, 2, 0, "node9", 15000 + 4321),
     ),
-    "torchrun in a batch script": (BATCH | TORCHRUN, place_in(TORCHRUN | {"SLURM_JOB_ID": "4321"})),
-    "torchrun": (TORCHRUN, Place("torchrun", 3, 4, 1, "node003", 1234)),
-    "torchrun within srun": (TORCHRUN | SLURM, Place("torchrun", 3, 4, 1, "node003", 1234)),
-    "SLURM": (SLURM, Place("SLURM", 5, 8, 1, "node003", 15000 + 4321 + 2 * 1009)),
+    "torchrun in a batch script": (
+        BATCH | TORCHRUN,
+        placement_in(TORCHRUN | {"SLURM_JOB_ID": "4321"}),
+    ),
+    "torchrun": (TORCHRUN, Placement("torchrun", 3, 4, 1, "node003", 1234)),
+    "torchrun within srun": (TORCHRUN | SLURM, Placement("torchrun", 3, 4, 1, "node003", 1234)),
+    "SLURM": (SLURM, Placement("SLURM", 5, 8, 1, "node003", 15000 + 4321 + 2 * 1009)),
     "SLURM with an address": (
         SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "77"},
-        Place("SLURM", 5, 8, 1, "ib0", 77),
+        Placement("SLURM", 5, 8, 1, "ib0", 77),
     ),
     "a step on other hosts": (
         SLURM | {"SLURM_STEP_NODELIST": "node9", "SLURM_STEP_ID": ""},
-        Place("SLURM", 5, 8, 1, "node9", 15000 + 4321),
+        Placement("SLURM", 5, 8, 1, "node9", 15000 + 4321),
     ),
     "a batch script that exports WORLD_SIZE": (
         {"SLURM_PROCID": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
-        Place("SLURM", 1, 2, None, "a", 29500),
+        Placement("SLURM", 1, 2, None, "a", 29500),
     ),
     "ranks by hand, local ranks by SLURM": (
         {"RANK": "5", "WORLD_SIZE": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"},
-        Place("torchrun", 5, 8, 1, "a", 29500),
+        Placement("torchrun", 5, 8, 1, "a", 29500),
     ),
-    "RANK empty under SLURM": (SLURM | {"RANK": ""}, place_in(SLURM)),
-    "Open MPI on one host": (OPENMPI, Place("Open MPI", 1, 2, 1, "127.0.0.1", 29500)),
+    "RANK empty under SLURM": (SLURM | {"RANK": ""}, placement_in(SLURM)),
+    "Open MPI on one host": (OPENMPI, Placement("Open MPI", 1, 2, 1, "127.0.0.1", 29500)),
     "Open MPI within SLURM": (
         OPENMPI | DAEMON | {"SLURM_NODELIST": "n[7-8]"},
-        Place("Open MPI", 1, 2, 1, "n7", 29500),
+        Placement("Open MPI", 1, 2, 1, "n7", 29500),
     ),
-    "PMI on two hosts": (PMI, Place("PMI", 0, 2, 0, "", 29500)),
+    "PMI on two hosts": (PMI, Placement("PMI", 0, 2, 0, "", 29500)),
     "jsrun": (
         {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_SIZE": "2"},
-        Place("jsrun", 1, 2, None, "127.0.0.1", 29500),
+        Placement("jsrun", 1, 2, None, "127.0.0.1", 29500),
     ),
-    "PMI with an address": (PMI | {"MASTER_ADDR": "::1"}, Place("PMI", 0, 2, 0, "::1", 29500)),
+    "PMI with an address": (PMI | {"MASTER_ADDR": "::1"}, Placement("PMI", 0, 2, 0, "::1", 29500)),
 }
 
 
@@ -99,7 +102,7 @@ PLACES: dict[str, tuple[dict[str, str], Place | None]] = {
 def test_a_launchers_variables_give_a_place(name: str) -> None:
     environ, place = PLACES[name]
     before = dict(environ)
-    assert place_in(environ) == place
+    assert placement_in(environ) == place
     assert environ == before
 
 
@@ -121,26 +124,26 @@ BROKEN: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 def test_a_wrong_variable_is_named_with_what_to_set(name: str) -> None:
     environ, told = BROKEN[name]
     with pytest.raises(UsageError) as caught:
-        place_in(environ)
+        placement_in(environ)
     for each in told:
         assert each in str(caught.value)
 
 
-NOBODY_ELSE = Standing(0, 1, "")
+NOBODY_ELSE = Unjoined(0, 1, "")
 
-STANDINGS: dict[str, tuple[dict[str, str], Standing]] = {
-    "torchrun": (TORCHRUN, Standing(3, 4, "WORLD_SIZE=4")),
-    "SLURM": (SLURM, Standing(5, 8, "SLURM_NTASKS=8")),
-    "Open MPI": (OPENMPI, Standing(1, 2, "OMPI_COMM_WORLD_SIZE=2")),
-    "Open MPI within SLURM": (OPENMPI | DAEMON, Standing(1, 2, "OMPI_COMM_WORLD_SIZE=2")),
-    "PMI": (PMI, Standing(0, 2, "PMI_SIZE=2")),
+STANDINGS: dict[str, tuple[dict[str, str], Unjoined]] = {
+    "torchrun": (TORCHRUN, Unjoined(3, 4, "WORLD_SIZE=4")),
+    "SLURM": (SLURM, Unjoined(5, 8, "SLURM_NTASKS=8")),
+    "Open MPI": (OPENMPI, Unjoined(1, 2, "OMPI_COMM_WORLD_SIZE=2")),
+    "Open MPI within SLURM": (OPENMPI | DAEMON, Unjoined(1, 2, "OMPI_COMM_WORLD_SIZE=2")),
+    "PMI": (PMI, Unjoined(0, 2, "PMI_SIZE=2")),
     "jsrun": (
         {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"},
-        Standing(1, 2, "JSM_NAMESPACE_SIZE=2"),
+        Unjoined(1, 2, "JSM_NAMESPACE_SIZE=2"),
     ),
     "a size of the program's own": (
         {"SLURM_PROCID": "1", "WORLD_SIZE": "2"},
-        Standing(1, 2, "WORLD_SIZE=2"),
+        Unjoined(1, 2, "WORLD_SIZE=2"),
     ),
     "srun --ntasks=1": (DAEMON, NOBODY_ELSE),
     "an allocation without a task": ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, NOBODY_ELSE),
@@ -150,16 +153,16 @@ STANDINGS: dict[str, tuple[dict[str, str], Standing]] = {
     "a rank, but no size": ({"RANK": "3"}, NOBODY_ELSE),
     "no number": ({"RANK": "0", "WORLD_SIZE": "many"}, NOBODY_ELSE),
     "empty variables": ({"RANK": " ", "WORLD_SIZE": ""}, NOBODY_ELSE),
-    "no rank": ({"WORLD_SIZE": "2"}, Standing(-1, 2, "WORLD_SIZE=2")),
-    "a rank outside": (TORCHRUN | {"RANK": "4"}, Standing(-1, 4, "WORLD_SIZE=4")),
-    "a rank that is no number": (TORCHRUN | {"RANK": "x"}, Standing(-1, 4, "WORLD_SIZE=4")),
+    "no rank": ({"WORLD_SIZE": "2"}, Unjoined(-1, 2, "WORLD_SIZE=2")),
+    "a rank outside": (TORCHRUN | {"RANK": "4"}, Unjoined(-1, 4, "WORLD_SIZE=4")),
+    "a rank that is no number": (TORCHRUN | {"RANK": "x"}, Unjoined(-1, 4, "WORLD_SIZE=4")),
 }
 
 
 @pytest.mark.parametrize("name", STANDINGS)
 def test_whether_other_ranks_are_promised(name: str) -> None:
     environ, standing = STANDINGS[name]
-    assert standing_in(environ) == standing
+    assert unjoined_in(environ) == standing
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from objcomm.failures import watchdog
 from objcomm.failures.watchdog import end_waits
-from objcomm.transport.threads import Line
+from objcomm.transport.threads import SerialExecutor
 from tests.waits import PATIENCE_S
 
 
@@ -47,7 +47,7 @@ def test_without_such_threads_nothing_waits() -> None:
 
 def test_a_line_that_lets_go_of_a_job_is_waited_for() -> None:
     """What the job held may be the last of a mesh."""
-    line, leave, looks = Line("objcomm-line"), threading.Event(), []
+    line, leave, looks = SerialExecutor("objcomm-line"), threading.Event(), []
 
     class Held:
         def __del__(self) -> None:

@@ -14,7 +14,7 @@ from objcomm import DecodeError, ForbiddenTypeError, WireError
 from objcomm.codecs import restricted
 from objcomm.codecs.msgpack import PlainCodec
 from objcomm.codecs.pickle5 import PickleCodec
-from objcomm.collectives.reduction.leafwise import Place, received
+from objcomm.collectives.reduction.leafwise import Destination, received
 from objcomm.collectives.reduction.operators import operator_for
 from objcomm.collectives.reduction.structures import describe
 from objcomm.wire.header import HEADER_NBYTES, VERSION
@@ -88,7 +88,9 @@ def test_a_fraction_is_never_computed_from_a_text() -> None:
 @pytest.mark.parametrize("ranks", [(1, 0, 2), (0, 1, 1), ()])
 def test_ranks_whose_leaves_follow_are_listed_once_and_in_order(ranks: tuple[int, ...]) -> None:
     structure: Any = describe({"b": torch.zeros(8)}, operator_for("sum"), 1)[0]
-    place = Place(structure, 1, 3, is_taker=True, may_follow=True, linked="", most_nbytes=1000)
+    place = Destination(
+        structure, 1, 3, is_taker=True, may_follow=True, linked="", most_nbytes=1000
+    )
     assert received((None, (), ((0, (0, 1, 2)),), ""), place).folded == ()
     with pytest.raises(DecodeError, match="follows from ranks"):
         received((None, (), ((0, ranks),), ""), place)

@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from objcomm.transport import threads as line_module
-from objcomm.transport.threads import Line
+from objcomm.transport.threads import SerialExecutor
 from tests.waits import PATIENCE_S
 
 LIMIT_S = PATIENCE_S
@@ -18,7 +18,7 @@ def living(name: str) -> list[threading.Thread]:
 
 
 def test_jobs_are_done_in_the_order_in_which_they_came() -> None:
-    line, done = Line("in order"), list[int]()
+    line, done = SerialExecutor("in order"), list[int]()
     for number in range(200):
         line.submit(functools.partial(done.append, number))
     line.drain()
@@ -27,7 +27,7 @@ def test_jobs_are_done_in_the_order_in_which_they_came() -> None:
 
 
 def test_a_line_without_jobs_has_no_thread_and_is_drained() -> None:
-    line = Line("unused line")
+    line = SerialExecutor("unused line")
     line.drain()
     assert line.is_idle
     assert living("unused line") == []
@@ -35,7 +35,7 @@ def test_a_line_without_jobs_has_no_thread_and_is_drained() -> None:
 
 def test_all_jobs_share_one_thread_which_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_module, "_LINGER_SECONDS", 0.05)
-    line = Line("ending line")
+    line = SerialExecutor("ending line")
     threads = []
     for _ in range(3):
         line.submit(lambda: threads.append(threading.current_thread()))
@@ -50,7 +50,7 @@ def test_all_jobs_share_one_thread_which_ends_when_idle(monkeypatch: pytest.Monk
 
 def test_no_job_is_lost_while_the_thread_is_about_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_module, "_LINGER_SECONDS", 0.0)  # it ends whenever it can
-    line, done = Line("restless line"), list[int]()
+    line, done = SerialExecutor("restless line"), list[int]()
     for number in range(500):
         line.submit(functools.partial(done.append, number))
         if number % 3 == 0:
@@ -60,7 +60,7 @@ def test_no_job_is_lost_while_the_thread_is_about_to_end(monkeypatch: pytest.Mon
 
 
 def test_drain_waits_for_the_job_that_runs() -> None:
-    line, may_end, drained = Line("slow line"), threading.Event(), threading.Event()
+    line, may_end, drained = SerialExecutor("slow line"), threading.Event(), threading.Event()
 
     def drain() -> None:
         line.drain()
@@ -80,7 +80,7 @@ def test_drain_waits_for_the_job_that_runs() -> None:
 
 
 def test_a_job_knows_that_it_runs_on_the_line() -> None:
-    line, other, seen = Line("own line"), Line("other line"), list[bool]()
+    line, other, seen = SerialExecutor("own line"), SerialExecutor("other line"), list[bool]()
 
     def look() -> None:
         seen.extend((line.is_here, other.is_here))
@@ -98,7 +98,7 @@ class Held:
 def test_an_idle_line_holds_no_job() -> None:
     held = Held()
     kept = weakref.ref(held)
-    line = Line("idle line")
+    line = SerialExecutor("idle line")
     line.submit(functools.partial(_take, held))
     del held
     line.drain()
@@ -108,7 +108,7 @@ def test_an_idle_line_holds_no_job() -> None:
 def test_a_job_that_is_done_is_forgotten() -> None:
     held = Held()
     kept = weakref.ref(held)
-    line = Line("forgetful line")
+    line = SerialExecutor("forgetful line")
     line.submit(functools.partial(_take, held))
     del held
     line.drain()
@@ -118,7 +118,7 @@ def test_a_job_that_is_done_is_forgotten() -> None:
 
 
 def test_a_thread_that_cannot_start_takes_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    line, done = Line("starved line"), []
+    line, done = SerialExecutor("starved line"), []
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

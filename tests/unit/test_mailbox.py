@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from objcomm.failures.verdict import Cause, Verdict
 from objcomm.p2p import mailbox as module
-from objcomm.p2p.mailbox import Arrival, Mailbox, Request
+from objcomm.p2p.mailbox import Arrived, Mailbox, RecvRequest
 from objcomm.wire.header import Header, Operation
 from tests.waits import PATIENCE_S, wait_until
 
@@ -25,8 +25,8 @@ FAILED = Verdict.of(Cause.FAILED)
 FIRST = object()
 
 
-def arrival(peer: int, tag: int = 0, obj: Any = None) -> Arrival:
-    return Arrival(peer, tag, 0, obj=obj)
+def arrival(peer: int, tag: int = 0, obj: Any = None) -> Arrived:
+    return Arrived(peer, tag, 0, obj=obj)
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Asked:
     ends: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.request = Request(
+        self.request = RecvRequest(
             self.src, self.tag, is_probe=self.is_probe, on_end=lambda: self.ends.append(1)
         )
 
@@ -50,7 +50,7 @@ class Asked:
         return self.request.arrival.obj
 
 
-def filled(*arrivals: Arrival) -> Mailbox:
+def filled(*arrivals: Arrived) -> Mailbox:
     box = Mailbox(0, 4)
     box.expect(1, FIRST)
     for each in arrivals:
@@ -131,7 +131,7 @@ def test_what_is_given_back_serves_who_waits() -> None:
 def test_what_was_given_before_an_interrupt_and_told_to_nobody_is_given_back(
     monkeypatch: pytest.MonkeyPatch, *, is_here_before: bool
 ) -> None:
-    def interrupted(_: Request) -> bool:
+    def interrupted(_: RecvRequest) -> bool:
         raise KeyboardInterrupt
 
     box, asked = filled(), Asked(1)
@@ -142,7 +142,7 @@ def test_what_was_given_before_an_interrupt_and_told_to_nobody_is_given_back(
     first, second = reversed(steps) if is_here_before else steps
     first()
     with monkeypatch.context() as patch:
-        patch.setattr(Request, "tell", interrupted)
+        patch.setattr(RecvRequest, "tell", interrupted)
         with pytest.raises(KeyboardInterrupt):
             second()
     box.cancel(asked.request)
@@ -161,12 +161,12 @@ def test_what_one_cannot_take_goes_to_the_next_however_many_there_are() -> None:
 
     probe = ask(box, 1, is_probe=True)
     for _ in range(2000):
-        box.ask(Request(1, 0, on_end=refuse))
+        box.ask(RecvRequest(1, 0, on_end=refuse))
     last = ask(box, 1)
     box.deliver(arrival(1, 0, "a"))
     assert last.got == probe.got == "a"
     box.deliver(arrival(1, 0, "b"))
-    box.ask(Request(1, 0, on_end=refuse))
+    box.ask(RecvRequest(1, 0, on_end=refuse))
     assert len(refused) == 2001
     assert ask(box, 1).got == "b"
 
@@ -257,8 +257,8 @@ def header(*, body_nbytes: int) -> Header:
     return Header(operation=Operation.SEND, sender=1, body_nbytes=body_nbytes)
 
 
-def over(mesh: Any, tag: int, *, body_nbytes: int = 10, raw: bytes = b"") -> Arrival:
-    return Arrival(1, tag, 0, header(body_nbytes=body_nbytes), raw, mesh)
+def over(mesh: Any, tag: int, *, body_nbytes: int = 10, raw: bytes = b"") -> Arrived:
+    return Arrived(1, tag, 0, header(body_nbytes=body_nbytes), raw, mesh)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_who_waits_for_room_hears_that_the_connection_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
-    box, mesh = filled(Arrival(1, 7, 0, raw=bytes(40))), SimpleNamespace(verdict=None)
+    box, mesh = filled(Arrived(1, 7, 0, raw=bytes(40))), SimpleNamespace(verdict=None)
     waiting = threading.Thread(
         target=box.await_room, args=(1, lambda: mesh.verdict is not None, 1000.0)
     )
@@ -318,7 +318,7 @@ def test_a_sender_waits_while_its_share_is_full_until_somebody_asks(
 
     for _ in range(3):
         assert has_room(1)
-        box.deliver(Arrival(1, 7, 0, raw=bytes(40)))
+        box.deliver(Arrived(1, 7, 0, raw=bytes(40)))
     assert not has_room(1)
     assert has_room(2)
     asked = ask(box, 2)
@@ -337,7 +337,7 @@ def test_each_look_in_vain_lets_one_message_more_come(
     monkeypatch: pytest.MonkeyPatch, src: int | None
 ) -> None:
     monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
-    box = filled(Arrival(1, 7, 0, raw=bytes(40)))
+    box = filled(Arrived(1, 7, 0, raw=bytes(40)))
     may_end = threading.Event()
     came: list[int] = []
 
@@ -360,7 +360,7 @@ def test_each_look_in_vain_lets_one_message_more_come(
 
 def test_a_request_wakes_a_sender_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
-    box = filled(Arrival(1, 7, 0, raw=bytes(40)))
+    box = filled(Arrived(1, 7, 0, raw=bytes(40)))
     waiting = threading.Thread(target=box.await_room, args=(1, lambda: False, 1000.0))
     waiting.start()
     ask(box, 1, 8)

@@ -12,18 +12,18 @@ from unittest import mock
 import pytest
 
 from objcomm.transport import threads as module
-from objcomm.transport.threads import Apart, Crew, Order, Place, Single
+from objcomm.transport.threads import Apart, OnceThread, ThreadPool, Ticket, TicketQueue
 from tests.waits import PATIENCE_S, wait_until
 
 
-def placed(order: Order) -> Place:
-    place = Place(order)
+def placed(order: TicketQueue) -> Ticket:
+    place = Ticket(order)
     place.take()
     return place
 
 
 def test_places_are_entered_in_the_order_in_which_they_were_taken() -> None:
-    order = Order()
+    order = TicketQueue()
     places = [placed(order) for _ in range(20)]
     assert order.waiting == 20
     done: list[int] = []
@@ -44,7 +44,7 @@ def test_places_are_entered_in_the_order_in_which_they_were_taken() -> None:
 
 
 def test_only_one_thread_at_a_time_is_inside() -> None:
-    order = Order()
+    order = TicketQueue()
     inside: list[int] = []
     most: list[int] = []
 
@@ -63,14 +63,14 @@ def test_only_one_thread_at_a_time_is_inside() -> None:
 
 
 def test_an_error_inside_lets_the_next_one_in() -> None:
-    order = Order()
+    order = TicketQueue()
     with pytest.raises(KeyError), placed(order):
         raise KeyError
     assert placed(order).enter(0)
 
 
 def test_who_leaves_before_its_turn_keeps_nobody_behind_it_and_overtakes_nobody() -> None:
-    order = Order()
+    order = TicketQueue()
     first, second, third = placed(order), placed(order), placed(order)
     assert first.enter(0)
     assert not second.enter(0.01)
@@ -83,9 +83,9 @@ def test_who_leaves_before_its_turn_keeps_nobody_behind_it_and_overtakes_nobody(
 
 
 def test_a_place_that_was_never_taken_is_left_like_any_other() -> None:
-    order = Order()
+    order = TicketQueue()
     first = placed(order)
-    with Place(order):
+    with Ticket(order):
         pass
     assert order.waiting == 1
     first.leave()
@@ -104,7 +104,7 @@ def test_a_start_that_failed_is_made_again_and_one_that_did_not_is_not(
             start(thread)
         raise error
 
-    single = Single("of a test")
+    single = OnceThread("of a test")
     done: list[int] = []
     may_end = threading.Event()
 
@@ -124,7 +124,7 @@ def test_a_start_that_failed_is_made_again_and_one_that_did_not_is_not(
 
 
 def test_jobs_that_wait_for_each_other_are_done_at_the_same_time() -> None:
-    crew = Crew()
+    crew = ThreadPool()
     meeting = threading.Barrier(9)
 
     def meet() -> None:
@@ -136,7 +136,7 @@ def test_jobs_that_wait_for_each_other_are_done_at_the_same_time() -> None:
 
 
 def test_idle_threads_are_used_again() -> None:
-    crew = Crew()
+    crew = ThreadPool()
     threads: set[int] = set()
     for _ in range(50):
         done = threading.Event()
@@ -154,7 +154,7 @@ def test_idle_threads_are_used_again() -> None:
 def test_idle_threads_end_and_no_job_is_lost() -> None:
     before = set(threading.enumerate())
     with mock.patch.object(module, "_IDLE_SECONDS", 0.01):
-        crew = Crew()
+        crew = ThreadPool()
         for turn in range(60):
             done = threading.Event()
             crew.submit(done.set)

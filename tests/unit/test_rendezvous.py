@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from objcomm.errors import WireError
 from objcomm.transport import rendezvous
-from objcomm.transport.rendezvous import GivenUpError, Progress, meet
+from objcomm.transport.rendezvous import GivenUpError, MeetingState, meet
 from tests.waits import PATIENCE_S, wait_until
 
 _LIMIT_S = PATIENCE_S
@@ -20,7 +20,7 @@ _LIMIT_S = PATIENCE_S
 _here = threading.local()
 
 
-def met(store: dist.Store, hosts: list[str], attempts: list[Progress]) -> list[tuple[int, ...]]:
+def met(store: dist.Store, hosts: list[str], attempts: list[MeetingState]) -> list[tuple[int, ...]]:
     def attend(rank: int) -> tuple[int, ...]:
         _here.name = hosts[rank]
         if rank:  # the last one says hello first
@@ -36,9 +36,9 @@ def met(store: dist.Store, hosts: list[str], attempts: list[Progress]) -> list[t
 
 
 @contextlib.contextmanager
-def attempts(size: int) -> Iterator[list[Progress]]:
+def attempts(size: int) -> Iterator[list[MeetingState]]:
     """One for each rank; they are given up when that takes too long."""
-    found = [Progress(rank, tuple(range(size))) for rank in range(size)]
+    found = [MeetingState(rank, tuple(range(size))) for rank in range(size)]
 
     def give_up() -> None:
         for each in found:
@@ -89,7 +89,7 @@ def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one(
 
 
 def test_a_meeting_that_was_given_up_ends() -> None:
-    progress = Progress(1, (0, 1))
+    progress = MeetingState(1, (0, 1))
     progress.is_over = True
     _here.name = "a"
     with pytest.raises(GivenUpError):
@@ -100,7 +100,7 @@ def test_a_late_hello_of_an_attempt_before_does_not_take_the_place_of_who_joins(
     store = dist.HashStore()
     ours = dist.PrefixStore("objcomm", store)
 
-    class HeldUp(Progress):
+    class HeldUp(MeetingState):
         """Between the answer and the joining the late hello is answered, too."""
 
         def look_around(self) -> None:
@@ -131,7 +131,7 @@ def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
     with attempts(2) as old:
         met(dist.HashStore(), ["a", "b"], old)
     assert old[0].session == old[1].session
-    progress = Progress(1, (0, 1))
+    progress = MeetingState(1, (0, 1))
     _here.name = "b"
 
     def answer() -> None:
@@ -156,7 +156,7 @@ def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
 def test_who_has_joined_under_a_number_that_was_never_answered_is_no_rank() -> None:
     store = dist.HashStore()
     ours = dist.PrefixStore("objcomm", store)
-    progress = Progress(0, (0, 1))
+    progress = MeetingState(0, (0, 1))
     _here.name = "a"
 
     def join() -> None:
@@ -173,7 +173,7 @@ def test_who_has_joined_under_a_number_that_was_never_answered_is_no_rank() -> N
 def test_what_no_rank_wrote_is_told_as_that(word: bytes) -> None:
     """Another program uses the same store, or its content was damaged."""
     store = dist.HashStore()
-    progress = Progress(1, (0, 1))
+    progress = MeetingState(1, (0, 1))
     _here.name = "a"
 
     def answer() -> None:

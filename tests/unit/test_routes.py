@@ -9,7 +9,7 @@ import torch
 
 from objcomm.algorithms import routes
 from objcomm.algorithms.exchange import Exchange
-from objcomm.codecs.buffers import Buffer, Kind, to_bytes
+from objcomm.codecs.buffers import Buffer, BufferKind, to_bytes
 from objcomm.errors import DesyncError, TransportTimeout, WireError
 from objcomm.transport.link import head_tag, receipt_tag
 from objcomm.wire.header import HEADER_NBYTES, WINDOW_NBYTES, Flag, Status
@@ -35,7 +35,9 @@ WORLDS = [
 LARGE_NBYTES = 1_200_000
 
 
-def message_of(rank: int, shape: str, kind: Kind = Kind.TENSOR, flags: int = 0) -> Message:
+def message_of(
+    rank: int, shape: str, kind: BufferKind = BufferKind.TENSOR, flags: int = 0
+) -> Message:
     """A message whose content depends on ``rank`` and whose way depends on ``shape``."""
     meta = bytes([rank]) * (40_000 if shape in ("body", "both") else 10)
     buffers = []
@@ -247,7 +249,7 @@ def test_every_first_message_fits_into_the_posted_receive() -> None:
 @pytest.mark.parametrize("route", ["broadcast", "gather", "all_gather", "scatter", "all_to_all"])
 def test_members_on_the_device_go_over_the_device_link(route: str, *, is_staged: bool) -> None:
     # The "device" is the CPU: what is under test is who moves what, in which order.
-    kind = Kind.TENSOR if is_staged else Kind.DEVICE
+    kind = BufferKind.TENSOR if is_staged else BufferKind.DEVICE
     flags = Flag.STAGED if is_staged else 0
     host_wires, device_wires = Wires(3), Wires(3)
     links = [MemoryLink(host_wires, rank) for rank in range(3)]

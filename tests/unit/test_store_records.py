@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from objcomm import errors
 from objcomm.errors import Position, RankFailure, WireError
-from objcomm.failures.deadlock import Conflict, LaneState, Step, Whereabouts
+from objcomm.failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
 from objcomm.failures.verdict import Cause, Verdict
 
 POSITIONS = (
@@ -44,15 +44,15 @@ VERDICTS = {
     Cause.LEFT: (Verdict.of(Cause.LEFT, ranks=(1,), reason="Ctrl-C"), errors.TransportError),
 }
 CALL = Step(3, 2, 0, 9, "a.py:1", "gather")
-STATE = LaneState("world", "n", 0, 1, 1, 4, -1, CALL, 2, 1.5, 0.5, ())
-WHEREABOUTS = Whereabouts(
+STATE = LaneWait("world", "n", 0, 1, 1, 4, -1, CALL, 2, 1.5, 0.5, ())
+WHEREABOUTS = WaitSnapshot(
     7,
     140_000_000_000_000,
     (
         STATE,
-        LaneState("dp", "", 5, 2, 2, 0, 3, None, -1, 0.0, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
+        LaneWait("dp", "", 5, 2, 2, 0, 3, None, -1, 0.0, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
     ),
-    (Conflict("each waits for another", ((3, STATE, CALL), (4, STATE, CALL)), is_told=True),),
+    (Deadlock("each waits for another", ((3, STATE, CALL), (4, STATE, CALL)), is_told=True),),
     is_single=True,
 )
 
@@ -89,7 +89,7 @@ def test_a_verdict_that_no_store_confirmed_says_so() -> None:
 
 
 def test_whereabouts_are_the_same_after_their_way_through_the_store() -> None:
-    got = Whereabouts.unpack(WHEREABOUTS.pack())
+    got = WaitSnapshot.unpack(WHEREABOUTS.pack())
     assert got == WHEREABOUTS
     assert got.lane("world", 0) == WHEREABOUTS.lanes[0]
     assert got.waiting_of(1) == WHEREABOUTS.lanes[0]
@@ -97,7 +97,7 @@ def test_whereabouts_are_the_same_after_their_way_through_the_store() -> None:
     assert got.is_single
     assert (got.lanes[0].taken, got.lanes[1].taken) == (-1, 3)
     other = WHEREABOUTS._replace(is_single=False)
-    assert Whereabouts.unpack(other.pack()) == other
+    assert WaitSnapshot.unpack(other.pack()) == other
 
 
 def test_nobody_waits_for_a_call_that_no_thread_waits_for() -> None:
@@ -152,7 +152,7 @@ def test_no_field_of_whereabouts_may_be_of_another_type() -> None:
     count = 0
     for count, plain in enumerate(altered(whole), start=1):  # noqa: B007  # counted
         with pytest.raises(WireError, match="whereabouts that can't be read"):
-            Whereabouts.unpack(msgpack.packb(plain, unicode_errors="surrogatepass"))
+            WaitSnapshot.unpack(msgpack.packb(plain, unicode_errors="surrogatepass"))
     assert count > 100
 
 
@@ -181,7 +181,7 @@ def test_other_bytes_give_an_error_of_ours_or_another_record(
     mutated[at % len(record)] = byte
     for raw in (bytes(mutated), record[:end]):
         with contextlib.suppress(WireError):
-            assert isinstance(Whereabouts.unpack(raw), Whereabouts)
+            assert isinstance(WaitSnapshot.unpack(raw), WaitSnapshot)
         with contextlib.suppress(WireError):
             error = Verdict.unpack(raw).error("gather", POSITIONS[0])
             assert isinstance(error, errors.ObjcommError)

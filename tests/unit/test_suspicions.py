@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from objcomm.failures import inquiry
-from objcomm.failures.deadlock import LaneState, Whereabouts
+from objcomm.failures.deadlock import LaneWait, WaitSnapshot
 from objcomm.failures.liveness import Processes
-from objcomm.observe.history import Entry
+from objcomm.observe.history import CallRecord
 from objcomm.wire.header import Operation
 from tests.unit.memory_link import header_of
 from tests.unit.test_conflict import MAIN, recv
@@ -18,13 +18,13 @@ class Looks:
     """Rank 1 waits for rank 0's message, and looks again and again where rank 0 is."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.entry = Entry(header_of(1, operation=Operation.RECV), "recv")
+        self.entry = CallRecord(header_of(1, operation=Operation.RECV), "recv")
         self.entry.awaits = 0
         self.mine = recv(1, 0, since=self.entry.waits_since)
         self.asked = 0
-        self.theirs: LaneState
+        self.theirs: LaneWait
         self.settled: list[Any] = []
-        patch.setattr(inquiry, "whereabouts", self._mine)
+        patch.setattr(inquiry, "wait_snapshot", self._mine)
         lane = SimpleNamespace(number=0, waits=lambda: [self.entry], order=None)
         mesh: Any = SimpleNamespace(
             name=self.mine.group,
@@ -51,12 +51,12 @@ class Looks:
         self.asked += 1
         return self.asked
 
-    def _mine(self, _meshes: Any, asked: int) -> Whereabouts:
-        return Whereabouts(asked, MAIN, (self.mine,), is_single=True)
+    def _mine(self, _meshes: Any, asked: int) -> WaitSnapshot:
+        return WaitSnapshot(asked, MAIN, (self.mine,), is_single=True)
 
-    def _of(self, rank: int) -> Whereabouts:
+    def _of(self, rank: int) -> WaitSnapshot:
         lanes = (self.mine,) if rank else (self.theirs,)
-        return Whereabouts(self.asked, MAIN, lanes, is_single=True)
+        return WaitSnapshot(self.asked, MAIN, lanes, is_single=True)
 
     def look(self, since: float) -> bool:
         """Whether rank 1 ends its wait, where rank 0 waits since then."""

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from objcomm.failures import inquiry
-from objcomm.failures.deadlock import Whereabouts
-from objcomm.observe.history import Entry
+from objcomm.failures.deadlock import WaitSnapshot
+from objcomm.observe.history import CallRecord
 from objcomm.wire.header import Operation
 from tests.unit.memory_link import header_of
 from tests.unit.test_conflict import MAIN, recv
@@ -24,10 +24,10 @@ def test_what_a_rank_answered_before_it_was_stopped_is_no_answer(stopped: set[in
         bulletin=SimpleNamespace(processes=SimpleNamespace(stopped=lambda: stopped)),
     )
     lane: Any = SimpleNamespace(number=0, order=None)
-    entry = Entry(header_of(0, operation=Operation.RECV), "recv")
+    entry = CallRecord(header_of(0, operation=Operation.RECV), "recv")
     entry.awaits = 1
     answers = {
-        rank: Whereabouts(1, MAIN, (recv(rank, 1 - rank, since=5.0),), is_single=True)
+        rank: WaitSnapshot(1, MAIN, (recv(rank, 1 - rank, since=5.0),), is_single=True)
         for rank in (0, 1)
     }
     verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)

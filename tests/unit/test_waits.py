@@ -15,11 +15,11 @@ from objcomm.algorithms.device import DevicePath
 from objcomm.config import Settings
 from objcomm.errors import TransportError, WireError
 from objcomm.failures.board import Board
-from objcomm.failures.deadlock import Conflict, LaneState, Step, Whereabouts
+from objcomm.failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
 from objcomm.failures.liveness import Processes
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import DESTROYED, Cause, Verdict, proposal_for
-from objcomm.observe.history import Entry, History
+from objcomm.observe.history import CallRecord, History
 from objcomm.transport.link import Deadline
 from tests.unit.memory_link import header_of
 
@@ -38,7 +38,7 @@ def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    deadline, entry = Deadline(10.0), Entry(header_of(0), "broadcast", "pickle")
+    deadline, entry = Deadline(10.0), CallRecord(header_of(0), "broadcast", "pickle")
     clock.now += 100  # its object is encoded
     deadline.apply(entry)
     assert entry.waits_until == clock.now + 10
@@ -62,7 +62,7 @@ def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
 
 def test_each_wait_of_a_call_can_be_seen_to_pass_its_limit() -> None:
     """A call that was late once, and went on, would wait for ever in its next step."""
-    deadline, entry = Deadline(10.0), Entry(header_of(0), "all_reduce", "pickle")
+    deadline, entry = Deadline(10.0), CallRecord(header_of(0), "all_reduce", "pickle")
     deadline.apply(entry)
     entry.has_expired = True
     deadline.apply(entry)
@@ -72,7 +72,7 @@ def test_each_wait_of_a_call_can_be_seen_to_pass_its_limit() -> None:
 def test_a_limit_can_be_made_longer_for_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     for limit_s, longer_s in ((0.02, 2.0), (10.0, 10.0)):
-        deadline, entry = Deadline(limit_s), Entry(header_of(0), "recv")
+        deadline, entry = Deadline(limit_s), CallRecord(header_of(0), "recv")
         deadline.leave(2.0)
         deadline.apply(entry)
         assert (entry.waits_until, entry.limit_seconds) == (clock.now + longer_s, longer_s)
@@ -128,13 +128,13 @@ def test_a_verdict_that_can_not_be_read_is_one(raw: str, tmp_path: Path) -> None
 def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> None:
     """Rank 2 hears of it by a verdict on the world; rank 1, which awaits it, shares no mesh yet."""
     board, other = (board_on(tmp_path)[0] for _ in range(2))
-    state = LaneState("a", "", 0, 1, 1, 1, -1, Step(0, 1, 2, 0, "a.py:1"), 2, 5.0, 1.0, ())
-    circle = Conflict("each waits for another", ((1, state, Step(0, 1, 2, 0, "a.py:1")),))
+    state = LaneWait("a", "", 0, 1, 1, 1, -1, Step(0, 1, 2, 0, "a.py:1"), 2, 5.0, 1.0, ())
+    circle = Deadlock("each waits for another", ((1, state, Step(0, 1, 2, 0, "a.py:1")),))
     found = Verdict.of(Cause.DESYNC, reason=circle.reason, circle=circle.pack())
     other.propose("n", found)
     for _ in range(2):
         assert board.look("n") == found
-    board.publish(Whereabouts(1, 1, ()))
+    board.publish(WaitSnapshot(1, 1, ()))
     read = board.read(0, 1)
     assert read is not None
     assert read.circles == (circle,)

@@ -4,9 +4,9 @@ import re
 import struct
 from pathlib import Path
 
-from objcomm.codecs.buffers import Kind
+from objcomm.codecs.buffers import BufferKind
 from objcomm.wire import header
-from objcomm.wire.header import HEADER_NBYTES, MAGIC, VERSION, Header, Operation, Row, Status
+from objcomm.wire.header import HEADER_NBYTES, MAGIC, VERSION, Header, Operation, SizeRow, Status
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
 
@@ -75,10 +75,10 @@ def test_the_page_lists_every_number() -> None:
     (operation,) = (row for row in rows("The header") if row[2] == "operation")
     assert status[3] == ", ".join(f"{each.value} {each.name.lower()}" for each in Status)
     assert operation[3] == ", ".join(f"{each.value} {each.name.lower()}" for each in Operation)
-    assert [int(row[0]) for row in rows("The body")] == [kind.value for kind in Kind]
+    assert [int(row[0]) for row in rows("The body")] == [kind.value for kind in BufferKind]
 
 
 def test_the_page_names_the_constants() -> None:
     assert f"the window of {header.WINDOW_NBYTES} bytes" in PAGE
     assert f"rows of {header.ROW_NBYTES} bytes" in PAGE
-    assert header.pack_table([Row(3, 1)]) == b"\x03" + bytes(7) + b"\x01"
+    assert header.pack_table([SizeRow(3, 1)]) == b"\x03" + bytes(7) + b"\x01"

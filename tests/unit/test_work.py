@@ -10,7 +10,7 @@ import pytest
 
 import objcomm
 from objcomm import UsageError, Work, as_completed, wait_all
-from objcomm.transport.threads import Line
+from objcomm.transport.threads import SerialExecutor
 from tests.unit.flights import LIMIT_S, PLACE, Begun
 from tests.waits import wait_until
 
@@ -141,7 +141,7 @@ def test_many_threads_wait_for_one_work(begun: Callable[..., Begun]) -> None:
 
 def test_the_body_runs_with_the_context_of_the_call() -> None:
     setting: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default="unset")
-    line = Line("test line")
+    line = SerialExecutor("test line")
     work: Work[str] = Work("gather", PLACE)
     token = setting.set("at the call")
     work.carry_out_on(line, setting.get)
@@ -151,7 +151,7 @@ def test_the_body_runs_with_the_context_of_the_call() -> None:
 
 
 def test_a_job_that_waits_for_one_behind_it_is_refused() -> None:
-    line = Line("test line")
+    line = SerialExecutor("test line")
     told: list[str] = []
     is_begun = threading.Event()
     works: list[Work[Any]] = []

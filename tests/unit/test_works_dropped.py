@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from objcomm import Work, as_completed, wait_all
-from objcomm.transport.threads import Line
+from objcomm.transport.threads import SerialExecutor
 from tests.unit.flights import PLACE, Begun
 
 
@@ -103,7 +103,7 @@ def test_nothing_is_kept_once_a_work_has_ended(*, fails: bool) -> None:
         held, result = Held(), Held()
         kept = [weakref.ref(held), weakref.ref(result)]
         work: Work[Any] = Work("gather", PLACE)
-        line = Line("test line")
+        line = SerialExecutor("test line")
 
         def body(held: Held, result: Held) -> Held:
             if fails:

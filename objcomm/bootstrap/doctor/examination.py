@@ -8,8 +8,8 @@ from objcomm.bootstrap.doctor.facts import (
     UNKNOWN,
     Contacts,
     Evidence,
-    Link,
-    Links,
+    MeasuredLink,
+    MeasuredLinks,
     Over,
     Peer,
     Plan,
@@ -19,7 +19,7 @@ from objcomm.bootstrap.doctor.facts import (
 from objcomm.bootstrap.doctor.host import examine, lookups
 from objcomm.bootstrap.doctor.links import Listener, contacts, measure, peers_of
 from objcomm.bootstrap.doctor.meeting import Board, UnmetError, await_ranks, open_store
-from objcomm.environment import Place
+from objcomm.environment import Placement
 from objcomm.observe.inspect.report import ranks_text
 
 _PAUSE_SECONDS = 0.05
@@ -149,7 +149,7 @@ class _Rank:
     def __init__(
         self,
         report: Report,
-        place: Place,
+        place: Placement,
         board: Board,
         limits: Limits,
         tell: Tell,
@@ -267,7 +267,7 @@ class _Rank:
                 callers.setdefault(ranks[rank].caller, rank)
         return Contacts(made, lookups(callers, self._limits.look))
 
-    def _links(self, roll: Roll) -> Links:
+    def _links(self, roll: Roll) -> MeasuredLinks:
         machines = [peer.machine for peer in sorted(roll.peers, key=lambda peer: peer.rank)]
         limits = self._limits
         return measure(
@@ -293,9 +293,13 @@ class _Rank:
         deadline = time.monotonic() + self._limits.connect + self._limits.measure + _GRACE_SECONDS
         told = {0: self._links(roll)}
         for rank in evidence.reports:
-            if rank and (links := self._board.fetch(f"links/{rank}", Links, deadline)) is not None:
+            if (
+                rank
+                and (links := self._board.fetch(f"links/{rank}", MeasuredLinks, deadline))
+                is not None
+            ):
                 told[rank] = links
-        measured: list[Link] = [link for links in told.values() for link in links.measured]
+        measured: list[MeasuredLink] = [link for links in told.values() for link in links.measured]
         return replace(
             evidence,
             links=tuple(measured),

@@ -173,7 +173,7 @@ class Peer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Contact:
+class Reachable:
     """How one rank reached another.
 
     Attributes:
@@ -190,7 +190,7 @@ class Contact:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """What was measured from one rank to another.
 
     Attributes:
@@ -232,12 +232,12 @@ class Contacts:
         lookups: of names, by a rank on the store's host.
     """
 
-    made: tuple[Contact, ...] = ()
+    made: tuple[Reachable, ...] = ()
     lookups: tuple[Lookup, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Links:
+class MeasuredLinks:
     """All that one rank has measured.
 
     Attributes:
@@ -246,7 +246,7 @@ class Links:
         left_out: how many pairs of ranks the whole job did not measure for want of time.
     """
 
-    measured: tuple[Link, ...] = ()
+    measured: tuple[MeasuredLink, ...] = ()
     problem: str = ""
     left_out: int = 0
 
@@ -367,10 +367,10 @@ class Evidence:
     waited_seconds: float = 0.0
     is_alone: bool = False
     seen: tuple[int, ...] | None = None
-    contacts: Mapping[int, tuple[Contact, ...]] = field(default_factory=dict)
+    contacts: Mapping[int, tuple[Reachable, ...]] = field(default_factory=dict)
     lookups: Mapping[int, tuple[Lookup, ...]] = field(default_factory=dict)
     silent: tuple[int, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[MeasuredLink, ...] = ()
     failures: Mapping[int, str] = field(default_factory=dict)
     left_out: int = 0
 

@@ -47,7 +47,7 @@ from objcomm.bootstrap.doctor.facts import (
     is_loopback,
 )
 from objcomm.bootstrap.init import cuda_device, default_backend, uses_nccl
-from objcomm.environment import Place, machine, place_in
+from objcomm.environment import Placement, machine, placement_in
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
@@ -439,7 +439,7 @@ _TELLING = (
 )
 
 
-def examine(environ: Mapping[str, str]) -> tuple[Report, Place | None]:
+def examine(environ: Mapping[str, str]) -> tuple[Report, Placement | None]:
     """This process and its host, before it meets anybody.
 
     Args:
@@ -484,9 +484,9 @@ def examine(environ: Mapping[str, str]) -> tuple[Report, Place | None]:
     return report, place
 
 
-def _place(environ: Mapping[str, str]) -> tuple[Place | None, str]:
+def _place(environ: Mapping[str, str]) -> tuple[Placement | None, str]:
     try:
-        place = place_in(environ)
+        place = placement_in(environ)
     except UsageError as error:
         return None, str(error).removeprefix("init: ")
     if place is not None and not place.host:
@@ -497,7 +497,7 @@ def _place(environ: Mapping[str, str]) -> tuple[Place | None, str]:
     return place, ""
 
 
-def _rank(place: Place | None, problem: str) -> int:
+def _rank(place: Placement | None, problem: str) -> int:
     if place is not None:
         return place.rank
     return UNKNOWN if problem else 0
@@ -523,7 +523,7 @@ def _devices() -> tuple[str, ...]:
     return tuple(torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count()))
 
 
-def _device_problem(place: Place | None, backend: str) -> str:
+def _device_problem(place: Placement | None, backend: str) -> str:
     if place is None or not uses_nccl(backend):
         return ""
     try:

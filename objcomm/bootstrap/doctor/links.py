@@ -18,7 +18,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from objcomm.bootstrap.doctor.facts import Contact, Link, Links, Peer
+from objcomm.bootstrap.doctor.facts import MeasuredLink, MeasuredLinks, Peer, Reachable
 from objcomm.bootstrap.doctor.host import connect, listen, reason_of
 from objcomm.bootstrap.init import shutdown
 from objcomm.collectives.agree import any_rank
@@ -148,7 +148,7 @@ class Listener:
                     visitor.sendall(json.dumps([self._token, time.time()]).encode())
 
 
-def contacts(peers: Sequence[Peer], seconds: float) -> tuple[Contact, ...]:
+def contacts(peers: Sequence[Peer], seconds: float) -> tuple[Reachable, ...]:
     """Try to reach other ranks, several at once.
 
     Args:
@@ -161,7 +161,7 @@ def contacts(peers: Sequence[Peer], seconds: float) -> tuple[Contact, ...]:
         return tuple(crew.map(lambda peer: contact(peer, seconds), peers))
 
 
-def contact(peer: Peer, seconds: float) -> Contact:
+def contact(peer: Peer, seconds: float) -> Reachable:
     """Try to reach one rank.
 
     Args:
@@ -169,17 +169,17 @@ def contact(peer: Peer, seconds: float) -> Contact:
         seconds: how long to wait for it.
     """
     if not peer.address:
-        return Contact(peer.rank, "it does not listen")
+        return Reachable(peer.rank, "it does not listen")
     clock = Clock()
     for _ in range(_ROUNDS):
         try:
             found = _clock(peer, seconds)
         except OSError as error:
-            return Contact(peer.rank, reason_of(error))
+            return Reachable(peer.rank, reason_of(error))
         except ValueError:
-            return Contact(peer.rank, _STRANGER)
+            return Reachable(peer.rank, _STRANGER)
         clock = min(clock, found, key=lambda each: each.margin_seconds)
-    return Contact(peer.rank, "", clock.ahead_seconds, clock.margin_seconds)
+    return Reachable(peer.rank, "", clock.ahead_seconds, clock.margin_seconds)
 
 
 def _clock(peer: Peer, seconds: float) -> Clock:
@@ -222,7 +222,7 @@ _LEAST_SECONDS = 1e-7
 
 def measure(
     store: dist.Store, rank: int, machines: Sequence[str], connect_seconds: float, seconds: float
-) -> Links:
+) -> MeasuredLinks:
     """Measure the links of a job whose ranks reach one another; every rank must call this.
 
     Args:
@@ -236,7 +236,7 @@ def measure(
         What this rank has measured as a sender, and what ended it.
     """
     size = len(machines)
-    measured: list[Link] = []
+    measured: list[MeasuredLink] = []
     left = size * (size - 1) // 2
     try:
         dist.init_process_group(
@@ -254,13 +254,13 @@ def measure(
             measured += [link for pair in together if rank in pair for link in _pair(rank, pair)]
             left -= len(together)
     except (ObjcommError, RuntimeError, ValueError) as error:
-        return Links(tuple(measured), text_of(error).partition("\n")[0], left)
+        return MeasuredLinks(tuple(measured), text_of(error).partition("\n")[0], left)
     finally:
         shutdown()
-    return Links(tuple(measured), "", left)
+    return MeasuredLinks(tuple(measured), "", left)
 
 
-def _pair(rank: int, pair: Pair) -> list[Link]:
+def _pair(rank: int, pair: Pair) -> list[MeasuredLink]:
     """Both directions, one after the other; each rank returns the one in which it sent."""
     first, second = pair
     is_first = rank == first
@@ -272,7 +272,7 @@ def _pair(rank: int, pair: Pair) -> list[Link]:
     else:
         _pull(peer)
         speed = _push(peer, latency)
-    return [Link(rank, peer, latency, speed)]
+    return [MeasuredLink(rank, peer, latency, speed)]
 
 
 def _ping(peer: int) -> float:

@@ -23,7 +23,7 @@ from objcomm.bootstrap.doctor.host import (
     touch,
     within,
 )
-from objcomm.environment import Place
+from objcomm.environment import Placement
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class UnmetError(Exception):
 
 
 def open_store(
-    place: Place, environ: Mapping[str, str], there: Sequence[Interface], deadline: float
+    place: Placement, environ: Mapping[str, str], there: Sequence[Interface], deadline: float
 ) -> tuple[dist.Store, Rendezvous]:
     """Open the store in which the ranks of a job meet; rank 0 makes it unless torchrun has.
 

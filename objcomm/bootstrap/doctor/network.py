@@ -9,8 +9,8 @@ from objcomm.bootstrap.doctor.facts import (
     UNKNOWN,
     Evidence,
     Interface,
-    Link,
     Lookup,
+    MeasuredLink,
     Report,
     is_loopback,
 )
@@ -220,7 +220,7 @@ _LATER_SECONDS = 2e-3
 # Gigabit Ethernet carries this; who has several hosts has seldom less on purpose.
 _NETWORK_NBYTES_PER_SECOND = 100e6
 
-Links = Sequence[Link]
+Links = Sequence[MeasuredLink]
 
 
 def speed(evidence: Evidence) -> Iterator[Finding]:
@@ -243,7 +243,9 @@ def speed(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def usual(links: Links, figure: Callable[[Link], float], best: Callable[..., float]) -> float:
+def usual(
+    links: Links, figure: Callable[[MeasuredLink], float], best: Callable[..., float]
+) -> float:
     """What a link should be like: the median over the ranks of each rank's best link.
 
     Of two in the middle it is the better one. A host with a slow card makes every link to it slow,
@@ -257,7 +259,7 @@ def usual(links: Links, figure: Callable[[Link], float], best: Callable[..., flo
     return middle(best(figures) for figures in of_rank.values())
 
 
-def _is_between(evidence: Evidence, link: Link) -> bool:
+def _is_between(evidence: Evidence, link: MeasuredLink) -> bool:
     return evidence.reports[link.src].machine != evidence.reports[link.dst].machine
 
 
@@ -326,14 +328,14 @@ def _culprits(evidence: Evidence, bad: Links, links: Links) -> Iterator[tuple[li
             if len(found) == len(mine) > 1:
                 left = [link for link in left if link not in found]
                 yield _ranks_of(evidence, machine), found
-    pairs: dict[tuple[int, int], list[Link]] = defaultdict(list)
+    pairs: dict[tuple[int, int], list[MeasuredLink]] = defaultdict(list)
     for link in left:
         pairs[min(link.src, link.dst), max(link.src, link.dst)].append(link)
     for pair, few in pairs.items():
         yield list(pair), few
 
 
-def _machines(evidence: Evidence, link: Link, ends: Sequence[str]) -> set[str]:
+def _machines(evidence: Evidence, link: MeasuredLink, ends: Sequence[str]) -> set[str]:
     return {evidence.reports[getattr(link, end)].machine for end in ends}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from objcomm.bootstrap.doctor.facts import UNKNOWN, Choice, Evidence, Link, Report
+from objcomm.bootstrap.doctor.facts import UNKNOWN, Choice, Evidence, MeasuredLink, Report
 from objcomm.bootstrap.doctor.findings import Finding, Severity, clocks, who
 from objcomm.errors import MissingDependencyError
 from objcomm.observe.inspect.report import duration_text, ranks_text
@@ -54,7 +54,7 @@ def draw(evidence: Evidence, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _ends(link: Link) -> tuple[int, int]:
+def _ends(link: MeasuredLink) -> tuple[int, int]:
     return link.src, link.dst
 
 
@@ -332,7 +332,7 @@ def _extremes(figures: Sequence[float], form: str) -> str:
     return f"least {least}, median {middle}, most {most} (--png and --json show all)"
 
 
-def _matrix(evidence: Evidence, cell: Callable[[Link], str]) -> list[str]:
+def _matrix(evidence: Evidence, cell: Callable[[MeasuredLink], str]) -> list[str]:
     ranks = sorted(evidence.reports)
     cells = {(link.src, link.dst): cell(link) for link in evidence.links}
     rows = [[str(rank), *(cells.get((rank, peer), "-") for peer in ranks)] for rank in ranks]

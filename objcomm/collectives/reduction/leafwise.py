@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     linked: str
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where an answer arrives.
 
     Attributes:
@@ -77,7 +77,7 @@ class Place(NamedTuple):
     most_nbytes: int
 
 
-def received(plain: Any, place: Place) -> Answer:
+def received(plain: Any, place: Destination) -> Answer:
     """The answer that arrived.
 
     Args:
@@ -132,7 +132,7 @@ def operand(plain: Any) -> tuple[Any, list[Any], str]:
 
 
 def _check_following(
-    following: Sequence[Any], leaves: Sequence[tuple[Any, bool]], place: Place
+    following: Sequence[Any], leaves: Sequence[tuple[Any, bool]], place: Destination
 ) -> None:
     nbytes, last = 0, -1
     if following and not place.may_follow:
@@ -367,8 +367,8 @@ class TreeReduction:
             self._answer = received(self._call.decode(message), self._place())
         return self._answer
 
-    def _place(self) -> Place:
-        return Place(
+    def _place(self) -> Destination:
+        return Destination(
             structure=self._structure,
             rank=self._call.rank,
             size=self._call.size,

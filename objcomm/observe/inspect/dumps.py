@@ -52,7 +52,7 @@ _CALL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class DumpedCall:
     """One rank's part in one call; the fields are those of ``history.Entry.plain``."""
 
     operation: str
@@ -118,7 +118,7 @@ class GroupDump:
     description: str
     ranks: tuple[int, ...]
     is_full: bool
-    calls: tuple[Call, ...]
+    calls: tuple[DumpedCall, ...]
 
     @property
     def began(self) -> float:
@@ -244,7 +244,7 @@ def _group(raw: object, where: str) -> GroupDump:
             raise UsageError(f"{where}: ranks: {rank!r} is no rank")
     calls = []
     for at, each in enumerate(fields.pop("entries")):
-        call = Call(**_checked(each, _CALL, f"{where}: entries[{at}]"))
+        call = DumpedCall(**_checked(each, _CALL, f"{where}: entries[{at}]"))
         if (call.ms is None) != call.is_under_way or (call.ms or 0.0) < 0:
             raise UsageError(f"{where}: entries[{at}]: ms={call.ms!r}, but it {call.outcome}")
         calls.append(call)
@@ -299,7 +299,7 @@ def _joined_group(earlier: GroupDump, later: GroupDump) -> GroupDump:
     return replace(later, is_full=earlier.is_full and later.is_full, calls=tuple(ordered))
 
 
-def _identity(call: Call) -> tuple[object, ...]:
+def _identity(call: DumpedCall) -> tuple[object, ...]:
     """What two records of one call have in common, of which one was written before it ended."""
     if call.is_meeting:
         return call.operation, call.lane, call.sequence, call.began

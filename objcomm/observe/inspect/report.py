@@ -8,8 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
-from objcomm.observe.inspect.dumps import Call, Dump
-from objcomm.observe.inspect.rows import Absence, Clock, Key, Parting, Row, first_parting, is_stuck
+from objcomm.observe.inspect.dumps import Dump, DumpedCall
+from objcomm.observe.inspect.rows import (
+    Absence,
+    CallRow,
+    Clock,
+    Key,
+    Parting,
+    first_parting,
+    is_stuck,
+)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -39,7 +47,7 @@ def call_text(key: Key) -> str:
     return f"{'message' if key.pair else 'call'} {key.sequence}"
 
 
-def operation_text(call: Call, key: Key) -> str:
+def operation_text(call: DumpedCall, key: Key) -> str:
     """An operation with its root, as a global rank."""
     has_root = 0 <= call.root < len(key.ranks)
     if call.is_message:
@@ -48,7 +56,7 @@ def operation_text(call: Call, key: Key) -> str:
     return f"{call.operation} (root {key.ranks[call.root]})" if has_root else call.operation
 
 
-def group_text(row: Row) -> str:
+def group_text(row: CallRow) -> str:
     """A row's group and lane."""
     key = row.key
     known_as = row.description if row.description not in {"", "undefined"} else key.group
@@ -59,19 +67,19 @@ def group_text(row: Row) -> str:
 class Places:
     """Call sites without the folder that all of them share."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[CallRow]) -> None:
         sites = {call.call_site for row in rows for call in row.calls.values()}
         paths = [PurePosixPath(site) for site in sites]
         folders = {str(path.parent) for path in paths if path.is_absolute()}
         shared = os.path.commonpath(folders) if folders else ""
         self._shared = shared.rstrip("/") + "/"
 
-    def text(self, call: Call) -> str:
+    def text(self, call: DumpedCall) -> str:
         """Where a call was made."""
         return call.call_site.removeprefix(self._shared)
 
 
-def conclude(rows: Sequence[Row], places: Places) -> str:
+def conclude(rows: Sequence[CallRow], places: Places) -> str:
     """The sentence.
 
     Args:
@@ -92,7 +100,7 @@ def conclude(rows: Sequence[Row], places: Places) -> str:
     return f"{group_text(row)}: {told}"
 
 
-def _agreement(rows: Sequence[Row], places: Places) -> str:
+def _agreement(rows: Sequence[CallRow], places: Places) -> str:
     shared = [row for row in rows if len(row.calls) > 1 and row.key.sequence >= 0]
     if not shared:
         return "No call was made by more than one of these ranks, so there is nothing to compare."
@@ -107,7 +115,7 @@ def _agreement(rows: Sequence[Row], places: Places) -> str:
     )
 
 
-def _differing(row: Row, rows: Sequence[Row], places: Places) -> str:
+def _differing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
     by_call: dict[str, list[int]] = defaultdict(list)
     for rank, call in row.calls.items():
         root = f" with root {row.key.ranks[call.root]}" if _has_root(row, call) else ""
@@ -122,7 +130,7 @@ def _differing(row: Row, rows: Sequence[Row], places: Places) -> str:
     return f"the ranks part in {call_text(row.key)}: {sides}{hint}.{_before(row, rows, places)}"
 
 
-def _missing(row: Row, rows: Sequence[Row], places: Places) -> str:
+def _missing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
     lacking = [rank for rank, why in row.absent.items() if why is Absence.NEVER]
     made = _made(row.calls[min(row.calls)], places)
     never = "never came to the" if row.key.sequence < 0 else "never made"
@@ -135,7 +143,7 @@ def _missing(row: Row, rows: Sequence[Row], places: Places) -> str:
     return f"{told}; its last was {last} the others came."
 
 
-def _last_text(rank: int, row: Row, rows: Sequence[Row], places: Places) -> str:
+def _last_text(rank: int, row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
     """What a rank did last, and how long before or after the others came to ``row``."""
     last = _last_of(rank, row, rows)
     if last is None:
@@ -148,7 +156,7 @@ def _last_text(rank: int, row: Row, rows: Sequence[Row], places: Places) -> str:
     return f"{where}, {'under way since' if call.is_under_way else 'over'} {when}"
 
 
-def _stuck_message(row: Row, rows: Sequence[Row], places: Places) -> str:
+def _stuck_message(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
     ends = "; ".join(
         f"{operation_text(call, row.key)}{_at(call, places)} on rank {rank}: {call.outcome}"
         for rank, call in row.calls.items()
@@ -165,7 +173,7 @@ def _stuck_message(row: Row, rows: Sequence[Row], places: Places) -> str:
     return f"{told}; rank {absent} was waited for; {did}."
 
 
-def _stuck(row: Row, places: Places) -> str:
+def _stuck(row: CallRow, places: Places) -> str:
     by_outcome: dict[str, list[int]] = defaultdict(list)
     for rank, call in row.calls.items():
         if is_stuck(call):
@@ -187,7 +195,7 @@ def _stuck(row: Row, places: Places) -> str:
     return f"{told}{waits}; {last}."
 
 
-def _before(row: Row, rows: Sequence[Row], places: Places) -> str:
+def _before(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
     """The last call that all had made alike."""
     agreed = [
         each
@@ -201,7 +209,7 @@ def _before(row: Row, rows: Sequence[Row], places: Places) -> str:
     return f" The last that all made: {made} ({call_text(last.key)})."
 
 
-def _last_of(rank: int, row: Row, rows: Sequence[Row]) -> Row | None:
+def _last_of(rank: int, row: CallRow, rows: Sequence[CallRow]) -> CallRow | None:
     """The rank's last call on that row's lane or to another rank; else on its group."""
     own = [
         each
@@ -217,15 +225,15 @@ def _last_of(rank: int, row: Row, rows: Sequence[Row]) -> Row | None:
     return max(same, key=lambda each: each.calls[rank].began, default=None)
 
 
-def _has_root(row: Row, call: Call) -> bool:
+def _has_root(row: CallRow, call: DumpedCall) -> bool:
     return 0 <= call.root < len(row.key.ranks)
 
 
-def _made(call: Call, places: Places) -> str:
+def _made(call: DumpedCall, places: Places) -> str:
     return f"{call.operation}{_at(call, places)}"
 
 
-def _at(call: Call, places: Places) -> str:
+def _at(call: DumpedCall, places: Places) -> str:
     return f" at {places.text(call)}" if call.call_site else ""
 
 
@@ -267,7 +275,7 @@ def _clock_line(host: str, clock: Clock, reference: str) -> str:
     return f"host {host!r}: its clock is {off} {side} {reference!r}'s, {margin}; corrected"
 
 
-def sections(rows: Sequence[Row], places: Places, last: int) -> list[str]:
+def sections(rows: Sequence[CallRow], places: Places, last: int) -> list[str]:
     """A table for each lane of each group.
 
     Args:
@@ -275,7 +283,7 @@ def sections(rows: Sequence[Row], places: Places, last: int) -> list[str]:
         places: shortens call sites.
         last: how many of a lane's calls to show; what is marked is always shown.
     """
-    by_lane: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    by_lane: dict[tuple[object, ...], list[CallRow]] = defaultdict(list)
     for row in rows:
         key = row.key
         by_lane[key.group, key.ranks, key.lane].append(row)
@@ -289,7 +297,7 @@ def sections(rows: Sequence[Row], places: Places, last: int) -> list[str]:
     return lines
 
 
-def _cells(row: Row, places: Places) -> list[list[str]]:
+def _cells(row: CallRow, places: Places) -> list[list[str]]:
     """A row's lines, each as its columns."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, call in row.calls.items():
@@ -310,7 +318,7 @@ def _cells(row: Row, places: Places) -> list[list[str]]:
     return [[*(first if at == 0 else [mark, ""]), *line] for at, line in enumerate(lines)]
 
 
-def _spent(row: Row, ranks: Sequence[int]) -> str:
+def _spent(row: CallRow, ranks: Sequence[int]) -> str:
     times = [ms / 1e3 for rank in ranks if (ms := row.calls[rank].ms) is not None]
     if not times:
         return ""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from objcomm.observe.inspect.dumps import Call, Dump, GroupDump
+from objcomm.observe.inspect.dumps import Dump, DumpedCall, GroupDump
 
 
 class Absence(Enum):
@@ -70,7 +70,7 @@ class Key:
 
 
 @dataclass(slots=True)
-class Row:
+class CallRow:
     """One call, with each rank's part in it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Row:
     key: Key
     lane_name: str
     description: str
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, DumpedCall] = field(default_factory=dict)
     absent: dict[int, Absence] = field(default_factory=dict)
 
     @property
@@ -122,26 +122,26 @@ class Row:
         return Parting.STUCK if any(is_stuck(call) for call in self.calls.values()) else None
 
 
-def is_stuck(call: Call) -> bool:
+def is_stuck(call: DumpedCall) -> bool:
     """Whether its rank was waiting in it, or lost the others in it."""
     lost = ("Transport", "Desync", "BrokenGroup", "WireError")
     return call.is_under_way or call.outcome.startswith(lost)
 
 
-def match(dumps: Sequence[Dump]) -> list[Row]:
+def match(dumps: Sequence[Dump]) -> list[CallRow]:
     """Lay the calls of all ranks side by side, in the order in which they were made."""
-    rows: dict[Key, Row] = {}
+    rows: dict[Key, CallRow] = {}
     for dump in dumps:
         for group in dump.groups:
             for key, call in _keyed(group, dump.rank):
                 lane_name = "" if call.is_meeting else call.lane_name
-                row = rows.setdefault(key, Row(key, lane_name, group.description))
+                row = rows.setdefault(key, CallRow(key, lane_name, group.description))
                 row.calls[dump.rank] = call
     _explain_absences(rows, dumps)
     return sorted(rows.values(), key=lambda row: (row.began, row.key.sequence))
 
 
-def _keyed(group: GroupDump, rank: int) -> list[tuple[Key, Call]]:
+def _keyed(group: GroupDump, rank: int) -> list[tuple[Key, DumpedCall]]:
     made: Counter[Key] = Counter()
     keyed = []
     for call in group.calls:
@@ -155,7 +155,7 @@ def _keyed(group: GroupDump, rank: int) -> list[tuple[Key, Call]]:
     return keyed
 
 
-def _key_of_message(key: Key, call: Call, rank: int) -> Key:
+def _key_of_message(key: Key, call: DumpedCall, rank: int) -> Key:
     """Messages are numbered for each pair and direction, once they have begun to travel."""
     has_peer = 0 <= call.root < len(key.ranks)
     peer = key.ranks[call.root] if has_peer else -1
@@ -165,7 +165,7 @@ def _key_of_message(key: Key, call: Call, rank: int) -> Key:
     return replace(key, pair=pair, alone=-1 if call.mesh else rank)
 
 
-def _explain_absences(rows: dict[Key, Row], dumps: Sequence[Dump]) -> None:
+def _explain_absences(rows: dict[Key, CallRow], dumps: Sequence[Dump]) -> None:
     by_rank = {dump.rank: dump for dump in dumps}
     made: dict[tuple[object, int], list[int]] = defaultdict(list)
     for key, row in rows.items():
@@ -181,7 +181,7 @@ def _explain_absences(rows: dict[Key, Row], dumps: Sequence[Dump]) -> None:
                 row.absent[rank] = _absence(row, by_rank.get(rank), sequences)
 
 
-def _absence(row: Row, dump: Dump | None, sequences: Sequence[int]) -> Absence:
+def _absence(row: CallRow, dump: Dump | None, sequences: Sequence[int]) -> Absence:
     """Why a rank has no part in a row, from its calls on the same stretch."""
     key = row.key
     if dump is None:
@@ -202,7 +202,7 @@ def _group_of(key: Key, dump: Dump) -> GroupDump | None:
     return next(same, None)
 
 
-def _absence_of_message(row: Row, rank: int, dump: Dump | None) -> Absence | None:
+def _absence_of_message(row: CallRow, rank: int, dump: Dump | None) -> Absence | None:
     """Why the other rank has no part in a message; ``None`` if that says nothing."""
     key, (call,) = row.key, row.calls.values()
     group = None if dump is None else _group_of(key, dump)
@@ -218,7 +218,7 @@ def _absence_of_message(row: Row, rank: int, dump: Dump | None) -> Absence | Non
     return Absence.UNTAKEN if rank == key.pair[-1] else unsent
 
 
-def first_parting(rows: Sequence[Row]) -> Row | None:
+def first_parting(rows: Sequence[CallRow]) -> CallRow | None:
     """Where the ranks part first; where none left the sequence, the first call that went wrong."""
     parted = [row for row in rows if row.parting is not None]
     left = [row for row in parted if row.parting is not Parting.STUCK]
@@ -244,7 +244,7 @@ class Clock:
     count: int = 0
 
 
-def estimate(rows: Sequence[Row], dumps: Sequence[Dump]) -> dict[str, Clock]:
+def estimate(rows: Sequence[CallRow], dumps: Sequence[Dump]) -> dict[str, Clock]:
     """Each host's clock. Ranks of one host share one.
 
     Args:
@@ -278,7 +278,7 @@ def _between(least: float, most: float, count: int) -> Clock:
     return Clock(0.0 if least <= 0.0 <= most else middle, margin, count)
 
 
-def _bounds(row: Row, host_of: dict[int, str]) -> tuple[dict[str, float], dict[str, float]]:
+def _bounds(row: CallRow, host_of: dict[int, str]) -> tuple[dict[str, float], dict[str, float]]:
     """By host, when its last sender entered a call, and when its first receiver left it."""
     sent: dict[str, float] = {}
     taken: dict[str, float] = {}

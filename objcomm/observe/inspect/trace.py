@@ -8,16 +8,18 @@ last to those that waited for it.
 from collections.abc import Sequence
 from typing import Any
 
-from objcomm.observe.inspect.dumps import Call, Dump
+from objcomm.observe.inspect.dumps import Dump, DumpedCall
 from objcomm.observe.inspect.report import call_text, group_text
-from objcomm.observe.inspect.rows import Clock, Key, Row
+from objcomm.observe.inspect.rows import CallRow, Clock, Key
 
 _CATEGORY = "objcomm"
 
 Event = dict[str, Any]
 
 
-def trace(rows: Sequence[Row], dumps: Sequence[Dump], clocks: dict[str, Clock]) -> dict[str, Any]:
+def trace(
+    rows: Sequence[CallRow], dumps: Sequence[Dump], clocks: dict[str, Clock]
+) -> dict[str, Any]:
     """The whole file, as JSON's types.
 
     Args:
@@ -70,12 +72,12 @@ def _process_name(dump: Dump) -> Event:
     return {"ph": "M", "name": "process_name", "pid": dump.rank, "tid": 0, "args": {"name": name}}
 
 
-def _thread_name(rank: int, thread: int, row: Row) -> Event:
+def _thread_name(rank: int, thread: int, row: CallRow) -> Event:
     name = {"name": group_text(row)}
     return {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": name}
 
 
-def _slice(row: Row, rank: int, call: Call, began: float, dumped: float) -> Event:
+def _slice(row: CallRow, rank: int, call: DumpedCall, began: float, dumped: float) -> Event:
     is_meeting = row.key.sequence < 0
     seconds = dumped - call.began if call.ms is None else call.ms / 1e3
     return {
@@ -117,7 +119,7 @@ def _end(event: Event) -> float:
     return float(event["ts"] + event["dur"])
 
 
-def _arrows(row: Row, found: dict[tuple[Key, int], Event]) -> list[Event]:
+def _arrows(row: CallRow, found: dict[tuple[Key, int], Event]) -> list[Event]:
     last = found[row.key, row.last_rank]
     arrows = []
     for rank in row.calls:
