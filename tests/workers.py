@@ -316,7 +316,7 @@ def _carry_out_and_look(order: Order, place: Place) -> Report:
         dist.destroy_process_group()
     orders = [("second", order)]
     if not leftovers.profile_once.cache_info().currsize:
-        # What a process has one of, such as the watcher's thread, is there after a first group; a
+        # What a process has one of, such as the watchdog's thread, is there after a first group; a
         # barrier of a world of one makes nothing.
         leftovers.profile_once()
         orders.insert(0, ("first", Order("objcomm", "split", {"color": 0})))

@@ -70,7 +70,7 @@ class Group:
             # Its end, not this object's: whoever still waits for a message holds this one.
             weakref.finalize(
                 process_group, _close, self._whole, self._channels, self._at_end
-            ).atexit = False  # the watcher's
+            ).atexit = False  # the watchdog's
 
     def at_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once the group is destroyed and the other ranks know."""
@@ -218,7 +218,7 @@ class Group:
         mesh = self._whole.mesh
         if mesh is not None:
             mesh.blocks.discard(key)
-            mesh.bulletin.forget(key)
+            mesh.board_thread.forget(key)
 
     def leave(self, key: str) -> None:
         """Forget the block ``key``, which this rank leaves by an error."""

@@ -33,7 +33,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Waited(Protocol):
-    """What the watcher reads of a wait.
+    """What the watchdog reads of a wait.
 
     Attributes:
         waiter: the thread that can do nothing else before it ends; 0 if there is none.

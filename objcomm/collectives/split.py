@@ -20,7 +20,7 @@ from objcomm.collectives.patterns import all_gather_in
 from objcomm.config import GroupLike, Timeout, settings, whole_number
 from objcomm.environment import machine
 from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
-from objcomm.failures.watchdog import bulletin_of
+from objcomm.failures.watchdog import board_thread_of
 from objcomm.observe.log import log
 from objcomm.transport.link import Deadline
 from objcomm.wire.failure import line_of
@@ -419,7 +419,7 @@ def _connected(
 def _forget_address(made: Any) -> None:
     """Let this rank's address in a new group go from the store: all members have connected."""
     name, rank = made.group_name, made.rank()
-    bulletin_of(process_group_of(None)).submit(lambda board: board.forget_address(name, rank))
+    board_thread_of(process_group_of(None)).submit(lambda board: board.forget_address(name, rank))
 
 
 def _made(
@@ -431,7 +431,7 @@ def _made(
     ranks = [parent.ranks[member] for member in members]
     log.debug("%s makes group %r of ranks %s", operation.name.lower(), name, ranks)
     world = process_group_of(None)
-    clients = bulletin_of(world).clients_of_groups
+    clients = board_thread_of(world).clients_of_groups
     store = clients.take(store_of(world), settings().lost_after)
     made = create(
         process_group_of(group),

@@ -318,10 +318,10 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
     """
     del device, use_batch, weights_only
     name = "send_object_list"
-    errand = _errand(Send, name, group, dst, group_dst)
-    if errand is None:
+    p2p_call = _errand(Send, name, group, dst, group_dst)
+    if p2p_call is None:
         return
-    errand.run(list(_entries(name, object_list)))
+    p2p_call.run(list(_entries(name, object_list)))
 
 
 def recv_object_list(  # noqa: PLR0917  # torch's signature
@@ -364,14 +364,14 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     """
     del device, use_batch
     name = "recv_object_list"
-    errand = _errand(Receive, name, group, src, group_src, weights_only=weights_only)
-    if errand is None:
+    p2p_call = _errand(Receive, name, group, src, group_src, weights_only=weights_only)
+    if p2p_call is None:
         return -1
     _entries(name, object_list)
-    with errand:
-        arrival = errand.awaited()
-        _replace_all(name, arrival.peer, object_list, errand.take_in(arrival))
-    return errand.group.ranks[arrival.peer]
+    with p2p_call:
+        arrival = p2p_call.awaited()
+        _replace_all(name, arrival.peer, object_list, p2p_call.take_in(arrival))
+    return p2p_call.group.ranks[arrival.peer]
 
 
 def _carry_out(
@@ -422,7 +422,7 @@ def _errand(
     """
     if _joined(name, group) is None:
         return None
-    errand = kind(
+    p2p_call = kind(
         group=group,
         timeout=None,
         coding=Coding(_CODEC, None, None, _safe(weights_only)),
@@ -431,9 +431,9 @@ def _errand(
         group_peer=group_peer,
         name=name,
     )
-    if errand.peer == errand.group.rank:
-        raise UsageError(f"{name}: rank {errand.peer} is this rank itself; name another one")
-    return errand
+    if p2p_call.peer == p2p_call.group.rank:
+        raise UsageError(f"{name}: rank {p2p_call.peer} is this rank itself; name another one")
+    return p2p_call
 
 
 def _safe(weights_only: bool) -> list[Any] | None:  # noqa: FBT001  # handed on

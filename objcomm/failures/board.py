@@ -53,7 +53,7 @@ class StoreSilentError(Exception):
 
 
 class Board:
-    """The store's operations; used by the bulletin's thread only, because each may block.
+    """The store's operations; used by the board's thread only, because each may block.
 
     Attributes:
         rank: this process's global rank.
@@ -85,11 +85,11 @@ class Board:
         # add(key, 0) would do, but a FileStore would write each time.
         return int(read(self._store, "asked") or 0)
 
-    def publish(self, whereabouts: WaitSnapshot) -> None:
+    def publish(self, snapshot: WaitSnapshot) -> None:
         """Tell where this process is."""
-        told = whereabouts._replace(circles=tuple(self._circles))
+        told = snapshot._replace(circles=tuple(self._circles))
         self._store.set(f"where/{self.rank}", told.pack())
-        self.answered = whereabouts.asked
+        self.answered = snapshot.asked
 
     def tell_circle(self, circle: Deadlock) -> None:
         """Add to what is published: this rank raises because of ``circle``."""
@@ -227,16 +227,18 @@ class BoardThread:
         self.clients = Clients()
         self.clients_of_groups = Clients()
         self._heard: dict[str, tuple[Verdict | None, float]] = {}
-        self._thread = threading.Thread(target=self._run, name="objcomm-bulletin", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="objcomm-board's thread", daemon=True
+        )
         self._thread.start()
 
     def submit(self, job: Callable[[Board], object]) -> None:
-        """Have ``job`` done soon, on the bulletin's thread."""
+        """Have ``job`` done soon, on the board's thread."""
         self._jobs.put(job)
         self._forget_if_over()
 
     def call(self, job: Callable[[Board], R], seconds: float = PATIENCE_SECONDS) -> R:
-        """What ``job`` returns on the bulletin's thread.
+        """What ``job`` returns on the board's thread.
 
         Raises:
             StoreSilentError: the store did not answer within ``seconds``.

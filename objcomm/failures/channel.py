@@ -16,7 +16,7 @@ from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
 from objcomm.failures.board import Board, StoreSilentError
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import DESTROYED, Cause, Verdict
-from objcomm.failures.watchdog import FAREWELL_SECONDS, bulletin_of, end_elsewhere, watch
+from objcomm.failures.watchdog import FAREWELL_SECONDS, board_thread_of, end_elsewhere, watch
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.link import LANE_BITS, Deadline
 from objcomm.wire.header import fingerprint
@@ -228,7 +228,7 @@ class Channel:
             ranks=self._ranks,
             rank=self._rank,
             history=self._history,
-            bulletin=bulletin_of(self._world()),
+            board_thread=board_thread_of(self._world()),
             members=self.members,
             # Not by ``self``, which holds the mesh: a cycle would keep its connections open.
             whole=None if self._whole is None else functools.partial(_mesh_of, self._whole),
@@ -280,10 +280,10 @@ def say_farewell(channels: Iterable[Channel]) -> None:
             if mesh.link is not None and mesh.verdict is None:
                 mesh.stop(board.propose(mesh.nonce, verdict), board)
 
-    # All in one: where the world has gone as well, the bulletin does no second job.
-    for bulletin in {mesh.bulletin for mesh in verdicts}:
+    # All in one: where the world has gone as well, the board's thread does no second job.
+    for board_thread in {mesh.board_thread for mesh in verdicts}:
         with contextlib.suppress(StoreSilentError):
-            bulletin.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
+            board_thread.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
     for mesh, verdict in verdicts.items():
         mesh.stop(verdict._replace(is_store_silent=True))
 

@@ -1,6 +1,6 @@
 """Tells where this process is, asks where the other ranks are, and ends what can't end by itself.
 
-All of it runs on a bulletin's thread, because it talks to the store.
+All of it runs on the board's thread, because it talks to the store.
 """
 
 import random
@@ -178,7 +178,7 @@ def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Bo
     """
     for mesh in _some(meshes):
         ranks = [mesh.ranks[peer] for peer in mesh.others]
-        board.learn(rank for rank in ranks if not mesh.bulletin.processes.is_beside(rank))
+        board.learn(rank for rank in ranks if not mesh.board_thread.processes.is_beside(rank))
         _note_cut_off(mesh, mesh.others)
     for mesh in meshes:
         missing = missing_members(mesh, board)
@@ -189,7 +189,7 @@ def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Bo
         else:
             wanted = [mesh.ranks[peer] for peer in missing]
             board.learn(wanted)
-            words = filter(None, map(mesh.bulletin.processes.end_of, wanted))
+            words = filter(None, map(mesh.board_thread.processes.end_of, wanted))
             reason = next(words, _NEVER_CAME)
             found = Verdict.of(Cause.LOST, ranks=missing, reason=reason, is_final=True)
             mesh.settle_on(board, found)
@@ -197,7 +197,7 @@ def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Bo
 
 def _learn(board: Board, mesh: Mesh, entry: CallRecord) -> None:
     """Ask who the processes are that a call waits for, and whether those elsewhere have ended."""
-    processes = mesh.bulletin.processes
+    processes = mesh.board_thread.processes
     unknown = [peer for peer in mesh.others if processes.of(mesh.ranks[peer]) is None]
     awaited = [] if entry.awaits < 0 else [entry.awaits]
     if len(mesh.others) == 1:  # one that waits for any rank awaits each, too
@@ -216,9 +216,9 @@ def _some(each: Sequence[T]) -> list[T]:
 
 def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
     """Take in that ranks have ended that had not used objcomm, as torch's own connection tells."""
-    processes = mesh.bulletin.processes
+    processes = mesh.board_thread.processes
     for rank in [mesh.ranks[peer] for peer in awaited if mesh.link is None]:
-        if processes.of(rank) is None and mesh.bulletin.is_cut_off(rank):
+        if processes.of(rank) is None and mesh.board_thread.is_cut_off(rank):
             processes.note_end(rank, "it died, or left its process group, before it came here")
 
 
@@ -489,7 +489,7 @@ def timeout_verdict(
         answers: whereabouts by rank, this one's at least; ``None`` if the store did not answer.
     """
     awaited = (entry.awaits,) if entry.awaits >= 0 else ()
-    processes = mesh.bulletin.processes.stopped()
+    processes = mesh.board_thread.processes.stopped()
     stopped = tuple(peer for peer in mesh.others if mesh.ranks[peer] in processes)
     if answers is None:
         # Whom this rank awaits may itself wait for one that is stopped, maybe with the store.

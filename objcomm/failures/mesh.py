@@ -56,7 +56,7 @@ class Mesh:
         whole: gives the whole group's mesh, if there is one, where this one joins two ranks.
         is_destroyed: tells whether this process has destroyed the group.
         history: the group's calls on this rank.
-        bulletin: where verdicts are posted.
+        board_thread: where verdicts are posted.
         lanes: by name.
         link: the connections, once the ranks have met.
         verdict: what ended it.
@@ -76,7 +76,7 @@ class Mesh:
         ranks: tuple[int, ...],
         rank: int,
         history: History,
-        bulletin: BoardThread,
+        board_thread: BoardThread,
         members: tuple[int, ...],
         whole: Callable[[], Mesh | None] | None,
         is_destroyed: Callable[[], bool],
@@ -89,7 +89,7 @@ class Mesh:
         self.whole = whole
         self.is_destroyed = is_destroyed
         self.history = history
-        self.bulletin = bulletin
+        self.board_thread = board_thread
         self.lanes: dict[str, Lane] = {}
         self.link: Connections | None = None
         self.verdict: Verdict | None = None
@@ -173,7 +173,7 @@ class Mesh:
         self._progress.watch(entry)
         entry.regions = regions.get()
         entry.waiter = threading.get_ident()
-        lane.begin(entry)  # last: the watcher reads all the rest of it
+        lane.begin(entry)  # last: the watchdog reads all the rest of it
         try:
             try:
                 self.begin_meeting(store, deadline)
@@ -249,8 +249,8 @@ class Mesh:
         # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
         self._progress.heed = None if self.whole is not None else self._heed
         with contextlib.suppress(StoreSilentError):  # who has met has said who it is, before
-            self.bulletin.call(lambda _: None)
-        clients = self.bulletin.clients
+            self.board_thread.call(lambda _: None)
+        clients = self.board_thread.clients
         try:
             own = clients.take(store, deadline.lost_seconds)
             part = dist.PrefixStore(self.name, own)
@@ -266,7 +266,7 @@ class Mesh:
             return  # by ``stop``, whose verdict the callers raise
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
             if isinstance(error, dist.DistNetworkError):
-                killed = self.bulletin.processes.killed()
+                killed = self.board_thread.processes.killed()
                 died = tuple(rank for rank, each in enumerate(self.ranks) if each in killed)
                 reason = f"the store where ranks meet is gone ({reason_of(error)})"
                 if not died:  # of the others nobody is known to be at fault
@@ -287,9 +287,9 @@ class Mesh:
             if self.verdict is None:
                 self._connected.set_result(link)
                 beside = [self.ranks[peer] for peer in link.beside((self.rank,))]
-                self.bulletin.submit(lambda board: board.learn(beside))
+                self.board_thread.submit(lambda board: board.learn(beside))
                 if self.rank == self.members[0] and self.failed_meeting:
-                    self.bulletin.submit(lambda board: board.retract(self.failed_meeting))
+                    self.board_thread.submit(lambda board: board.retract(self.failed_meeting))
                 return
         link.abort()  # the verdict came first
 
@@ -305,7 +305,7 @@ class Mesh:
         return self.stop(self._posted(proposal, lambda board: self.settle_on(board, proposal)))
 
     def settle_on(self, board: Board, proposal: Verdict) -> Verdict:
-        """``settle``, by the bulletin's own thread."""
+        """``settle``, by the board's thread."""
         # Two threads may settle at once: who comes second must neither post nor acknowledge, or its
         # word stays in the store when all ranks have read the first one's.
         if self.verdict is not None:
@@ -336,14 +336,14 @@ class Mesh:
     def _posted(self, proposal: Verdict, post: Callable[[Board], Verdict]) -> Verdict:
         """The verdict that stands once ``post`` was done, or this rank's own without an answer."""
         try:
-            return self.bulletin.call(post)
+            return self.board_thread.call(post)
         except StoreSilentError:
             return proposal._replace(is_store_silent=True)
 
     def failed(self, key: str) -> Verdict | None:
         """What some rank has posted for the block ``key``, as far as the store answers."""
         try:
-            return self.bulletin.call(lambda board: board.look(key))
+            return self.board_thread.call(lambda board: board.look(key))
         except StoreSilentError:
             return None
 
@@ -357,7 +357,7 @@ class Mesh:
 
     def leave(self, key: str) -> None:
         """Say that this rank leaves the block ``key`` by its verdict."""
-        self.bulletin.submit(lambda board: board.acknowledge(key, len(self.members)))
+        self.board_thread.submit(lambda board: board.acknowledge(key, len(self.members)))
 
     def stop(self, verdict: Verdict, board: Board | None = None) -> Verdict:
         """Close the connections because of a verdict that is known to the other ranks.
@@ -366,7 +366,7 @@ class Mesh:
 
         Args:
             verdict: why; one that the store was too slow for is known here only.
-            board: given on the bulletin's own thread, where that may do no further job.
+            board: given on the board's thread's own thread, where that may do no further job.
         """
         with self._lock:
             if self.verdict is not None:
@@ -378,7 +378,7 @@ class Mesh:
             job = partial(_acknowledge, self.nonce, self.rank, self.members, blocks, verdict)
             if self.nonce and board is None:
                 # Before a call wakes: the next mesh may remove what it finds of this one.
-                self.bulletin.submit(job)
+                self.board_thread.submit(job)
             if self.link is None:
                 self._connected.set_exception(verdict.error(FIRST_USE))
                 self._connected.exception()  # taken: nobody may be waiting for it
@@ -482,7 +482,7 @@ def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]
         entry: the call.
         blocks: the global ranks of the meshes in which the blocks around it began, by nonce.
     """
-    processes, is_meeting = mesh.bulletin.processes, mesh.link is None
+    processes, is_meeting = mesh.board_thread.processes, mesh.link is None
     for peer in mesh.others if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:
         reason = processes.end_of(mesh.ranks[peer], 0.0 if is_meeting else _LAST_BYTES_SECONDS)
         if reason:
@@ -499,7 +499,9 @@ def death_among(mesh: Mesh, inside: Collection[int]) -> Verdict | None:
         inside: the global ranks of those in the block.
     """
     for peer, each in enumerate(mesh.ranks):
-        reason = mesh.bulletin.processes.end_of(each, _LAST_BYTES_SECONDS) if each in inside else ""
+        reason = (
+            mesh.board_thread.processes.end_of(each, _LAST_BYTES_SECONDS) if each in inside else ""
+        )
         if reason.startswith(KILLED):
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     return None
@@ -515,7 +517,7 @@ def never_comes(mesh: Mesh) -> Verdict | None:
         mesh: which.
     """
     for peer in mesh.others if mesh.link is None else ():
-        reason = mesh.bulletin.processes.end_of(mesh.ranks[peer], _LAST_BYTES_SECONDS)
+        reason = mesh.board_thread.processes.end_of(mesh.ranks[peer], _LAST_BYTES_SECONDS)
         if reason:
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     return None
@@ -529,16 +531,16 @@ def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict
     Args:
         mesh: of the call.
         verdict: as the connections or the kernel tell it.
-        board: given on the bulletin's own thread.
+        board: given on the board's thread's own thread.
     """
-    processes = mesh.bulletin.processes
+    processes = mesh.board_thread.processes
     # Who ended by itself, or left its world, has left a word.
     wanted = {*processes.killed(), *(mesh.ranks[rank] for rank in verdict.ranks)}
     if board is not None:
         board.learn(wanted)
     else:
         with contextlib.suppress(StoreSilentError):
-            mesh.bulletin.call(lambda board: board.learn(wanted))
+            mesh.board_thread.call(lambda board: board.learn(wanted))
     killed = processes.killed()
     died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
     if died:
@@ -574,13 +576,13 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
         return mesh.settle(proposal._replace(ranks=tuple(mesh.link.beside(proposal.ranks))))
     if _are_all_closed(mesh):
         try:
-            standing = mesh.bulletin.call(lambda board: board.look(mesh.nonce))
+            standing = mesh.board_thread.call(lambda board: board.look(mesh.nonce))
         except StoreSilentError:  # then each rank may have closed its own
             return mesh.settle(by_name(mesh, proposal))
         if standing is not None:
             # Not once more by ``settle``: the others may have read it by then, and removed it.
             return mesh.stop(standing)
-        if not any(mesh.bulletin.processes.end_of(rank) for rank in mesh.ranks):
+        if not any(mesh.board_thread.processes.end_of(rank) for rank in mesh.ranks):
             # Nobody is there to be told: the others have told each other, and cleared the store.
             return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
     return mesh.settle(by_name(mesh, proposal))

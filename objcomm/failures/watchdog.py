@@ -3,12 +3,12 @@
 Four times a second it looks at the calls that wait. What has waited for half a second is
 investigated: where are the others, and has anybody ended this? What has waited for a minute is
 logged, and what has passed its limit ends, at that moment and not at the next look. The thread
-itself never talks to the store, which may not answer: that is the bulletin's work, and what the
-bulletin has not done after half a second is done here without it.
+itself never talks to the store, which may not answer: that is that thread's work, and what the
+board's thread has not done after half a second is done here without it.
 
 It also lets Ctrl-C end a wait that sits in C++. Python runs signal handlers between bytecodes of
 the main thread only, and a wait for a peer is one long call. So while the main thread waits, the
-interpreter writes each signal's number into a socket that the watcher sleeps on; it ends the mesh,
+interpreter writes each signal's number into a socket that the watchdog sleeps on; it ends the mesh,
 the wait raises, and the handler runs. Only SIGINT does that: its handler usually raises, so the
 operation is lost anyway, whereas a SIGTERM handler usually sets a flag ("checkpoint after this
 step") and must not cost the connections.
@@ -79,7 +79,7 @@ class Watchdog(threading.Thread):
         self._meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
         self._listeners = weakref.WeakKeyDictionary[Mesh, threading.Thread]()
         # Also those whose world has gone, until their threads have ended.
-        self.bulletins: weakref.WeakSet[BoardThread] = weakref.WeakSet()
+        self.board_threads: weakref.WeakSet[BoardThread] = weakref.WeakSet()
         self._fallbacks: list[tuple[float, Callable[[], object]]] = []
         self._investigating: set[BoardThread] = set()
         self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
@@ -89,7 +89,7 @@ class Watchdog(threading.Thread):
         self._is_closing = False
         if former is not None:
             self._meshes, self._listeners = former._meshes, former._listeners  # noqa: SLF001  # its own class
-            self.bulletins, self._fallbacks = former.bulletins, former._fallbacks  # noqa: SLF001  # likewise
+            self.board_threads, self._fallbacks = former.board_threads, former._fallbacks  # noqa: SLF001  # likewise
         self.start()
         # A thread that is inside of torch when the interpreter ends would abort the process.
         atexit.register(self._close)
@@ -105,19 +105,19 @@ class Watchdog(threading.Thread):
         with self._lock:
             self._listeners[mesh] = listener
 
-    def meshes(self, bulletin: BoardThread) -> list[Mesh]:
+    def meshes(self, board_thread: BoardThread) -> list[Mesh]:
         """Those of one world."""
         with self._lock:
-            return [mesh for mesh in self._meshes if mesh.bulletin is bulletin]
+            return [mesh for mesh in self._meshes if mesh.board_thread is board_thread]
 
     def named(self, nonces: Sequence[str]) -> list[Mesh]:
         """The meshes of these names."""
         with self._lock:
             return [mesh for mesh in self._meshes if mesh.nonce in nonces]
 
-    def whereabouts(self, bulletin: BoardThread, asked: int) -> WaitSnapshot:
+    def snapshot(self, board_thread: BoardThread, asked: int) -> WaitSnapshot:
         """Where this process is, in one world."""
-        return wait_snapshot(self.meshes(bulletin), asked)
+        return wait_snapshot(self.meshes(board_thread), asked)
 
     def listen(self) -> None:
         """Let the interpreter write signals' numbers here."""
@@ -137,11 +137,11 @@ class Watchdog(threading.Thread):
             selector.register(self._receiving, selectors.EVENT_READ)
             while not self._is_closing:
                 pause: float | None = _TICK_SECONDS
-                with logged("the watcher could not look how long it may sleep"):
+                with logged("the watchdog could not look how long it may sleep"):
                     pause = self._pause()
                 if selector.select(pause):
                     self._heed_signals(self._receiving.recv(64))
-                with logged("the watcher could not look after what waits"):
+                with logged("the watchdog could not look after what waits"):
                     self._tick(time.monotonic())
 
     def _pause(self) -> float | None:
@@ -156,7 +156,7 @@ class Watchdog(threading.Thread):
         target, forward_to = self.target, self.forward_to
         if signal.SIGINT in numbers and target is not None:
             verdict = Verdict.of(Cause.LEFT, ranks=(target.rank,), reason="it was interrupted")
-            target.bulletin.submit(functools.partial(target.settle_on, proposal=verdict))
+            target.board_thread.submit(functools.partial(target.settle_on, proposal=verdict))
             alone = verdict._replace(is_store_silent=True)
             self._fall_back(_INTERRUPT_SECONDS, functools.partial(target.stop, alone))
         if forward_to != -1 and (signals := numbers.replace(_NUDGE, b"")):
@@ -180,23 +180,23 @@ class Watchdog(threading.Thread):
             if is_look and waited >= OVERDUE_SECONDS and self._has_ended_in_vain(mesh, entry):
                 continue
             if now >= entry.waits_until:
-                expired[mesh.bulletin].append((mesh, lane, entry))
+                expired[mesh.board_thread].append((mesh, lane, entry))
             elif is_look and self._is_overdue(waited):
-                overdue[mesh.bulletin].append((mesh, lane, entry))
+                overdue[mesh.board_thread].append((mesh, lane, entry))
             if entry.report_at <= now < entry.waits_until:
                 entry.report_at = now + waited
-                late[mesh.bulletin].append((mesh, lane, entry))
+                late[mesh.board_thread].append((mesh, lane, entry))
         if is_look:
             self._leave_destroyed()
             self._leave_failed()
             self._look_for_the_dead_in_blocks()
             self._look_for_senders()
-        for bulletin, waiting in overdue.items():
-            self._investigate(bulletin, waiting)
-        for bulletin, waiting in expired.items():
-            self._expire(bulletin, waiting)
-        for bulletin, waiting in late.items():
-            self._report(bulletin, waiting)
+        for board_thread, waiting in overdue.items():
+            self._investigate(board_thread, waiting)
+        for board_thread, waiting in expired.items():
+            self._expire(board_thread, waiting)
+        for board_thread, waiting in late.items():
+            self._report(board_thread, waiting)
         self._end_overdue(now)
 
     def _end_overdue(self, now: float) -> None:
@@ -215,7 +215,7 @@ class Watchdog(threading.Thread):
                 if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
                     mesh.stop(left._replace(is_store_silent=True))  # as if the group were collected
                 else:
-                    mesh.bulletin.submit(functools.partial(mesh.settle_on, proposal=left))
+                    mesh.board_thread.submit(functools.partial(mesh.settle_on, proposal=left))
 
     def _leave_failed(self) -> None:
         """Tell who waits for the main thread that it has failed, where others keep its process."""
@@ -227,7 +227,7 @@ class Watchdog(threading.Thread):
             is_its = any(lane.owner is main for lane in tuple(mesh.lanes.values()))
             if is_its and mesh.verdict is None and mesh.link is not None:
                 left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason)
-                mesh.bulletin.submit(functools.partial(mesh.settle_on, proposal=left))
+                mesh.board_thread.submit(functools.partial(mesh.settle_on, proposal=left))
 
     def _look_for_the_dead_in_blocks(self) -> None:
         """Let those who poll in a block know that a rank has died in it: they are never overdue."""
@@ -258,11 +258,13 @@ class Watchdog(threading.Thread):
             with logged("whether a process has ended could not be found out"):  # the others go on
                 verdict = never_comes(mesh)
             if verdict is None:
-                unmet[mesh.bulletin].append(mesh)
+                unmet[mesh.board_thread].append(mesh)
             else:
                 self._end_in_vain(mesh, verdict)
-        for bulletin, meshes in unmet.items():
-            self._ask(bulletin, functools.partial(inquiry.look_for_senders, meshes, self._missed))
+        for board_thread, meshes in unmet.items():
+            self._ask(
+                board_thread, functools.partial(inquiry.look_for_senders, meshes, self._missed)
+            )
 
     def _end_in_vain(self, mesh: Mesh, verdict: Verdict) -> None:
         """End a mesh because of a process that has ended, by the reason that is known best."""
@@ -274,7 +276,7 @@ class Watchdog(threading.Thread):
                 board.tell_end(mesh.ranks[rank], told.reason)
             mesh.settle_on(board, told)
 
-        mesh.bulletin.submit(job)
+        mesh.board_thread.submit(job)
         alone = verdict._replace(is_store_silent=True)
         self._fall_back(_INTERRUPT_SECONDS, functools.partial(mesh.stop, alone))
 
@@ -292,7 +294,7 @@ class Watchdog(threading.Thread):
             for entry in lane.waits()
         ]
 
-    def _expire(self, bulletin: BoardThread, waiting: list[Waiting]) -> None:
+    def _expire(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
         """End all calls whose limits have passed, in one go: asking takes a while.
 
         A job that is under way takes more of them on.
@@ -300,10 +302,10 @@ class Watchdog(threading.Thread):
         waiting = [each for each in waiting if not each[2].has_expired]
         if not waiting:
             return
-        meshes = self.meshes(bulletin)
-        expiring = self._expiring.setdefault(bulletin, deque())
+        meshes = self.meshes(board_thread)
+        expiring = self._expiring.setdefault(board_thread, deque())
         expiring.extend(each for each in waiting if inquiry.patience(each[2]))
-        bulletin.submit(lambda board: inquiry.expire(board, meshes, expiring))
+        board_thread.submit(lambda board: inquiry.expire(board, meshes, expiring))
         for mesh, lane, entry in waiting:
             entry.has_expired = True
             seconds, answers = _EXPIRY_SECONDS, None
@@ -313,29 +315,29 @@ class Watchdog(threading.Thread):
             end = functools.partial(inquiry.end_late, mesh, lane, entry, verdict)
             self._fall_back(seconds, end)
 
-    def _report(self, bulletin: BoardThread, waiting: list[Waiting]) -> None:
-        meshes, told = self.meshes(bulletin), threading.Event()
-        bulletin.submit(lambda board: inquiry.report(board, meshes, waiting, told))
+    def _report(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
+        meshes, told = self.meshes(board_thread), threading.Event()
+        board_thread.submit(lambda board: inquiry.report(board, meshes, waiting, told))
         silence = functools.partial(inquiry.report_silence, waiting, told)
         self._fall_back(_EXPIRY_SECONDS, silence)
 
-    def _investigate(self, bulletin: BoardThread, waiting: list[Waiting]) -> None:
-        meshes = self.meshes(bulletin)
-        self._ask(bulletin, lambda board: investigate(board, meshes, waiting))
+    def _investigate(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
+        meshes = self.meshes(board_thread)
+        self._ask(board_thread, lambda board: investigate(board, meshes, waiting))
 
-    def _ask(self, bulletin: BoardThread, question: Callable[[Board], None]) -> None:
+    def _ask(self, board_thread: BoardThread, question: Callable[[Board], None]) -> None:
         """Have something looked into, unless a question before it still waits for the store."""
-        if bulletin in self._investigating:
+        if board_thread in self._investigating:
             return
-        self._investigating.add(bulletin)
+        self._investigating.add(board_thread)
 
         def job(board: Board) -> None:
             try:
                 question(board)
             finally:
-                self._investigating.discard(bulletin)
+                self._investigating.discard(board_thread)
 
-        bulletin.submit(job)
+        board_thread.submit(job)
 
     def _look(self) -> tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]:
         with self._lock:
@@ -348,7 +350,7 @@ class Watchdog(threading.Thread):
     def _close(self) -> None:
         if self.pid != os.getpid():
             return
-        bring_back(self._look, list(self.bulletins))
+        bring_back(self._look, list(self.board_threads))
         self._is_closing = True
         self._nudge()
         self.join(FAREWELL_SECONDS)
@@ -358,36 +360,36 @@ class Watchdog(threading.Thread):
 
 
 class _Watchdogs:
-    """This process's watcher, and a bulletin for each world; a forked child gets its own."""
+    """This process's watchdog, and a board's thread for each world; a forked child gets its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watcher: Watchdog | None = None
-        self._bulletins = weakref.WeakKeyDictionary[dist.ProcessGroup, BoardThread]()
+        self._watchdog: Watchdog | None = None
+        self._board_threads = weakref.WeakKeyDictionary[dist.ProcessGroup, BoardThread]()
 
-    def watcher(self) -> Watchdog:
+    def watchdog(self) -> Watchdog:
         with self._lock:
-            if self._watcher is None or self._watcher.pid != os.getpid():
-                self._watcher = Watchdog()
-            elif not self._watcher.is_alive() and not sys.is_finalizing():
-                self._watcher = Watchdog(self._watcher)
-            return self._watcher
+            if self._watchdog is None or self._watchdog.pid != os.getpid():
+                self._watchdog = Watchdog()
+            elif not self._watchdog.is_alive() and not sys.is_finalizing():
+                self._watchdog = Watchdog(self._watchdog)
+            return self._watchdog
 
-    def bulletin(self, world: dist.ProcessGroup) -> BoardThread:
-        watcher = self.watcher()
+    def board_thread(self, world: dist.ProcessGroup) -> BoardThread:
+        watchdog = self.watchdog()
         with self._lock:
-            if world not in self._bulletins:
+            if world not in self._board_threads:
                 is_there = weakref.ref(world)
-                found = self._bulletins[world] = BoardThread(
+                found = self._board_threads[world] = BoardThread(
                     store_of(world),
                     world.rank(),
                     world.size(),
-                    describe=watcher.whereabouts,
+                    describe=watchdog.snapshot,
                     is_alive=lambda: is_there() is not None,
                     is_cut_off=lambda rank: (at := is_there()) is not None and is_cut_off(at, rank),
                 )
-                watcher.bulletins.add(found)
-            return self._bulletins[world]
+                watchdog.board_threads.add(found)
+            return self._board_threads[world]
 
 
 _watchdogs = _Watchdogs()
@@ -406,30 +408,30 @@ def check_running(operation: str) -> None:
         )
 
 
-def bulletin_of(world: dist.ProcessGroup) -> BoardThread:
+def board_thread_of(world: dist.ProcessGroup) -> BoardThread:
     """Where the ranks of a world tell each other what keeps them."""
-    return _watchdogs.bulletin(world)
+    return _watchdogs.board_thread(world)
 
 
 def watch(mesh: Mesh) -> None:
     """See to it that no wait on ``mesh`` is a silent one, as long as it lives."""
-    _watchdogs.watcher().add(mesh)
+    _watchdogs.watchdog().add(mesh)
 
 
 def hurry(seconds: float) -> None:
-    """Let a wait that has begun end after so long, though the watcher may sleep for longer."""
+    """Let a wait that has begun end after so long, though the watchdog may sleep for longer."""
     if seconds < _TICK_SECONDS:
-        _watchdogs.watcher()._nudge()  # noqa: SLF001  # its own module's
+        _watchdogs.watchdog()._nudge()  # noqa: SLF001  # its own module's
 
 
 def expect(mesh: Mesh, listener: threading.Thread) -> None:
     """End a thread that waits on ``mesh`` before the interpreter ends."""
-    _watchdogs.watcher().expect(mesh, listener)
+    _watchdogs.watchdog().expect(mesh, listener)
 
 
 def died_in(block: str) -> Verdict | None:
     """What to say in a block in which a rank has died, as far as this process has seen."""
-    meshes = _watchdogs.watcher().named((nonce_of(block),))
+    meshes = _watchdogs.watchdog().named((nonce_of(block),))
     return next((mesh.died for mesh in meshes), None)
 
 
@@ -441,7 +443,7 @@ def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> N
         thread: raises it for all of them; the calling one if None.
     """
     thread = thread or threading.current_thread()
-    for mesh in _watchdogs.watcher().named(verdict.meshes):
+    for mesh in _watchdogs.watchdog().named(verdict.meshes):
         mesh.settle(verdict)  # told before it closes: not every finder of a circle has all meshes
         mesh.absolve(thread)
 
@@ -453,19 +455,19 @@ class interruptible:  # noqa: N801  # used as a function, like contextlib's
     afterwards.
     """
 
-    __slots__ = ("_mesh", "_outer", "_watcher")
+    __slots__ = ("_mesh", "_outer", "_watchdog")
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._watcher: Watchdog | None = None
+        self._watchdog: Watchdog | None = None
         self._outer: Mesh | None = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._watcher = _watchdogs.watcher()
-            self._outer, self._watcher.target = self._watcher.target, self._mesh
+            self._watchdog = _watchdogs.watchdog()
+            self._outer, self._watchdog.target = self._watchdog.target, self._mesh
             if self._outer is None:
-                self._watcher.listen()
+                self._watchdog.listen()
 
     def __exit__(
         self,
@@ -473,10 +475,10 @@ class interruptible:  # noqa: N801  # used as a function, like contextlib's
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._watcher is not None:
-            self._watcher.target = self._outer  # a callback's call on another group ends here
+        if self._watchdog is not None:
+            self._watchdog.target = self._outer  # a callback's call on another group ends here
             if self._outer is None:
-                self._watcher.rest()
+                self._watchdog.rest()
 
 
 #: Usually threads end at once; a machine that is busy gets its time, and a slow store does.
@@ -489,8 +491,8 @@ _OF_A_MESH = frozenset({"objcomm-connect", "objcomm-listen"})
 _Look: TypeAlias = Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]]
 
 
-def bring_back(look: _Look, bulletins: Sequence[BoardThread]) -> None:
-    """End what threads do in C++, and the bulletins'.
+def bring_back(look: _Look, board_threads: Sequence[BoardThread]) -> None:
+    """End what threads do in C++, and what the boards' own do.
 
     A store that is stopped, or behind a network that fails, holds a thread for as long as it gives
     no answer; one that came while the interpreter ends would abort the process. So who has not come
@@ -498,16 +500,16 @@ def bring_back(look: _Look, bulletins: Sequence[BoardThread]) -> None:
 
     Args:
         look: as ``end_waits`` takes it.
-        bulletins: all of this process's.
+        board_threads: all of this process's.
     """
-    if not _are_all_back(look, bulletins):
-        hang_up({address for bulletin in bulletins for address in bulletin.addresses})
-        _are_all_back(look, bulletins)
+    if not _are_all_back(look, board_threads):
+        hang_up({address for board_thread in board_threads for address in board_thread.addresses})
+        _are_all_back(look, board_threads)
 
 
-def _are_all_back(look: _Look, bulletins: Sequence[BoardThread]) -> bool:
+def _are_all_back(look: _Look, board_threads: Sequence[BoardThread]) -> bool:
     are_back = [end_waits(look)]
-    are_back += [bulletin.close(FAREWELL_SECONDS, _ending()) for bulletin in bulletins]
+    are_back += [board_thread.close(FAREWELL_SECONDS, _ending()) for board_thread in board_threads]
     return all(are_back)
 
 

@@ -1,6 +1,6 @@
 """The last calls of one group on this rank, which of them is under way, and what all have cost.
 
-One entry per call, kept whole: what the watcher compares with other ranks, what an error carries
+One entry per call, kept whole: what the watchdog compares with other ranks, what an error carries
 and what ``objcomm.recorder.dump`` writes are all read from here. Knows headers; knows no ranks but
 this one, and writes nothing anywhere.
 """

@@ -23,7 +23,7 @@ class _Ranked(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """See ``logging.LoggerAdapter``; what a filter of the program's raises goes no further."""
-        with contextlib.suppress(Exception):  # the thread that logs may be all ranks' watcher
+        with contextlib.suppress(Exception):  # the thread that logs may be all ranks' watchdog
             super().log(level, msg, *args, stacklevel=2, **kwargs)
 
     def process(

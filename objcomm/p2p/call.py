@@ -114,7 +114,7 @@ class P2PCall:
             self.group.recorder.history.add(self.entry)
 
     def work(self) -> Work[Any]:
-        """A work for what this errand gives."""
+        """A work for what this point-to-point call gives."""
         return Work(self._name, self.entry.header.call_site, self.entry)
 
     def claim(self) -> bool:
@@ -203,7 +203,7 @@ class Send(P2PCall):
             message = self._message(obj)
             place.take()
             work = self.work()
-            work.carry_out_on(self._peers.crew, lambda: self._go_on(pair, place, message))
+            work.carry_out_on(self._peers.pool, lambda: self._go_on(pair, place, message))
         except BaseException as error:  # Ctrl-C, or there can be no more threads
             if self.claim():
                 place.leave()
@@ -282,7 +282,7 @@ class Receive(P2PCall):
 
     operation = Operation.RECV
 
-    _lanes: Sequence[Lane] = ()  # on which the watcher sees it wait
+    _lanes: Sequence[Lane] = ()  # on which the watchdog sees it wait
     _timer: threading.Timer | None = None
     _is_wait_over = False
     _jobs: list[Callable[[], None]]  # of a work: what is to be done after the wait
@@ -319,7 +319,7 @@ class Receive(P2PCall):
             False if there can be no more threads: the work has ended so, the message is left.
         """
         try:
-            self._peers.crew.submit(self._go_on)
+            self._peers.pool.submit(self._go_on)
         except RuntimeError as error:
             if self.claim():
                 self._finish(error.with_traceback(None))  # as in ``launch``
@@ -385,11 +385,11 @@ class Receive(P2PCall):
     def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
         """Raise what is known to have failed in a block around this call, or who has died there.
 
-        The watcher tells who waits. Who polls waits too briefly to be told, or not at all.
+        The watchdog tells who waits. Who polls waits too briefly to be told, or not at all.
         """
         for _, mesh, _ in admitted[:1]:  # all are of one world
             for key in regions.get():
-                told = mesh.bulletin.heard(key) or died_in(key)
+                told = mesh.board_thread.heard(key) or died_in(key)
                 if told is not None:
                     self._raise(told)
 
@@ -414,7 +414,7 @@ class Receive(P2PCall):
             lane.begin(self.entry)
         hurry(self._deadline.seconds)
         mailbox.ask(request)  # from now on the wait may be over, on another thread
-        if not admitted:  # from this rank itself: no lane, no watcher
+        if not admitted:  # from this rank itself: no lane, no watchdog
             self._limit(request)
         for pair, mesh, lane in admitted:
             ended = pair.listen(mesh, lane)

@@ -105,7 +105,7 @@ def send(
         >>> objcomm.recv(0)
         {'step': 3}
     """
-    errand = Send(
+    p2p_call = Send(
         group=group,
         timeout=timeout,
         coding=Coding(codec, None, None, None),
@@ -114,8 +114,8 @@ def send(
         group_peer=group_dst,
     )
     if async_op:
-        return errand.launch(obj)
-    errand.run(obj)
+        return p2p_call.launch(obj)
+    p2p_call.run(obj)
     return None
 
 
@@ -181,7 +181,7 @@ def recv(
         >>> objcomm.recv(tag=7)
         'ready'
     """
-    errand = Receive(
+    p2p_call = Receive(
         group=group,
         timeout=timeout,
         coding=Coding(None, device, accept, allow),
@@ -189,7 +189,7 @@ def recv(
         global_peer=src,
         group_peer=group_src,
     )
-    return errand.launch() if async_op else errand.run()
+    return p2p_call.launch() if async_op else p2p_call.run()
 
 
 def isend(
@@ -416,7 +416,7 @@ def probe(
         >>> objcomm.recv(found.src, tag=found.tag)
         'which?'
     """
-    errand = Receive(
+    p2p_call = Receive(
         group=group,
         timeout=timeout,
         coding=Coding(None, None, None, None),
@@ -425,8 +425,8 @@ def probe(
         group_peer=group_src,
         name="probe",
     )
-    with errand:
-        return _envelope(errand, errand.awaited(is_probe=True))
+    with p2p_call:
+        return _envelope(p2p_call, p2p_call.awaited(is_probe=True))
 
 
 def iprobe(
@@ -457,7 +457,7 @@ def iprobe(
         >>> print(objcomm.iprobe(tag=9))
         None
     """
-    errand = Receive(
+    p2p_call = Receive(
         group=group,
         timeout=None,
         coding=Coding(None, None, None, None),
@@ -467,9 +467,9 @@ def iprobe(
         name="iprobe",
     )
     # Neither counted nor recorded: a program that asks again and again would see nothing else.
-    found = errand.peek()
-    return None if found is None else _envelope(errand, found)
+    found = p2p_call.peek()
+    return None if found is None else _envelope(p2p_call, found)
 
 
-def _envelope(errand: Receive, arrival: Arrived) -> Envelope:
-    return Envelope(errand.group.ranks[arrival.peer], arrival.peer, arrival.tag, arrival.nbytes)
+def _envelope(p2p_call: Receive, arrival: Arrived) -> Envelope:
+    return Envelope(p2p_call.group.ranks[arrival.peer], arrival.peer, arrival.tag, arrival.nbytes)

@@ -150,12 +150,12 @@ class Peers:
 
     Attributes:
         mailbox: those that have come here.
-        crew: threads for calls that end in any order.
+        pool: threads for calls that end in any order.
     """
 
     def __init__(self, group: Group) -> None:
         self.mailbox = Mailbox(group.rank, group.size)
-        self.crew = ThreadPool()
+        self.pool = ThreadPool()
         self._lock = threading.Lock()
         self._pairs: dict[int, Pair] = {}  # by the other rank
 
@@ -187,7 +187,7 @@ class _Known:
             found = self._by_group.get(group)
             if found is None:
                 found = self._by_group[group] = Peers(group)
-                group.at_end(found.crew.close)
+                group.at_end(found.pool.close)
         return found
 
 

@@ -42,7 +42,7 @@ class Lane:
         taken: messages of the other rank's that arrived, where there is an order.
         owner: the thread that uses it.
         entry: the call whose ranks wait for each other just now, if there is one.
-        errands: the same where there is an order, and so may be many.
+        point-to-point calls: the same where there is an order, and so may be many.
         past: its latest calls.
         runner: the thread that carries ``entry`` out, as a number; its owner, or the line's.
         waiter: the thread that waits for a call which the line carries out; 0 if none does.
@@ -64,7 +64,7 @@ class Lane:
         self.taken = 0
         self.owner = owner
         self.entry: CallRecord | None = None
-        self.errands: set[CallRecord] = set()
+        self.p2p_calls: set[CallRecord] = set()
         self.runner = 0
         self.waiter = 0
         self.line: SerialExecutor | None = None
@@ -80,14 +80,14 @@ class Lane:
             self.runner = threading.get_ident()
             self.entry = entry
         else:
-            self.errands.add(entry)
+            self.p2p_calls.add(entry)
 
     def end(self, entry: CallRecord) -> None:
         """The wait is over."""
         if self.order is None:
             self.entry = None
         else:
-            self.errands.discard(entry)
+            self.p2p_calls.discard(entry)
 
     def absolve(self, thread: threading.Thread) -> bool:
         """A thread raises what ended the link: its next call need not. Whether it would have."""
@@ -98,7 +98,7 @@ class Lane:
     def waits(self) -> list[CallRecord]:
         """All calls that wait just now."""
         entry = self.entry
-        return [*self.errands.copy(), *([] if entry is None else [entry])]
+        return [*self.p2p_calls.copy(), *([] if entry is None else [entry])]
 
     @property
     def is_busy(self) -> bool:

@@ -245,7 +245,7 @@ class Deadline:
         self._left = max(self._left, seconds)
 
     def apply(self, entry: CallRecord) -> None:
-        """Count what is left, and let the watcher know that ``entry`` waits, and until when."""
+        """Count what is left, and let the watchdog know that ``entry`` waits, and until when."""
         now = entry.waits_since = time.monotonic()
         self._end = entry.waits_until = now + self._left
         entry.limit_seconds = self.seconds
@@ -269,8 +269,8 @@ class Deadline:
     def left(self) -> timedelta:
         """How long a link may wait.
 
-        Two seconds more than is left: the watcher ends a wait whose limit has passed, and tells
+        Two seconds more than is left: the watchdog ends a wait whose limit has passed, and tells
         the other ranks before the connections close. The link's own limit closes them at once, and
-        is there for the case that the watcher's thread gets no turn.
+        is there for the case that the watchdog's thread gets no turn.
         """
         return timedelta(seconds=max(0.0, self._end - time.monotonic()) + _GRACE_SECONDS)

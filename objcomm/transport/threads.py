@@ -19,7 +19,7 @@ class AbandonedError(RuntimeError):
     """A wait was given up by who had let another thread do it."""
 
 
-# A crew's idle thread waits so long for its next job.
+# A pool's idle thread waits so long for its next job.
 _IDLE_SECONDS = 5.0
 
 
@@ -178,7 +178,7 @@ class ThreadPool:
             self._is_given_up, self.under_way = True, 0
 
     def run(self) -> None:
-        """Do jobs, on a thread of the crew's."""
+        """Do jobs, on a thread of the pool's."""
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE_SECONDS)
@@ -204,7 +204,7 @@ class Apart:
     """
 
     def __init__(self) -> None:
-        self._crew = ThreadPool()
+        self._pool = ThreadPool()
         self._lock = threading.Lock()
         self._under_way: set[Future[None]] = set()
         self._is_abandoned = False
@@ -222,7 +222,7 @@ class Apart:
             self._under_way.add(done)
         run = partial(self._run, wait, done)
         try:
-            self._crew.submit(run)
+            self._pool.submit(run)
         except RuntimeError:  # there can be no more threads: this one waits
             run()
         try:
@@ -235,8 +235,8 @@ class Apart:
         with self._lock:
             self._is_abandoned = True
             left = tuple(self._under_way)
-        self._crew.close()  # nothing will come: no idle thread need wait for it
-        self._crew.give_up()
+        self._pool.close()  # nothing will come: no idle thread need wait for it
+        self._pool.give_up()
         for each in left:
             self._conclude(each, AbandonedError(_ABANDONED))
 
@@ -262,17 +262,17 @@ class Apart:
 
 
 class _PoolThread(threading.Thread):
-    """One thread of a crew."""
+    """One thread of a pool."""
 
-    def __init__(self, crew: ThreadPool) -> None:
-        super().__init__(target=crew.run, name="objcomm-crew", daemon=True)
-        self.crew = crew
+    def __init__(self, pool: ThreadPool) -> None:
+        super().__init__(target=pool.run, name="objcomm-pool", daemon=True)
+        self.pool = pool
 
 
 def are_pools_busy() -> bool:
-    """Whether any crew of this process has a job under way."""
+    """Whether any pool of this process has a job under way."""
     return any(
-        isinstance(each, _PoolThread) and each.crew.under_way for each in threading.enumerate()
+        isinstance(each, _PoolThread) and each.pool.under_way for each in threading.enumerate()
     )
 
 

@@ -75,7 +75,7 @@ def test_who_lost_its_own_connections_repeats_nothing_that_the_others_have_clear
         error = error_in(TransportError, lambda: objcomm.all_gather("a"))
     assert error.peers == (1,)
     tell_all("all have raised", "")
-    assert mesh.bulletin.call(lambda board: board.look(mesh.nonce), PATIENCE_S) is None
+    assert mesh.board_thread.call(lambda board: board.look(mesh.nonce), PATIENCE_S) is None
 
 
 @ranks(2, expect_dead={0})

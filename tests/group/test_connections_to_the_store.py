@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
-from objcomm.failures.watchdog import bulletin_of
+from objcomm.failures.watchdog import board_thread_of
 from objcomm.transport.sockets import _connections
 from objcomm.transport.store import loopback_store
 from objcomm.world import store_of
@@ -98,7 +98,7 @@ def test_a_connection_that_broke_while_nobody_used_it_is_not_used_again() -> Non
         objcomm.barrier()
         if here().rank == 0:
             world: Any = dist.group.WORLD
-            clients = bulletin_of(world).clients
+            clients = board_thread_of(world).clients
             clients.take(store_of(world), 60.0)  # the one that is there
             before = connections(port)
             other = clients.take(store_of(world), 60.0)

@@ -1,6 +1,6 @@
 """Ranks that are not in the same call: every rank hears of it, and the group works on.
 
-No test sets a time limit for its calls: without the watcher they would wait half an hour.
+No test sets a time limit for its calls: without the watchdog they would wait half an hour.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """``fail_together``: an error on one rank reaches the others wherever they wait.
 
-No test sets a time limit for its calls: without the watcher they would wait half an hour.
+No test sets a time limit for its calls: without the watchdog they would wait half an hour.
 """
 
 import contextlib

@@ -378,13 +378,13 @@ def test_no_error_ends_the_watcher() -> None:
 @ranks(2, disposable=True)
 def test_a_watcher_whose_thread_has_ended_is_replaced_by_the_next_call() -> None:
     objcomm.barrier()
-    before = watchdog._watchdogs.watcher()  # noqa: SLF001  # there is no public way
+    before = watchdog._watchdogs.watchdog()  # noqa: SLF001  # there is no public way
     with mock.patch.object(Watchdog, "_tick", side_effect=SystemExit):
-        wait_until(lambda: not before.is_alive(), "the watcher's end")
+        wait_until(lambda: not before.is_alive(), "the watchdog's end")
     if here().rank == 0:
         error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=0.1))
     tell_all("rank 0 was told", "")
-    assert watchdog._watchdogs.watcher() is not before  # noqa: SLF001  # likewise
+    assert watchdog._watchdogs.watchdog() is not before  # noqa: SLF001  # likewise
     assert_group_works()
 
 

@@ -39,9 +39,9 @@ def interrupted(*, after: bool) -> Iterator[None]:
     """Ctrl-C comes right before, or after, a call is handed over to another thread."""
     submit = ThreadPool.submit
 
-    def interrupt(crew: ThreadPool, job: Callable[[], None]) -> None:
+    def interrupt(pool: ThreadPool, job: Callable[[], None]) -> None:
         if after:
-            submit(crew, job)
+            submit(pool, job)
         raise KeyboardInterrupt
 
     with mock.patch.object(ThreadPool, "submit", interrupt):
@@ -75,7 +75,7 @@ def await_the_end_of_all(group: dist.ProcessGroup) -> None:
 def test_a_send_that_no_thread_can_carry_out_keeps_nobody_behind_it() -> None:
     with pair_that_has_met() as group:
         if here().rank == 0:
-            with no_new_threads("objcomm-crew"), pytest.raises(RuntimeError, match="new thread"):
+            with no_new_threads("objcomm-pool"), pytest.raises(RuntimeError, match="new thread"):
                 objcomm.isend("never", 1, group=group)
             assert under_way(group) == []
             objcomm.send("next", 1, group=group)
@@ -165,7 +165,7 @@ def test_a_receive_that_is_interrupted_as_it_begins_leaves_the_message(
 def test_what_no_thread_can_take_in_ends_the_works_and_stays_for_the_next_receive() -> None:
     with pair_that_has_met() as group:
         if here().rank == 0:
-            with no_new_threads("objcomm-crew"):
+            with no_new_threads("objcomm-pool"):
                 works: list[Any] = [objcomm.irecv(src, group=group) for src in (1, None, 1)]
                 objcomm.send("now", 1, group=group)
                 for work in works:
@@ -184,7 +184,7 @@ def test_what_no_thread_can_take_in_ends_the_works_and_stays_for_the_next_receiv
 def test_a_limit_that_passes_when_there_can_be_no_more_threads_ends_the_work() -> None:
     with pair_that_has_met() as group:
         own, other = here().rank, 1 - here().rank
-        with no_new_threads("objcomm-crew"):
+        with no_new_threads("objcomm-pool"):
             works: list[Any] = [
                 objcomm.irecv(src, timeout=0.3, tag=4, group=group) for src in (own, other)
             ]
@@ -198,16 +198,16 @@ def test_a_limit_that_passes_when_there_can_be_no_more_threads_ends_the_work() -
 
 @solo()
 def test_the_watcher_outlives_what_it_could_not_end() -> None:
-    watcher = watchdog._watchdogs.watcher()  # noqa: SLF001  # nothing shows what it has fallen back to
+    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # nothing shows what it will do
     went_on = threading.Event()
 
     def fail() -> None:
         raise RuntimeError("of a test")
 
-    watcher._fallbacks += [(0.0, fail), (0.0, went_on.set)]  # noqa: SLF001  # the same
-    watcher._nudge()  # noqa: SLF001  # the same
+    watching._fallbacks += [(0.0, fail), (0.0, went_on.set)]  # noqa: SLF001  # the same
+    watching._nudge()  # noqa: SLF001  # the same
     assert went_on.wait(PATIENCE_S)
-    assert watcher.is_alive()
+    assert watching.is_alive()
 
 
 # Looking

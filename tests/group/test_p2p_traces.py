@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportError
-from objcomm.failures.watchdog import bulletin_of
+from objcomm.failures.watchdog import board_thread_of
 from objcomm.world import store_of
 from tests.group.helpers import (
     assert_group_works,
@@ -79,7 +79,7 @@ def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
         group: Any = dist.new_group([0, 1])
         assert objcomm.sendrecv(here().rank, other, other, group=group) == other
         if here().rank == late:  # as a question to the other ranks keeps it
-            bulletin_of(world).submit(lambda _, late=late: hear(f"destroyed {late}"))  # type: ignore[misc]  # a default
+            board_thread_of(world).submit(lambda _, late=late: hear(f"destroyed {late}"))  # type: ignore[misc]  # a default
         dist.destroy_process_group(group)
         del group
         if here().rank != late:

@@ -145,7 +145,7 @@ def may_have_children() -> Iterator[None]:
 @ranks(2, disposable=True)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_forked_workers_of_a_loader_live_and_die_beside_calls(*, persistent: bool) -> None:
-    assert_group_works()  # connections and the watcher's threads stand when the workers are forked
+    assert_group_works()  # connections and the watchdog's threads stand when the workers are forked
     loader = DataLoader(
         Numbers(),
         batch_size=2,

@@ -229,7 +229,7 @@ def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
     with subgroup(0, 1) as group:
         objcomm.barrier(group=group)
         if here().rank == 0:
-            watcher = watchdog._watchdogs.watcher()  # noqa: SLF001  # nothing shows what it falls back to
+            watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # nothing shows what it falls back to
 
             def expire(*_: object) -> None:
                 """As a store that is slow; what there is without it is due when the test says."""
@@ -240,11 +240,11 @@ def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
                 mock.patch.object(watchdog, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
             ):
                 assert objcomm.all_gather(0, timeout=LIMIT_S, group=group) == [0, 1]
-            ends = [end for _, end in watcher._fallbacks]  # noqa: SLF001  # likewise
+            ends = [end for _, end in watching._fallbacks]  # noqa: SLF001  # likewise
             assert ends
-            watcher._fallbacks = [(0.0, end) for end in ends]  # noqa: SLF001  # likewise
-            watcher._nudge()  # noqa: SLF001  # likewise
-            wait_until(lambda: not watcher._fallbacks, "what was due")  # noqa: SLF001  # likewise
+            watching._fallbacks = [(0.0, end) for end in ends]  # noqa: SLF001  # likewise
+            watching._nudge()  # noqa: SLF001  # likewise
+            wait_until(lambda: not watching._fallbacks, "what was due")  # noqa: SLF001  # likewise
         else:
             hear("rank 0's limit has passed")
             assert objcomm.all_gather(1, group=group) == [0, 1]
@@ -272,7 +272,7 @@ def test_a_call_that_succeeds_while_others_are_asked_ends_no_later_one() -> None
                 assert objcomm.all_gather(0, timeout=LIMIT_S, group=group) == [0, 1]
                 has_returned.set()
                 world: Any = dist.group.WORLD
-                watchdog.bulletin_of(world).call(lambda _: None)  # it has gone on
+                watchdog.board_thread_of(world).call(lambda _: None)  # it has gone on
         else:
             hear("rank 1 has answered")
             assert objcomm.all_gather(1, group=group) == [0, 1]

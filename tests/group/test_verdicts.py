@@ -67,7 +67,7 @@ def fall_silent() -> None:
 
 
 def hold_the_interpreter(pipe: int) -> None:
-    """As a long sort does, or an extension that keeps the GIL: not even the watcher gets a turn."""
+    """As a long sort does, or an extension that keeps the GIL: no watchdog gets a turn."""
     ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
 
 

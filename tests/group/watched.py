@@ -1,6 +1,6 @@
-"""What tests share that ask what the watcher finds, and not how soon.
+"""What tests share that ask what the watchdog finds, and not how soon.
 
-They run on the ranks themselves, and change the watcher of the process in which they are entered.
+They run on the ranks themselves, and change the watchdog of the process in which they are entered.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def closely() -> Iterator[None]:
         mock.patch.object(watchdog, "_TICK_SECONDS", _TICK_S),
         answering_every(_TICK_S),
     ):
-        watchdog._watchdogs.watcher()._nudge()  # noqa: SLF001  # or it sleeps out its old pause
+        watchdog._watchdogs.watchdog()._nudge()  # noqa: SLF001  # or it sleeps out its old pause
         yield
 
 
@@ -41,9 +41,9 @@ def answering_every(seconds: float) -> Iterator[None]:
         yield
         return
     world: Any = dist.group.WORLD
-    bulletin = watchdog.bulletin_of(world)
-    with mock.patch.object(bulletin, "_pause", seconds):
-        bulletin.submit(lambda _: None)  # or it sleeps out its old pause
+    board_thread = watchdog.board_thread_of(world)
+    with mock.patch.object(board_thread, "_pause", seconds):
+        board_thread.submit(lambda _: None)  # or it sleeps out its old pause
         yield
 
 
@@ -61,9 +61,9 @@ def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
         mock.patch.object(BoardThread.call, "__defaults__", (PATIENCE_S,)),
     ):
         yield
-    watcher, late = watchdog._watchdogs.watcher(), time.monotonic() + PATIENCE_S  # noqa: SLF001  # no public way
+    watching, late = watchdog._watchdogs.watchdog(), time.monotonic() + PATIENCE_S  # noqa: SLF001  # no public way
     # What would end a call in so long holds its group until then.
-    watcher._fallbacks = [each for each in watcher._fallbacks if each[0] < late]  # noqa: SLF001  # likewise
+    watching._fallbacks = [each for each in watching._fallbacks if each[0] < late]  # noqa: SLF001  # likewise
 
 
 @contextlib.contextmanager

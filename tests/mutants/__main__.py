@@ -51,8 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     def judged(mutant: Mutant) -> Outcome:
         return judge(root, mutant, WHOLE if options.whole else [mutant.tests], limit)
 
-    with ThreadPoolExecutor(max(1, options.jobs)) as crew:
-        return _told(crew.map(judged, chosen), options.json)
+    with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+        return _told(pool.map(judged, chosen), options.json)
 
 
 def _listed(mutants: Sequence[Mutant], root: Path) -> int:

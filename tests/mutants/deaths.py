@@ -82,9 +82,9 @@ MUTANTS = (
     Mutant(
         "watcher-not-replaced",
         "objcomm/failures/watchdog.py",
-        "                self._watcher = Watcher(self._watcher)\n",
+        "                self._watchdog = Watchdog(self._watchdog)\n",
         "                pass\n",
-        "after the watcher's thread has ended nobody watches any wait",
+        "after the watchdog's thread has ended nobody watches any wait",
         _RANKS,
     ),
     Mutant(
@@ -188,13 +188,13 @@ MUTANTS = (
         "objcomm/transport/store.py",
         "    found: bytes = store.compare_set(key, _NOTHING, _NOTHING)\n",
         "    found: bytes = store.get(key) if store.check([key]) else _NOTHING.encode()\n",
-        "a key that another rank removes between two steps holds the bulletin for 5 minutes",
+        "a key that another rank removes between two steps holds the board_thread for 5 minutes",
         ("tests/unit/test_bulletin.py",),
     ),
     Mutant(
         "users-of-torch-alone-unseen",
         "objcomm/failures/inquiry.py",
-        "and mesh.bulletin.is_cut_off(rank)",
+        "and mesh.board_thread.is_cut_off(rank)",
         "and not rank < 1000",
         "a first use waits for a rank that ended without ever calling objcomm",
         _RANKS,

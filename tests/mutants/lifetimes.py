@@ -163,7 +163,7 @@ MUTANTS = (
         "objcomm/calls/watched.py",
         "        finally:\n            self._lane.end(self._entry)\n",
         "        finally:\n            pass\n        self._lane.end(self._entry)\n",
-        "Ctrl-C at the very end of a call leaves its rank in it, for its group and for the watcher",
+        "Ctrl-C at the very end of a call leaves its rank in it, for its group and the watchdog",
         ("tests/group/test_callbacks.py",),
     ),
     Mutant(
@@ -202,9 +202,9 @@ MUTANTS = (
     Mutant(
         "failed-connections-to-the-store-used-again",
         "objcomm/failures/mesh.py",
-        "        clients = self.bulletin.clients\n        try:\n"
+        "        clients = self.board_thread.clients\n        try:\n"
         "            own = clients.take(store, deadline.lost_seconds)\n",
-        "        clients = self.bulletin.clients\n"
+        "        clients = self.board_thread.clients\n"
         "        own = clients.take(store, deadline.lost_seconds)\n"
         "        clients.give_back(own)\n        try:\n",
         "a connection to the store that has failed is taken for the next meeting",

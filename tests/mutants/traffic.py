@@ -242,7 +242,7 @@ MUTANTS = (
     Mutant(
         "envelope-names-the-group-rank",
         "objcomm/p2p/messages.py",
-        "return Envelope(errand.group.ranks[arrival.peer], arrival.peer,",
+        "return Envelope(p2p_call.group.ranks[arrival.peer], arrival.peer,",
         "return Envelope(arrival.peer, arrival.peer,",
         "a probe in a subgroup names a wrong global rank",
         ("tests/group/test_p2p.py",),

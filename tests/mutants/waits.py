@@ -153,8 +153,8 @@ MUTANTS = (
     Mutant(
         "asked-once-only",
         "objcomm/failures/watchdog.py",
-        "self._investigating.discard(bulletin)",
-        "self._investigating.add(bulletin)",
+        "self._investigating.discard(board_thread)",
+        "self._investigating.add(board_thread)",
         "a wait is looked into once, when most circles are not closed yet",
         ("tests/group/test_desync.py",),
     ),

@@ -12,7 +12,7 @@ PLACE = f"{__file__}:7"
 
 
 class Waited:
-    """What the watcher reads."""
+    """What the watchdog reads."""
 
     waiter = 0
 

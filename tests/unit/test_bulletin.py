@@ -24,20 +24,20 @@ def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path
     worlds = ["alive"]
     store = dist.FileStore(str(tmp_path / "store"), 1)
     answer: Any = None
-    bulletin = BoardThread(
+    board_thread = BoardThread(
         store, 0, 1, describe=answer, is_alive=lambda: bool(worlds), is_cut_off=lambda _: False
     )
     may_end = threading.Event()
     done: list[Any] = []
-    bulletin.submit(lambda _: done.append(may_end.wait()))
-    bulletin.submit(lambda _: done.append("told"))
+    board_thread.submit(lambda _: done.append(may_end.wait()))
+    board_thread.submit(lambda _: done.append("told"))
     worlds.clear()
     may_end.set()
-    bulletin.close(PATIENCE_S, "its program has ended")
+    board_thread.close(PATIENCE_S, "its program has ended")
     assert done == [True, "told"]
     held = Held()
     watched = weakref.ref(held)
-    bulletin.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # a default
+    board_thread.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # a default
     del held
     gc.collect()
     assert watched() is None

@@ -43,8 +43,8 @@ def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
     """That it lives, or has given up, is guessed of one whose connections were closed silently."""
     processes = Processes()
     processes.note(0, processes.own)
-    bulletin = SimpleNamespace(processes=processes, call=lambda _: None)
-    mesh: Any = SimpleNamespace(ranks=(0, 1), bulletin=bulletin)
+    board_thread = SimpleNamespace(processes=processes, call=lambda _: None)
+    mesh: Any = SimpleNamespace(ranks=(0, 1), board_thread=board_thread)
     reason = "its program ended by ValueError: boo"
     told = by_name(mesh, Verdict.of(cause, ranks=(0,), reason=reason)).reason
     assert (told == reason) == (cause is Cause.LEFT)

@@ -124,19 +124,19 @@ def test_a_start_that_failed_is_made_again_and_one_that_did_not_is_not(
 
 
 def test_jobs_that_wait_for_each_other_are_done_at_the_same_time() -> None:
-    crew = ThreadPool()
+    pool = ThreadPool()
     meeting = threading.Barrier(9)
 
     def meet() -> None:
         meeting.wait(PATIENCE_S)
 
     for _ in range(8):
-        crew.submit(meet)
+        pool.submit(meet)
     assert meeting.wait(PATIENCE_S) in range(9)
 
 
 def test_idle_threads_are_used_again() -> None:
-    crew = ThreadPool()
+    pool = ThreadPool()
     threads: set[int] = set()
     for _ in range(50):
         done = threading.Event()
@@ -145,19 +145,19 @@ def test_idle_threads_are_used_again() -> None:
             threads.add(threading.get_ident())
             done.set()
 
-        crew.submit(job)
+        pool.submit(job)
         assert done.wait(PATIENCE_S)
-        wait_until(lambda: not crew.under_way, "the thread to be idle")
+        wait_until(lambda: not pool.under_way, "the thread to be idle")
     assert len(threads) < 25
 
 
 def test_idle_threads_end_and_no_job_is_lost() -> None:
     before = set(threading.enumerate())
     with mock.patch.object(module, "_IDLE_SECONDS", 0.01):
-        crew = ThreadPool()
+        pool = ThreadPool()
         for turn in range(60):
             done = threading.Event()
-            crew.submit(done.set)
+            pool.submit(done.set)
             assert done.wait(PATIENCE_S), turn
             time.sleep(0.0095 + 0.0001 * (turn % 10))
         wait_until(lambda: not set(threading.enumerate()) - before, "the end of its threads")
@@ -182,12 +182,12 @@ def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> Non
         apart.abandon()
         with pytest.raises(RuntimeError, match="given up"):
             caller.result()
-        assert not apart._crew.under_way  # noqa: SLF001  # there is no public way
+        assert not apart._pool.under_way  # noqa: SLF001  # there is no public way
         may_end.set()
     with pytest.raises(RuntimeError, match="given up"):
         apart.do(wait)
     wait_until(lambda: not any(each.is_alive() for each in threads), "their end")
-    assert not apart._crew.under_way  # noqa: SLF001  # likewise
+    assert not apart._pool.under_way  # noqa: SLF001  # likewise
 
 
 def test_without_a_thread_to_spare_the_caller_waits_itself() -> None:

@@ -34,7 +34,7 @@ class Looks:
             whole=None,
             ranks=(0, 1),
             others=(0,),
-            bulletin=SimpleNamespace(processes=Processes()),
+            board_thread=SimpleNamespace(processes=Processes()),
             settle_on=lambda _, verdict: self.settled.append(verdict),
         )
         self._waiting: Any = (mesh, lane, self.entry)

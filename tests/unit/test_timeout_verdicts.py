@@ -21,7 +21,7 @@ def test_what_a_rank_answered_before_it_was_stopped_is_no_answer(stopped: set[in
         ranks=(4, 5),
         members=(0, 1),
         others=(1,),
-        bulletin=SimpleNamespace(processes=SimpleNamespace(stopped=lambda: stopped)),
+        board_thread=SimpleNamespace(processes=SimpleNamespace(stopped=lambda: stopped)),
     )
     lane: Any = SimpleNamespace(number=0, order=None)
     entry = CallRecord(header_of(0, operation=Operation.RECV), "recv")

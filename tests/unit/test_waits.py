@@ -148,14 +148,14 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
 def _mesh_that_has_met(
     jobs: list[Callable[[Board], object]], members: tuple[int, ...] = (0, 1)
 ) -> Mesh:
-    bulletin: Any = SimpleNamespace(submit=jobs.append)
+    board_thread: Any = SimpleNamespace(submit=jobs.append)
     mesh = Mesh(
         name="world",
         is_world=True,
         ranks=members,
         rank=0,
         history=History(),
-        bulletin=bulletin,
+        board_thread=board_thread,
         members=members,
         whole=None,
         is_destroyed=lambda: False,

@@ -1,4 +1,4 @@
-"""A work by itself: its states, its waits, and what the watcher is told of them."""
+"""A work by itself: its states, its waits, and what the watchdog is told of them."""
 
 import contextvars
 import threading

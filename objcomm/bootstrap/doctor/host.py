@@ -386,8 +386,8 @@ def lookups(callers: Mapping[str, int], seconds: float) -> tuple[Lookup, ...]:
         return ()
     deadline = time.monotonic() + seconds
     chosen = list(callers.items())[:_ADDRESSES_MAX]
-    with ThreadPoolExecutor(min(_AT_ONCE, len(chosen)), "objcomm-doctor") as crew:
-        return tuple(crew.map(lambda each: _lookup(each[0], each[1], deadline), chosen))
+    with ThreadPoolExecutor(min(_AT_ONCE, len(chosen)), "objcomm-doctor") as pool:
+        return tuple(pool.map(lambda each: _lookup(each[0], each[1], deadline), chosen))
 
 
 def _lookup(address: str, rank: int, deadline: float) -> Lookup:

@@ -157,8 +157,8 @@ def contacts(peers: Sequence[Peer], seconds: float) -> tuple[Reachable, ...]:
     """
     if not peers:
         return ()
-    with ThreadPoolExecutor(min(_AT_ONCE, len(peers)), "objcomm-doctor") as crew:
-        return tuple(crew.map(lambda peer: contact(peer, seconds), peers))
+    with ThreadPoolExecutor(min(_AT_ONCE, len(peers)), "objcomm-doctor") as pool:
+        return tuple(pool.map(lambda peer: contact(peer, seconds), peers))
 
 
 def contact(peer: Peer, seconds: float) -> Reachable:
