@@ -27,8 +27,9 @@ try:
     from objcomm.codecs.base import register_codec
     from objcomm.codecs.types import register
     from objcomm.collectives.agree import agree, all_ranks, any_rank, shared_seed
-    from objcomm.collectives.broadcast import all_gather, barrier, broadcast, gather
+    from objcomm.collectives.broadcast import barrier, broadcast
     from objcomm.collectives.fail_together import fail_together
+    from objcomm.collectives.gather import all_gather, gather
     from objcomm.collectives.reduction.operators import Op
     from objcomm.collectives.reduction.reduce import all_reduce, reduce
     from objcomm.collectives.reduction.scan import exscan, scan
@@ -96,7 +97,7 @@ try:
         wrap,
     )
     from objcomm.training.once import once_per_node, run_once_per_node
-    from objcomm.wire.tensor import from_tensor, to_tensor
+    from objcomm.wire.as_tensor import from_tensor, to_tensor
     from objcomm.world import is_initialized, rank, world_size
 finally:
     if _was_collecting:

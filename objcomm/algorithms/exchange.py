@@ -16,7 +16,7 @@ from objcomm.codecs.buffers import view
 from objcomm.observe.history import CallRecord
 from objcomm.transport.lane import Lane, StandingReceive, absent
 from objcomm.transport.link import Deadline, Link, LinkError, head_tag
-from objcomm.wire.gate import Gate
+from objcomm.wire.admission import Gate
 from objcomm.wire.header import EVERYONE, Header
 from objcomm.wire.message import Message, open_body
 

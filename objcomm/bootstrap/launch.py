@@ -24,7 +24,7 @@ import torch.distributed as dist
 from objcomm.config import Timeout, seconds_of
 from objcomm.errors import LaunchError, RankFailure, UsageError, text_of
 from objcomm.transport.store import loopback_store
-from objcomm.wire.failure import failure_of
+from objcomm.wire.failure_message import failure_of
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

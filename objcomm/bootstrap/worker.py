@@ -19,7 +19,7 @@ import cloudpickle
 
 from objcomm.bootstrap.init import init, shutdown
 from objcomm.errors import CollectiveError, TransportError, TransportTimeout
-from objcomm.wire.failure import failure_of
+from objcomm.wire.failure_message import failure_of
 
 _PR_SET_PDEATHSIG = 1
 

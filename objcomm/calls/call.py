@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from objcomm.algorithms import routes
 from objcomm.algorithms.device import DevicePath
 from objcomm.algorithms.exchange import Exchange
+from objcomm.calls.absence import acts_alone
 from objcomm.calls.group import resolve, solo_group
-from objcomm.calls.region import acts_alone
 from objcomm.calls.watched import Watched
 from objcomm.calls.work import Work
 from objcomm.codecs.base import codec_named, copy, decode, encode
@@ -36,7 +36,8 @@ from objcomm.observe.history import CallRecord, call_site
 from objcomm.observe.progress import bar_for
 from objcomm.observe.tracing import Span, span
 from objcomm.transport.threads import SerialExecutor
-from objcomm.wire.failure import (
+from objcomm.wire.admission import Gate
+from objcomm.wire.failure_message import (
     DifferenceError,
     DisagreementError,
     failure_message,
@@ -44,7 +45,6 @@ from objcomm.wire.failure import (
     failures_in,
     raise_together,
 )
-from objcomm.wire.gate import Gate
 from objcomm.wire.header import Flag, Header, Operation, Status, fingerprint, shown
 from objcomm.wire.message import Message, compose
 

@@ -16,7 +16,7 @@ from objcomm.failures.watchdog import check_running, end_elsewhere, hurry, inter
 from objcomm.observe.tracing import Span, span
 from objcomm.transport.lane import Lane
 from objcomm.transport.link import Deadline
-from objcomm.wire.failure import failure_of
+from objcomm.wire.failure_message import failure_of
 
 if TYPE_CHECKING:
     from objcomm.wire.message import Message

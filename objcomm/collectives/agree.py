@@ -18,10 +18,10 @@ import torch
 
 from objcomm.calls.call import Call
 from objcomm.calls.group import resolve
-from objcomm.collectives.patterns import decide_in
+from objcomm.collectives.gather import decide_in
 from objcomm.config import Allowed, GroupLike, Timeout
 from objcomm.errors import name_of, text_of
-from objcomm.wire.failure import DisagreementError, named
+from objcomm.wire.failure_message import DisagreementError, named
 from objcomm.wire.header import Operation
 
 _MAX_TEXT = 100

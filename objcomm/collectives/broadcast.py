@@ -1,12 +1,16 @@
-"""The same for all ranks: broadcast, gather, all_gather and barrier."""
+"""From one rank to all: ``broadcast``; and none goes on before all have come: ``barrier``.
+
+A function whose name ends in ``_in`` is the first step of a call that was entered: it encodes. What
+it returns is the second, to be called on the spot or given to ``call.run``. Others build on it.
+"""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal, TypeVar, Unpack, overload
 
 from objcomm.algorithms import routes
 from objcomm.calls.call import Call
 from objcomm.calls.work import Work
-from objcomm.collectives.patterns import all_gather_in, broadcast_in, gather_in
 from objcomm.config import Allowed, DeviceLike, GroupLike, ShownOptions, Timeout
 from objcomm.errors import UsageError
 from objcomm.wire.header import Operation, Status
@@ -117,193 +121,26 @@ def broadcast(
         return call.run(broadcast_in(call, obj))
 
 
-@overload
-def gather(
-    obj: T,
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[ShownOptions],
-) -> list[T] | None: ...
-@overload
-def gather(
-    obj: T,
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[True],
-    **options: Unpack[ShownOptions],
-) -> Work[list[T] | None]: ...
-@overload
-def gather(
-    obj: T,
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: bool,
-    **options: Unpack[ShownOptions],
-) -> list[T] | Work[list[T] | None] | None: ...
-def gather(
-    obj: T,
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    codec: str | None = None,
-    device: DeviceLike = None,
-    confirm: bool = False,
-    accept: Iterable[str] | None = None,
-    allow: Iterable[Allowed] | None = None,
-    progress: bool = False,
-    async_op: bool = False,
-) -> list[T] | Work[list[T] | None] | None:
-    """Collect one object from every rank onto one.
-
-    Every rank of ``group`` must call this. Each contribution travels at its own size. A rank that
-    only sends returns when its contribution was taken, which may be before ``dst`` calls.
+def broadcast_in(call: Call, obj: T, check: Callable[[T], T] = lambda obj: obj) -> Callable[[], T]:
+    """``broadcast`` for a call that was already begun.
 
     Args:
-        obj: this rank's contribution.
-        dst: global rank that receives.
-        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes this rank's contribution.
-        device: where tensors inside received objects shall lie.
-        confirm: make every rank wait, and raise, if any contribution was missing or unreadable.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        progress: let the group's first rank show a bar of the bytes that it receives, or sends
-            where another rank is the destination; as in ``objcomm.broadcast``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
-            ``obj`` must not change before its ``wait`` returns.
-
-    Returns:
-        On the destination one object per rank, in the order of group ranks; its own is the
-        identical one. ``None`` elsewhere.
-
-    Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
-        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
-            traffic.
-        CollectiveError: some rank could not encode its object. The destination and that rank.
-        DecodeError: an object could not be rebuilt. The destination, after the traffic.
-        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
-            next call.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
-
-    Examples:
-        >>> import objcomm
-        >>> objcomm.gather({"rank": 0, "correct": 41})
-        [{'rank': 0, 'correct': 41}]
+        call: the call.
+        obj: what the source shares.
+        check: returns it, or raises, on the source; an error travels as that rank's failure.
     """
-    with Call(
-        Operation.GATHER,
-        group=group,
-        timeout=timeout,
-        codec=codec,
-        device=device,
-        global_root=dst,
-        group_root=group_dst,
-        has_root=True,
-        confirm=confirm,
-        accept=accept,
-        allow=allow,
-        progress=progress,
-        async_op=async_op,
-    ) as call:
-        return call.run(gather_in(call, lambda: obj))
+    if call.is_alone:
+        return partial(call.alone, lambda: check(obj))
+    mine = call.message(lambda: check(obj)) if call.is_root else None
 
+    def rest() -> T:
+        with call.traffic() as exchange:
+            message = routes.broadcast(exchange, mine, call.root)
+        with call.confirmation():
+            call.raise_failures([message])
+            return obj if call.is_root else call.decode(message)
 
-@overload
-def all_gather(
-    obj: T,
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[ShownOptions],
-) -> list[T]: ...
-@overload
-def all_gather(
-    obj: T,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[ShownOptions],
-) -> Work[list[T]]: ...
-@overload
-def all_gather(
-    obj: T,
-    *,
-    async_op: bool,
-    **options: Unpack[ShownOptions],
-) -> list[T] | Work[list[T]]: ...
-def all_gather(
-    obj: T,
-    *,
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    codec: str | None = None,
-    device: DeviceLike = None,
-    confirm: bool = False,
-    accept: Iterable[str] | None = None,
-    allow: Iterable[Allowed] | None = None,
-    progress: bool = False,
-    async_op: bool = False,
-) -> list[T] | Work[list[T]]:
-    """Collect one object from every rank onto every rank.
-
-    Every rank of ``group`` must call this. Each contribution travels at its own size.
-
-    Args:
-        obj: this rank's contribution.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes this rank's contribution.
-        device: where tensors inside received objects shall lie.
-        confirm: wait until every rank has decoded, and raise everywhere if one could not.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        progress: let the group's first rank show a bar of the bytes that it receives, and of its
-            own as they reach all others; as in ``objcomm.broadcast``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
-            ``obj`` must not change before its ``wait`` returns.
-
-    Returns:
-        One object per rank, in the order of group ranks; this rank's own is the identical one.
-
-    Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
-        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
-            traffic.
-        CollectiveError: some rank could not encode its object. Every rank.
-        DecodeError: an object could not be rebuilt. That rank only; later calls work.
-        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
-            next call.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
-
-    Examples:
-        >>> import objcomm
-        >>> objcomm.all_gather("shard-0.parquet")
-        ['shard-0.parquet']
-    """
-    with Call(
-        Operation.ALL_GATHER,
-        group=group,
-        timeout=timeout,
-        codec=codec,
-        device=device,
-        confirm=confirm,
-        accept=accept,
-        allow=allow,
-        progress=progress,
-        async_op=async_op,
-    ) as call:
-        return call.run(all_gather_in(call, obj))
+    return rest
 
 
 @overload

@@ -11,7 +11,7 @@ from objcomm.config import GroupLike, Timeout
 from objcomm.errors import CollectiveError
 from objcomm.failures.verdict import Cause, Verdict, regions
 from objcomm.observe.history import call_site
-from objcomm.wire.failure import failure_of, on_rank, raise_together
+from objcomm.wire.failure_message import failure_of, on_rank, raise_together
 from objcomm.wire.header import Operation, Status
 
 

@@ -119,7 +119,7 @@ def scatter(
 
 
 def scatter_in(call: Call, produce: Callable[[], Sequence[T] | None]) -> Callable[[], T]:
-    """``scatter`` for a call that was already begun, as what ``patterns`` has.
+    """``scatter`` for a call that was already begun, as ``broadcast_in`` is.
 
     Args:
         call: the call.

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from objcomm.algorithms import routes
 from objcomm.calls.call import Call
 from objcomm.calls.group import resolve
-from objcomm.collectives.patterns import all_gather_in
+from objcomm.collectives.gather import all_gather_in
 from objcomm.config import GroupLike, Timeout, settings, whole_number
 from objcomm.environment import machine
 from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
 from objcomm.failures.watchdog import board_thread_of
 from objcomm.observe.log import log
 from objcomm.transport.link import Deadline
-from objcomm.wire.failure import line_of
+from objcomm.wire.failure_message import line_of
 from objcomm.wire.header import Operation, Status, fingerprint
 from objcomm.wire.message import Message
 from objcomm.world import NOBODY, create, is_alive, is_initialized, process_group_of, store_of

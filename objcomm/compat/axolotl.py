@@ -15,11 +15,11 @@ from typing import NamedTuple, TypeVar
 import torch
 
 import objcomm
+from objcomm.calls.absence import is_in_order
 from objcomm.calls.group import resolve
-from objcomm.calls.region import is_in_order
 from objcomm.environment import Placement, local_rank_in, placement_in
 from objcomm.errors import UsageError
-from objcomm.wire.failure import named
+from objcomm.wire.failure_message import named
 from objcomm.wire.header import Operation
 
 __all__ = [

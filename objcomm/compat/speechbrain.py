@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from objcomm.bootstrap.init import ddp_init_group
+from objcomm.calls.absence import is_confined
 from objcomm.calls.group import is_main, resolve
-from objcomm.calls.region import is_confined
 from objcomm.collectives.broadcast import barrier
 from objcomm.collectives.reduction.reduce import all_reduce
 from objcomm.environment import local_rank_in, rank_in

@@ -27,7 +27,8 @@ from torch.serialization import get_safe_globals
 
 from objcomm.calls.call import Call, Coding
 from objcomm.calls.group import Group, resolve
-from objcomm.collectives.patterns import all_gather_in, broadcast_in, gather_in
+from objcomm.collectives.broadcast import broadcast_in
+from objcomm.collectives.gather import all_gather_in, gather_in
 from objcomm.collectives.scatter import scatter_in
 from objcomm.compat.patching import Patch, Switch
 from objcomm.config import GroupLike

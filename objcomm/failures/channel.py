@@ -13,8 +13,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
-from objcomm.failures.board import Board, StoreSilentError
 from objcomm.failures.mesh import Mesh
+from objcomm.failures.noticeboard import Board, StoreSilentError
 from objcomm.failures.verdict import DESTROYED, Cause, Verdict
 from objcomm.failures.watchdog import FAREWELL_SECONDS, board_thread_of, end_elsewhere, watch
 from objcomm.transport.lane import IN_TURNS, Lane

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, MutableSet, Sequence
 from typing import TypeVar
 
 from objcomm.errors import Position
-from objcomm.failures.board import Board
 from objcomm.failures.deadlock import MEETING, Deadlock, LaneWait, Step, WaitSnapshot, find_deadlock
 from objcomm.failures.mesh import Mesh, lost_ranks, missing_members
+from objcomm.failures.noticeboard import Board
 from objcomm.failures.verdict import Cause, Verdict
 from objcomm.observe.history import CallRecord
 from objcomm.observe.log import log

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
-from objcomm.failures.board import Board, BoardThread, StoreSilentError
 from objcomm.failures.deadlock import MEETING
 from objcomm.failures.liveness import KILLED
+from objcomm.failures.noticeboard import Board, BoardThread, StoreSilentError
 from objcomm.failures.verdict import FAREWELLS, Cause, Verdict, nonce_of, proposal_for, regions
 from objcomm.observe.history import CallRecord
 from objcomm.observe.log import log

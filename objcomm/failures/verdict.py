@@ -21,7 +21,7 @@ from objcomm.errors import (
     text_of,
 )
 from objcomm.transport.store import pack_record, unpack_record
-from objcomm.wire.failure import failure_of
+from objcomm.wire.failure_message import failure_of
 
 
 class Cause(IntEnum):

@@ -37,10 +37,10 @@ import torch.distributed as dist
 
 from objcomm.errors import UsageError, text_of
 from objcomm.failures import inquiry
-from objcomm.failures.board import Board, BoardThread
 from objcomm.failures.deadlock import WaitSnapshot
 from objcomm.failures.inquiry import Waiting, investigate, wait_snapshot
 from objcomm.failures.mesh import Mesh, by_name, death_among, in_vain, never_comes
+from objcomm.failures.noticeboard import Board, BoardThread
 from objcomm.failures.verdict import DESTROYED, FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
 from objcomm.observe.history import CallRecord
 from objcomm.observe.log import logged

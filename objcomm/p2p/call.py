@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NoReturn, Self, cast
 
 from objcomm.algorithms.device import DevicePath
 from objcomm.algorithms.exchange import Exchange
+from objcomm.calls.absence import acts_alone
 from objcomm.calls.call import Coding
 from objcomm.calls.group import resolve
-from objcomm.calls.region import acts_alone
 from objcomm.calls.watched import Watched
 from objcomm.calls.work import Work
 from objcomm.config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
@@ -29,8 +29,8 @@ from objcomm.p2p.mailbox import Arrived, RecvRequest
 from objcomm.p2p.peer import Pair, peers_of
 from objcomm.transport.lane import Lane
 from objcomm.transport.threads import Ticket
-from objcomm.wire.failure import failure_message, failure_of, failures_in, raise_together
-from objcomm.wire.gate import Gate
+from objcomm.wire.admission import Gate
+from objcomm.wire.failure_message import failure_message, failure_of, failures_in, raise_together
 from objcomm.wire.header import Header, Operation
 from objcomm.wire.message import Message
 

@@ -21,7 +21,7 @@ from objcomm.failures.watchdog import expect
 from objcomm.p2p.mailbox import Arrived, Mailbox
 from objcomm.transport.link import Deadline, LinkError
 from objcomm.transport.threads import OnceThread, ThreadPool, TicketQueue
-from objcomm.wire.gate import Gate
+from objcomm.wire.admission import Gate
 from objcomm.wire.header import Header, Operation
 
 if TYPE_CHECKING:

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from objcomm.algorithms import reduction, routes
+from objcomm.algorithms import routes, tensor_reduction
 from objcomm.algorithms.exchange import Exchange
-from objcomm.algorithms.reduction import reduce_on_device
+from objcomm.algorithms.tensor_reduction import reduce_on_device
 from objcomm.calls.call import Call
 from objcomm.codecs.buffers import COPIED_MAX_NBYTES
 from objcomm.codecs.tensors import dtype_name, is_plain_tensor
-from objcomm.collectives.patterns import answered
+from objcomm.collectives.gather import answered
 from objcomm.collectives.reduction import elementwise
 from objcomm.errors import UsageError
-from objcomm.wire.failure import DifferenceError
+from objcomm.wire.failure_message import DifferenceError
 from objcomm.wire.message import Message
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
@@ -463,7 +463,9 @@ class _Moving:
         averaged = [(bucket.rule, flat) for bucket, flat in flats if bucket.rule is not Rule.SHARE]
         if shared:
             self._exchange.relay(shared, self._call.root)
-        reduction.reduce_tensors(self._exchange, itertools.starmap(self._part, averaged), None)
+        tensor_reduction.reduce_tensors(
+            self._exchange, itertools.starmap(self._part, averaged), None
+        )
         for bucket, flat in flats:
             bucket.close(flat)
 
@@ -508,8 +510,8 @@ class _Moving:
         ]
         _averaging(rule, flat.dtype)(operands, flat)
 
-    def _part(self, rule: Rule, flat: torch.Tensor) -> reduction.Part:
-        return reduction.Part(
+    def _part(self, rule: Rule, flat: torch.Tensor) -> tensor_reduction.Part:
+        return tensor_reduction.Part(
             operand=flat,
             result=flat,  # which the averages may share with an operand
             dtype=flat.dtype,
@@ -521,7 +523,7 @@ class _Moving:
         )
 
 
-def _averaging(rule: Rule, dtype: torch.dtype) -> reduction.Combine:
+def _averaging(rule: Rule, dtype: torch.dtype) -> tensor_reduction.Combine:
     if rule is Rule.GRADIENTS:
         return elementwise.average
     wide = elementwise.wide_dtype("mean", dtype, None)

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any, ClassVar, ParamSpec, TypeVar, overload
 
 from objcomm.algorithms import routes
+from objcomm.calls.absence import Region, acts_alone, inside, is_in_order
 from objcomm.calls.call import Call
 from objcomm.calls.group import Group, resolve
-from objcomm.calls.region import Region, acts_alone, inside, is_in_order
 from objcomm.collectives.broadcast import broadcast
 from objcomm.collectives.split import near_group
 from objcomm.config import Allowed, DeviceLike, GroupLike, Timeout

@@ -13,10 +13,10 @@ import torch
 
 from objcomm.calls.call import Call
 from objcomm.calls.work import Work
-from objcomm.collectives.patterns import all_gather_in, decide_in, gather_in
+from objcomm.collectives.gather import all_gather_in, decide_in, gather_in
 from objcomm.config import Allowed, DeviceLike, GroupLike, Timeout
 from objcomm.errors import UsageError
-from objcomm.wire.failure import DisagreementError, named
+from objcomm.wire.failure_message import DisagreementError, named
 from objcomm.wire.header import Operation
 
 T = TypeVar("T")

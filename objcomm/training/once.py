@@ -9,16 +9,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 from objcomm.algorithms import routes
+from objcomm.calls.absence import Region, acts_alone, inside
 from objcomm.calls.call import Call
 from objcomm.calls.group import resolve
-from objcomm.calls.region import Region, acts_alone, inside
 from objcomm.collectives.fail_together import failing_together
-from objcomm.collectives.patterns import kept
+from objcomm.collectives.gather import kept
 from objcomm.collectives.split import near_group
 from objcomm.config import GroupLike, Timeout
 from objcomm.errors import CollectiveError, UsageError
 from objcomm.observe.tracing import keep_eager
-from objcomm.wire.failure import failure_of, raise_together
+from objcomm.wire.failure_message import failure_of, raise_together
 from objcomm.wire.header import Operation, Status
 
 R = TypeVar("R")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm.collectives import split
 from objcomm.failures import channel, inquiry, watchdog
-from objcomm.failures.board import BoardThread
+from objcomm.failures.noticeboard import BoardThread
 from objcomm.transport import link
 from objcomm.transport.store import loopback_store
 from tests.faults import helpers, pairs, plan

@@ -15,7 +15,7 @@ from objcomm.codecs import codec_named
 from objcomm.collectives.reduction import structures
 from objcomm.collectives.reduction.operators import operator_for
 from objcomm.errors import RankFailure
-from objcomm.wire.failure import failure_message
+from objcomm.wire.failure_message import failure_message
 from objcomm.wire.header import HEADER_NBYTES, ROW_NBYTES, Header, SizeRow, Status, pack_table
 from objcomm.wire.message import compose
 from tests import samples

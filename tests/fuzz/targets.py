@@ -22,8 +22,8 @@ from objcomm.collectives.split import _by_color, word_of
 from objcomm.config import Settings
 from objcomm.errors import CollectiveError, text_of
 from objcomm.p2p.mailbox import Arrived, Mailbox, RecvRequest
-from objcomm.wire.failure import DifferenceError, failures_in
-from objcomm.wire.gate import Gate
+from objcomm.wire.admission import Gate
+from objcomm.wire.failure_message import DifferenceError, failures_in
 from objcomm.wire.header import HEADER_NBYTES, Header, Operation, Status, check_same_call
 from objcomm.wire.message import Message, compose, open_body
 from tests import samples

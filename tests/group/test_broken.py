@@ -13,7 +13,7 @@ import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, WireError
 from objcomm.calls.call import Call
 from objcomm.calls.group import resolve
-from objcomm.failures.board import Board, BoardThread
+from objcomm.failures.noticeboard import Board, BoardThread
 from objcomm.failures.verdict import Verdict
 from objcomm.world import bare, store_of
 from tests.faults.victim import shut, sockets

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.algorithms import reduction
+from objcomm.algorithms import tensor_reduction
 from objcomm.algorithms.device import NcclLink
 from tests.cases import case
 from tests.group.helpers import assert_group_works
@@ -197,7 +197,7 @@ def test_who_has_no_room_on_the_device_says_so_before_others_wait_there() -> Non
     tensor = torch.ones(20 * LARGE)
     with group_with_device_link() as (group, link), pytest.MonkeyPatch.context() as patch:
         if rank == last:
-            patch.setattr(reduction, "_packed", lambda *_: _no_room())
+            patch.setattr(tensor_reduction, "_packed", lambda *_: _no_room())
         with pytest.raises(torch.OutOfMemoryError if rank == last else CollectiveError) as caught:
             objcomm.all_reduce(tensor, group=group)
         assert "no room" in str(caught.value)

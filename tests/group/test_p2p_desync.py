@@ -14,9 +14,9 @@ import torch.distributed as dist
 import objcomm
 from objcomm import DesyncError
 from objcomm.failures import watchdog
-from objcomm.failures.board import Board
 from objcomm.failures.inquiry import Waiting, investigate
 from objcomm.failures.mesh import Mesh
+from objcomm.failures.noticeboard import Board
 from objcomm.transport import gloo
 from objcomm.transport.rendezvous import MeetingState, meet
 from tests.group.helpers import (

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 import objcomm
-from objcomm.failures import board as board_thread
+from objcomm.failures import noticeboard
 from tests.group.helpers import (
     assert_group_works,
     hear,
@@ -126,11 +126,11 @@ def test_a_store_that_does_not_answer_delays_no_report() -> None:
         objcomm.barrier(group=group)
         if here().rank == 0:
 
-            def answer_late(board: board_thread.Board) -> int:
+            def answer_late(board: noticeboard.Board) -> int:
                 assert go_on.wait(PATIENCE_S)
                 return board.asked()
 
-            with mock.patch.object(board_thread.Board, "ask", answer_late):
+            with mock.patch.object(noticeboard.Board, "ask", answer_late):
                 work = objcomm.all_gather("x", group=group, async_op=True)
                 wait_until(lambda: any("store: no answer" in text for text in texts), "the report")
                 go_on.set()

@@ -21,8 +21,7 @@ from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError
 from objcomm.codecs.base import Encoded
 from objcomm.codecs.msgpack import PlainCodec
 from objcomm.transport import rendezvous
-from objcomm.wire import gate as admission
-from objcomm.wire import header
+from objcomm.wire import admission, header
 from objcomm.wire.signing import signer_for
 from tests.cases import case
 from tests.group.helpers import assert_group_works, error_in, outcome_of, subgroup, tell_all

@@ -11,7 +11,7 @@ import torch
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportError, UsageError
-from objcomm.collectives.patterns import answered
+from objcomm.collectives.gather import answered
 from objcomm.collectives.reduction import elementwise, leafwise
 from tests.cases import case
 from tests.group.containers import LARGE, Loss, Stats

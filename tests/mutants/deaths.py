@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     Mutant(
         "no-word-at-the-end",
-        "objcomm/failures/board.py",
+        "objcomm/failures/noticeboard.py",
         "        self.tell_end(self.rank, word)\n",
         "",
         "a program that came to its end is told as one that died",

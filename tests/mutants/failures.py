@@ -18,7 +18,7 @@ MUTANTS = (
     ),
     Mutant(
         "second-verdict-wins",
-        "objcomm/failures/board.py",
+        "objcomm/failures/noticeboard.py",
         'self._store.compare_set(f"verdict/{key}", "", verdict.pack())',
         'self._store.compare_set(f"verdict/{key}", "", verdict.pack()) and verdict.pack()',
         "ranks that end a mesh at once raise different errors",
@@ -34,7 +34,7 @@ MUTANTS = (
     ),
     Mutant(
         "unreadable-verdict-passed-over",
-        "objcomm/failures/board.py",
+        "objcomm/failures/noticeboard.py",
         'return Verdict(Cause.LEFT, f"unread/{key}", reason=str(error))',
         "raise error",
         "a verdict that is no record leaves ranks waiting",
@@ -170,7 +170,7 @@ MUTANTS = (
     ),
     Mutant(
         "cause-lost",
-        "objcomm/wire/failure.py",
+        "objcomm/wire/failure_message.py",
         "raise on_rank(rank, CollectiveError(operation, failures)) from own",
         "raise on_rank(rank, CollectiveError(operation, failures))",
         "on the rank that failed the original error is no cause of what is raised",
@@ -258,7 +258,7 @@ MUTANTS = (
     ),
     Mutant(
         "everything-local-in-main-only",
-        "objcomm/calls/region.py",
+        "objcomm/calls/absence.py",
         "region.is_local and operation in _LOCAL:",
         "region.is_local:",
         "a gather in main_only gives one contribution where those of all ranks are expected",
@@ -266,7 +266,7 @@ MUTANTS = (
     ),
     Mutant(
         "outer-region-left",
-        "objcomm/calls/region.py",
+        "objcomm/calls/absence.py",
         "_regions.set(tuple(each for each in _regions.get() if each is not self._region))",
         "_regions.set(())",
         "whoever leaves an inner block has left the outer one, too",

@@ -8,7 +8,7 @@ _P2P_TRACES = ("tests/group/test_p2p_traces.py",)
 MUTANTS = (
     Mutant(
         "verdicts-keys-left",
-        "objcomm/failures/board.py",
+        "objcomm/failures/noticeboard.py",
         'if self._store.add(f"known/{key}", 1) >= awaited:',
         'if self._store.add(f"known/{key}", 1) > awaited:',
         "every error of a job leaves two keys in the store",
@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         "whereabouts-keys-left",
-        "objcomm/failures/board.py",
+        "objcomm/failures/noticeboard.py",
         "        if self.answered:\n",
         "        if not self.answered:\n",
         "a rank that was asked where it is leaves that in the store",

@@ -129,7 +129,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-rank-combines-all",
-        "objcomm/algorithms/reduction.py",
+        "objcomm/algorithms/tensor_reduction.py",
         "batches.append(_Batch(len(batches) % size, []))",
         "batches.append(_Batch(0, []))",
         "one rank does the work of a large reduction alone",
@@ -137,7 +137,7 @@ MUTANTS = (
     ),
     Mutant(
         "operands-in-order-of-arrival",
-        "objcomm/algorithms/reduction.py",
+        "objcomm/algorithms/tensor_reduction.py",
         "about.combine([operands[rank] for rank in about.present], _room(piece))",
         "about.combine(list(operands.values()), _room(piece))",
         "a large sum's bits depend on which rank owns a piece",
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     Mutant(
         "operands-overwritten",
-        "objcomm/algorithms/reduction.py",
+        "objcomm/algorithms/tensor_reduction.py",
         "self._slots(at % _AHEAD, peer, pieces)",
         "self._slots(0, peer, pieces)",
         "operands that have come are overwritten by the next before they are combined",
@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-contribution-copied",
-        "objcomm/collectives/patterns.py",
+        "objcomm/collectives/gather.py",
         "own if rank == call.rank else call.decode_as(message, is_part,",
         "call.copy(own) if rank == call.rank else call.decode_as(message, is_part,",
         "a gather gives a copy of what its caller gave",
@@ -169,7 +169,7 @@ MUTANTS = (
     ),
     Mutant(
         "sources-object-copied",
-        "objcomm/collectives/patterns.py",
+        "objcomm/collectives/broadcast.py",
         "return obj if call.is_root else call.decode(message)",
         "return call.copy(obj) if call.is_root else call.decode(message)",
         "a broadcast gives its source a copy",

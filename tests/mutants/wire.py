@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "payload-checksum-unread",
-        "objcomm/wire/tensor.py",
+        "objcomm/wire/as_tensor.py",
         "if _checksum([payload]) != header.tag:",
         "if payload.numel() != header.payload_nbytes:",
         "large members of kept bytes may be damaged unnoticed",
@@ -163,7 +163,7 @@ MUTANTS = (
     ),
     Mutant(
         "payload-free-of-limits",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "if nbytes > chosen.max_nbytes:",
         "if header.body_nbytes > chosen.max_nbytes:",
         "large buffers do not count for max_nbytes",
@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     Mutant(
         "each-message-has-the-whole-limit",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "self._nbytes += nbytes",
         "self._nbytes = nbytes",
         "messages of one operation are not added up for max_operation_nbytes",
@@ -179,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "buffers-free-of-limits",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "if header.buffer_count > chosen.max_buffers:",
         "if header.buffer_count > chosen.max_nbytes:",
         "a header may announce millions of buffers",
@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         "refused-codec-taken-in",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "if accepted is not None and has_codec and header.codec not in accepted:",
         "if accepted is not None and not accepted:",
         "a message of a codec that this rank refuses is received before it is refused",
@@ -251,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         "replays-of-the-last-call-out-of-step",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "theirs.sequence < mine.sequence and theirs.number in newest.numbers",
         "theirs.sequence < 0",
         "a signed message that comes again in the next call is told as ranks out of step",
@@ -259,7 +259,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-messages-taken-for-others",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "        if theirs.sender == self._rank != sender:\n",
         "        if theirs.sender < 0:\n",
         "a message that comes back to its maker is told as ranks out of step",
@@ -372,7 +372,7 @@ MUTANTS = (
     ),
     Mutant(
         "signature-unread",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "elif not self.signer.is_signed(signed_part(raw), header.signature):",
         "elif len(header.signature) != len(BLANK):",
         "any 32 bytes pass for a signature",
@@ -380,7 +380,7 @@ MUTANTS = (
     ),
     Mutant(
         "replay-accepted",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "if is_old or message in self._seen or ",
         "if is_old or ",
         "a message of this call may be sent twice",
@@ -388,7 +388,7 @@ MUTANTS = (
     ),
     Mutant(
         "old-calls-count",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "is_old = theirs.sequence < newest.sequence or (",
         "is_old = theirs.sequence < 0 or (",
         "a message of an earlier call is taken for a rank that is out of step",
@@ -396,7 +396,7 @@ MUTANTS = (
     ),
     Mutant(
         "acknowledgement-for-contribution",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         " or (mine.flags ^ theirs.flags) & Flag.ACKNOWLEDGEMENT:",
         ":",
         "what a rank gave is taken for its confirmation",
@@ -404,7 +404,7 @@ MUTANTS = (
     ),
     Mutant(
         "destination-unread",
-        "objcomm/wire/gate.py",
+        "objcomm/wire/admission.py",
         "if theirs.destination not in (EVERYONE, self._rank):",
         "if theirs.destination < EVERYONE:",
         "what is signed for one rank is taken by another",

@@ -15,7 +15,7 @@ from objcomm.config import Settings
 from objcomm.observe.history import CallRecord
 from objcomm.transport.lane import Lane
 from objcomm.transport.link import PEER_LOST, Deadline, DeviceLink, LinkClosed, LinkTimeout
-from objcomm.wire.gate import Gate
+from objcomm.wire.admission import Gate
 from objcomm.wire.header import BLANK, EVERYONE, Header, Operation
 
 JOIN_SECONDS = 120.0  # only a hang takes so long

@@ -15,8 +15,8 @@ from objcomm.algorithms import routes
 from objcomm.algorithms.exchange import Exchange
 from objcomm.codecs.buffers import Buffer, BufferKind, to_bytes
 from objcomm.config import Settings, secret_of, settings
-from objcomm.wire.failure import failure_message, failures_in
-from objcomm.wire.gate import Gate
+from objcomm.wire.admission import Gate
+from objcomm.wire.failure_message import failure_message, failures_in
 from objcomm.wire.header import HEADER_NBYTES, Flag, Header, Status
 from objcomm.wire.message import Message, compose
 from objcomm.wire.signing import Signer, environment_secret, read_key_file

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from objcomm.failures.board import Board, BoardThread
 from objcomm.failures.liveness import Processes
+from objcomm.failures.noticeboard import Board, BoardThread
 from tests.waits import PATIENCE_S
 
 

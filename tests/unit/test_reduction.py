@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from objcomm.algorithms import reduction
-from objcomm.algorithms.reduction import Part
+from objcomm.algorithms import tensor_reduction
+from objcomm.algorithms.tensor_reduction import Part
 from objcomm.collectives.reduction import elementwise
 from objcomm.transport.link import result_tag
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane, on_every_rank
@@ -53,7 +53,7 @@ def test_every_part_is_combined_whoever_has_it(size: int, root: int | None) -> N
             part(rank, numel, presents[at % 4], is_taker=is_taker)
             for at, numel in enumerate(NUMELS)
         ]
-        reduction.reduce_tensors(exchange, parts, root)
+        tensor_reduction.reduce_tensors(exchange, parts, root)
         exchange.finish()
         return parts
 
@@ -77,7 +77,7 @@ def test_the_work_is_divided_and_no_byte_goes_twice() -> None:
     def on_rank(rank: int) -> None:
         exchange = exchange_on(links[rank], new_lane())
         parts = [part(rank, numel, tuple(range(size)), is_taker=True)]
-        reduction.reduce_tensors(exchange, parts, None)
+        tensor_reduction.reduce_tensors(exchange, parts, None)
         exchange.finish()
 
     on_every_rank(size, on_rank)
@@ -93,7 +93,7 @@ def test_nothing_travels_for_nothing() -> None:
     wires = Wires(2)
     link = MemoryLink(wires, 0)
     exchange = exchange_on(link, new_lane())
-    reduction.reduce_tensors(exchange, [part(0, 0, (0, 1), is_taker=True)], None)
+    tensor_reduction.reduce_tensors(exchange, [part(0, 0, (0, 1), is_taker=True)], None)
     exchange.finish()
     assert link.sent == []
 

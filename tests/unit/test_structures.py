@@ -12,7 +12,7 @@ from objcomm.collectives.reduction import structures
 from objcomm.collectives.reduction.operators import operator_for
 from objcomm.collectives.reduction.structures import ABSENT
 from objcomm.errors import UsageError
-from objcomm.wire.failure import DifferenceError
+from objcomm.wire.failure_message import DifferenceError
 from tests.same import assert_same
 
 SUM = operator_for("sum")

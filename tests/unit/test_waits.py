@@ -14,10 +14,10 @@ import torch.distributed as dist
 from objcomm.algorithms.device import DevicePath
 from objcomm.config import Settings
 from objcomm.errors import TransportError, WireError
-from objcomm.failures.board import Board
 from objcomm.failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
 from objcomm.failures.liveness import Processes
 from objcomm.failures.mesh import Mesh
+from objcomm.failures.noticeboard import Board
 from objcomm.failures.verdict import DESTROYED, Cause, Verdict, proposal_for
 from objcomm.observe.history import CallRecord, History
 from objcomm.transport.link import Deadline

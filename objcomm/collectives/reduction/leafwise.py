@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from objcomm.algorithms import reduction, routes
+from objcomm.algorithms import routes, tensor_reduction
 from objcomm.algorithms.exchange import Exchange
-from objcomm.algorithms.reduction import reduce_on_device
+from objcomm.algorithms.tensor_reduction import reduce_on_device
 from objcomm.calls.call import Call
 from objcomm.codecs.nesting import Budget, Spread, weight_of
 from objcomm.codecs.tensors import resize_locks
-from objcomm.collectives.patterns import answered
+from objcomm.collectives.gather import answered
 from objcomm.collectives.reduction import elementwise, structures
 from objcomm.collectives.reduction.operators import Operator
 from objcomm.collectives.reduction.structures import (
@@ -32,7 +32,7 @@ from objcomm.collectives.reduction.structures import (
 )
 from objcomm.config import settings
 from objcomm.errors import DecodeError, UsageError, shown
-from objcomm.wire.failure import DifferenceError
+from objcomm.wire.failure_message import DifferenceError
 from objcomm.wire.header import Status
 from objcomm.wire.message import Message
 
@@ -429,8 +429,8 @@ class TreeReduction:
         descriptions = [each for _, each in structures.leaves_of(structure)]
         own = structures.aligned(structure, self._own)
         rooms = {}
-        on_host: list[reduction.Part] = []
-        on_device: list[reduction.Part] = []
+        on_host: list[tensor_reduction.Part] = []
+        on_device: list[tensor_reduction.Part] = []
         for at, ranks in answer.following:
             about = tensors_of(descriptions[at])
             if about is None:
@@ -439,7 +439,7 @@ class TreeReduction:
             where = exchange.device.device if is_linked and not about.is_array else None
             part, rooms[at] = self._part(about, own[at], tuple(ranks), where or _HOST)
             (on_host if where is None else on_device).append(part)
-        reduction.reduce_tensors(exchange, on_host, root)
+        tensor_reduction.reduce_tensors(exchange, on_host, root)
         reduce_on_device(exchange, on_device)
         for at, (result, device) in rooms.items():
             is_tensor = isinstance(result, torch.Tensor)
@@ -447,7 +447,7 @@ class TreeReduction:
 
     def _part(
         self, about: Tensors, own: Any, ranks: tuple[int, ...], where: torch.device
-    ) -> tuple[reduction.Part, tuple[Any, torch.device | str]]:
+    ) -> tuple[tensor_reduction.Part, tuple[Any, torch.device | str]]:
         op = self._operator.name
         device: torch.device | str = about.device_type
         operand = None
@@ -459,7 +459,7 @@ class TreeReduction:
             result, flat = room_for(about, op, where)
         wide = elementwise.wide_dtype(op, about.dtype, self._options.dtype)
         dtype = elementwise.operand_dtype(op, about.dtype)
-        part = reduction.Part(
+        part = tensor_reduction.Part(
             operand,
             flat,
             dtype,

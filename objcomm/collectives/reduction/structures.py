@@ -30,7 +30,7 @@ from objcomm.codecs.tensors import (
 from objcomm.collectives.reduction import elementwise
 from objcomm.collectives.reduction.operators import Operator
 from objcomm.errors import DecodeError, UsageError, shown
-from objcomm.wire.failure import DifferenceError
+from objcomm.wire.failure_message import DifferenceError
 
 #: In place of a leaf that this rank does not have.
 ABSENT = object()

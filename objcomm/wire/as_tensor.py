@@ -10,7 +10,7 @@ from objcomm.codecs.base import codec_named, decode, encode
 from objcomm.codecs.buffers import readable, to_bytes, view
 from objcomm.config import Allowed, DeviceLike, parse_device, settings, settings_with, using
 from objcomm.errors import UsageError, WireError
-from objcomm.wire.gate import Gate
+from objcomm.wire.admission import Gate
 from objcomm.wire.header import HEADER_NBYTES, Header, Operation, Status
 from objcomm.wire.message import Message, compose, open_body
 

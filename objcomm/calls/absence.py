@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from objcomm.errors import UsageError
-from objcomm.wire.failure import named
+from objcomm.wire.failure_message import named
 
 NOBODY: frozenset[int] = frozenset()
 
