@@ -1,4 +1,4 @@
-"""From all ranks to one, or to all: ``gather``, ``all_gather``, and what one rank makes of it, for all.
+"""From all ranks to one, or to all, and what one rank makes of it: ``gather``, ``all_gather``.
 
 A function whose name ends in ``_in`` is the first step of a call that was entered: it encodes. What
 it returns is the second, to be called on the spot or given to ``call.run``. Others build on it.
