@@ -120,7 +120,7 @@ def check_link(
     make: Callable[[tuple[int, ...]], Connections],
     rank: int,
     size: int,
-    deaths: Sequence[Death] = (),
+    death: Death | None = None,
 ) -> None:
     """Hold a link against `objcomm.transport.link.Connections`; every rank calls this.
 
@@ -128,8 +128,8 @@ def check_link(
         make: gives this rank a new link to the other ranks of a tuple, all of which call it.
         rank: this one.
         size: number of ranks, two at least.
-        deaths: the process of rank 1 is killed at the first of these steps, that of rank 2 at the
-            second and so on; rank 0 sees what it hears of that. For links between processes.
+        death: the process of rank 1 is killed at this step, and rank 0 sees what it hears of that;
+            None for links within one process. One that passes each has kept the contract.
     """
     everybody = tuple(range(size))
     others = [peer for peer in everybody if peer != rank]
@@ -142,15 +142,15 @@ def check_link(
     _check_lanes(link, others)
     _check_limits(link, make(everybody), others)
     _check_abort(link, make(everybody), others)
-    pids = _pids(link, others)
-    for victim, step in enumerate(deaths, 1):
-        if rank == victim:
-            _die(make((0, victim)), step)
+    if death is not None:
+        pids = _pids(link, others)
+        if rank == 1:
+            _die(make((0, 1)), death)
         elif rank == 0:
-            _survive(make((0, victim)), victim, step, pids[victim])
-    victims = set(range(1, len(deaths) + 1))
-    wait_until(lambda: set(link.closed()) == victims, "the end of all that were killed")
-    _meet(link, [peer for peer in others if peer not in victims])
+            _survive(make((0, 1)), 1, death, pids[1])
+        others.remove(1)
+        wait_until(lambda: link.is_closed(1), "its end on a connection that was used before")
+        _meet(link, others)  # these stand
     link.abort()
 
 
@@ -309,15 +309,18 @@ def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
     pending = [ending.recv(_filled(0, 1), peer, payload_tag(0, 8)) for peer in awaited]
     unasked = [ending.send(_filled(0, _LARGE_NBYTES), peer, payload_tag(0, 9)) for peer in awaited]
     _meet(link, others)
+    aborting = threading.Timer(_MOMENT_SECONDS, ending.abort)
     if ending.rank == 0:
-        threading.Timer(_MOMENT_SECONDS, ending.abort).start()
+        aborting.start()
     with ThreadPoolExecutor(1) as threads:
         apart = threads.submit(_end_sends, ending, unasked)
         for each in pending:
             with pytest.raises(LinkClosed) as caught:
                 ending.wait(each, _LIMIT)
             assert caught.value.reason
-        if ending.rank != 0:
+        if ending.rank == 0:
+            aborting.join()
+        else:
             _meet(ending, [peer for peer in others if peer != 0])  # these connections stand
             ending.abort()
         apart.result()

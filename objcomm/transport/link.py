@@ -178,7 +178,7 @@ class Link(Protocol):
 class Connections(Link, Protocol):
     """A link that knows which of its connections have ended: what a mesh is made of.
 
-    It notices by itself, and within a second, that a peer's process has ended.
+    It notices by itself, and soon, that a peer's process has ended.
     """
 
     def closed(self) -> Sequence[int]:
