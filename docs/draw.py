@@ -57,7 +57,7 @@ def rooms(page: str) -> list[tuple[int, str, list[str]]]:
     """Each room's floor, name and modules, from below, as architecture.md lists them."""
     found = []
     for line in page.splitlines():
-        if line[:3].strip("| ").isdigit():
+        if line.startswith("| ") and line[2].isdigit():
             _, floor, name, modules, *_ = line.split("|")
             names = [each for cell in modules.split(",") if (each := cell.strip(" `–"))]
             found.append((int(floor), name.strip(" `"), names))
