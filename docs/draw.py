@@ -43,7 +43,7 @@ SENDING = (
 RECEIVING = (
     ("transport.lane", "a receive stood ready"),
     (
-        "wire.gate",
+        "wire.admission",
         "layout, checksum, signature; is it this call? limits, before room is made",
     ),
     ("codecs.buffers", "room for each buffer, once"),
