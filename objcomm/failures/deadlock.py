@@ -206,7 +206,7 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
             if _is_under_way(lane, lane.now, their_lane):
                 return None
         following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
-        if following is None or _is_ending(lane, lane.now, theirs):
+        if following is None or _is_ending(lane, lane.now, following, theirs):
             return None
         holder, here, lane = lane.awaits, theirs, following
         met = [(other, each.group, each.number, each.since) for other, each, _ in path]
@@ -258,11 +258,15 @@ def _is_under_way(lane: LaneWait, call: Step, theirs: LaneWait) -> bool:
     return theirs.next_sequence > call.sequence
 
 
-def _is_ending(lane: LaneWait, call: Step, there: WaitSnapshot) -> bool:
-    """Whether the awaited rank knows that this wait's mesh has ended, and may be in the next one.
+def _is_ending(lane: LaneWait, call: Step, following: LaneWait, there: WaitSnapshot) -> bool:
+    """Whether the mesh of one of two waits in a row has ended, so that who waits there is told.
 
-    A busy rank may be told of that later than the other one has asked twice where it is.
+    A group has one mesh at a time: who waits on another one than this rank has yet to hear, or this
+    one has. A busy rank may hear later than others have asked it twice where it is.
     """
+    are_known = bool(lane.nonce and following.nonce)
+    if lane.group == following.group and are_known and lane.nonce != following.nonce:
+        return True
     theirs = next((each for each in there.lanes if each.group == lane.group), None)
     if theirs is None or not lane.nonce or call.sequence == MEETING:
         return False

@@ -9,6 +9,14 @@ _BROKEN = ("tests/group/test_broken.py",)
 
 MUTANTS = (
     Mutant(
+        "two-meshes-taken-for-one",
+        "objcomm/failures/deadlock.py",
+        "if lane.group == following.group and are_known and lane.nonce != following.nonce:",
+        "if following is lane:",
+        "a rank that meets anew after an error takes who has not heard of it for a deadlock",
+        _CONFLICT,
+    ),
+    Mutant(
         "verdict-not-posted",
         "objcomm/failures/mesh.py",
         "return self.stop(board.propose(self.nonce, proposal) if self.nonce else proposal)",
@@ -107,7 +115,7 @@ MUTANTS = (
     Mutant(
         "circles-through-what-has-ended",
         "objcomm/failures/deadlock.py",
-        "if following is None or _is_ending(lane, lane.now, theirs):",
+        "if following is None or _is_ending(lane, lane.now, following, theirs):",
         "if following is None:",
         "a rank that has raised, and meets the others anew, raises once more where one is slow",
         ("tests/unit/test_circles.py",),

@@ -208,6 +208,13 @@ def test_an_earlier_mesh_is_not_compared() -> None:
     assert conflict_of(ranks) is None
 
 
+def test_who_waits_in_a_meeting_that_another_has_left_is_in_no_circle() -> None:
+    """Rank 0 has raised and meets anew, and rank 1 has yet to hear why the last meeting ended."""
+    new, old = meeting("a", awaits=1)._replace(nonce="new"), meeting("a", awaits=0)
+    assert conflict_of({0: [new], 1: [old._replace(nonce="old")]}) is None
+    assert conflict_of({0: [new], 1: [meeting("b", awaits=0)._replace(nonce="old")]}) is not None
+
+
 # Messages from rank to rank: any thread may send, so a wait for one is in vain only where the
 # other process has a single thread, which waits itself.
 
