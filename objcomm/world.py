@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from objcomm.environment import Unjoined, unjoined_in
+from objcomm.environment import Unjoined, tells_no_size, unjoined_in
 from objcomm.errors import NotInGroupError, UsageError
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def group_for_call(group: GroupLike) -> Any:
         NotInGroupError: this rank is no member.
     """
     if not is_initialized():
-        promise = unjoined_in(os.environ).promise if group is None else ""
+        is_sure = group is not None or tells_no_size()
+        promise = "" if is_sure else unjoined_in(os.environ).promise
         if promise:
             raise UsageError(
                 f"{promise} promises other ranks, but torch.distributed is not initialised; call "
