@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import importlib
+import importlib.metadata
 import ipaddress
 import os
 import platform
@@ -504,8 +504,10 @@ def _rank(place: Placement | None, problem: str) -> int:
 
 
 def _versions() -> dict[str, str]:
-    # The package's own name, which stands above this one.
-    version = importlib.import_module("objcomm").__version__
+    try:
+        version = importlib.metadata.version("objcomm")
+    except importlib.metadata.PackageNotFoundError:  # it runs from a folder
+        version = UNKNOWN
     found = {"python": platform.python_version(), "torch": torch.__version__, "objcomm": version}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
