@@ -507,7 +507,7 @@ def _versions() -> dict[str, str]:
     try:
         version = importlib.metadata.version("objcomm")
     except importlib.metadata.PackageNotFoundError:  # it runs from a folder
-        version = UNKNOWN
+        version = "unknown"
     found = {"python": platform.python_version(), "torch": torch.__version__, "objcomm": version}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
