@@ -366,7 +366,7 @@ class Mesh:
 
         Args:
             verdict: why; one that the store was too slow for is known here only.
-            board: given on the board's thread's own thread, where that may do no further job.
+            board: given on the board's own thread, where that may do no further job.
         """
         with self._lock:
             if self.verdict is not None:
@@ -531,7 +531,7 @@ def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict
     Args:
         mesh: of the call.
         verdict: as the connections or the kernel tell it.
-        board: given on the board's thread's own thread.
+        board: given on the board's own thread.
     """
     processes = mesh.board_thread.processes
     # Who ended by itself, or left its world, has left a word.

@@ -227,9 +227,7 @@ class BoardThread:
         self.clients = Clients()
         self.clients_of_groups = Clients()
         self._heard: dict[str, tuple[Verdict | None, float]] = {}
-        self._thread = threading.Thread(
-            target=self._run, name="objcomm-board's thread", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="objcomm-board", daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[Board], object]) -> None:

@@ -3,8 +3,8 @@
 Four times a second it looks at the calls that wait. What has waited for half a second is
 investigated: where are the others, and has anybody ended this? What has waited for a minute is
 logged, and what has passed its limit ends, at that moment and not at the next look. The thread
-itself never talks to the store, which may not answer: that is that thread's work, and what the
-board's thread has not done after half a second is done here without it.
+itself never talks to the store, which may not answer: that is the board's thread's work, and what
+this has not done after half a second is done here without it.
 
 It also lets Ctrl-C end a wait that sits in C++. Python runs signal handlers between bytecodes of
 the main thread only, and a wait for a peer is one long call. So while the main thread waits, the
