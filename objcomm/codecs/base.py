@@ -53,7 +53,7 @@ class Codec(Protocol):
         Args:
             obj: anything; it is not changed, and may not be changed until it was sent.
             device_type: tensors on this type of device may stay there, as
-                ``Kind.DEVICE`` buffers; all others become CPU buffers.
+                ``BufferKind.DEVICE`` buffers; all others become CPU buffers.
 
         Raises:
             EncodeError: the codec refuses the object. Anything else that it raises becomes one.

@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
         is_store_silent: whether the store did not answer; it is told this verdict when it does.
         operation: what failed, where it is not the operation that a rank is in.
         meshes: the nonces of all meshes that it ends, where there are several.
-        circle: who waited for whom, as ``Conflict.pack`` gives it, where ranks waited in a circle.
+        circle: who waited for whom, as ``Deadlock.pack`` gives it, where ranks waited in a circle.
         is_final: whether no rank's next call may try again, though its own ranks had not met: one
             is known to be gone, or another rank has connected and lost what it had.
         block: the key of the block in which a rank has failed.

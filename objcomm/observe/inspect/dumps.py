@@ -53,7 +53,7 @@ _CALL = {
 
 @dataclass(frozen=True, slots=True)
 class DumpedCall:
-    """One rank's part in one call; the fields are those of ``history.Entry.plain``."""
+    """One rank's part in one call; the fields are those of ``history.CallRecord.plain``."""
 
     operation: str
     sequence: int
