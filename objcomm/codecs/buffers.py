@@ -21,7 +21,6 @@ T = TypeVar("T")
 COPIED_MAX_NBYTES = 120 << 10
 
 _ALIGNMENT = 64  # as torch's own allocator gives
-_MADV_HUGEPAGE = 14  # Linux, <asm-generic/mman-common.h>
 
 
 class BufferKind(IntEnum):
