@@ -85,7 +85,8 @@ class Link(Protocol):
     """Point-to-point transfers between CPU memories; any thread may call any method.
 
     Transfers of one pair, direction and tag happen in the order in which they were posted, and wait
-    for no others. What is sent before its receive is posted is not lost. A receive may be longer
+    for no others. What is sent before its receive is posted is not lost; what is large stays with
+    its sender until then, whose wait ends by an error if the peer ends first. A receive may be longer
     than what is sent, never shorter: that may end the process. Nothing is a message, too.
 
     The end of a connection wakes who waits for a receive that no byte has reached yet. Whether it
