@@ -20,10 +20,6 @@ from bench.peers import Peer
             unit="s",
             metric="import_seconds",
             world=1,
-            why_missed=(
-                "With the garbage collector off it took 53 to 57 ms; the rest is one full "
-                "collection, most of it of torch's objects, which falls into this import."
-            ),
         ),
     ),
 )

@@ -86,8 +86,8 @@ class Link(Protocol):
 
     Transfers of one pair, direction and tag happen in the order in which they were posted, and wait
     for no others. What is sent before its receive is posted is not lost; what is large stays with
-    its sender until then, whose wait ends by an error if the peer ends first. A receive may be longer
-    than what is sent, never shorter: that may end the process. Nothing is a message, too.
+    its sender until then, whose wait ends by an error if the peer ends first. A receive may be
+    longer than what is sent, never shorter: that may end the process. Nothing is a message, too.
 
     The end of a connection wakes who waits for a receive that no byte has reached yet. Whether it
     wakes who waits for one that is being filled tells ``needs_last_byte_apart``. It need not wake
