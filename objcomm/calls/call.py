@@ -470,7 +470,7 @@ class Call:
             return Work[R](self.name, self.call_site).carry_out_here(body)
         if lane.line is None:
             lane.line = SerialExecutor(f"objcomm-line {lane.name}".strip())
-        work = Work[R](self.name, self.call_site, lane)
+        work: Work[R] = Work(self.name, self.call_site, lane)
         work.carry_out_on(lane.line, body)
         return work
 
