@@ -220,4 +220,4 @@ for _name in __all__:
 del _name
 
 keep_eager([*(globals()[name] for name in __all__), recorder.dump])
-del keep_eager  # no public name
+del gc, keep_eager  # no public names

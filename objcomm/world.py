@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from objcomm.config import GroupLike  # noqa: TC001  # who asks for a function's types finds it
 from objcomm.environment import Unjoined, tells_no_size, unjoined_in
 from objcomm.errors import NotInGroupError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from objcomm.config import GroupLike
 
 
 #: A group's limit where its own can't be found: torch's default for Gloo.

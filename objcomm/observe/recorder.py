@@ -132,10 +132,10 @@ class _Recorders:
     def of(self, process_group: Any) -> Recorder:
         if process_group is None:
             return self._solo
-        with self._lock:
-            found = self._known.get(process_group)
-            if found is None:
-                found = self._known[process_group] = Recorder(process_group)
+        found = self._known.get(process_group)
+        if found is None:
+            with self._lock:
+                found = self._known.setdefault(process_group, Recorder(process_group))
         return found
 
     def all(self) -> list[Recorder]:

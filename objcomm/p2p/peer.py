@@ -175,28 +175,20 @@ class Peers:
         return pair
 
 
-class _Known:
-    """The peers of every group that lives."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_group: weakref.WeakKeyDictionary[Group, Peers] = weakref.WeakKeyDictionary()
-
-    def of(self, group: Group) -> Peers:
-        with self._lock:
-            found = self._by_group.get(group)
-            if found is None:
-                found = self._by_group[group] = Peers(group)
-                group.at_end(found.pool.close)
-        return found
-
-
-_known = _Known()
+_by_group: weakref.WeakKeyDictionary[Group, Peers] = weakref.WeakKeyDictionary()
 
 
 def peers_of(group: Group) -> Peers:
     """This rank's messages from rank to rank on a group."""
-    return _known.of(group)
+    found = _by_group.get(group)
+    if found is None:
+        # One step, and no lock: a process that was forked while another thread had it would wait
+        # for that thread for ever, instead of being told that it can't use the group.
+        made = Peers(group)
+        found = _by_group.setdefault(group, made)
+        if found is made:
+            group.at_end(made.pool.close)
+    return found
 
 
 def _listen(  # noqa: PLR0917  # a thread's arguments

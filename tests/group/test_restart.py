@@ -1,17 +1,22 @@
 """Process groups that are made again, and processes that are forked: nothing stale is seen."""
 
 import os
+import signal
+import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportTimeout
+from objcomm.p2p.mailbox import Mailbox
 from objcomm.transport.store import loopback_store
 from tests.group.helpers import assert_group_works, keys_in, outcome_of, tell_all
 from tests.group.watched import patiently
 from tests.ranks import ranks
+from tests.waits import PATIENCE_S
 from tests.workers import here, join
 
 
@@ -85,6 +90,33 @@ def test_a_forked_child_is_refused_its_parents_sockets() -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_a_child_that_is_forked_beside_a_threads_first_message_is_refused_its_own() -> None:
+    """Whatever that thread holds just then, nobody gives back in the child."""
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def slow_elsewhere(rank: int, size: int) -> Mailbox:
+        if threading.current_thread() is not threading.main_thread():
+            is_inside.set()
+            may_go_on.wait(PATIENCE_S)
+        return Mailbox(rank, size)
+
+    if here().rank == 0:
+        with mock.patch("objcomm.p2p.peer.Mailbox", slow_elsewhere):
+            thread = threading.Thread(target=lambda: objcomm.iprobe(1))
+            thread.start()
+            assert is_inside.wait(PATIENCE_S)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)  # ends a hang
+                os._exit(0 if outcome_of(lambda: objcomm.send(1, 1)) == "UsageError" else 1)
+            _, status = os.waitpid(child, 0)
+            may_go_on.set()
+            thread.join()
+        assert os.waitstatus_to_exitcode(status) == 0
+    tell_all("the child has ended", "")
 
 
 @ranks(2, joined=False)
