@@ -56,7 +56,7 @@ _DIGEST_NBYTES = 32
 
 
 class Coding:
-    """See the module.
+    """How one call encodes its objects and decodes what arrives: codec, options and device.
 
     Attributes:
         settings: the options that hold for the call.

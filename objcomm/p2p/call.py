@@ -38,7 +38,7 @@ _TAG_MAX = (1 << 32) - 1
 
 
 class P2PCall:
-    """See the module; constructing it checks the arguments and starts nothing.
+    """What a send and a receive share; constructing it checks arguments and starts nothing.
 
     Entered as a context it is carried out there: it is noted before and concluded afterwards.
 
@@ -175,7 +175,7 @@ def _tag(operation: str, tag: object) -> int:
 
 
 class Send(P2PCall):
-    """See the module."""
+    """A message from this rank to one other: encode it, queue for the receiver, transmit it."""
 
     operation = Operation.SEND
 
@@ -278,7 +278,7 @@ _TRANSFER_SECONDS = 2.0
 
 
 class Receive(P2PCall):
-    """See the module; also a probe, which takes nothing in."""
+    """A message from another rank: ask, wait, take it in and decode it; or look, and leave it."""
 
     operation = Operation.RECV
 

@@ -117,6 +117,7 @@ def test_a_child_that_is_forked_beside_a_threads_first_message_is_refused_its_ow
             thread.join()
         assert os.waitstatus_to_exitcode(status) == 0
     tell_all("the child has ended", "")
+    assert_group_works()
 
 
 @ranks(2, joined=False)
