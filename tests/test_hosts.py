@@ -59,7 +59,7 @@ class Job:
 
     def reached(self, point: str) -> None:
         """Wait until every rank has reached a point."""
-        self._wait(lambda: all(self._path(f"{point}.{rank}") for rank in range(self.size)), point)
+        self.wait(lambda: all(self._path(f"{point}.{rank}") for rank in range(self.size)), point)
 
     def go(self, point: str) -> None:
         """Let all ranks go on from there."""
@@ -67,7 +67,7 @@ class Job:
 
     def results(self) -> tuple["Results", ...]:
         """What each rank kept, once all have ended."""
-        self._wait(lambda: all(each.poll() is not None for each in self._processes), "the end")
+        self.wait(lambda: all(each.poll() is not None for each in self._processes), "the end")
         return self._kept()
 
     def _kept(self) -> tuple["Results", ...]:
@@ -77,7 +77,8 @@ class Job:
     def _path(self, name: str) -> bool:
         return (self._folder / name).exists()
 
-    def _wait(self, is_so: Callable[[], bool], what: str) -> None:
+    def wait(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for something that must happen; where it does not, show what the ranks have said."""
         while not is_so():
             if time.monotonic() > self._until:
                 self._fail(f"not all ranks came to {what}")
@@ -195,7 +196,7 @@ def _cut_under_way(job: Job, point: str) -> None:
     before, _ = job.hosts[0].carried_nbytes()
     job.go(point)
     tenth = before + LARGE_NBYTES // 10
-    wait_until(lambda: job.hosts[0].carried_nbytes()[0] > tenth, "a tenth of the payload")
+    job.wait(lambda: job.hosts[0].carried_nbytes()[0] > tenth, f"a tenth of what is {point}")
     job.hosts.cut(1)
     job.hosts.limit(1, _MBIT)
 
