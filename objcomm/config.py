@@ -85,6 +85,8 @@ class Settings:
             leaves it to the environment.
         report_after: how many seconds a call waits before it is logged.
         lost_after: for how many seconds a host may be out of reach.
+        local: whether ranks of one host have a link of their own; ``None`` leaves it to the
+            environment.
     """
 
     codec: str = "pickle"
@@ -99,11 +101,17 @@ class Settings:
     record_folder: str | None = None
     report_after: float = 60.0
     lost_after: float = 60.0
+    local: bool | None = None
 
     @property
     def is_checked(self) -> bool:
         """Whether ranks agree on each operation before it."""
         return _environment_check() if self.check is None else self.check
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks of one host may have a link of their own."""
+        return os.environ.get("OBJCOMM_LOCAL", "") != "0" if self.local is None else self.local
 
 
 class _Process:
@@ -183,6 +191,9 @@ class configure:  # noqa: N801  # used as a function and as a context
             because it or its network has failed: see the guide on failures. Held by the
             connections that are made afterwards. At first 60; ``math.inf`` for the system's own
             limits. On Linux only.
+        local: whether groups whose ranks all share a host use Unix sockets instead of Gloo, for
+            the connections that are made afterwards. One rank that says False decides for its
+            group. At first True, unless the environment has ``OBJCOMM_LOCAL=0``. On Linux only.
         everywhere: also for threads that have set no options, whenever they were started. The
             last one to say so counts.
 
@@ -212,6 +223,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         record_folder: str | os.PathLike[str] | None = None,
         report_after: float | None = None,
         lost_after: float | None = None,
+        local: bool | None = None,
         everywhere: bool = False,
     ) -> None:
         given = {
@@ -223,6 +235,7 @@ class configure:  # noqa: N801  # used as a function and as a context
             "check": check,
             "report_after": report_after,
             "lost_after": lost_after,
+            "local": local,
         }
         changed: dict[str, Any] = {
             name: value for name, value in given.items() if value is not None

@@ -359,9 +359,9 @@ def _die(link: Connections, step: Death) -> None:
     elif step is Death.TAKING:
         room = torch.zeros(_HUGE_NBYTES, dtype=torch.uint8)
         posted = [link.recv(piece, 0, tag) for piece in _cut(link, room)]
+        threading.Thread(target=link.wait, args=(posted[-1], _LIMIT), daemon=True).start()
         while not room[0]:
             pass
-        assert posted
         os.kill(os.getpid(), signal.SIGKILL)
     elif step is Death.SENDING:
         _wait_for_all(link, _sent(link, 0, tag))
@@ -399,11 +399,13 @@ def _survive(link: Connections, victim: int, step: Death, pid: int) -> None:
     elif step is Death.SENDING:
         room = torch.zeros(_HUGE_NBYTES, dtype=torch.uint8)
         pending = [link.recv(piece, victim, tag) for piece in _cut(link, room)]
-        while not room[0]:
-            pass
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(LinkClosed):
-            link.wait(pending[-1], _LIMIT)
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(link.wait, pending[-1], _LIMIT)
+            while not room[0]:
+                pass
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(LinkClosed):
+                waiting.result()
         assert not room[-1]  # else it was killed too late
     elif step is Death.DONE:
         room = _filled(0, 1)

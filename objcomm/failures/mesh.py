@@ -26,7 +26,7 @@ from objcomm.failures.noticeboard import Board, BoardThread, StoreSilentError
 from objcomm.failures.verdict import FAREWELLS, Cause, Verdict, nonce_of, proposal_for, regions
 from objcomm.observe.history import CallRecord
 from objcomm.observe.log import log
-from objcomm.transport.gloo import GlooLink
+from objcomm.transport.connect import connect
 from objcomm.transport.link import HOST_LOST, LinkClosed
 from objcomm.transport.rendezvous import FIRST_USE, GivenUpError, MeetingState
 from objcomm.transport.store import reason_of
@@ -254,7 +254,7 @@ class Mesh:
         try:
             own = clients.take(store, deadline.lost_seconds)
             part = dist.PrefixStore(self.name, own)
-            link = GlooLink(part, self.rank, self.members, deadline, self._progress)
+            link = connect(part, self.rank, self.members, deadline, self._progress)
             clients.give_back(own)
             log.debug(
                 "group %r: %d ranks connected over %s, on %d host(s)",

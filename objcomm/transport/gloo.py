@@ -40,7 +40,6 @@ from objcomm.transport.link import (
     LinkTimeout,
     Pending,
 )
-from objcomm.transport.rendezvous import MeetingState, forget, meet
 from objcomm.transport.sockets import flow, is_outage, notice_outages, open_sockets
 from objcomm.transport.store import reason_of
 from objcomm.transport.threads import AbandonedError, Apart
@@ -68,6 +67,11 @@ _INSTANT = timedelta(milliseconds=1)
 _profiler = torch.autograd.profiler
 
 
+def keys_left(size: int) -> list[str]:
+    """Where ``size`` ranks leave their addresses (c10d::ProcessGroupGloo, first context)."""
+    return [f"0/{place}" for place in range(size)]
+
+
 class GlooLink:
     """Joins ranks of one group by a private ``ProcessGroupGloo``.
 
@@ -93,27 +97,26 @@ class GlooLink:
         store: dist.Store,
         rank: int,
         members: tuple[int, ...],
+        hosts: tuple[int, ...],
         deadline: Deadline,
-        progress: MeetingState,
     ) -> None:
-        """Meet the other ranks and connect to each; may block in C++ up to the limit.
+        """Connect to each other rank; may block in C++ up to the limit.
 
         Args:
-            store: a connection to it that no other thread uses, with a prefix that is theirs alone.
+            store: a connection to it that no other thread uses, with a prefix that is this link's
+                alone.
             rank: this one, within the group.
-            members: those that it joins, as ranks within the group.
+            members: those that it joins, as ranks within the group; they have met.
+            hosts: of each of them.
             deadline: how long to wait.
-            progress: tells others how far it has come.
 
         Raises:
-            GivenUpError: ``progress`` was ended from outside.
-            WireError: as ``meet``.
             DistNetworkError: the store is gone.
             LinkClosed: another rank was lost, or does not answer.
             LinkError: this process can't connect to any.
         """
         try:
-            self._connect(store, rank, members, deadline, progress)
+            self._connect(store, rank, members, hosts, deadline)
         except dist.DistNetworkError:
             raise
         except RuntimeError as error:
@@ -124,27 +127,23 @@ class GlooLink:
         store: dist.Store,
         rank: int,
         members: tuple[int, ...],
+        hosts: tuple[int, ...],
         deadline: Deadline,
-        progress: MeetingState,
     ) -> None:
         self.rank = rank
         self.size = size = len(members)
         self._places = {member: place for place, member in enumerate(members)}
         place = self._places[rank]
-        self.hosts = meet(store, place, size, progress)
-        prefixed = dist.PrefixStore(f"objcomm/{progress.nonce}", store)
+        self.hosts = hosts
         # All ranks are here: one that dies now must not hold this thread for as long as a call.
         limit = min(deadline.left(), CONNECT_MAX)
         before = open_sockets()
         # Any: torch's stubs leave out point-to-point of a backend.
-        self._mesh: Any = dist.ProcessGroupGloo(prefixed, place, size, limit)
+        self._mesh: Any = dist.ProcessGroupGloo(store, place, size, limit)
         self._apart = Apart()
         self._flow = flow(before, size - 1)
         if len(set(self.hosts)) > 1:
             notice_outages(before, deadline.lost_seconds)
-        # Where it leaves its addresses (c10d::ProcessGroupGloo, first context).
-        addresses = [f"objcomm/{progress.nonce}/0/{place}" for place in range(size)]
-        forget(store, progress.nonce, size, addresses)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``Link``."""

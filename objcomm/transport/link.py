@@ -85,7 +85,8 @@ class Link(Protocol):
     """Point-to-point transfers between CPU memories; any thread may call any method.
 
     Transfers of one pair, direction and tag happen in the order in which they were posted, and wait
-    for no others. What is sent before its receive is posted is not lost; what is large stays with
+    for no others. They move while any thread of this rank waits for one, and need not at other
+    times. What is sent before its receive is posted is not lost; what is large stays with
     its sender until then, whose wait ends by an error if the peer ends first. A receive may be
     longer than what is sent, never shorter: that may end the process. Nothing is a message, too.
 
@@ -226,11 +227,13 @@ class Deadline:
         seconds: how long it is.
         lost_seconds: for how long a host may be out of reach, on connections that this operation
             has to make.
+        is_local: whether those may join ranks of one host by a link of their own.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = min(seconds, FOREVER_SECONDS)
         self.lost_seconds = settings().lost_after
+        self.is_local = settings().is_local
         self._report_seconds = settings().report_after
         self._left = self._end = 0.0
         self.restart()

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -38,6 +38,9 @@ FIRST_USE = "first use of the group"
 _PREFIX = "objcomm"
 
 _GIVEN_UP = "given up"
+
+#: The door of a rank that has none.
+NO_DOOR = "-"
 
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
@@ -112,7 +115,21 @@ class MeetingState:
             entry.awaits = self._awaits
 
 
-def meet(store: dist.Store, rank: int, size: int, progress: MeetingState) -> tuple[int, ...]:
+class Met(NamedTuple):
+    """What the ranks have told each other.
+
+    Attributes:
+        hosts: of each member, as a number; they count from 0 in the order of their first members.
+        doors: where ranks of its host can reach each member; ``NO_DOOR`` for nowhere.
+    """
+
+    hosts: tuple[int, ...]
+    doors: tuple[str, ...]
+
+
+def meet(
+    store: dist.Store, rank: int, size: int, progress: MeetingState, door: str = NO_DOOR
+) -> Met:
     """Meet all ranks and agree on names that are new, which ``progress`` gets, and on the places.
 
     Every member must call this. It has no limit of its own: see ``MeetingState.is_over``.
@@ -122,9 +139,10 @@ def meet(store: dist.Store, rank: int, size: int, progress: MeetingState) -> tup
         rank: this one's position among the members; 0 is the host.
         size: number of members.
         progress: tells others how far it has come.
+        door: what the others are told of where this rank can be reached; one word.
 
     Returns:
-        The host of each member, as a number; they count from 0 in the order of their first members.
+        What all have told.
 
     Raises:
         GivenUpError: it was ended from outside.
@@ -132,8 +150,8 @@ def meet(store: dist.Store, rank: int, size: int, progress: MeetingState) -> tup
     """
     ours = dist.PrefixStore(_PREFIX, store)
     if rank != 0:
-        return _meet_as_guest(ours, rank, size, progress)
-    return _meet_as_host(ours, size, progress)
+        return _meet_as_guest(ours, rank, size, progress, door)
+    return _meet_as_host(ours, size, progress, door)
 
 
 def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> None:
@@ -154,7 +172,7 @@ def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> Non
         store.delete_key(key)
 
 
-def _meet_as_host(store: dist.Store, size: int, progress: MeetingState) -> tuple[int, ...]:
+def _meet_as_host(store: dist.Store, size: int, progress: MeetingState, door: str) -> Met:
     nonce = progress.nonce = uuid.uuid4().hex
     answered: dict[int, dict[str, str]] = {peer: {} for peer in range(1, size)}
     try:
@@ -168,9 +186,14 @@ def _meet_as_host(store: dist.Store, size: int, progress: MeetingState) -> tuple
         for key in (f"hello/{peer}", *welcomes, f"joined/{nonce}/{peer}"):
             store.delete_key(key)
     taken = [nonce, *(joined[peer] for peer in answered)]
-    names = [machine(), *(answered[peer][joined[peer]] for peer in answered)]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    told = " ".join(f"{numbers[name]}/{number}" for name, number in zip(names, taken, strict=True))
+    places = [answered[peer][joined[peer]].partition(" ") for peer in answered]
+    names = [machine(), *(name for name, _, _ in places)]
+    doors = [door, *(each for _, _, each in places)]
+    hosts = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    told = " ".join(
+        f"{hosts[name]}/{each}/{number}"
+        for name, each, number in zip(names, doors, taken, strict=True)
+    )
     store.set(f"go/{nonce}", told)
     return _agreed(told, taken[0], 0, size, progress)
 
@@ -209,11 +232,11 @@ def _answer(
 
 
 def _meet_as_guest(
-    store: dist.Store, rank: int, size: int, progress: MeetingState
-) -> tuple[int, ...]:
+    store: dist.Store, rank: int, size: int, progress: MeetingState, door: str
+) -> Met:
     while True:
         number = uuid.uuid4().hex
-        say_hello = functools.partial(store.set, f"hello/{rank}", f"{number} {machine()}")
+        say_hello = functools.partial(store.set, f"hello/{rank}", f"{number} {machine()} {door}")
         say_hello()
         nonce = _wait_for(store, f"welcome/{number}", progress, say_hello)
         progress.look_around()
@@ -226,13 +249,11 @@ def _meet_as_guest(
             store.delete_key(key)
 
 
-def _agreed(
-    told: str, number: str, rank: int, size: int, progress: MeetingState
-) -> tuple[int, ...]:
-    """The hosts that rank 0 has told with all numbers; gives ``progress`` the session.
+def _agreed(told: str, number: str, rank: int, size: int, progress: MeetingState) -> Met:
+    """What rank 0 has told with all numbers; gives ``progress`` the session.
 
     Args:
-        told: for each rank its host and its number.
+        told: for each rank its host, its door and its number.
         number: this rank's own, which nobody knew before: without it in its place, all this may be
             of another meeting.
         rank: its place.
@@ -242,15 +263,15 @@ def _agreed(
     Raises:
         WireError: rank 0 did not meet this rank, or no rank wrote this.
     """
-    pairs = [each.partition("/") for each in told.split(" ")]
-    if len(pairs) != size or pairs[rank][2] != number:
-        raise _damaged(told)
     try:
-        hosts = tuple(int(host) for host, _, _ in pairs)
+        hosts, doors, numbers = zip(*(each.split("/") for each in told.split(" ")), strict=True)
+        met = Met(tuple(map(int, hosts)), doors)
     except ValueError as error:
         raise _damaged(told) from error
+    if len(doors) != size or numbers[rank] != number:
+        raise _damaged(told)
     progress.session = hashlib.blake2b(told.encode(), person=b"objcomm session").hexdigest()
-    return hosts
+    return met
 
 
 def await_all(store: dist.Store, size: int) -> None:

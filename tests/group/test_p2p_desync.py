@@ -17,7 +17,7 @@ from objcomm.failures import watchdog
 from objcomm.failures.inquiry import Waiting, investigate
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.noticeboard import Board
-from objcomm.transport import gloo
+from objcomm.transport import connect
 from objcomm.transport.rendezvous import MeetingState, meet
 from tests.group.helpers import (
     assert_group_works,
@@ -123,9 +123,11 @@ def test_a_circle_of_three(kind: str) -> None:
 def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> None:
     """Rank 1 finds it, and has left before rank 0 looks: no verdict can wait for rank 0."""
 
-    def meet_later(store: dist.Store, rank: int, size: int, progress: MeetingState) -> Any:
+    def meet_later(
+        store: dist.Store, rank: int, size: int, progress: MeetingState, door: str
+    ) -> Any:
         wait_until(lambda: progress.is_over, "the meeting to be given up")
-        return meet(store, rank, size, progress)
+        return meet(store, rank, size, progress, door)
 
     def look_later(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
         if here().rank == 1 or is_said("rank 1 raised"):
@@ -134,7 +136,7 @@ def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> 
     with subgroup(0, 1) as group:
         objcomm.barrier(group=group)
         with (
-            mock.patch.object(gloo, "meet", meet_later),
+            mock.patch.object(connect, "meet", meet_later),
             mock.patch.object(watchdog, "investigate", look_later),
             patiently(),
             closely(),

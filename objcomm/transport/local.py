@@ -1,0 +1,723 @@
+"""The link between ranks of one host: a stream socket of the system's for each pair.
+
+It has no thread. Whoever waits moves what there is to move, for all: the *mover* sleeps until any
+socket has bytes or room, takes them in, and wakes the threads whose transfers are over. When its
+own is over the next one that waits becomes the mover.
+
+What goes over a stream is a frame: a kind, a tag and a number, and then perhaps bytes.
+
+- ``MESSAGE``: a message of at most 64 KiB, at once. The system keeps it, or the other end does,
+  until somebody asks for it. First messages of a lane are counted, and a sender is no more than
+  four ahead of who takes them: so far the search for the reason of a wait can see. Of what follows
+  them 256 KiB may go so. That bounds the memory of who takes nothing.
+- ``OFFER``: there is one that may not. It waits in its sender's memory for
+- ``TAKE``: there is room for it now; and then goes out as
+- ``CONTENT``, from the sender's memory into the receiver's, past all buffers of this module.
+- ``CREDIT``: so many first messages of a lane have been taken.
+
+Nothing that arrives is believed before it was judged: a frame of no kind, one that is too long, or
+one that answers nothing ends the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from enum import IntEnum
+from struct import Struct
+from typing import TYPE_CHECKING
+
+from objcomm.transport.link import LANE_BITS, PEER_LOST, LinkClosed, LinkTimeout, Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from datetime import timedelta
+
+    import torch
+
+# Kind and tag; length of the message; number of the offer, or of messages taken.
+_HEADER = Struct("<IIQQ")
+_HEADER_NBYTES = _HEADER.size
+
+#: What is not longer goes out unasked; a first message must. The system keeps 208 KiB for a reader
+#: that is busy (Linux' own default).
+UNASKED_MAX_NBYTES = 1 << 16
+# Of the messages with one tag, which are of one call; and of how many tags that is counted. A tag
+# that was forgotten begins anew: nothing depends on it but memory.
+_UNASKED_OF_A_TAG_NBYTES = 1 << 18
+_TAGS_KNOWN = 64
+#: First messages of a lane that a sender may be ahead of who takes them.
+AHEAD_MAX = 4
+_TOLD_EACH = 2
+
+# Room for a message with its header, and some more of them.
+_RAW_NBYTES = 2 * UNASKED_MAX_NBYTES
+# The system counts milliseconds in 31 bits.
+_SLEEP_MAX_SECONDS = 1e6
+# As much of a large message goes out before others get a turn.
+_TURN_NBYTES = 4 << 20
+
+_READS = select.EPOLLIN | select.EPOLLRDHUP
+_ENDS = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+
+_OWN_DOING = "this rank has closed its connections"
+
+
+class Kind(IntEnum):
+    """What a frame is; see the module."""
+
+    MESSAGE = 1
+    OFFER = 2
+    TAKE = 3
+    CONTENT = 4
+    CREDIT = 5
+
+
+class _Transfer:
+    """A message on its way out or in.
+
+    Attributes:
+        view: its memory, or the room for it.
+        is_over: whether that may be used again.
+        reason: why it ended without having been carried; empty otherwise.
+        turn: held by the thread that waits for it while another one is the mover.
+    """
+
+    __slots__ = ("is_over", "reason", "turn", "view")
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.is_over = False
+        self.reason = ""
+        self.turn: threading.Lock | None = None
+
+    def end(self, reason: str = "") -> None:
+        """Let it be over, and whoever waits for it go on."""
+        self.reason = reason
+        self.is_over = True
+        turn = self.turn
+        if turn is not None:
+            self.turn = None
+            turn.release()
+
+
+class _Connection:
+    """One peer: its socket, what has come of it, and what has yet to go there.
+
+    Attributes:
+        peer: its rank.
+        socket: to it.
+        arrived: by tag: what came before it was asked for, as bytes, or as an offer's number.
+        posted: by tag: the receives for which nothing has come.
+        outgoing: what the system had no room for, in order; with the transfer that it ends.
+        offered: sends that wait to be taken, by number; they count from 0.
+        offers: numbers and lengths of what the peer has offered, and has not sent.
+        taken: receives for which content was asked, by number.
+        held: by tag: first messages for which there is no credit.
+        spent: by tag: bytes that went out unasked.
+        ahead: by tag: first messages that are not known to be taken.
+        untold: by tag: first messages that were taken here, and the peer not told so.
+        is_watched: whether the mover is woken when there is room for ``outgoing``.
+        ended: why the connection has ended; empty while it stands.
+        was_ended_there: whether the peer closed it.
+    """
+
+    __slots__ = (
+        "ahead",
+        "arrived",
+        "ended",
+        "filled",
+        "filling",
+        "held",
+        "is_watched",
+        "offered",
+        "offers",
+        "outgoing",
+        "peer",
+        "posted",
+        "raw",
+        "socket",
+        "spent",
+        "taken",
+        "untold",
+        "used",
+        "view",
+        "was_ended_there",
+    )
+
+    def __init__(self, peer: int, end: socket.socket) -> None:
+        self.peer = peer
+        self.socket = end
+        self.arrived: dict[int, deque[bytes | bytearray | int]] = {}
+        self.posted: dict[int, deque[_Transfer]] = {}
+        self.outgoing: deque[tuple[memoryview, _Transfer | None]] = deque()
+        self.offered: dict[int, tuple[_Transfer, int]] = {}
+        self.offers: dict[int, int] = {}
+        self.taken: dict[int, _Transfer] = {}
+        self.held: dict[int, deque[_Transfer]] = {}
+        self.ahead: dict[int, int] = {}
+        self.untold: dict[int, int] = {}
+        self.spent: dict[int, int] = {}
+        self.ended = ""
+        self.is_watched = False
+        self.was_ended_there = False
+        # What was read and not looked at: ``raw[:used]``.
+        self.raw = bytearray(_RAW_NBYTES)
+        self.view = memoryview(self.raw)
+        self.used = 0
+        # The message whose bytes come next, what is left of its room, and what it is for.
+        self.filling: memoryview | None = None
+        self.filled: _Transfer | tuple[int, bytearray] | None = None
+
+    def may_send(self, tag: int, nbytes: int) -> bool:
+        """Whether so much of a tag may go out unasked; first messages have credit instead."""
+        if tag >> LANE_BITS == 0:
+            return True
+        spent = self.spent.pop(tag, 0)  # to the end: the first one is the oldest
+        may_send = spent + nbytes <= _UNASKED_OF_A_TAG_NBYTES
+        self.spent[tag] = spent + nbytes * may_send
+        if len(self.spent) > _TAGS_KNOWN:
+            del self.spent[next(iter(self.spent))]
+        return may_send
+
+
+class LocalLink:
+    """Joins ranks of one host by stream sockets; see ``Connections`` for its methods' contract.
+
+    Attributes:
+        kind: what the log calls it.
+        rank: rank within the group.
+        size: number of ranks that it joins.
+        hosts: of each of them, as a number.
+        needs_last_byte_apart: the end of a stream wakes whoever waits for any of its bytes.
+        ahead: nothing depends on it.
+    """
+
+    kind = "Unix sockets"
+    needs_last_byte_apart = False
+    ahead = 64
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
+        """Begin.
+
+        Args:
+            rank: this one, within the group.
+            sockets: to each other rank, connected; they are this link's from now on.
+        """
+        self.rank = rank
+        self.size = len(sockets) + 1
+        self.hosts = (0,) * self.size
+        self._lock = threading.Lock()
+        self._is_moved = False
+        self._waiting: deque[_Transfer] = deque()
+        self._numbers = 0
+        self._is_aborted = False
+        self._connections = {peer: _Connection(peer, end) for peer, end in sockets.items()}
+        self._by_descriptor = {each.socket.fileno(): each for each in self._connections.values()}
+        self._events = select.epoll()
+        # A byte in there wakes the mover.
+        self._alarm, heard = socket.socketpair()
+        self._events.register(heard, select.EPOLLIN)
+        self._heard = heard
+        for each in self._connections.values():
+            each.socket.setblocking(False)  # noqa: FBT003  # its one parameter
+            self._events.register(each.socket, _READS)
+
+    def __del__(self) -> None:
+        # By name, or the system's warnings of what was left open are the user's.
+        for each in self._connections.values():
+            each.socket.close()
+        self._alarm.close()
+        self._heard.close()
+
+    def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+        """See ``Link``."""
+        connection = self._connections[peer]
+        transfer = _Transfer(_memory(flat))
+        nbytes = flat.numel()
+        with self._lock:
+            if connection.ended:
+                raise LinkClosed(connection.ended)
+            if nbytes > UNASKED_MAX_NBYTES or not connection.may_send(tag, nbytes):
+                self._numbers = number = self._numbers + 1
+                connection.offered[number] = transfer, tag
+                self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))
+            elif tag >> LANE_BITS == 0 and connection.ahead.get(tag, 0) >= AHEAD_MAX:
+                connection.held.setdefault(tag, deque()).append(transfer)
+            else:
+                self._send_at_once(connection, transfer, tag)
+        return transfer
+
+    def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+        """See ``Link``."""
+        connection = self._connections[peer]
+        transfer = _Transfer(_memory(flat))
+        with self._lock:
+            arrived = connection.arrived.get(tag)
+            if arrived:
+                found = arrived.popleft()
+                if not arrived:
+                    del connection.arrived[tag]
+                self._match(connection, transfer, tag, found)
+            elif connection.ended:
+                raise LinkClosed(connection.ended)
+            else:
+                posted = connection.posted.get(tag)
+                if posted is None:
+                    posted = connection.posted[tag] = deque()
+                posted.append(transfer)
+        return transfer
+
+    def wait(self, pending: Pending, limit: timedelta) -> None:
+        """See ``Link``."""
+        if not pending.is_over:
+            self._await(pending, time.monotonic() + limit.total_seconds())
+        if pending.reason:
+            raise LinkClosed(pending.reason)
+
+    def is_done(self, pending: Pending) -> bool:
+        """See ``Link``."""
+        if not pending.is_over:
+            self._move_what_is_there()
+        return pending.is_over and not pending.reason
+
+    def wait_apart(self, wait: Callable[[], None]) -> None:
+        """See ``Link``: ``abort`` ends any wait here."""
+        if self._is_aborted:
+            raise LinkClosed(_OWN_DOING)
+        wait()
+
+    def is_flowing(self) -> bool:
+        """See ``Link``."""
+        return not any(each.ended or each.outgoing for each in self._connections.values())
+
+    def abort(self) -> None:
+        """See ``Link``."""
+        with self._lock:
+            self._is_aborted = True
+            for each in self._connections.values():
+                if not each.ended:
+                    each.was_ended_there = _has_ended(each.socket)
+                    self._end(each, _OWN_DOING)
+            self._alarm.send(b"!")
+
+    def closed(self) -> Sequence[int]:
+        """See ``Connections``."""
+        self._move_what_is_there()
+        return [peer for peer in self._connections if self._has_ended(peer)]
+
+    def is_closed(self, peer: int) -> bool:
+        """See ``Connections``."""
+        if not self._connections[peer].ended:
+            self._move_what_is_there()
+        return self._has_ended(peer)
+
+    def closed_by(self) -> Sequence[int]:
+        """See ``Connections``."""
+        self._move_what_is_there()
+        return [
+            peer
+            for peer, each in self._connections.items()
+            if each.was_ended_there or (not each.ended and _has_ended(each.socket))
+        ]
+
+    def beside(self, peers: Collection[int]) -> Sequence[int]:
+        """See ``Connections``: all are."""
+        return list(self._connections) if peers else []
+
+    def _has_ended(self, peer: int) -> bool:
+        connection = self._connections[peer]
+        with self._lock:
+            return bool(connection.ended) or _has_ended(connection.socket)
+
+    # ------------------------------------------------------------------ who moves
+
+    def _await(self, transfer: _Transfer, until: float) -> None:
+        while not self._has_ended_by_turn(transfer, until):
+            if time.monotonic() >= until:
+                raise LinkTimeout("the limit has passed")
+
+    def _has_ended_by_turn(self, transfer: _Transfer, until: float) -> bool:
+        """Move all until a transfer is over, or sleep until the one who moves has something."""
+        turn = None
+        with self._lock:
+            if transfer.is_over:
+                return True
+            if self._is_moved:
+                turn = transfer.turn = threading.Lock()
+                turn.acquire()
+                self._waiting.append(transfer)
+            else:
+                self._is_moved = True
+        if turn is None:
+            try:
+                self._move(transfer, until)
+            finally:
+                self._pass_on()
+        else:
+            try:
+                left = until - time.monotonic()
+                turn.acquire(timeout=min(max(0.0, left), _SLEEP_MAX_SECONDS))
+            finally:
+                self._take_back(transfer)
+        return transfer.is_over
+
+    def _take_back(self, transfer: _Transfer) -> None:
+        """Wait no longer; a turn that came too late is the next one's."""
+        with self._lock:
+            transfer.turn = None
+            if transfer in self._waiting:
+                self._waiting.remove(transfer)
+            elif not self._is_moved:
+                self._wake_one()
+
+    def _pass_on(self) -> None:
+        with self._lock:
+            self._is_moved = False
+            self._wake_one()
+
+    def _wake_one(self) -> None:
+        """Let one of those that wait be the next to move."""
+        while self._waiting:
+            transfer = self._waiting.popleft()
+            turn, transfer.turn = transfer.turn, None
+            if turn is not None:  # else it is over, and was woken
+                turn.release()
+                return
+
+    def _move_what_is_there(self) -> None:
+        """Take in what has come, unless another thread does so anyway."""
+        with self._lock:
+            if self._is_moved:
+                return
+            self._is_moved = True
+        try:
+            self._move_once(0.0)
+        finally:
+            self._pass_on()
+
+    def _move(self, transfer: _Transfer, until: float) -> None:
+        while not transfer.is_over:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self._move_once(min(left, _SLEEP_MAX_SECONDS))
+
+    def _move_once(self, seconds: float) -> None:
+        events = self._events.poll(seconds)
+        with self._lock:
+            for descriptor, event in events:
+                connection = self._by_descriptor.get(descriptor)
+                if connection is None:
+                    self._hear(descriptor)
+                    continue
+                if event & select.EPOLLOUT:
+                    self._flush(connection)
+                if event & ~select.EPOLLOUT and not connection.ended:
+                    self._read(connection, is_ending=bool(event & _ENDS))
+
+    def _hear(self, descriptor: int) -> None:
+        """Be woken by another thread, which may have ended what the mover waits for."""
+        if descriptor == self._heard.fileno():
+            self._heard.recv(64)
+
+    # ------------------------------------------------------------------ out
+
+    def _send_at_once(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
+        if tag >> LANE_BITS == 0:
+            connection.ahead[tag] = connection.ahead.get(tag, 0) + 1
+        view = transfer.view
+        head = _HEADER.pack(Kind.MESSAGE, tag, view.nbytes, 0)
+        sent = 0
+        if not connection.outgoing:
+            try:
+                sent = connection.socket.sendmsg((head, view), (), socket.MSG_NOSIGNAL)
+            except OSError as error:
+                self._has_no_room(connection, error)
+            if sent == _HEADER_NBYTES + view.nbytes:
+                transfer.is_over = True
+                return
+        if sent < _HEADER_NBYTES:
+            connection.outgoing.append((memoryview(head)[sent:], None))
+            sent = _HEADER_NBYTES
+        connection.outgoing.append((view[sent - _HEADER_NBYTES :], transfer))
+        self._watch(connection)
+
+    def _push(
+        self, connection: _Connection, frame: bytes, transfer: _Transfer | None = None
+    ) -> None:
+        """Send a frame, and after it a transfer's memory; what the system has no room for waits."""
+        if connection.ended:
+            return
+        connection.outgoing.append((memoryview(frame), None))
+        if transfer is not None:
+            connection.outgoing.append((transfer.view, transfer))
+        self._flush(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        outgoing, left = connection.outgoing, _TURN_NBYTES
+        try:
+            while outgoing and left > 0:
+                view, transfer = outgoing[0]
+                sent = connection.socket.send(view, socket.MSG_NOSIGNAL) if view.nbytes else 0
+                left -= sent
+                if sent < view.nbytes:
+                    outgoing[0] = view[sent:], transfer
+                    continue
+                outgoing.popleft()
+                if transfer is not None:
+                    transfer.end()
+        except OSError as error:
+            self._has_no_room(connection, error)
+        self._watch(connection)
+
+    def _has_no_room(self, connection: _Connection, error: OSError) -> None:
+        """What the system says to bytes for it; that the peer is gone, the mover reads."""
+        if not isinstance(error, (BlockingIOError, BrokenPipeError, ConnectionResetError)):
+            self._end(connection, f"nothing can be sent to rank {connection.peer} ({error})")
+            self._alarm.send(b"!")
+
+    def _watch(self, connection: _Connection) -> None:
+        """Be woken when there is room again, as long as something waits for it."""
+        is_wanted = bool(connection.outgoing)
+        if is_wanted != connection.is_watched and not connection.ended:
+            connection.is_watched = is_wanted
+            self._events.modify(connection.socket, _READS | select.EPOLLOUT * is_wanted)
+
+    # ------------------------------------------------------------------ in
+
+    def _read(self, connection: _Connection, *, is_ending: bool) -> None:
+        left = _TURN_NBYTES
+        receive = connection.socket.recv_into
+        try:
+            while left > 0 and not connection.ended:
+                filling = connection.filling
+                into = connection.view[connection.used :] if filling is None else filling
+                count = receive(into)
+                left -= count
+                if not count:
+                    connection.was_ended_there = True
+                    self._end(connection, f"{PEER_LOST} (its end of the stream is closed)")
+                elif filling is None:
+                    connection.used += count
+                    self._parse(connection)
+                elif count < len(filling):
+                    connection.filling = filling[count:]
+                else:
+                    self._conclude(connection)
+                if count < len(into) and not is_ending:  # there was no more
+                    return
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            connection.was_ended_there = True
+            self._end(connection, f"{PEER_LOST} ({os.strerror(error.errno or 0)})")
+
+    def _parse(self, connection: _Connection) -> None:
+        """Take the frames out of what was read; what is left of the last one goes to the front."""
+        raw, at, end = connection.raw, 0, connection.used
+        while end - at >= _HEADER_NBYTES and not connection.ended:
+            kind, tag, nbytes, number = _HEADER.unpack_from(raw, at)
+            at += _HEADER_NBYTES
+            if kind == Kind.MESSAGE:
+                if nbytes > UNASKED_MAX_NBYTES:
+                    self._refuse(connection, f"a message of {nbytes} bytes unasked")
+                elif end - at >= nbytes:
+                    self._arrive(connection, tag, connection.view[at : at + nbytes])
+                    at += nbytes
+                else:
+                    at = self._begin(connection, tag, nbytes, at, end)
+            elif kind == Kind.OFFER:
+                self._offer(connection, tag, nbytes, number)
+            elif kind == Kind.TAKE:
+                self._give(connection, number)
+            elif kind == Kind.CONTENT:
+                at = self._begin_content(connection, number, at, end)
+            elif kind == Kind.CREDIT:
+                self._credit(connection, tag, number)
+            else:
+                self._refuse(connection, f"a frame of kind {kind}")
+        if 0 < at < end:
+            raw[: end - at] = raw[at:end]
+        connection.used = end - at
+
+    def _arrive(self, connection: _Connection, tag: int, content: memoryview) -> None:
+        """A message is here whole."""
+        posted = connection.posted.get(tag)
+        if not posted:
+            arrived = connection.arrived.get(tag)
+            if arrived is None:
+                arrived = connection.arrived[tag] = deque()
+            if tag >> LANE_BITS == 0 and len(arrived) >= AHEAD_MAX:
+                self._refuse(connection, "more first messages than it may be ahead")
+                return
+            arrived.append(bytes(content))
+            return
+        transfer = posted.popleft()
+        if not posted:
+            del connection.posted[tag]
+        self._deliver(connection, transfer, tag, content)
+
+    def _deliver(
+        self,
+        connection: _Connection,
+        transfer: _Transfer,
+        tag: int,
+        content: memoryview | bytes | bytearray,
+    ) -> None:
+        nbytes = len(content)
+        if nbytes > transfer.view.nbytes:
+            reason = self._refuse(connection, f"{nbytes} bytes for {transfer.view.nbytes}")
+            transfer.end(reason)
+            return
+        transfer.view[:nbytes] = content
+        transfer.end()
+        if tag >> LANE_BITS == 0:
+            self._tell_taken(connection, tag)
+
+    def _tell_taken(self, connection: _Connection, tag: int) -> None:
+        untold = connection.untold.get(tag, 0) + 1
+        if untold >= _TOLD_EACH:
+            self._push(connection, _HEADER.pack(Kind.CREDIT, tag, 0, untold))
+            untold = 0
+        connection.untold[tag] = untold
+
+    def _match(
+        self,
+        connection: _Connection,
+        transfer: _Transfer,
+        tag: int,
+        found: bytes | bytearray | int,
+    ) -> None:
+        """A receive gets what had come before it."""
+        if isinstance(found, int):
+            self._take(connection, transfer, found)
+        else:
+            self._deliver(connection, transfer, tag, found)
+
+    def _begin(self, connection: _Connection, tag: int, nbytes: int, at: int, end: int) -> int:
+        """A message has come in part: read the rest to where it belongs."""
+        content = bytearray(nbytes)
+        came = end - at
+        content[:came] = connection.raw[at:end]
+        connection.filling = memoryview(content)[came:]
+        connection.filled = tag, content
+        return end
+
+    def _offer(self, connection: _Connection, tag: int, nbytes: int, number: int) -> None:
+        connection.offers[number] = nbytes
+        posted = connection.posted.get(tag)
+        if not posted:
+            connection.arrived.setdefault(tag, deque()).append(number)
+            return
+        transfer = posted.popleft()
+        if not posted:
+            del connection.posted[tag]
+        self._take(connection, transfer, number)
+
+    def _take(self, connection: _Connection, transfer: _Transfer, number: int) -> None:
+        nbytes = connection.offers[number]
+        if nbytes > transfer.view.nbytes:
+            reason = self._refuse(connection, f"{nbytes} bytes for {transfer.view.nbytes}")
+            transfer.end(reason)
+        elif connection.ended:
+            transfer.end(connection.ended)
+        else:
+            connection.taken[number] = transfer
+            self._push(connection, _HEADER.pack(Kind.TAKE, 0, 0, number))
+
+    def _give(self, connection: _Connection, number: int) -> None:
+        found = connection.offered.pop(number, None)
+        if found is None:
+            self._refuse(connection, "a question for what was not offered")
+            return
+        transfer, tag = found
+        self._push(connection, _HEADER.pack(Kind.CONTENT, tag, 0, number), transfer)
+
+    def _begin_content(self, connection: _Connection, number: int, at: int, end: int) -> int:
+        transfer = connection.taken.pop(number, None)
+        if transfer is None:
+            self._refuse(connection, "what nobody has asked for")
+            return at
+        nbytes = connection.offers.pop(number)
+        came = min(nbytes, end - at)
+        room = transfer.view[:nbytes]
+        room[:came] = connection.view[at : at + came]
+        connection.filled = transfer
+        connection.filling = room[came:]
+        if came == nbytes:
+            self._conclude(connection)
+        return at + came
+
+    def _conclude(self, connection: _Connection) -> None:
+        """What was being filled is full."""
+        filled = connection.filled
+        connection.filling = connection.filled = None
+        if isinstance(filled, _Transfer):
+            filled.end()
+        elif filled is not None:
+            tag, content = filled
+            self._arrive(connection, tag, memoryview(content))
+
+    def _credit(self, connection: _Connection, tag: int, count: int) -> None:
+        ahead = connection.ahead.get(tag, 0) - count
+        if ahead < 0:
+            self._refuse(connection, "credit for what was not sent")
+            return
+        connection.ahead[tag] = ahead
+        held = connection.held.get(tag)
+        while held and connection.ahead[tag] < AHEAD_MAX and not connection.ended:
+            transfer = held.popleft()
+            self._send_at_once(connection, transfer, tag)
+            if transfer.is_over:
+                transfer.end()
+        if not held:
+            connection.held.pop(tag, None)
+
+    # ------------------------------------------------------------------ the end
+
+    def _refuse(self, connection: _Connection, what: str) -> str:
+        reason = f"rank {connection.peer} has sent {what}, which no link of objcomm does"
+        self._end(connection, reason)
+        return reason
+
+    def _end(self, connection: _Connection, reason: str) -> None:
+        if connection.ended:
+            return
+        connection.ended = reason
+        self._events.unregister(connection.socket)
+        del self._by_descriptor[connection.socket.fileno()]
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        connection.socket.close()
+        left = [each for each, _ in connection.offered.values()]
+        left += [each for _, each in connection.outgoing if each is not None]
+        left += [each for held in connection.held.values() for each in held]
+        left += [each for posted in connection.posted.values() for each in posted]
+        left += connection.taken.values()
+        if isinstance(connection.filled, _Transfer):
+            left.append(connection.filled)
+        for table in (connection.offered, connection.held, connection.posted, connection.taken):
+            table.clear()
+        connection.outgoing.clear()
+        connection.filling = connection.filled = None
+        for each in left:
+            each.end(reason)
+
+
+def _memory(flat: torch.Tensor) -> memoryview:
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy's stubs, before Python 3.12
+
+
+def _has_ended(end: socket.socket) -> bool:
+    """Whether the other end is known to have closed it; what it sent before may still come."""
+    if end.fileno() < 0:
+        return True
+    watched = select.poll()
+    watched.register(end, select.POLLRDHUP)
+    return bool(watched.poll(0))

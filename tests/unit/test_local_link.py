@@ -1,0 +1,340 @@
+"""The link of one host between threads of this process, and against a peer that is none."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objcomm.transport.link import LinkClosed, LinkTimeout, head_tag, payload_tag
+from objcomm.transport.local import AHEAD_MAX, UNASKED_MAX_NBYTES, Kind, LocalLink
+from tests.contracts import check_link
+from tests.waits import wait_until
+
+_LIMIT = timedelta(seconds=60)
+_SOON = timedelta(milliseconds=50)
+_HEADER = struct.Struct("<IIQQ")
+_TAG = payload_tag(0, 1)
+_HEAD = head_tag(3)
+
+
+@contextmanager
+def joined(size: int = 2) -> Iterator[list[LocalLink]]:
+    """Links of as many ranks, all in this process."""
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    for rank in range(size):
+        for peer in range(rank):
+            sockets[rank][peer], sockets[peer][rank] = socket.socketpair()
+    links = [LocalLink(rank, dict(sorted(each.items()))) for rank, each in enumerate(sockets)]
+    try:
+        yield links
+    finally:
+        for each in links:
+            each.abort()
+
+
+@contextmanager
+def facing() -> Iterator[tuple[LocalLink, socket.socket]]:
+    """Rank 0's link, and the other end of its one stream."""
+    mine, other = socket.socketpair()
+    link = LocalLink(0, {1: mine})
+    with other:
+        yield link, other
+    link.abort()
+
+
+def room(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def filled(nbytes: int, value: int = 7) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+def frame(kind: int, tag: int = _TAG, nbytes: int = 0, number: int = 0) -> bytes:
+    return _HEADER.pack(kind, tag, nbytes, number)
+
+
+def test_threads_keep_the_contract_of_links() -> None:
+    with joined(3) as first, joined(3) as second, joined(3) as third:
+        links = list(zip(first, second, third, strict=True))
+
+        def check(rank: int) -> None:
+            left = list(links[rank])
+            check_link(lambda _: left.pop(0), rank, 3)
+
+        with ThreadPoolExecutor(3) as ranks:
+            for each in [ranks.submit(check, rank) for rank in range(3)]:
+                each.result()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        frame(0),
+        frame(99),
+        b"\xff" * _HEADER.size,
+        frame(Kind.MESSAGE, nbytes=UNASKED_MAX_NBYTES + 1),
+        frame(Kind.MESSAGE, nbytes=1 << 63),
+        frame(Kind.MESSAGE, nbytes=9) + bytes(9),
+        frame(Kind.OFFER, nbytes=1 << 63, number=1),
+        frame(Kind.OFFER, nbytes=9, number=1),
+        frame(Kind.TAKE, number=1),
+        frame(Kind.CONTENT, number=1),
+        frame(Kind.CREDIT, _HEAD, number=1),
+        frame(Kind.CREDIT, _HEAD, number=1 << 63),
+        b"".join(frame(Kind.MESSAGE, head_tag(5)) for _ in range(AHEAD_MAX + 1)),
+    ],
+    ids=[
+        "no kind",
+        "an unknown kind",
+        "no frame",
+        "too much unasked",
+        "endless",
+        "more than there is room for",
+        "an endless offer",
+        "an offer of more than there is room for",
+        "a question for nothing",
+        "an answer to no question",
+        "credit for nothing",
+        "endless credit",
+        "too many first messages",
+    ],
+)
+def test_what_no_link_sends_ends_the_connection_and_says_so(said: bytes) -> None:
+    with facing() as (link, other):
+        pending = link.recv(room(8), 1, _TAG)
+        other.sendall(said)
+        with pytest.raises(LinkClosed, match="which no link of objcomm does"):
+            link.wait(pending, _LIMIT)
+        assert link.is_closed(1)
+        with pytest.raises(LinkClosed):
+            link.send(filled(1), 1, _TAG)
+
+
+def test_content_that_was_offered_may_not_come_twice() -> None:
+    with facing() as (link, other):
+        first, second = [link.recv(room(8), 1, _TAG) for _ in range(2)]
+        other.sendall(frame(Kind.OFFER, nbytes=8, number=5))
+        other.sendall(2 * (frame(Kind.CONTENT, number=5) + bytes(8)))
+        link.wait(first, _LIMIT)
+        with pytest.raises(LinkClosed, match="what nobody has asked for"):
+            link.wait(second, _LIMIT)
+
+
+@pytest.mark.parametrize("kept", range(0, _HEADER.size + 8, 5))
+def test_a_stream_that_ends_within_a_frame_ends_the_connection(kept: int) -> None:
+    with facing() as (link, other):
+        into = room(8)
+        pending = link.recv(into, 1, _TAG)
+        other.sendall((frame(Kind.MESSAGE, nbytes=8) + b"abcdefgh")[:kept])
+        other.close()
+        with pytest.raises(LinkClosed, match="died, exited or lost its network"):
+            link.wait(pending, _LIMIT)
+        assert list(link.closed_by()) == [1]
+
+
+def test_what_came_before_the_end_is_given_out() -> None:
+    with facing() as (link, other):
+        for value in b"abc":
+            other.sendall(frame(Kind.MESSAGE, nbytes=1) + bytes([value]))
+        other.close()
+        into = [room(1) for _ in range(4)]
+        posted = [link.recv(each, 1, _TAG) for each in into[:2]]
+        assert link.is_closed(1)
+        posted.append(link.recv(into[2], 1, _TAG))
+        for each in posted:
+            link.wait(each, _LIMIT)
+        assert [int(each) for each in into] == [*b"abc", 0]
+        with pytest.raises(LinkClosed):
+            link.recv(into[3], 1, _TAG)
+
+
+def test_a_sender_is_a_few_first_messages_ahead_and_no_more() -> None:
+    with joined() as (sender, receiver):
+        sent = [sender.send(filled(1, value), 1, _HEAD) for value in range(AHEAD_MAX + 2)]
+        elsewhere = sender.send(filled(1), 1, head_tag(4))
+        assert [sender.is_done(each) for each in sent] == [True] * AHEAD_MAX + [False] * 2
+        assert sender.is_done(elsewhere)
+        with pytest.raises(LinkTimeout):
+            sender.wait(sent[-1], _SOON)
+        into = [room(1) for _ in sent]
+        for each in into[:2]:
+            receiver.wait(receiver.recv(each, 0, _HEAD), _LIMIT)
+        sender.wait(sent[-1], _LIMIT)
+        for each in into[2:]:
+            receiver.wait(receiver.recv(each, 0, _HEAD), _LIMIT)
+        assert [int(each) for each in into] == list(range(AHEAD_MAX + 2))
+
+
+def test_what_nobody_takes_needs_little_memory_there() -> None:
+    """Ten thousand pieces of one message: all but a few are only offered."""
+    piece = filled(1 << 14)
+    with facing() as (link, other):
+        sent = [link.send(piece, 1, _TAG) for _ in range(1000)]
+        link.abort()
+        assert not all(link.is_done(each) for each in sent)
+        came = b"".join(iter(lambda: other.recv(1 << 20), b""))
+    messages, at = 0, 0
+    while at < len(came):
+        kind, _, nbytes, _ = _HEADER.unpack_from(came, at)
+        at += _HEADER.size + nbytes * (kind == Kind.MESSAGE)
+        messages += kind == Kind.MESSAGE
+    assert 4 <= messages <= 16
+
+
+def test_each_of_many_threads_gets_its_own() -> None:
+    """One of them moves for all; when it has its own, another one does."""
+    with joined() as (link, other), ThreadPoolExecutor(8) as threads:
+        into = {tag: room(1) for tag in range(_TAG, _TAG + 8)}
+
+        def take(tag: int) -> None:
+            link.wait(link.recv(into[tag], 1, tag), _LIMIT)
+
+        for order in (1, -1):
+            taken = [threads.submit(take, tag) for tag in into]
+            for tag in list(into)[::order]:
+                other.send(filled(1, tag % 200), 0, tag)
+                wait_until(lambda: sum(each.done() for each in taken), "one more")  # noqa: B023
+            for each in taken:
+                each.result()
+            assert all(int(each) == tag % 200 for tag, each in into.items())
+
+
+def test_who_waits_goes_on_when_the_one_who_moved_gave_up() -> None:
+    with joined() as (link, other), ThreadPoolExecutor(2) as threads:
+        never = link.recv(room(1), 1, _TAG + 1)
+        has_begun = threading.Event()
+
+        def give_up() -> None:
+            has_begun.set()
+            link.wait(never, timedelta(seconds=0.3))
+
+        giving_up = threads.submit(give_up)
+        has_begun.wait()
+        waiting = threads.submit(link.wait, link.recv(room(1), 1, _TAG), _LIMIT)
+        with pytest.raises(LinkTimeout):
+            giving_up.result()
+        other.send(filled(1), 0, _TAG)
+        waiting.result(_LIMIT.total_seconds())
+
+
+def test_an_abort_wakes_all_who_wait() -> None:
+    with joined() as (link, _), ThreadPoolExecutor(4) as threads:
+        waiting = [
+            threads.submit(link.wait, link.recv(room(1), 1, tag), _LIMIT) for tag in range(4)
+        ]
+        wait_until(lambda: link._is_moved, "one that moves")  # noqa: SLF001  # nobody else tells
+        link.abort()
+        for each in waiting:
+            with pytest.raises(LinkClosed, match="this rank has closed"):
+                each.result(_LIMIT.total_seconds())
+
+
+def test_both_may_send_much_at_once() -> None:
+    flat = torch.arange(5_000_000).view(torch.uint8)
+    with joined() as links, ThreadPoolExecutor(2) as threads:
+        into = [torch.zeros_like(flat) for _ in links]
+
+        def swap(rank: int) -> None:
+            link = links[rank]
+            pending = [link.send(flat, 1 - rank, _TAG), link.recv(into[rank], 1 - rank, _TAG)]
+            for each in pending:
+                link.wait(each, _LIMIT)
+
+        for each in [threads.submit(swap, rank) for rank in range(2)]:
+            each.result()
+        assert all(torch.equal(each, flat) for each in into)
+
+
+_LENGTHS = st.one_of(
+    st.integers(0, 300), st.sampled_from([UNASKED_MAX_NBYTES, UNASKED_MAX_NBYTES + 1, 200_000])
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), _LENGTHS, st.booleans()), max_size=30))
+def test_whatever_is_sent_arrives_in_the_order_of_its_tag(
+    messages: list[tuple[int, int, bool]],
+) -> None:
+    """Through buffers that hold no message whole; receives are posted early or late."""
+    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+        for link in (sender, receiver):
+            (connection,) = link._connections.values()  # noqa: SLF001  # nobody else has its socket
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        flats = [filled(length, 1 + at) for at, (_, length, _) in enumerate(messages)]
+        into = [room(length + is_early) for _, length, is_early in messages]
+        posted = {
+            at: receiver.recv(into[at], 0, _TAG + tag)
+            for tag in range(3)
+            for at in _early(messages, tag)
+        }
+
+        def send() -> None:
+            sent = [
+                sender.send(flat, 1, _TAG + tag)
+                for flat, (tag, _, _) in zip(flats, messages, strict=True)
+            ]
+            for each in sent:
+                sender.wait(each, _LIMIT)
+
+        sending = threads.submit(send)
+        for at, (tag, _, _) in enumerate(messages):
+            if at not in posted:
+                posted[at] = receiver.recv(into[at], 0, _TAG + tag)
+        for pending in posted.values():
+            receiver.wait(pending, _LIMIT)
+        sending.result()
+        for flat, each in zip(flats, into, strict=True):
+            assert torch.equal(each[: flat.numel()], flat)
+            assert not each[flat.numel() :].any()
+
+
+def _early(messages: list[tuple[int, int, bool]], tag: int) -> list[int]:
+    """The first messages of a tag, up to the first one whose receive is posted late."""
+    early = []
+    for at, (its, _, is_early) in enumerate(messages):
+        if its == tag:
+            if not is_early:
+                break
+            early.append(at)
+    return early
+
+
+def test_an_interrupted_wait_leaves_the_message_to_the_next_one() -> None:
+    with joined() as (link, other), interrupting(link), suppress(KeyboardInterrupt):
+        into = room(1)
+        pending = link.recv(into, 1, _TAG)
+        link.wait(pending, _LIMIT)
+    with joined() as (link, other):
+        into = room(1)
+        pending = link.recv(into, 1, _TAG)
+        with interrupting(link), pytest.raises(KeyboardInterrupt):
+            link.wait(pending, _LIMIT)
+        other.send(filled(1), 0, _TAG)
+        link.wait(pending, _LIMIT)
+        assert int(into) == 7
+
+
+@contextmanager
+def interrupting(link: LocalLink) -> Iterator[None]:
+    """Ctrl-C while the calling thread sleeps in the link."""
+    events = link._events  # noqa: SLF001  # where it sleeps
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            found: Callable[..., object] = getattr(events, name)
+            return found
+
+        def poll(self, *_: object) -> object:
+            link._events = events  # noqa: SLF001  # once
+            raise KeyboardInterrupt
+
+    link._events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
+    yield
