@@ -252,7 +252,7 @@ class Mesh:
             self.board_thread.call(lambda _: None)
         clients = self.board_thread.clients
         try:
-            own = clients.take(store, deadline.lost_seconds)
+            own = clients.take(store, deadline.settings.lost_after)
             part = dist.PrefixStore(self.name, own)
             link = connect(part, self.rank, self.members, deadline, self._progress)
             clients.give_back(own)

@@ -67,7 +67,7 @@ def connect(
     """
     place, size = members.index(rank), len(members)
     with contextlib.ExitStack() as open_doors:
-        door = _Door.opened(size) if deadline.is_local else None
+        door = _Door.opened(size) if deadline.settings.is_local else None
         if door is not None:
             open_doors.enter_context(door)
         met = meet(store, place, size, progress, NO_DOOR if door is None else door.name)

@@ -143,7 +143,7 @@ class GlooLink:
         self._apart = Apart()
         self._flow = flow(before, size - 1)
         if len(set(self.hosts)) > 1:
-            notice_outages(before, deadline.lost_seconds)
+            notice_outages(before, deadline.settings.lost_after)
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``Link``."""

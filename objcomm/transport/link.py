@@ -225,16 +225,12 @@ class Deadline:
 
     Attributes:
         seconds: how long it is.
-        lost_seconds: for how long a host may be out of reach, on connections that this operation
-            has to make.
-        is_local: whether those may join ranks of one host by a link of their own.
+        settings: the options in force, for the connections that this operation has to make.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = min(seconds, FOREVER_SECONDS)
-        self.lost_seconds = settings().lost_after
-        self.is_local = settings().is_local
-        self._report_seconds = settings().report_after
+        self.settings = settings()
         self._left = self._end = 0.0
         self.restart()
 
@@ -253,7 +249,7 @@ class Deadline:
         now = entry.waits_since = time.monotonic()
         self._end = entry.waits_until = now + self._left
         entry.limit_seconds = self.seconds
-        entry.report_at = now + self._report_seconds
+        entry.report_at = now + self.settings.report_after
         entry.has_expired = False  # that was an earlier wait of the same call
 
     def pause(self) -> None:

@@ -9,7 +9,7 @@ What goes over a stream is a frame: a kind, a tag and a number, and then perhaps
 - ``MESSAGE``: a message of at most 64 KiB, at once. The system keeps it, or the other end does,
   until somebody asks for it. First messages of a lane are counted, and a sender is no more than
   four ahead of who takes them: so far the search for the reason of a wait can see. Of what follows
-  them 256 KiB may go so. That bounds the memory of who takes nothing.
+  them only words of a few bytes go so, so that who takes nothing needs little memory for it.
 - ``OFFER``: there is one that may not. It waits in its sender's memory for
 - ``TAKE``: there is room for it now; and then goes out as
 - ``CONTENT``, from the sender's memory into the receiver's, past all buffers of this module.
@@ -47,10 +47,7 @@ _HEADER_NBYTES = _HEADER.size
 #: What is not longer goes out unasked; a first message must. The system keeps 208 KiB for a reader
 #: that is busy (Linux' own default).
 UNASKED_MAX_NBYTES = 1 << 16
-# Of the messages with one tag, which are of one call; and of how many tags that is counted. A tag
-# that was forgotten begins anew: nothing depends on it but memory.
-_UNASKED_OF_A_TAG_NBYTES = 1 << 18
-_TAGS_KNOWN = 64
+_WORD_MAX_NBYTES = 64
 #: First messages of a lane that a sender may be ahead of who takes them.
 AHEAD_MAX = 4
 _TOLD_EACH = 2
@@ -119,7 +116,6 @@ class _Connection:
         offers: numbers and lengths of what the peer has offered, and has not sent.
         taken: receives for which content was asked, by number.
         held: by tag: first messages for which there is no credit.
-        spent: by tag: bytes that went out unasked.
         ahead: by tag: first messages that are not known to be taken.
         untold: by tag: first messages that were taken here, and the peer not told so.
         is_watched: whether the mover is woken when there is room for ``outgoing``.
@@ -142,7 +138,6 @@ class _Connection:
         "posted",
         "raw",
         "socket",
-        "spent",
         "taken",
         "untold",
         "used",
@@ -162,7 +157,6 @@ class _Connection:
         self.held: dict[int, deque[_Transfer]] = {}
         self.ahead: dict[int, int] = {}
         self.untold: dict[int, int] = {}
-        self.spent: dict[int, int] = {}
         self.ended = ""
         self.is_watched = False
         self.was_ended_there = False
@@ -173,17 +167,6 @@ class _Connection:
         # The message whose bytes come next, what is left of its room, and what it is for.
         self.filling: memoryview | None = None
         self.filled: _Transfer | tuple[int, bytearray] | None = None
-
-    def may_send(self, tag: int, nbytes: int) -> bool:
-        """Whether so much of a tag may go out unasked; first messages have credit instead."""
-        if tag >> LANE_BITS == 0:
-            return True
-        spent = self.spent.pop(tag, 0)  # to the end: the first one is the oldest
-        may_send = spent + nbytes <= _UNASKED_OF_A_TAG_NBYTES
-        self.spent[tag] = spent + nbytes * may_send
-        if len(self.spent) > _TAGS_KNOWN:
-            del self.spent[next(iter(self.spent))]
-        return may_send
 
 
 class LocalLink:
@@ -243,7 +226,7 @@ class LocalLink:
         with self._lock:
             if connection.ended:
                 raise LinkClosed(connection.ended)
-            if nbytes > UNASKED_MAX_NBYTES or not connection.may_send(tag, nbytes):
+            if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
                 self._numbers = number = self._numbers + 1
                 connection.offered[number] = transfer, tag
                 self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))

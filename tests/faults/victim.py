@@ -18,7 +18,8 @@ from objcomm.algorithms.exchange import Exchange
 from objcomm.collectives import split
 from objcomm.p2p.mailbox import Mailbox
 from objcomm.transport.gloo import POKE_TAG, GlooLink
-from objcomm.transport.link import LANE_BITS
+from objcomm.transport.local import LocalLink
+from objcomm.transport.link import LANE_BITS, Link
 from objcomm.wire.message import Message
 from objcomm.world import create
 from tests.faults.plan import Case, Fault, Phase
@@ -84,8 +85,14 @@ def shut(targets: set[str], store_port: int) -> None:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 # Gloo ends the process when one that still listens is shut.
                 is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                is_tcp = connection.family in {socket.AF_INET, socket.AF_INET6}
-                if is_tcp and not is_listening and connection.getpeername()[1] != store_port:
+                if is_listening:
+                    continue
+                if connection.family == socket.AF_UNIX:
+                    names = connection.getsockname(), connection.getpeername()
+                    is_between_ranks = any(names)  # one of them has come to the other's door
+                else:
+                    is_between_ranks = connection.getpeername()[1] != store_port
+                if is_between_ranks:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -158,7 +165,7 @@ def _after_head(_: Case, strike: Strike) -> Places:
 
 def _in_payload(_: Case, strike: Strike) -> Places:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(self: GlooLink, flat: Any, peer: int, tag: int) -> Any:
+        def replacement(self: Link, flat: Any, peer: int, tag: int) -> Any:
             pending = original(self, flat, peer, tag)
             if tag >> LANE_BITS and tag != POKE_TAG:  # a payload's
                 time.sleep(_MOVING_SECONDS)
@@ -167,7 +174,8 @@ def _in_payload(_: Case, strike: Strike) -> Places:
 
         return replacement
 
-    return [(GlooLink, name, wrap(getattr(GlooLink, name))) for name in ("send", "recv")]
+    links = (GlooLink, LocalLink)
+    return [(link, name, wrap(getattr(link, name))) for link in links for name in ("send", "recv")]
 
 
 def _in_torch(case: Case, strike: Strike) -> Places:

@@ -34,7 +34,7 @@ from tests.group.helpers import (
     when_main_thread_waits,
 )
 from tests.group.test_reports import logged, told_when
-from tests.ranks import ranks
+from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until
 from tests.workers import here
 
@@ -174,7 +174,7 @@ def tell_all_but(rank: int, topic: str) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [4 << 20, 10])
-@ranks(2, expect_dead={1})
+@ranks(2, expect_dead={1}, environment=OVER_GLOO)
 def test_a_send_that_gloo_forgets_is_given_up_when_its_receiver_has_died(nbytes: int) -> None:
     """A quarter of plain kills leave a rank in such a wait, which nothing can wake."""
     objcomm.barrier()
@@ -314,7 +314,7 @@ NO_INTERFACE, NO_DESCRIPTORS = "no such interface", "no descriptors"
 
 
 @pytest.mark.parametrize("lacking", [NO_INTERFACE, NO_DESCRIPTORS])
-@ranks(3, disposable=True)
+@ranks(3, environment=OVER_GLOO)
 def test_all_hear_at_once_why_a_rank_cannot_connect(lacking: str) -> None:
     objcomm.barrier()
     group = dist.new_group([0, 1, 2])

@@ -193,9 +193,9 @@ MUTANTS = (
     Mutant(
         "connections-to-the-store-not-used-again",
         "objcomm/failures/mesh.py",
-        "            link = GlooLink(part, self.rank, self.members, deadline, self._progress)\n"
+        "            link = connect(part, self.rank, self.members, deadline, self._progress)\n"
         "            clients.give_back(own)\n",
-        "            link = GlooLink(part, self.rank, self.members, deadline, self._progress)\n",
+        "            link = connect(part, self.rank, self.members, deadline, self._progress)\n",
         "each group, pair and new meeting opens a connection to the store",
         ("tests/group/test_connections_to_the_store.py",),
     ),
@@ -203,9 +203,9 @@ MUTANTS = (
         "failed-connections-to-the-store-used-again",
         "objcomm/failures/mesh.py",
         "        clients = self.board_thread.clients\n        try:\n"
-        "            own = clients.take(store, deadline.lost_seconds)\n",
+        "            own = clients.take(store, deadline.settings.lost_after)\n",
         "        clients = self.board_thread.clients\n"
-        "        own = clients.take(store, deadline.lost_seconds)\n"
+        "        own = clients.take(store, deadline.settings.lost_after)\n"
         "        clients.give_back(own)\n        try:\n",
         "a connection to the store that has failed is taken for the next meeting",
         ("tests/group/test_connections_to_the_store.py",),
