@@ -18,8 +18,8 @@ from objcomm.algorithms.exchange import Exchange
 from objcomm.collectives import split
 from objcomm.p2p.mailbox import Mailbox
 from objcomm.transport.gloo import POKE_TAG, GlooLink
-from objcomm.transport.local import LocalLink
 from objcomm.transport.link import LANE_BITS, Link
+from objcomm.transport.local import LocalLink
 from objcomm.wire.message import Message
 from objcomm.world import create
 from tests.faults.plan import Case, Fault, Phase
