@@ -20,8 +20,8 @@ MUTANTS = (
     Mutant(
         "own-number-unread",
         "objcomm/transport/rendezvous.py",
-        "if len(pairs) != size or pairs[rank][2] != number:",
-        "if len(pairs) != size:",
+        "if len(doors) != size or numbers[rank] != number:",
+        "if len(doors) != size:",
         "a guest takes the words of an earlier meeting for its own, with the session of that one",
         ("tests/unit/test_rendezvous.py",),
     ),

@@ -1,0 +1,158 @@
+"""Which link joins a group's ranks, and what keeps them from the one of one host."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import TransportError
+from objcomm.calls.group import resolve
+from objcomm.transport import connect
+from tests.faults.victim import sockets
+from tests.group.helpers import assert_group_works, error_in, subgroup, tell_all
+from tests.ranks import OVER_GLOO, ranks
+from tests.waits import wait_until
+from tests.workers import here
+
+_UNIX, _GLOO = "Unix sockets", "Gloo"
+
+
+def kind_of(group: dist.ProcessGroup) -> str:
+    """What joins a group that has been used."""
+    mesh = resolve(group)._whole.mesh  # noqa: SLF001  # nothing public has its name
+    assert mesh is not None
+    assert mesh.link is not None
+    return mesh.link.kind
+
+
+def assert_joined_by(kind: str) -> None:
+    """A new group of all works, and all have the same link."""
+    with subgroup(*range(here().world_size)) as group:
+        assert_group_works(group)
+        assert tell_all(f"the link {kind}", kind_of(group)) == [kind] * here().world_size
+
+
+@contextmanager
+def _socket_of(descriptor: int) -> Iterator[socket.socket | None]:
+    try:
+        end = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # closed meanwhile, or no socket
+        yield None
+        return
+    with end:
+        yield end
+
+
+@ranks(2, 4)
+def test_ranks_of_one_host_need_no_network_and_no_thread() -> None:
+    assert_joined_by(_UNIX)
+    with subgroup(*range(here().world_size)) as group:
+        threads, connections = tasks(), inet()  # those of torch's own group are there
+        assert_group_works(group)
+        assert kind_of(group) == _UNIX
+        assert inet() == connections
+        wait_until(lambda: tasks() <= threads, "no thread more than before")
+
+
+def tasks() -> int:
+    """How many threads this process has, those of torch included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def inet() -> int:
+    """How many sockets this process has for a network."""
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with _socket_of(int(entry.name)) as end:
+            found += end is not None and end.family in {socket.AF_INET, socket.AF_INET6}
+    return found
+
+
+@ranks(2, environment=OVER_GLOO)
+def test_the_environment_turns_it_off() -> None:
+    assert_joined_by(_GLOO)
+    with objcomm.configure(local=True):  # what the program says comes first
+        assert_joined_by(_UNIX)
+
+
+@ranks(3)
+def test_one_rank_that_turns_it_off_decides_for_all() -> None:
+    with objcomm.configure(local=False) if here().rank == 1 else nullcontext():
+        assert_joined_by(_GLOO)
+    assert_joined_by(_UNIX)
+
+
+#: What stands in for a function of ``connect`` on one rank.
+LACKING = {
+    "a name that the system refuses": ("_address", lambda door: f"\0{door}" * 10),
+    "a door that nobody finds": ("_address", lambda door: f"\0nowhere/{door}"),
+    "another user": ("_is_ours", lambda _: False),
+}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@ranks(3)
+def test_where_one_rank_cannot_all_use_gloo_and_nothing_is_left(lacking: str, rank: int) -> None:
+    assert_joined_by(_UNIX)
+    before = len(sockets())
+    name, stand_in = LACKING[lacking]
+    with mock.patch.object(connect, name, stand_in) if here().rank == rank else nullcontext():
+        assert_joined_by(_GLOO)
+    wait_until(lambda: len(sockets()) <= before, "no socket more than before")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        b"",
+        b"x",
+        bytes(36),
+        b"\xff" * 36,
+        (1).to_bytes(4, "little") + bytes(32),
+        (2).to_bytes(4, "little") + bytes(500),
+    ],
+    ids=["nothing", "one byte", "rank 0", "no rank", "no proof", "much"],
+)
+@ranks(3)
+def test_strangers_get_nothing_and_hold_nobody_up(word: bytes) -> None:
+    """They come before any rank does, say something, and stay."""
+    strangers = []
+    opened = connect._Door.opened  # noqa: SLF001  # where they find it
+
+    def with_strangers(size: int) -> Any:
+        door = opened(size + 2)
+        assert door is not None
+        for _ in range(2):
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(f"\0objcomm/{door.name}")
+            stranger.sendall(word)
+            strangers.append(stranger)
+        return door
+
+    with mock.patch.object(connect._Door, "opened", with_strangers):  # noqa: SLF001  # as above
+        assert_joined_by(_UNIX)
+    for each in strangers:
+        with each:
+            each.settimeout(60.0)
+            with suppress(ConnectionResetError):  # nothing, and what it said was not read whole
+                assert each.recv(1) == b""  # nothing was said to it
+
+
+@ranks(3, expect_dead={1})
+def test_a_rank_that_dies_while_all_connect_is_named() -> None:
+    objcomm.barrier()
+    group = dist.new_group([0, 1, 2])
+    if here().rank == 1:
+        place = connect._Joining  # noqa: SLF001  # where it dies
+        with mock.patch.object(place, "sockets", side_effect=lambda: os._exit(1)):
+            objcomm.barrier(group=group)
+    error = error_in(TransportError, lambda: objcomm.barrier(group=group))
+    assert error.peers == (1,)
