@@ -21,6 +21,7 @@ def broadcasts(*, count: int, port: int, record: str) -> None:
         record: the folder for the figures.
     """
     measure.steady_allocator()
+    measure.no_idle_threads()
     place, store = here(), join(port)
     mine = Path(record) / f"rank{place.rank}.jsonl"
     began = time.monotonic()

@@ -10,8 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
+
+from objcomm.transport import threads
 
 MEBIBYTE = 1 << 20
 
@@ -60,6 +63,16 @@ def steady_allocator() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
         mallopt(_M_ARENA_MAX, 1)
+
+
+def no_idle_threads() -> None:
+    """Let threads end when they have no job, for as long as this process lives.
+
+    They stay for seconds, in case another job comes: how many a busy machine finds there is a
+    matter of chance, and one that never ends hides among them.
+    """
+    for name in ("_IDLE_SECONDS", "_LINGER_SECONDS"):
+        mock.patch.object(threads, name, _SETTLED_SECONDS / 10).start()
 
 
 def held(descriptors_before: int = sys.maxsize) -> tuple[int, int, int, int]:

@@ -91,6 +91,7 @@ class Soak:
 
     def __init__(self, seed: int, port: int, record: Path) -> None:
         measure.steady_allocator()
+        measure.no_idle_threads()
         self._seed = seed
         self._record = record / f"rank{here().rank}.jsonl"
         self._store = join(port)
