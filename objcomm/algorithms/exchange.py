@@ -34,6 +34,7 @@ class Exchange(Transfers):
         gate: signs this rank's messages and judges the others'.
         rank: this rank, within the group.
         size: number of ranks.
+        is_interruptible: whether a signal ends a wait by itself.
         hosts: of each rank, as a number.
         rounds: how often this rank had to wait for what depended on an earlier message.
         sent_nbytes: bytes sent over the link so far, to all ranks together.
@@ -68,6 +69,7 @@ class Exchange(Transfers):
         self.device = device
         self.rank = link.rank
         self.size = link.size
+        self.is_interruptible = link.is_interruptible
         self.hosts = link.hosts
         self.rounds = 0
         self._lane = lane
@@ -98,6 +100,15 @@ class Exchange(Transfers):
         """See ``Transfers``."""
         super().finish()
         self._lane.answering.update(self._heads_to)
+
+    def accelerators(self) -> DevicePath:
+        """The way between accelerators, once the peers have all that was sent over the link.
+
+        Who waits there moves nothing here, and another rank may not come there before it has that.
+        """
+        if self.device.linked:
+            self.hand_over()
+        return self.device
 
     def are_asked_for(self) -> bool:
         """See ``Transfers``."""

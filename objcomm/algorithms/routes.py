@@ -39,7 +39,7 @@ def broadcast(exchange: Exchange, message: Message | None, root: int) -> Message
         exchange.rounds += 1
     exchange.send_head(message, children)
     exchange.relay_rest(message, root)
-    exchange.device.broadcast(message, root, is_root=parent is None)
+    exchange.accelerators().broadcast(message, root, is_root=parent is None)
     return message
 
 
@@ -70,7 +70,7 @@ def gather(
     if messages is None:
         if message.header.nbytes <= max_nbytes:
             exchange.send_rest(message, [root])
-            exchange.device.send(message, root)
+            exchange.accelerators().send(message, root)
         return None
     arriving = [
         (peer, each)
@@ -79,7 +79,7 @@ def gather(
     ]
     exchange.recv_rest(arriving)
     for peer, each in arriving:
-        exchange.device.recv(each, peer)
+        exchange.accelerators().recv(each, peer)
     return messages
 
 
@@ -103,7 +103,7 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
         exchange.send_rest(message, others)
         exchange.recv_rest([(peer, messages[peer]) for peer in others])
     for peer, each in enumerate(messages):
-        exchange.device.broadcast(each, peer, is_root=peer == exchange.rank)
+        exchange.accelerators().broadcast(each, peer, is_root=peer == exchange.rank)
     return messages
 
 
@@ -177,7 +177,7 @@ def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -
     are_all_ready()
     for peer in others:
         exchange.send_rest(messages[peer], [peer])
-        exchange.device.send(messages[peer], peer)
+        exchange.accelerators().send(messages[peer], peer)
     return messages[root]
 
 
@@ -205,10 +205,10 @@ def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]
     exchange.recv_rest([(peer, arrived[peer]) for peer in others])
     for source in range(exchange.size):  # a device link has one order for all ranks
         if source != exchange.rank:
-            exchange.device.recv(arrived[source], source)
+            exchange.accelerators().recv(arrived[source], source)
             continue
         for peer in others:
-            exchange.device.send(messages[peer], peer)
+            exchange.accelerators().send(messages[peer], peer)
     return arrived
 
 
@@ -217,7 +217,7 @@ def send(exchange: Exchange, message: Message, peer: int) -> None:
     exchange.rounds += 1
     exchange.send_head(message, [peer], destination=peer)
     exchange.send_rest(message, [peer])
-    exchange.device.send(message, peer)
+    exchange.accelerators().send(message, peer)
 
 
 def recv(exchange: Exchange, peer: int) -> Message:
@@ -231,7 +231,7 @@ def _recv(exchange: Exchange, peer: int, *, gives_word: bool = False) -> Message
     if gives_word and not message.is_all_head:
         exchange.give_word(peer)
     exchange.recv_rest([(peer, message)])
-    exchange.device.recv(message, peer)
+    exchange.accelerators().recv(message, peer)
     return message
 
 

@@ -348,9 +348,9 @@ def _reduce(exchange: Exchange, bag: list[Part]) -> None:
         # A device without room raises here, and so on all ranks: nothing would wake those that
         # wait for it in the device link.
         routes.all_meet(exchange, compose(exchange.header, b""))
-    exchange.device.all_to_all(operand.view(torch.uint8), arrived.view(torch.uint8))
+    exchange.accelerators().all_to_all(operand.view(torch.uint8), arrived.view(torch.uint8))
     about.combine(arrived.split(share), mine)
-    exchange.device.all_gather(mine.view(torch.uint8), whole.view(torch.uint8))
+    exchange.accelerators().all_gather(mine.view(torch.uint8), whole.view(torch.uint8))
     results = [part.result for part in bag if part.result is not None]
     if results:
         sizes = [part.numel for part in bag]

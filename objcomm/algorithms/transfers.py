@@ -213,6 +213,10 @@ class Transfers:
                     self._wait(pending, peer)
                 self._meter.moved(milestone.nbytes)
         self._milestones.clear()
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Wait until the peers have all that was sent, before this rank waits elsewhere."""
         if not self._sends or (self.are_asked_for() and self._link.is_flowing()):
             self._await_sends()
         else:

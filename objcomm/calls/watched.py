@@ -57,7 +57,7 @@ class Watched:
         self._lane = lane
         self._entry = exchange.entry
         self._deadline = deadline
-        self._interruptible = interruptible(mesh)
+        self._interruptible = interruptible(mesh, exchange.is_interruptible)
         self._span: Span | None = None
 
     @property

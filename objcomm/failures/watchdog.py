@@ -191,6 +191,7 @@ class Watchdog(threading.Thread):
             self._leave_failed()
             self._look_for_the_dead_in_blocks()
             self._look_for_senders()
+            self._move_links()
         for board_thread, waiting in overdue.items():
             self._investigate(board_thread, waiting)
         for board_thread, waiting in expired.items():
@@ -235,6 +236,16 @@ class Watchdog(threading.Thread):
             if mesh.blocks and mesh.verdict is None:
                 with logged("whether a process has ended could not be found out"):
                     mesh.died = death_among(mesh, mesh.ranks)
+
+    def _move_links(self) -> None:
+        """Let go out and come in what a rank has begun that waits elsewhere, as in another group.
+
+        Some links move only while a thread waits for them, and others may need that first.
+        """
+        for mesh in self._look()[0]:
+            if mesh.link is not None and mesh.verdict is None:
+                with logged("what is under way could not be moved"):
+                    mesh.link.move()
 
     def _has_ended_in_vain(self, mesh: Mesh, entry: CallRecord) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""
@@ -451,19 +462,23 @@ def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> N
 class interruptible:  # noqa: N801  # used as a function, like contextlib's
     """While entered, Ctrl-C ends ``mesh`` within moments; nothing on other threads.
 
+    Where it ends the wait by itself there is nothing to do either, and the watchdog must not: who
+    was interrupted may be in the next call, with another mesh, when it gets its turn.
+
     A wake-up descriptor that was set before (asyncio sets one) is served meanwhile and put back
     afterwards.
     """
 
-    __slots__ = ("_mesh", "_outer", "_watchdog")
+    __slots__ = ("_ends_by_itself", "_mesh", "_outer", "_watchdog")
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, ends_by_itself: bool) -> None:  # noqa: FBT001  # its one caller has it as a fact
         self._mesh = mesh
+        self._ends_by_itself = ends_by_itself
         self._watchdog: Watchdog | None = None
         self._outer: Mesh | None = None
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if not self._ends_by_itself and threading.current_thread() is threading.main_thread():
             self._watchdog = _watchdogs.watchdog()
             self._outer, self._watchdog.target = self._watchdog.target, self._mesh
             if self._outer is None:

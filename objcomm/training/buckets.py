@@ -488,7 +488,7 @@ class _Moving:
 
     def _on_device(self, rule: Rule, flat: torch.Tensor) -> None:
         if rule is Rule.SHARE:
-            self._exchange.device.broadcast_flat(flat.view(torch.uint8), self._call.root)
+            self._exchange.accelerators().broadcast_flat(flat.view(torch.uint8), self._call.root)
         else:
             reduce_on_device(self._exchange, [self._part(rule, flat)])
 

@@ -207,7 +207,7 @@ class _Joining:
         end.settimeout(max(0.1, self._until - time.monotonic()))
         end.connect(_address(self._doors[place]))
         if not _is_ours(end):
-            raise PermissionError("another user's process has answered")
+            raise PermissionError  # another user's process has answered
         end.sendall(self._word(self._place, place))
 
     def _add(self, end: socket.socket, place: int) -> None:
@@ -225,9 +225,9 @@ class _Joining:
         if self._progress.is_over:
             raise GivenUpError
         if not events and self._store.check([_FAILED]):
-            raise ConnectionError("another rank could not connect")
+            raise ConnectionAbortedError  # another rank could not
         if time.monotonic() > self._until:
-            raise TimeoutError("some ranks did not connect")
+            raise TimeoutError
 
     def _let_in(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -249,12 +249,12 @@ class _Joining:
             return
         if guest.place in self._joined:
             if not came:
-                raise ConnectionError("another rank has given up")
+                raise ConnectionAbortedError  # it has given up
             self._events.unregister(guest.socket)
         elif came and self._is_right(guest):
             self._joined[guest.place] = guest
         elif guest.place >= 0:
-            raise ConnectionError("another rank does not answer")
+            raise ConnectionAbortedError  # it does not answer, or wrongly
         else:  # a stranger
             self._events.unregister(guest.socket)
             del self._guests[guest.socket.fileno()]

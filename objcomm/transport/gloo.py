@@ -84,12 +84,14 @@ class GlooLink:
         hosts: of each rank that it joins, as a number.
         needs_last_byte_apart: it does not wake a receive that is being filled. So a receiver waits
             for the last byte first, which is posted until all before it has come.
+        is_interruptible: its waits are torch's, in C++.
         ahead: with more pieces than that posted no receipt could leave: 1 GiB arrived in 9 s on a
             busy machine, and so did all its receipts.
     """
 
     kind = "Gloo"
     needs_last_byte_apart = True
+    is_interruptible = False
     ahead = 4
 
     def __init__(
@@ -183,6 +185,9 @@ class GlooLink:
             self._apart.do(wait)
         except AbandonedError as error:
             raise _ended(error) from error
+
+    def move(self) -> None:
+        """See ``Link``: Gloo's thread does."""
 
     def is_flowing(self) -> bool:
         """See ``Link``."""

@@ -85,10 +85,11 @@ class Link(Protocol):
     """Point-to-point transfers between CPU memories; any thread may call any method.
 
     Transfers of one pair, direction and tag happen in the order in which they were posted, and wait
-    for no others. They move while any thread of this rank waits for one, and need not at other
-    times. What is sent before its receive is posted is not lost; what is large stays with
-    its sender until then, whose wait ends by an error if the peer ends first. A receive may be
-    longer than what is sent, never shorter: that may end the process. Nothing is a message, too.
+    for no others. They move while any thread of this rank waits for one, or asks what is done or
+    closed, and need not at other times. What is sent before its receive is posted is not lost; what
+    is large stays with its sender until then, whose wait ends by an error if the peer ends first. A
+    receive may be longer than what is sent, never shorter: that may end the process. Nothing is a
+    message, too.
 
     The end of a connection wakes who waits for a receive that no byte has reached yet. Whether it
     wakes who waits for one that is being filled tells ``needs_last_byte_apart``. It need not wake
@@ -102,6 +103,8 @@ class Link(Protocol):
         hosts: of each rank, as a number.
         needs_last_byte_apart: whether the last byte of what a receiver waits for must be a transfer
             of its own, because a receive that is being filled is not woken.
+        is_interruptible: whether a signal ends a wait of the main thread by itself, by what its
+            handler raises.
         ahead: so many pieces a receiver posts at a time where it answers each; more would keep the
             answers from leaving.
     """
@@ -111,6 +114,7 @@ class Link(Protocol):
     size: int
     hosts: tuple[int, ...]
     needs_last_byte_apart: bool
+    is_interruptible: bool
     ahead: int
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -161,6 +165,12 @@ class Link(Protocol):
 
         Raises:
             LinkClosed: the link was aborted; that thread may wait on, with what it waits for.
+        """
+
+    def move(self) -> None:
+        """Move what can be moved just now, and return; for a rank that waits elsewhere.
+
+        Nothing is to be done where a thread of the link's own does so.
         """
 
     def is_flowing(self) -> bool:

@@ -178,11 +178,13 @@ class LocalLink:
         size: number of ranks that it joins.
         hosts: of each of them, as a number.
         needs_last_byte_apart: the end of a stream wakes whoever waits for any of its bytes.
+        is_interruptible: it sleeps where signals wake it.
         ahead: nothing depends on it.
     """
 
     kind = "Unix sockets"
     needs_last_byte_apart = False
+    is_interruptible = True
     ahead = 64
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
@@ -275,6 +277,10 @@ class LocalLink:
             raise LinkClosed(_OWN_DOING)
         wait()
 
+    def move(self) -> None:
+        """See ``Link``."""
+        self._move_what_is_there()
+
     def is_flowing(self) -> bool:
         """See ``Link``."""
         return not any(each.ended or each.outgoing for each in self._connections.values())
@@ -284,6 +290,8 @@ class LocalLink:
         with self._lock:
             self._is_aborted = True
             for each in self._connections.values():
+                if not each.ended:
+                    self._read(each, is_ending=True)  # what has come is here, though not asked for
                 if not each.ended:
                     each.was_ended_there = _has_ended(each.socket)
                     self._end(each, _OWN_DOING)
@@ -323,7 +331,7 @@ class LocalLink:
     def _await(self, transfer: _Transfer, until: float) -> None:
         while not self._has_ended_by_turn(transfer, until):
             if time.monotonic() >= until:
-                raise LinkTimeout("the limit has passed")
+                raise LinkTimeout("timeout")
 
     def _has_ended_by_turn(self, transfer: _Transfer, until: float) -> bool:
         """Move all until a transfer is over, or sleep until the one who moves has something."""

@@ -19,7 +19,7 @@ from objcomm.errors import MissingDependencyError, TransportError
 from objcomm.observe.progress import Bar
 from tests.cases import case
 from tests.group.helpers import assert_group_works, outcome_of, subgroup, tell_all
-from tests.ranks import ranks, solo
+from tests.ranks import OVER_GLOO, ranks, solo
 from tests.workers import here
 
 MIB = 1 << 20
@@ -316,7 +316,7 @@ def test_a_death_in_the_middle_ends_the_bar_and_its_line() -> None:
         assert not getattr(tqdm, "_instances", ())
 
 
-@ranks(2, expect_dead=(1,))
+@ranks(2, expect_dead=(1,), environment=OVER_GLOO)  # which sends while nobody waits
 def test_a_sender_that_dies_in_the_middle_ends_the_bar_and_its_line() -> None:
     with terminal() as shown:
         if here().rank == 1:

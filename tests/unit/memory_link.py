@@ -131,6 +131,7 @@ class MemoryLink:
 
     kind = "memory"
     needs_last_byte_apart = True
+    is_interruptible = False
     ahead = 4
     device = torch.device("cpu")
     may_send_nothing = False  # that costs a message, which no route should
@@ -165,6 +166,9 @@ class MemoryLink:
     def is_done(self, pending: Arrival | Departure) -> bool:
         """See ``Link``."""
         return pending.is_done()
+
+    def move(self) -> None:
+        """It moves by itself."""
 
     def is_flowing(self) -> bool:
         """See ``Link``."""

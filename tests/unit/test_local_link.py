@@ -255,6 +255,33 @@ def test_both_may_send_much_at_once() -> None:
         assert all(torch.equal(each, flat) for each in into)
 
 
+def test_what_was_begun_goes_out_while_its_rank_waits_elsewhere() -> None:
+    flat = torch.arange(2_000_000).view(torch.uint8)
+    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+        into = torch.zeros_like(flat)
+        waiting = threads.submit(receiver.wait, receiver.recv(into, 0, _TAG), _LIMIT)
+        pending = sender.send(flat, 1, _TAG)
+
+        def look() -> bool:
+            sender.move()  # as the watchdog does
+            return waiting.done()
+
+        wait_until(look, "all of it")
+        waiting.result()
+        assert pending.is_over
+        assert torch.equal(into, flat)
+
+
+def test_what_had_come_before_an_abort_is_not_lost() -> None:
+    with joined() as (link, other):
+        into = room(1)
+        pending = link.recv(into, 1, _TAG)
+        other.send(filled(1), 0, _TAG)
+        link.abort()
+        assert link.is_done(pending)
+        assert int(into) == 7
+
+
 _LENGTHS = st.one_of(
     st.integers(0, 300), st.sampled_from([UNASKED_MAX_NBYTES, UNASKED_MAX_NBYTES + 1, 200_000])
 )
