@@ -295,6 +295,8 @@ class LocalLink:
                 if not each.ended:
                     each.was_ended_there = _has_ended(each.socket)
                     self._end(each, _OWN_DOING)
+            while self._waiting:
+                self._wake_one()
             self._alarm.send(b"!")
 
     def closed(self) -> Sequence[int]:
@@ -330,6 +332,8 @@ class LocalLink:
 
     def _await(self, transfer: _Transfer, until: float) -> None:
         while not self._has_ended_by_turn(transfer, until):
+            if self._is_aborted:  # Ctrl-C may have struck between its table and its end
+                raise LinkClosed(_OWN_DOING)
             if time.monotonic() >= until:
                 raise LinkTimeout("timeout")
 
@@ -393,7 +397,7 @@ class LocalLink:
             self._pass_on()
 
     def _move(self, transfer: _Transfer, until: float) -> None:
-        while not transfer.is_over:
+        while not transfer.is_over and not self._is_aborted:
             left = until - time.monotonic()
             if left <= 0:
                 return
@@ -444,6 +448,8 @@ class LocalLink:
     ) -> None:
         """Send a frame, and after it a transfer's memory; what the system has no room for waits."""
         if connection.ended:
+            if transfer is not None:
+                transfer.end(connection.ended)
             return
         connection.outgoing.append((memoryview(frame), None))
         if transfer is not None:

@@ -57,7 +57,7 @@ def test_ranks_of_one_host_need_no_network_and_no_thread() -> None:
         threads, connections = tasks(), inet()  # those of torch's own group are there
         assert_group_works(group)
         assert kind_of(group) == _UNIX
-        assert inet() == connections
+        assert inet() <= connections  # an earlier group's may close late
         wait_until(lambda: tasks() <= threads, "no thread more than before")
 
 

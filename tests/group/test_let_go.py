@@ -15,7 +15,7 @@ import objcomm
 from objcomm import CollectiveError
 from objcomm.p2p.mailbox import Arrived
 from tests.group.helpers import assert_group_works, hear, say
-from tests.ranks import ranks
+from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until
 from tests.workers import here
 
@@ -131,7 +131,7 @@ def test_signals_go_where_they_went_before_a_call() -> None:
             assert signal.set_wakeup_fd(before) == far.fileno()
 
 
-@ranks(2)
+@ranks(2, environment=OVER_GLOO)  # whose waits need it
 def test_where_signals_went_may_be_closed_by_its_owner() -> None:
     """A library that sets it may close it without taking it back; that is no matter of a call."""
     near, far = socket.socketpair()

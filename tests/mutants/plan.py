@@ -5,6 +5,7 @@ from tests.mutants import (
     deaths,
     failures,
     lifetimes,
+    local,
     results,
     surroundings,
     traffic,
@@ -22,5 +23,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *deaths.MUTANTS,
     *waits.MUTANTS,
     *lifetimes.MUTANTS,
+    *local.MUTANTS,
     *surroundings.MUTANTS,
 )
