@@ -57,7 +57,9 @@ class Watched:
         self._lane = lane
         self._entry = exchange.entry
         self._deadline = deadline
-        self._interruptible = interruptible(mesh, exchange.is_interruptible)
+        self._interruptible = interruptible(
+            mesh, exchange.is_interruptible and not exchange.device.linked
+        )
         self._span: Span | None = None
 
     @property

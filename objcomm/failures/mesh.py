@@ -65,6 +65,7 @@ class Mesh:
             its traffic.
         failed_meeting: the nonce of the group's last mesh, where not all ranks came to know it.
         blocks: the keys of those in which this rank is.
+        is_closed: whether its connections were closed after the verdict.
         died: what to say to who polls in one of them, where a rank has died.
     """
 
@@ -98,6 +99,7 @@ class Mesh:
         self.failed_meeting = ""
         self.blocks: set[str] = set()
         self.died: Verdict | None = None
+        self.is_closed = False
         self._progress = MeetingState(rank, members, is_pair=whole is not None)
         self._meeting = OnceThread("objcomm-connect")
         self._connected: Future[Connections] = Future()
@@ -386,6 +388,7 @@ class Mesh:
         # and its end closes the connections.
         if self.link is not None and not sys.is_finalizing():
             self.link.abort()
+            self.is_closed = True
         if self.nonce and board is not None:
             job(board)
         log.log(

@@ -243,9 +243,11 @@ class Watchdog(threading.Thread):
         Some links move only while a thread waits for them, and others may need that first.
         """
         for mesh in self._look()[0]:
-            if mesh.link is not None and mesh.verdict is None:
+            link = mesh.link
+            if link is not None and not mesh.is_closed:
                 with logged("what is under way could not be moved"):
-                    mesh.link.move()
+                    # Ctrl-C may have struck between the verdict and the end of the connections.
+                    (link.move if mesh.verdict is None else link.abort)()
 
     def _has_ended_in_vain(self, mesh: Mesh, entry: CallRecord) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""

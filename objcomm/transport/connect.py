@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 import torch.distributed as dist
 
 from objcomm.transport.gloo import GlooLink, keys_left
+from objcomm.transport.link import PEER_LOST, LinkClosed
 from objcomm.transport.local import LocalLink
 from objcomm.transport.rendezvous import NO_DOOR, GivenUpError, forget, meet
 from objcomm.world import CONNECT_MAX
@@ -74,11 +75,18 @@ def connect(
         named = dist.PrefixStore(f"objcomm/{progress.nonce}", store)
         link: Connections | None = None
         if door is not None and len(set(met.hosts)) == 1 and NO_DOOR not in met.doors:
+            joining = _Joining(door, met.doors, place, named, deadline, progress)
             try:
-                sockets = _Joining(door, met.doors, place, named, deadline, progress).sockets()
+                sockets = joining.sockets()
                 link = LocalLink(rank, {members[each]: end for each, end in sockets.items()})
+                joining.complete()
             except OSError:
+                link = None
+                joining.close()
                 named.set(_FAILED, "")
+            except BaseException:
+                joining.close()
+                raise
         if link is None:
             link = GlooLink(named, rank, members, met.hosts, deadline)
     left = [_FAILED, *keys_left(size)] if isinstance(link, GlooLink) else []
@@ -168,38 +176,53 @@ class _Joining:
         self._place = place
         self._store = store
         limit = min(deadline.left(), CONNECT_MAX)
-        self._until = time.monotonic() + limit.total_seconds()
+        self._looked_at = time.monotonic()
+        self._until = self._looked_at + limit.total_seconds()
         self._progress = progress
         self._guests: dict[int, _Guest] = {}
         self._joined: dict[int, _Guest] = {}
         self._events = select.poll()
 
     def sockets(self) -> dict[int, socket.socket]:
-        """A socket to each other rank, by its place, when all ranks have all of theirs.
+        """A socket to each other rank, by its place; not all of them may have all of theirs.
 
         Raises:
-            OSError: some two ranks can't be connected; all of this one's sockets are closed.
+            OSError: some two ranks can't be connected.
             GivenUpError: nobody waits for them any more.
         """
+        for place in range(self._place):
+            self._call(place)
+        self._events.register(self._door.listener, select.POLLIN)
+        while len(self._joined) < len(self._doors) - 1:
+            self._look()
+        return {place: each.socket for place, each in sorted(self._joined.items())}
+
+    def complete(self) -> None:
+        """Return when all ranks have all of theirs, and what it takes to use them.
+
+        Who can't says nothing and closes its sockets, so that no rank gets the word of all. Who has
+        said it can't take it back.
+
+        Raises:
+            OSError: another rank could not, so that no rank can.
+            LinkClosed: another rank said nothing.
+            GivenUpError: nobody waits for them any more.
+        """
+        for each in self._joined.values():
+            each.socket.sendall(_COMPLETE)
         try:
-            for place in range(self._place):
-                self._call(place)
-            self._events.register(self._door.listener, select.POLLIN)
-            others = len(self._doors) - 1
-            while len(self._joined) < others:
-                self._look()
-            for each in self._joined.values():
-                each.socket.sendall(_COMPLETE)
             while any(len(each.said) == _WORD.size for each in self._joined.values()):
                 self._look()
-        except BaseException:
-            for each in [*self._guests.values(), *self._joined.values()]:
-                each.socket.close()
-            raise
+        except TimeoutError as error:
+            raise LinkClosed(f"{PEER_LOST} (it did not connect in time)") from error
         for each in self._guests.values():  # strangers
             if each.place not in self._joined:
                 each.socket.close()
-        return {place: each.socket for place, each in sorted(self._joined.items())}
+
+    def close(self) -> None:
+        """Close all that was opened."""
+        for each in [*self._guests.values(), *self._joined.values()]:
+            each.socket.close()
 
     def _call(self, place: int) -> None:
         end = socket.socket(socket.AF_UNIX)
@@ -217,6 +240,7 @@ class _Joining:
     def _look(self) -> None:
         """Take in what has come, or see that it never will."""
         events = self._events.poll(_LOOK_SECONDS * 1000)
+        now = time.monotonic()
         for descriptor, _ in events:
             if descriptor == self._door.listener.fileno():
                 self._let_in()
@@ -224,9 +248,11 @@ class _Joining:
                 self._hear(self._guests[descriptor])
         if self._progress.is_over:
             raise GivenUpError
-        if not events and self._store.check([_FAILED]):
-            raise ConnectionAbortedError  # another rank could not
-        if time.monotonic() > self._until:
+        if now > self._looked_at + _LOOK_SECONDS:
+            self._looked_at = now
+            if self._store.check([_FAILED]):
+                raise ConnectionAbortedError  # another rank could not
+        if not events and now > self._until:
             raise TimeoutError
 
     def _let_in(self) -> None:

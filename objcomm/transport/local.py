@@ -194,37 +194,44 @@ class LocalLink:
             rank: this one, within the group.
             sockets: to each other rank, connected; they are this link's from now on.
         """
+        self._connections: dict[int, _Connection] = {}
+        # A byte in there wakes the mover.
+        self._alarm, self._heard = socket.socketpair()
+        self._events = select.epoll()
+        self._events.register(self._heard, select.EPOLLIN)
+        for end in (self._alarm, self._heard):
+            end.settimeout(0)
         self.rank = rank
         self.size = len(sockets) + 1
         self.hosts = (0,) * self.size
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._is_moved = False
+        self._moved_for: _Transfer | None = None
         self._waiting: deque[_Transfer] = deque()
         self._numbers = 0
         self._is_aborted = False
         self._connections = {peer: _Connection(peer, end) for peer, end in sockets.items()}
         self._by_descriptor = {each.socket.fileno(): each for each in self._connections.values()}
-        self._events = select.epoll()
-        # A byte in there wakes the mover.
-        self._alarm, heard = socket.socketpair()
-        self._events.register(heard, select.EPOLLIN)
-        self._heard = heard
         for each in self._connections.values():
             each.socket.setblocking(False)  # noqa: FBT003  # its one parameter
             self._events.register(each.socket, _READS)
 
     def __del__(self) -> None:
         # By name, or the system's warnings of what was left open are the user's.
-        for each in self._connections.values():
+        for each in getattr(self, "_connections", {}).values():
             each.socket.close()
-        self._alarm.close()
-        self._heard.close()
+        for name in ("_alarm", "_heard"):
+            if hasattr(self, name):
+                getattr(self, name).close()
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         connection = self._connections[peer]
         transfer = _Transfer(_memory(flat))
         nbytes = flat.numel()
+        if nbytes > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
+            raise ValueError(f"a first message of {nbytes} bytes")
         with self._lock:
             if connection.ended:
                 raise LinkClosed(connection.ended)
@@ -236,6 +243,7 @@ class LocalLink:
                 connection.held.setdefault(tag, deque()).append(transfer)
             else:
                 self._send_at_once(connection, transfer, tag)
+            self._wake_mover()
         return transfer
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -256,6 +264,7 @@ class LocalLink:
                 if posted is None:
                     posted = connection.posted[tag] = deque()
                 posted.append(transfer)
+            self._wake_mover()
         return transfer
 
     def wait(self, pending: Pending, limit: timedelta) -> None:
@@ -286,18 +295,23 @@ class LocalLink:
         return not any(each.ended or each.outgoing for each in self._connections.values())
 
     def abort(self) -> None:
-        """See ``Link``."""
+        """See ``Link``. A forked process lets go of its copies only: the link is its parent's."""
+        self._is_aborted = True
+        if os.getpid() != self._pid:
+            self.__del__()
+            return
         with self._lock:
-            self._is_aborted = True
-            for each in self._connections.values():
-                if not each.ended:
-                    self._read(each, is_ending=True)  # what has come is here, though not asked for
-                if not each.ended:
-                    each.was_ended_there = _has_ended(each.socket)
-                    self._end(each, _OWN_DOING)
-            while self._waiting:
-                self._wake_one()
-            self._alarm.send(b"!")
+            try:
+                for each in self._connections.values():
+                    if not each.ended:
+                        self._read(each, is_ending=True)  # what has come is here, if not asked for
+                    if not each.ended:
+                        each.was_ended_there = _has_ended(each.socket)
+                        self._end(each, _OWN_DOING)
+            finally:
+                while self._waiting:
+                    self._wake_one()
+                self._sound()
 
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""
@@ -313,11 +327,12 @@ class LocalLink:
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
         self._move_what_is_there()
-        return [
-            peer
-            for peer, each in self._connections.items()
-            if each.was_ended_there or (not each.ended and _has_ended(each.socket))
-        ]
+        with self._lock:
+            return [
+                peer
+                for peer, each in self._connections.items()
+                if each.was_ended_there or (not each.ended and _has_ended(each.socket))
+            ]
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
         """See ``Connections``: all are."""
@@ -348,7 +363,7 @@ class LocalLink:
                 turn.acquire()
                 self._waiting.append(transfer)
             else:
-                self._is_moved = True
+                self._is_moved, self._moved_for = True, transfer
         if turn is None:
             try:
                 self._move(transfer, until)
@@ -362,6 +377,15 @@ class LocalLink:
                 self._take_back(transfer)
         return transfer.is_over
 
+    def _wake_mover(self) -> None:
+        """Wake who moves, if another thread has ended what it waits for."""
+        if self._moved_for is not None and self._moved_for.is_over:
+            self._sound()
+
+    def _sound(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has not heard the last ones yet
+            self._alarm.send(b"!")
+
     def _take_back(self, transfer: _Transfer) -> None:
         """Wait no longer; a turn that came too late is the next one's."""
         with self._lock:
@@ -373,7 +397,7 @@ class LocalLink:
 
     def _pass_on(self) -> None:
         with self._lock:
-            self._is_moved = False
+            self._is_moved, self._moved_for = False, None
             self._wake_one()
 
     def _wake_one(self) -> None:
@@ -434,6 +458,9 @@ class LocalLink:
                 sent = connection.socket.sendmsg((head, view), (), socket.MSG_NOSIGNAL)
             except OSError as error:
                 self._has_no_room(connection, error)
+                if connection.ended:
+                    transfer.end(connection.ended)
+                    return
             if sent == _HEADER_NBYTES + view.nbytes:
                 transfer.is_over = True
                 return
@@ -477,7 +504,6 @@ class LocalLink:
         """What the system says to bytes for it; that the peer is gone, the mover reads."""
         if not isinstance(error, (BlockingIOError, BrokenPipeError, ConnectionResetError)):
             self._end(connection, f"nothing can be sent to rank {connection.peer} ({error})")
-            self._alarm.send(b"!")
 
     def _watch(self, connection: _Connection) -> None:
         """Be woken when there is room again, as long as something waits for it."""
@@ -522,7 +548,7 @@ class LocalLink:
             kind, tag, nbytes, number = _HEADER.unpack_from(raw, at)
             at += _HEADER_NBYTES
             if kind == Kind.MESSAGE:
-                if nbytes > UNASKED_MAX_NBYTES:
+                if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
                     self._refuse(connection, f"a message of {nbytes} bytes unasked")
                 elif end - at >= nbytes:
                     self._arrive(connection, tag, connection.view[at : at + nbytes])
@@ -607,6 +633,9 @@ class LocalLink:
         return end
 
     def _offer(self, connection: _Connection, tag: int, nbytes: int, number: int) -> None:
+        if number in connection.offers or tag >> LANE_BITS == 0:
+            self._refuse(connection, "an offer that may not be made")
+            return
         connection.offers[number] = nbytes
         posted = connection.posted.get(tag)
         if not posted:
@@ -663,7 +692,7 @@ class LocalLink:
 
     def _credit(self, connection: _Connection, tag: int, count: int) -> None:
         ahead = connection.ahead.get(tag, 0) - count
-        if ahead < 0:
+        if ahead < 0 or not count:
             self._refuse(connection, "credit for what was not sent")
             return
         connection.ahead[tag] = ahead
