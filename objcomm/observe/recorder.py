@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import tempfile
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -122,10 +121,13 @@ class Recorder:
 
 
 class _Recorders:
-    """Those of all live process groups, by the object and never by its name, which recurs."""
+    """Those of all live process groups, by the object and never by its name, which recurs.
+
+    Each method takes one step, and no lock: a process that was forked while another thread had it
+    would wait for that thread for ever.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._known: weakref.WeakKeyDictionary[Any, Recorder] = weakref.WeakKeyDictionary()
         self._solo = Recorder()
 
@@ -134,13 +136,12 @@ class _Recorders:
             return self._solo
         found = self._known.get(process_group)
         if found is None:
-            with self._lock:
-                found = self._known.setdefault(process_group, Recorder(process_group))
+            found = self._known.setdefault(process_group, Recorder(process_group))
         return found
 
     def all(self) -> list[Recorder]:
-        with self._lock:
-            return [self._solo, *self._known.values()]
+        groups = [reference() for reference in self._known.keyrefs()]
+        return [self._solo, *(self._known[each] for each in groups if each is not None)]
 
 
 _recorders = _Recorders()

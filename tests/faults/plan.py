@@ -90,7 +90,8 @@ SMALL_NBYTES = 100
 LARGE_NBYTES = 32 << 20
 #: A wait that shall end by its limit.
 LIMIT_SECONDS = 2.0
-#: The same where no duration is held: on a busy machine a victim takes long to reach its payload.
+#: The same where no duration is held: on a busy machine a victim takes long to reach its payload,
+#: and a survivor its call.
 PATIENT_LIMIT_SECONDS = 4.0
 #: For faults that must not end by a limit; longer than anybody waits for what a rank has seen.
 FAR_SECONDS = 120.0
@@ -198,7 +199,8 @@ _EMPTY = {"barrier", "main_first", "sync_gradients", "sync_model"}
 
 def limit_of(case: Case, *, is_patient: bool) -> float:
     """The limit of a wait that ends by one."""
-    return PATIENT_LIMIT_SECONDS if is_patient and case.fault is Fault.STOPPED else LIMIT_SECONDS
+    is_awaited = case.fault in {Fault.STOPPED, Fault.ABSENT}
+    return PATIENT_LIMIT_SECONDS if is_patient and is_awaited else LIMIT_SECONDS
 
 
 def expected(case: Case, rank: int) -> Any:

@@ -61,6 +61,7 @@ class Seen:
         is_store_silent: whether the store did not.
         places: per rank that answered, where it is.
         seconds_of_limit: the time limit that the error names.
+        began: when the rank made the call, on the same clock as ``at``.
     """
 
     call: int
@@ -72,6 +73,7 @@ class Seen:
     is_store_silent: bool = False
     places: Mapping[int, str] = field(default_factory=dict)
     seconds_of_limit: float = 0.0
+    began: float = 0.0
 
 
 class Left(NamedTuple):
@@ -267,6 +269,7 @@ def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
     """How the call ends, or, where this rank waits for nobody in it, the next one."""
     want = _want(case, rank)
     number = 0
+    began = time.monotonic()
     try:
         while number < (1 if case.fault is Fault.RESUMED or case.is_between_two else 2):
             if call() != want:
@@ -284,6 +287,7 @@ def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
             bool(getattr(error, "is_store_silent", False)),
             {each: str(at) for each, at in getattr(error, "positions", {}).items()},
             float(getattr(error, "seconds", 0.0)),
+            began,
         )
     return Seen(number - 1, "returned", (), time.monotonic())
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportTimeout
+from objcomm.observe.recorder import Recorder
 from objcomm.p2p.mailbox import Mailbox
 from objcomm.transport.store import loopback_store
 from tests.group.helpers import assert_group_works, keys_in, outcome_of, tell_all
@@ -117,6 +118,37 @@ def test_a_child_that_is_forked_beside_a_threads_first_message_is_refused_its_ow
             thread.join()
         assert os.waitstatus_to_exitcode(status) == 0
     tell_all("the child has ended", "")
+    assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_a_child_that_is_forked_beside_a_groups_first_call_can_read_its_figures() -> None:
+    """Recorders are found by every call, so nobody may hold what finds them."""
+    is_inside, may_go_on = threading.Event(), threading.Event()
+    assert_group_works()
+    group = dist.new_group([0, 1])
+
+    def slow(process_group: Any) -> Recorder:
+        is_inside.set()
+        may_go_on.wait(PATIENCE_S)
+        return Recorder(process_group)
+
+    if here().rank == 0:
+        with mock.patch("objcomm.observe.recorder.Recorder", slow):
+            thread = threading.Thread(target=lambda: objcomm.barrier(group=group))
+            thread.start()
+            assert is_inside.wait(PATIENCE_S)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)  # ends a hang
+                os._exit(0 if "all_gather" in objcomm.stats_to_prometheus() else 1)
+            _, status = os.waitpid(child, 0)
+            may_go_on.set()
+            thread.join()
+        assert os.waitstatus_to_exitcode(status) == 0
+    else:
+        objcomm.barrier(group=group)
+    assert_group_works(group)
     assert_group_works()
 
 
