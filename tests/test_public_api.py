@@ -269,6 +269,28 @@ def test_numpy_is_not_needed() -> None:
     )
 
 
+def test_numpy_is_not_needed_by_the_links_of_one_host() -> None:
+    run_python(
+        """
+        import sys, warnings
+        sys.modules["numpy"] = None
+        warnings.simplefilter("ignore")  # torch tells of the missing numpy
+        from datetime import timedelta
+        import socket
+        import torch
+        from objcomm.transport.link import payload_tag
+        from objcomm.transport.local import LocalLink
+        ends, tag, limit = socket.socketpair(), payload_tag(0, 1), timedelta(seconds=60)
+        links = [LocalLink(rank, {1 - rank: end}) for rank, end in enumerate(ends)]
+        for sent in (torch.arange(9).to(torch.uint8), torch.empty(0, dtype=torch.uint8)):
+            into = torch.zeros_like(sent)
+            links[0].send(sent, 1, tag)
+            links[1].wait(links[1].recv(into, 0, tag), limit)
+            assert torch.equal(into, sent)
+        """
+    )
+
+
 def test_a_torch_without_distributed_serves_a_world_of_one() -> None:
     run_python(
         """

@@ -112,6 +112,14 @@ def readable(flat: torch.Tensor) -> Any:
     return _memory_at(flat.data_ptr(), flat.numel(), _READABLE)
 
 
+def writable(flat: torch.Tensor) -> memoryview:
+    """A flat tensor's memory, which must not outlive it; numpy is not needed."""
+    if not flat.numel():
+        return memoryview(bytearray())
+    memory: memoryview = _memory_at(flat.data_ptr(), flat.numel(), _WRITABLE)
+    return memory
+
+
 def empty(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
     """A fresh flat tensor, 64-byte aligned; on the CPU unless ``device`` says otherwise.
 

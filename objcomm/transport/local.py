@@ -32,6 +32,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import TYPE_CHECKING
 
+from objcomm.codecs.buffers import writable
 from objcomm.transport.link import LANE_BITS, PEER_LOST, LinkClosed, LinkTimeout, Pending
 
 if TYPE_CHECKING:
@@ -79,16 +80,18 @@ class _Transfer:
     """A message on its way out or in.
 
     Attributes:
-        view: its memory, or the room for it.
+        flat: its memory, or the room for it, which lives as long as bytes may come.
+        view: the same as the system takes it.
         is_over: whether that may be used again.
         reason: why it ended without having been carried; empty otherwise.
         turn: held by the thread that waits for it while another one is the mover.
     """
 
-    __slots__ = ("is_over", "reason", "turn", "view")
+    __slots__ = ("flat", "is_over", "reason", "turn", "view")
 
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self.view = writable(flat)
         self.is_over = False
         self.reason = ""
         self.turn: threading.Lock | None = None
@@ -228,7 +231,7 @@ class LocalLink:
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         connection = self._connections[peer]
-        transfer = _Transfer(_memory(flat))
+        transfer = _Transfer(flat)
         nbytes = flat.numel()
         if nbytes > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
             raise ValueError(f"a first message of {nbytes} bytes")
@@ -249,7 +252,7 @@ class LocalLink:
     def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         connection = self._connections[peer]
-        transfer = _Transfer(_memory(flat))
+        transfer = _Transfer(flat)
         with self._lock:
             arrived = connection.arrived.get(tag)
             if arrived:
@@ -734,10 +737,6 @@ class LocalLink:
         connection.filling = connection.filled = None
         for each in left:
             each.end(reason)
-
-
-def _memory(flat: torch.Tensor) -> memoryview:
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy's stubs, before Python 3.12
 
 
 def _has_ended(end: socket.socket) -> bool:
