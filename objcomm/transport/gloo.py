@@ -85,6 +85,7 @@ class GlooLink:
         needs_last_byte_apart: it does not wake a receive that is being filled. So a receiver waits
             for the last byte first, which is posted until all before it has come.
         is_interruptible: its waits are torch's, in C++.
+        sharing: it copies all.
         ahead: with more pieces than that posted no receipt could leave: 1 GiB arrived in 9 s on a
             busy machine, and so did all its receipts.
     """
@@ -92,6 +93,7 @@ class GlooLink:
     kind = "Gloo"
     needs_last_byte_apart = True
     is_interruptible = False
+    sharing = None
     ahead = 4
 
     def __init__(

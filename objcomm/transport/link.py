@@ -16,6 +16,7 @@ import torch
 
 from objcomm.config import FOREVER_SECONDS, settings
 from objcomm.observe.history import CallRecord
+from objcomm.transport.share import Share
 
 # Tags have 31 bits. First messages of a lane share one tag, so that mismatched operations meet
 # instead of waiting for each other; what follows is told apart by its operation's number.
@@ -117,6 +118,13 @@ class Link(Protocol):
     is_interruptible: bool
     ahead: int
 
+    @property
+    def sharing(self) -> "Sharing | None":
+        """How large memory is handed over without a copy for each receiver.
+
+        None where the ranks are not all on one host.
+        """
+
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """Begin to send; returns at once, whether or not the peer has asked for it.
 
@@ -184,6 +192,63 @@ class Link(Protocol):
         """Close every connection, from any thread, so that whoever waits raises; also once more.
 
         So do the peers that wait for this rank.
+        """
+
+
+class Borrowed(Protocol):
+    """What ``Sharing.recv_share`` has begun; to be waited for like any transfer.
+
+    Attributes:
+        share: the memory, once the wait has ended; None where its content has to be copied, see
+            ``Sharing.recv_instead``.
+        peer: whose it is.
+        number: the link's own.
+    """
+
+    share: Share | None
+    peer: int
+    number: int
+
+
+class Sharing(Protocol):
+    """Hands memory over to ranks of this host, which do not copy it."""
+
+    def send_share(
+        self, share: Share | None, flats: Sequence[torch.Tensor], peer: int, tag: int
+    ) -> Pending:
+        """Begin to hand some members over together; as ``Link.send``.
+
+        Args:
+            share: has their content; None where the system gives no such memory.
+            flats: the members, at least one; as for ``Link.send``: a receiver may need a copy.
+            peer: to whom; it calls ``recv_share``.
+            tag: as for ``Link.send``, but none of first messages.
+
+        Raises:
+            LinkClosed: as ``Link.send``.
+        """
+
+    def recv_share(self, nbytes: int, peer: int, tag: int) -> Borrowed:
+        """Begin to receive what a peer hands over; as ``Link.recv``.
+
+        Args:
+            nbytes: how long the members are together.
+            peer: who calls ``send_share``.
+            tag: as for ``send_share``.
+
+        Raises:
+            LinkClosed: as ``Link.recv``.
+        """
+
+    def recv_instead(self, borrowed: Borrowed, flat: torch.Tensor) -> Pending:
+        """Begin to receive the members' content, one after another, where there is no share.
+
+        Args:
+            borrowed: what ``recv_share`` gave; its wait has ended.
+            flat: room for as many bytes.
+
+        Raises:
+            LinkClosed: as ``Link.recv``.
         """
 
 

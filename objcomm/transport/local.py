@@ -13,6 +13,9 @@ What goes over a stream is a frame: a kind, a tag and a number, and then perhaps
 - ``OFFER``: there is one that may not. It waits in its sender's memory for
 - ``TAKE``: there is room for it now; and then goes out as
 - ``CONTENT``, from the sender's memory into the receiver's, past all buffers of this module.
+- ``SHARE``: an offer of memory that the other end may map; its descriptor comes along. The answer
+  is
+- ``HELD``; or ``TAKE``, where the descriptor got lost: the receiver's system may have no more.
 - ``CREDIT``: so many first messages of a lane have been taken.
 
 Nothing that arrives is believed before it was judged: a frame of no kind, one that is too long, or
@@ -22,6 +25,7 @@ one that answers nothing ends the connection.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -32,14 +36,17 @@ from enum import IntEnum
 from struct import Struct
 from typing import TYPE_CHECKING
 
+import torch
+
 from objcomm.codecs.buffers import writable
 from objcomm.transport.link import LANE_BITS, PEER_LOST, LinkClosed, LinkTimeout, Pending
+from objcomm.transport.share import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from datetime import timedelta
 
-    import torch
+    from objcomm.transport.link import Borrowed
 
 # Kind and tag; length of the message; number of the offer, or of messages taken.
 _HEADER = Struct("<IIQQ")
@@ -52,6 +59,10 @@ _WORD_MAX_NBYTES = 64
 #: First messages of a lane that a sender may be ahead of who takes them.
 AHEAD_MAX = 4
 _TOLD_EACH = 2
+
+# One of a process's open files, as it travels; there is room for two, and only one may come.
+_DESCRIPTOR = Struct("i")
+_RIGHTS_NBYTES = socket.CMSG_SPACE(_DESCRIPTOR.size)
 
 # Room for a message with its header, and some more of them.
 _RAW_NBYTES = 2 * UNASKED_MAX_NBYTES
@@ -74,6 +85,8 @@ class Kind(IntEnum):
     TAKE = 3
     CONTENT = 4
     CREDIT = 5
+    SHARE = 6
+    HELD = 7
 
 
 class _Transfer:
@@ -106,6 +119,44 @@ class _Transfer:
             turn.release()
 
 
+class _Lent(_Transfer):
+    """Memory on its way to who maps it, or takes its content.
+
+    Attributes:
+        before: its members but for the last one, which is ``view``.
+        share: keeps its descriptor open.
+    """
+
+    __slots__ = ("before", "share")
+
+    def __init__(self, share: Share | None, flats: Sequence[torch.Tensor]) -> None:
+        super().__init__(flats[-1])
+        self.before = [writable(flat) for flat in flats[:-1]]
+        self.share = share
+
+
+class _Borrowed(_Transfer):
+    """Memory that a peer lends; see ``link.Borrowed``.
+
+    Attributes:
+        nbytes: how long its members are together.
+        peer: whose it is.
+        number: of its offer, where its content can only be copied.
+    """
+
+    __slots__ = ("nbytes", "number", "peer", "share")
+
+    def __init__(self, nbytes: int, peer: int) -> None:
+        super().__init__(_NOTHING)
+        self.nbytes = nbytes
+        self.peer = peer
+        self.number = 0
+        self.share: Share | None = None
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
 class _Connection:
     """One peer: its socket, what has come of it, and what has yet to go there.
 
@@ -114,9 +165,12 @@ class _Connection:
         socket: to it.
         arrived: by tag: what came before it was asked for, as bytes, or as an offer's number.
         posted: by tag: the receives for which nothing has come.
-        outgoing: what the system had no room for, in order; with the transfer that it ends.
+        outgoing: what the system had no room for, in order; with the transfer that it ends, and
+            what is handed over with its first byte.
         offered: sends that wait to be taken, by number; they count from 0.
         offers: numbers and lengths of what the peer has offered, and has not sent.
+        shares: those of them that can be mapped.
+        descriptors: what came of those whose frames have not; None for one that got lost.
         taken: receives for which content was asked, by number.
         held: by tag: first messages for which there is no credit.
         ahead: by tag: first messages that are not known to be taken.
@@ -129,6 +183,7 @@ class _Connection:
     __slots__ = (
         "ahead",
         "arrived",
+        "descriptors",
         "ended",
         "filled",
         "filling",
@@ -140,6 +195,7 @@ class _Connection:
         "peer",
         "posted",
         "raw",
+        "shares",
         "socket",
         "taken",
         "untold",
@@ -153,9 +209,11 @@ class _Connection:
         self.socket = end
         self.arrived: dict[int, deque[bytes | bytearray | int]] = {}
         self.posted: dict[int, deque[_Transfer]] = {}
-        self.outgoing: deque[tuple[memoryview, _Transfer | None]] = deque()
+        self.outgoing: deque[tuple[memoryview, _Transfer | None, Share | None]] = deque()
         self.offered: dict[int, tuple[_Transfer, int]] = {}
         self.offers: dict[int, int] = {}
+        self.shares: dict[int, Share] = {}
+        self.descriptors: deque[Share | None] = deque()
         self.taken: dict[int, _Transfer] = {}
         self.held: dict[int, deque[_Transfer]] = {}
         self.ahead: dict[int, int] = {}
@@ -182,6 +240,7 @@ class LocalLink:
         hosts: of each of them, as a number.
         needs_last_byte_apart: the end of a stream wakes whoever waits for any of its bytes.
         is_interruptible: it sleeps where signals wake it.
+        sharing: itself.
         ahead: nothing depends on it.
     """
 
@@ -204,6 +263,7 @@ class LocalLink:
         self._events.register(self._heard, select.EPOLLIN)
         for end in (self._alarm, self._heard):
             end.settimeout(0)
+        self.sharing = self
         self.rank = rank
         self.size = len(sockets) + 1
         self.hosts = (0,) * self.size
@@ -251,8 +311,12 @@ class LocalLink:
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``Link``."""
-        connection = self._connections[peer]
         transfer = _Transfer(flat)
+        self._post(transfer, peer, tag)
+        return transfer
+
+    def _post(self, transfer: _Transfer, peer: int, tag: int) -> None:
+        connection = self._connections[peer]
         with self._lock:
             arrived = connection.arrived.get(tag)
             if arrived:
@@ -267,6 +331,41 @@ class LocalLink:
                 if posted is None:
                     posted = connection.posted[tag] = deque()
                 posted.append(transfer)
+            self._wake_mover()
+
+    def send_share(
+        self, share: Share | None, flats: Sequence[torch.Tensor], peer: int, tag: int
+    ) -> Pending:
+        """See ``Sharing``."""
+        connection = self._connections[peer]
+        transfer = _Lent(share, flats)
+        nbytes = sum(flat.numel() for flat in flats)
+        kind = Kind.OFFER if share is None else Kind.SHARE
+        with self._lock:
+            if connection.ended:
+                raise LinkClosed(connection.ended)
+            self._numbers = number = self._numbers + 1
+            connection.offered[number] = transfer, tag
+            frame = memoryview(_HEADER.pack(kind, tag, nbytes, number))
+            connection.outgoing.append((frame, None, share))
+            self._flush(connection)
+            self._wake_mover()
+        return transfer
+
+    def recv_share(self, nbytes: int, peer: int, tag: int) -> Borrowed:
+        """See ``Sharing``."""
+        borrowed = _Borrowed(nbytes, peer)
+        self._post(borrowed, peer, tag)
+        return borrowed
+
+    def recv_instead(self, borrowed: Borrowed, flat: torch.Tensor) -> Pending:
+        """See ``Sharing``."""
+        connection = self._connections[borrowed.peer]
+        transfer = _Transfer(flat)
+        with self._lock:
+            if connection.ended:
+                raise LinkClosed(connection.ended)
+            self._take(connection, transfer, borrowed.number)
             self._wake_mover()
         return transfer
 
@@ -468,9 +567,9 @@ class LocalLink:
                 transfer.is_over = True
                 return
         if sent < _HEADER_NBYTES:
-            connection.outgoing.append((memoryview(head)[sent:], None))
+            connection.outgoing.append((memoryview(head)[sent:], None, None))
             sent = _HEADER_NBYTES
-        connection.outgoing.append((view[sent - _HEADER_NBYTES :], transfer))
+        connection.outgoing.append((view[sent - _HEADER_NBYTES :], transfer, None))
         self._watch(connection)
 
     def _push(
@@ -481,20 +580,25 @@ class LocalLink:
             if transfer is not None:
                 transfer.end(connection.ended)
             return
-        connection.outgoing.append((memoryview(frame), None))
+        connection.outgoing.append((memoryview(frame), None, None))
         if transfer is not None:
-            connection.outgoing.append((transfer.view, transfer))
+            for each in transfer.before if isinstance(transfer, _Lent) else ():
+                connection.outgoing.append((each, None, None))
+            connection.outgoing.append((transfer.view, transfer, None))
         self._flush(connection)
 
     def _flush(self, connection: _Connection) -> None:
         outgoing, left = connection.outgoing, _TURN_NBYTES
         try:
             while outgoing and left > 0:
-                view, transfer = outgoing[0]
-                sent = connection.socket.send(view, socket.MSG_NOSIGNAL) if view.nbytes else 0
+                view, transfer, share = outgoing[0]
+                if share is not None:
+                    sent = self._hand_over(connection, view, share)
+                else:
+                    sent = connection.socket.send(view, socket.MSG_NOSIGNAL) if view.nbytes else 0
                 left -= sent
                 if sent < view.nbytes:
-                    outgoing[0] = view[sent:], transfer
+                    outgoing[0] = view[sent:], transfer, None
                     continue
                 outgoing.popleft()
                 if transfer is not None:
@@ -502,6 +606,19 @@ class LocalLink:
         except OSError as error:
             self._has_no_room(connection, error)
         self._watch(connection)
+
+    def _hand_over(self, connection: _Connection, frame: memoryview, share: Share) -> int:
+        """Send an offer and its descriptor; or only that, where too many are on their way."""
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(share.descriptor))
+        try:
+            return connection.socket.sendmsg((frame,), (rights,), socket.MSG_NOSIGNAL)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            _, tag, nbytes, number = _HEADER.unpack(frame)
+            offer = _HEADER.pack(Kind.OFFER, tag, nbytes, number)
+            connection.outgoing[0] = memoryview(offer), None, None
+            return connection.socket.send(offer, socket.MSG_NOSIGNAL)
 
     def _has_no_room(self, connection: _Connection, error: OSError) -> None:
         """What the system says to bytes for it; that the peer is gone, the mover reads."""
@@ -523,8 +640,12 @@ class LocalLink:
         try:
             while left > 0 and not connection.ended:
                 filling = connection.filling
-                into = connection.view[connection.used :] if filling is None else filling
-                count = receive(into)
+                if filling is None:
+                    into = connection.view[connection.used :]
+                    count = self._read_frames(connection, into)
+                else:
+                    into = filling
+                    count = receive(into)
                 left -= count
                 if not count:
                     connection.was_ended_there = True
@@ -544,6 +665,17 @@ class LocalLink:
             connection.was_ended_there = True
             self._end(connection, f"{PEER_LOST} ({os.strerror(error.errno or 0)})")
 
+    def _read_frames(self, connection: _Connection, into: memoryview) -> int:
+        """Read bytes, and the descriptor that may come with them; one ends what is read at once."""
+        count, rights, flags, _ = connection.socket.recvmsg_into(
+            (into,), _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        for _, _, found in rights:
+            connection.descriptors.extend(Share(each) for (each,) in _DESCRIPTOR.iter_unpack(found))
+        if flags & socket.MSG_CTRUNC and not rights:
+            connection.descriptors.append(None)
+        return count
+
     def _parse(self, connection: _Connection) -> None:
         """Take the frames out of what was read; what is left of the last one goes to the front."""
         raw, at, end = connection.raw, 0, connection.used
@@ -551,19 +683,13 @@ class LocalLink:
             kind, tag, nbytes, number = _HEADER.unpack_from(raw, at)
             at += _HEADER_NBYTES
             if kind == Kind.MESSAGE:
-                if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
-                    self._refuse(connection, f"a message of {nbytes} bytes unasked")
-                elif end - at >= nbytes:
-                    self._arrive(connection, tag, connection.view[at : at + nbytes])
-                    at += nbytes
-                else:
-                    at = self._begin(connection, tag, nbytes, at, end)
-            elif kind == Kind.OFFER:
-                self._offer(connection, tag, nbytes, number)
-            elif kind == Kind.TAKE:
-                self._give(connection, number)
+                at = self._begin(connection, tag, nbytes, at, end)
             elif kind == Kind.CONTENT:
                 at = self._begin_content(connection, number, at, end)
+            elif kind in (Kind.OFFER, Kind.SHARE):
+                self._offer(connection, tag, nbytes, number, is_shared=kind == Kind.SHARE)
+            elif kind in (Kind.TAKE, Kind.HELD):
+                self._give(connection, number, is_held=kind == Kind.HELD)
             elif kind == Kind.CREDIT:
                 self._credit(connection, tag, number)
             else:
@@ -571,6 +697,8 @@ class LocalLink:
         if 0 < at < end:
             raw[: end - at] = raw[at:end]
         connection.used = end - at
+        if len(connection.descriptors) > (connection.used > 0):
+            self._refuse(connection, "a descriptor that belongs to nothing")
 
     def _arrive(self, connection: _Connection, tag: int, content: memoryview) -> None:
         """A message is here whole."""
@@ -597,7 +725,7 @@ class LocalLink:
         content: memoryview | bytes | bytearray,
     ) -> None:
         nbytes = len(content)
-        if nbytes > transfer.view.nbytes:
+        if nbytes > transfer.view.nbytes or isinstance(transfer, _Borrowed):
             reason = self._refuse(connection, f"{nbytes} bytes for {transfer.view.nbytes}")
             transfer.end(reason)
             return
@@ -627,7 +755,13 @@ class LocalLink:
             self._deliver(connection, transfer, tag, found)
 
     def _begin(self, connection: _Connection, tag: int, nbytes: int, at: int, end: int) -> int:
-        """A message has come in part: read the rest to where it belongs."""
+        """A message has come; what is left of it is read to where it belongs."""
+        if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
+            self._refuse(connection, f"a message of {nbytes} bytes unasked")
+            return at
+        if end - at >= nbytes:
+            self._arrive(connection, tag, connection.view[at : at + nbytes])
+            return at + nbytes
         content = bytearray(nbytes)
         came = end - at
         content[:came] = connection.raw[at:end]
@@ -635,11 +769,27 @@ class LocalLink:
         connection.filled = tag, content
         return end
 
-    def _offer(self, connection: _Connection, tag: int, nbytes: int, number: int) -> None:
-        if number in connection.offers or tag >> LANE_BITS == 0:
+    def _offer(
+        self,
+        connection: _Connection,
+        tag: int,
+        nbytes: int,
+        number: int,
+        *,
+        is_shared: bool,
+    ) -> None:
+        descriptors = connection.descriptors
+        is_bare = is_shared and not descriptors
+        if number in connection.offers or tag >> LANE_BITS == 0 or is_bare:
             self._refuse(connection, "an offer that may not be made")
             return
+        share = descriptors.popleft() if is_shared else None
+        if share is not None and not share.is_sealed():
+            self._refuse(connection, "memory that it could change")
+            return
         connection.offers[number] = nbytes
+        if share is not None:
+            connection.shares[number] = share
         posted = connection.posted.get(tag)
         if not posted:
             connection.arrived.setdefault(tag, deque()).append(number)
@@ -651,7 +801,14 @@ class LocalLink:
 
     def _take(self, connection: _Connection, transfer: _Transfer, number: int) -> None:
         nbytes = connection.offers[number]
-        if nbytes > transfer.view.nbytes:
+        if isinstance(transfer, _Borrowed) and nbytes == transfer.nbytes:
+            transfer.share = connection.shares.pop(number, None)
+            transfer.number = number
+            if transfer.share is not None:
+                del connection.offers[number]
+                self._push(connection, _HEADER.pack(Kind.HELD, 0, 0, number))
+            transfer.end()
+        elif nbytes > transfer.view.nbytes or number in connection.shares:
             reason = self._refuse(connection, f"{nbytes} bytes for {transfer.view.nbytes}")
             transfer.end(reason)
         elif connection.ended:
@@ -660,12 +817,16 @@ class LocalLink:
             connection.taken[number] = transfer
             self._push(connection, _HEADER.pack(Kind.TAKE, 0, 0, number))
 
-    def _give(self, connection: _Connection, number: int) -> None:
+    def _give(self, connection: _Connection, number: int, *, is_held: bool) -> None:
         found = connection.offered.pop(number, None)
-        if found is None:
-            self._refuse(connection, "a question for what was not offered")
+        transfer, tag = found or (None, 0)
+        is_shared = isinstance(transfer, _Lent) and transfer.share is not None
+        if transfer is None or (is_held and not is_shared):
+            self._refuse(connection, "an answer to what was not offered")
             return
-        transfer, tag = found
+        if is_held:
+            transfer.end()
+            return
         self._push(connection, _HEADER.pack(Kind.CONTENT, tag, 0, number), transfer)
 
     def _begin_content(self, connection: _Connection, number: int, at: int, end: int) -> int:
@@ -725,7 +886,7 @@ class LocalLink:
             connection.socket.shutdown(socket.SHUT_RDWR)
         connection.socket.close()
         left = [each for each, _ in connection.offered.values()]
-        left += [each for _, each in connection.outgoing if each is not None]
+        left += [each for _, each, _ in connection.outgoing if each is not None]
         left += [each for held in connection.held.values() for each in held]
         left += [each for posted in connection.posted.values() for each in posted]
         left += connection.taken.values()
@@ -734,6 +895,8 @@ class LocalLink:
         for table in (connection.offered, connection.held, connection.posted, connection.taken):
             table.clear()
         connection.outgoing.clear()
+        connection.shares.clear()
+        connection.descriptors.clear()
         connection.filling = connection.filled = None
         for each in left:
             each.end(reason)

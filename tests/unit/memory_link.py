@@ -132,6 +132,7 @@ class MemoryLink:
     kind = "memory"
     needs_last_byte_apart = True
     is_interruptible = False
+    sharing = None
     ahead = 4
     device = torch.device("cpu")
     may_send_nothing = False  # that costs a message, which no route should
