@@ -48,7 +48,11 @@ class DevicePath:
 
     def not_carried(self, message: Message) -> list[torch.Tensor]:
         """Flat tensors of ``message`` that must go over the CPU's link."""
-        return [] if message.header.flags & _STAGED else message.following_on_host
+        return [] if self.is_staged(message) else message.following_on_host
+
+    def is_staged(self, message: Message) -> bool:
+        """Whether members that lie in CPU memory go over this link, too."""
+        return bool(message.header.flags & _STAGED)
 
     def send(self, message: Message, peer: int) -> None:
         """This rank's part towards one other."""
@@ -91,8 +95,9 @@ class DevicePath:
     def _carried(self, message: Message) -> Iterator[tuple[torch.Tensor, DeviceLink]]:
         if not message.large:
             return
-        is_staged = message.header.flags & _STAGED
-        flats = (message.following_on_host if is_staged else []) + message.following_on_device
+        flats = (
+            message.following_on_host if self.is_staged(message) else []
+        ) + message.following_on_device
         for flat in flats:
             if self._link is None:
                 raise WireError(

@@ -11,14 +11,17 @@ import torch
 
 from objcomm.algorithms import topology
 from objcomm.algorithms.device import DevicePath
-from objcomm.algorithms.transfers import Meter, Transfers, Unit, is_paced, nbytes_of
+from objcomm.algorithms.transfers import Loan, Meter, Transfers, Unit, is_paced, nbytes_of
 from objcomm.codecs.buffers import view
 from objcomm.observe.history import CallRecord
 from objcomm.transport.lane import Lane, StandingReceive, absent
 from objcomm.transport.link import Deadline, Link, LinkError, head_tag
 from objcomm.wire.admission import Gate
 from objcomm.wire.header import EVERYONE, Header
-from objcomm.wire.message import Message, open_body
+from objcomm.wire.message import Message, following_on_host, open_body
+
+#: From so many bytes on large members are not sent but handed over, where the link can.
+SHARED_MIN_NBYTES = 1 << 20
 
 # So much is taken by the system's socket buffers, whether or not the peer reads.
 _UNNOTICED_NBYTES = 1 << 16
@@ -170,7 +173,7 @@ class Exchange(Transfers):
     def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
         """Take in a first message that was checked when it arrived."""
         message = self.gate.take_in(raw, header)
-        if header.is_inline and message.refusal is None:
+        if header.is_inline and message.refusal is None and not self._is_shared(message):
             open_body(message, self.device.device)
         return message
 
@@ -178,13 +181,16 @@ class Exchange(Transfers):
         """Begin to send what follows the head, to some ranks."""
         if message.is_all_head:
             return
-        rest = self._body_units(message) + self._payload_units(message)
+        is_shared = self._is_shared(message)
+        rest = self._body_units(message) + ([] if is_shared else self._payload_units(message))
         if is_paced(message):
             self._meter.expect(nbytes_of(rest))
             self._expect_receipts(rest, peers)
         for peer in peers:
             for piece in itertools.chain.from_iterable(rest):
                 self._send(piece, peer, self._payload_tag, message)
+        if is_shared:
+            self.share(self.device.not_carried(message), peers)
         if not is_paced(message) and self._is_noticed(message):
             self.confirm((), peers)
 
@@ -194,10 +200,19 @@ class Exchange(Transfers):
         if not arriving:
             return
         self._wait_for([(*each, self._body_units(each[1])) for each in arriving])
-        for _, message in arriving:
+        shared = [
+            (message, self._borrow(message, peer))
+            for peer, message in arriving
+            if self._is_shared(message)
+        ]
+        copied = [each for each in arriving if not self._is_shared(each[1])]
+        for _, message in copied:
             if not message.header.is_inline:
                 open_body(message, self.device.device)
-        self._wait_for([(*each, self._payload_units(each[1])) for each in arriving])
+        self._wait_for([(*each, self._payload_units(each[1])) for each in copied])
+        self.rounds += bool(shared)
+        for message, loan in shared:
+            open_body(message, self.device.device, self.lent(loan))
         noticed = [each for each in arriving if not is_paced(each[1])]
         self.confirm([peer for peer, message in noticed if self._is_noticed(message)], ())
 
@@ -211,13 +226,18 @@ class Exchange(Transfers):
             return
         header = message.header
         place = self._place(header.body_nbytes + header.payload_nbytes, root)
+        is_shared = self._is_shared(message)
+        if is_shared:  # no byte goes over a connection, so there is nothing to pass on
+            place = *topology.star(self.rank, root, self.size), 0
         parent, children, chunk_nbytes = place
         if not header.is_inline:
-            body = self._body_pieces(message, chunk_nbytes)
+            body = self._body_pieces(message, chunk_nbytes or topology.CHUNK_MAX_NBYTES)
             self._relay(body, place, message, is_last=not header.payload_nbytes)
-            if parent is not None:
+            if parent is not None and not is_shared:
                 open_body(message, self.device.device)
-        if header.payload_nbytes:
+        if is_shared:
+            self._hand_out(message, place)
+        elif header.payload_nbytes:
             self._relay(self._pieces(message, chunk_nbytes), place, message, is_last=True)
         if not is_paced(message) and self._is_noticed(message):
             self.confirm([] if parent is None else [parent], children)
@@ -259,6 +279,29 @@ class Exchange(Transfers):
         """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
         route, chunk_nbytes = topology.for_payload(nbytes, self.hosts)
         return *route(self.rank, root, self.size), chunk_nbytes
+
+    def _is_shared(self, message: Message) -> bool:
+        """Whether its large members are handed over in memory; the same on both ranks."""
+        can_be = self._link.sharing is not None and not is_paced(message)
+        return can_be and message.header.payload_nbytes >= SHARED_MIN_NBYTES
+
+    def _hand_out(self, message: Message, place: "_Place") -> None:
+        """Large members from a root to all others, which have given their word to take them."""
+        parent, children, _ = place
+        self.rounds += 1
+        are_all_ready = self.words_of(children)
+        if parent is None:
+            self.share(self.device.not_carried(message), children, are_all_ready)
+        else:
+            loan = self._borrow(message, parent)
+            self.give_word(parent)
+            open_body(message, self.device.device, self.lent(loan))
+
+    def _borrow(self, message: Message, peer: int) -> "Loan | None":
+        """Begin to receive large members; None if they go over the device link."""
+        sizes = following_on_host(message)
+        is_carried = not sizes or self.device.is_staged(message)
+        return None if is_carried else self.borrow(sizes, peer)
 
     def _is_noticed(self, message: Message) -> bool:
         """Whether so much follows its head here that a receipt is due; the same on both ranks."""

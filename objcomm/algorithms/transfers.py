@@ -6,31 +6,38 @@ with a receipt of its own, so that both ends know how many bytes have arrived. K
 receipts; knows no message, and nothing of what the bytes mean.
 """
 
+import contextlib
 import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from objcomm.codecs.buffers import empty
-from objcomm.errors import TransportError, TransportTimeout
+from objcomm.codecs.buffers import BufferKind, allocate, empty
+from objcomm.errors import TransportError, TransportTimeout, WireError
 from objcomm.observe.history import CallRecord
 from objcomm.transport.link import (
+    Borrowed,
     Deadline,
     Link,
     LinkError,
     LinkTimeout,
     Pending,
+    Sharing,
     payload_tag,
     receipt_tag,
     result_tag,
 )
+from objcomm.transport.share import Share, starts
 from objcomm.wire.header import Flag
 from objcomm.wire.message import Message
 
 _PACED = int(Flag.PACED)  # an IntFlag's ``&`` costs 0.7 µs
+
+# A process may have 65,530 mappings; smaller members are as fast to copy.
+_MAPPED_MIN_NBYTES = 1 << 20
 
 #: The tensors of one unit, in order.
 Unit = list[torch.Tensor]
@@ -83,6 +90,20 @@ class Arriving(NamedTuple):
         """Where they have arrived."""
         self.await_from(peer)
         return self.flat
+
+
+class Loan(NamedTuple):
+    """Memory that a rank of this host hands over to this one.
+
+    Attributes:
+        sizes: how many bytes each of its members has.
+        peer: whose it is.
+        borrowed: the transfer.
+    """
+
+    sizes: Sequence[int]
+    peer: int
+    borrowed: Borrowed
 
 
 class _Milestone(NamedTuple):
@@ -200,6 +221,82 @@ class Transfers:
         """Tell ``peer`` that this rank takes what follows."""
         self._send(empty(1), peer, self._receipt_tag, None)
 
+    def share(
+        self,
+        flats: Sequence[torch.Tensor],
+        peers: Sequence[int],
+        are_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin to hand bytes over to ranks of this host, all of which call ``borrow``.
+
+        Args:
+            flats: none if nothing is to be handed over; they may not change before ``finish``.
+            peers: to whom.
+            are_ready: waits for what must come first.
+        """
+        share = None
+        with contextlib.suppress(OSError):  # no memory for it, or the system refuses such files
+            share = Share.of(flats) if flats else None
+        are_ready()
+        for peer in peers if flats else ():
+            try:
+                pending = self._sharing().send_share(share, flats, peer, self._payload_tag)
+            except LinkError as error:
+                raise self._naming(error, (peer,)) from error
+            self._sends.append((pending, peer, flats[0], flats))
+            self.sent_nbytes += nbytes_of([list(flats)])
+
+    def borrow(self, sizes: Sequence[int], peer: int) -> "Loan":
+        """Begin to receive what ``peer`` hands over by ``share``: members of so many bytes."""
+        self.received_nbytes += sum(sizes)
+        try:
+            borrowed = self._sharing().recv_share(sum(sizes), peer, self._payload_tag)
+        except LinkError as error:
+            raise self._naming(error, (peer,)) from error
+        return Loan(sizes, peer, borrowed)
+
+    def lent(self, loan: "Loan | None") -> list[Any]:
+        """Wait for what is handed over; each member in writable memory, which nobody else uses.
+
+        Raises:
+            WireError: it is not what was announced; or there is no memory for a copy.
+            TransportError: the peer is gone.
+        """
+        if loan is None:
+            return []
+        sizes, peer, borrowed = loan
+        self._wait(borrowed, peer)
+        share = borrowed.share
+        if share is None:
+            return self._copied(loan)
+        memories = [
+            _memory(share, start, nbytes)
+            for start, nbytes in zip(starts(sizes), sizes, strict=True)
+        ]
+        share.close()
+        return memories
+
+    def _sharing(self) -> Sharing:
+        if self._link.sharing is None:
+            raise WireError("this link hands nothing over")  # a fault of the caller's
+        return self._link.sharing
+
+    def _copied(self, loan: "Loan") -> list[Any]:
+        """The same, over the link, where the system has nothing to share."""
+        sizes, peer, borrowed = loan
+        whole = empty(sum(sizes))
+        try:
+            pending = self._sharing().recv_instead(borrowed, whole)
+        except LinkError as error:
+            raise self._naming(error, (peer,)) from error
+        self._wait(pending, peer)
+        memories = []
+        for part in whole.split(list(sizes)):
+            buffer = allocate(BufferKind.MEMORY, part.numel(), None)
+            buffer.flat.copy_(part)
+            memories.append(buffer.owner)
+        return memories
+
     def finish(self) -> None:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
 
@@ -313,3 +410,16 @@ class Transfers:
     def _has_timed_out(self, error: LinkError) -> bool:
         # A link may count whole milliseconds, so that its limit passes before ours.
         return self._deadline.has_passed or isinstance(error, LinkTimeout)
+
+
+def _memory(share: Share, start: int, nbytes: int) -> Any:
+    """A member of what was handed over, mapped where that is worth it."""
+    try:
+        with contextlib.suppress(OSError):  # the process has no room for more mappings
+            if nbytes >= _MAPPED_MIN_NBYTES:
+                return share.mapped(start, nbytes)
+        buffer = allocate(BufferKind.MEMORY, nbytes, None)
+        share.read_into(buffer.flat, start)
+    except ValueError as error:
+        raise WireError(f"what was handed over is shorter than its sender said: {error}") from error
+    return buffer.owner

@@ -22,6 +22,7 @@ from objcomm.codecs.buffers import (
     BufferKind,
     allocate,
     from_bytes,
+    over,
     readable,
     room,
     to_bytes,
@@ -165,12 +166,26 @@ def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
     return Message(header, room(header.body_nbytes), arrived=head)
 
 
-def open_body(message: Message, device: torch.device | None) -> None:
+def following_on_host(message: Message) -> list[int]:
+    """How many bytes each large buffer in CPU memory has, of a message whose body has arrived.
+
+    Raises:
+        WireError: the body is damaged or disagrees with the header.
+    """
+    rows = unpack_table(message.header, memoryview(message.body))
+    return [row.nbytes for row in rows if not row.is_packed and row.kind != BufferKind.DEVICE]
+
+
+def open_body(
+    message: Message, device: torch.device | None, memories: Sequence[Any] | None = None
+) -> None:
     """Read the body and make room for the large buffers; small ones get memory of their own.
 
     Args:
         message: its body has arrived; its buffers are filled in.
         device: where ``BufferKind.DEVICE`` buffers are to lie.
+        memories: where the others have arrived already, in the order of ``following_on_host``;
+            None if they have yet to come.
 
     Raises:
         WireError: the body is damaged or disagrees with the header, or there is no memory.
@@ -180,13 +195,15 @@ def open_body(message: Message, device: torch.device | None) -> None:
     if not rows:
         return
     at = header.buffer_count * ROW_NBYTES + header.meta_nbytes
-    buffers = []
+    buffers, arrived = [], iter(memories or ())
     for row in rows:
         if row.is_packed:
             buffers.append(from_bytes(row.kind, body[at : at + row.nbytes], device))
             at += row.nbytes
-        else:
+        elif memories is None or row.kind == BufferKind.DEVICE:
             buffers.append(allocate(row.kind, row.nbytes, device))
+        else:
+            buffers.append(over(row.kind, next(arrived)))
     message.buffers = buffers
     message.large = _large(rows, buffers)
 
