@@ -5,9 +5,6 @@ import pickle
 import pickletools
 import pkgutil
 import re
-import subprocess
-import sys
-import textwrap
 import traceback
 import typing
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 
 import objcomm
 from tests.group.operations import OPERATIONS
+from tests.scripts import run_python
 
 _ROOT = Path(__file__).parents[1]
 REFERENCE = "\n".join(
@@ -38,20 +36,6 @@ WANTED = {
     "main_first", "zero_first", "node_first", "zero_only", "compute_and_broadcast",
     "rank_prefixed_message",
 }  # fmt: skip
-
-
-def run_python(source: str, *options: str) -> str:
-    """What a fresh interpreter prints; fails with what it wrote if it failed."""
-    done = subprocess.run(  # our own interpreter, our own text
-        [sys.executable, *options, "-c", textwrap.dedent(source)],
-        capture_output=True,
-        text=True,
-        timeout=400,  # only a hang takes so long
-        cwd=_ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_all_is_sorted_complete_and_true() -> None:

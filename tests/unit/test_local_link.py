@@ -1,5 +1,8 @@
 """The link of one host between threads of this process, and against a peer that is none."""
 
+import errno
+import gc
+import os
 import socket
 import struct
 import threading
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +19,10 @@ from hypothesis import strategies as st
 
 from objcomm.transport.link import LinkClosed, LinkTimeout, head_tag, payload_tag
 from objcomm.transport.local import AHEAD_MAX, UNASKED_MAX_NBYTES, Kind, LocalLink
+from objcomm.transport.share import Share, starts
 from tests.contracts import check_link
+from tests.open_files import open_files
+from tests.scripts import run_python
 from tests.waits import wait_until
 
 _LIMIT = timedelta(seconds=60)
@@ -88,6 +95,8 @@ def test_threads_keep_the_contract_of_links() -> None:
         frame(Kind.OFFER, nbytes=9, number=1),
         frame(Kind.TAKE, number=1),
         frame(Kind.CONTENT, number=1),
+        frame(Kind.HELD, number=1),
+        frame(Kind.SHARE, nbytes=8, number=1),
         frame(Kind.CREDIT, _HEAD, number=1),
         frame(Kind.CREDIT, _HEAD, number=1 << 63),
         b"".join(frame(Kind.MESSAGE, head_tag(5)) for _ in range(AHEAD_MAX + 1)),
@@ -103,6 +112,8 @@ def test_threads_keep_the_contract_of_links() -> None:
         "an offer of more than there is room for",
         "a question for nothing",
         "an answer to no question",
+        "thanks for nothing",
+        "memory without a descriptor",
         "credit for nothing",
         "endless credit",
         "too many first messages",
@@ -333,6 +344,171 @@ def _early(messages: list[tuple[int, int, bool]], tag: int) -> list[int]:
                 break
             early.append(at)
     return early
+
+
+def members(*lengths: int) -> list[torch.Tensor]:
+    return [filled(length, 1 + at) for at, length in enumerate(lengths)]
+
+
+def test_what_is_shared_is_mapped_and_its_sender_told() -> None:
+    flats = members(100_000, 5)
+    with joined() as (sender, receiver):
+        sent = sender.send_share(Share.of(flats), flats, 1, _TAG)
+        assert not sender.is_done(sent)
+        borrowed = receiver.recv_share(100_005, 0, _TAG)
+        receiver.wait(borrowed, _LIMIT)
+        sender.wait(sent, _LIMIT)
+        assert borrowed.share is not None
+        for flat, start in zip(flats, starts([100_000, 5]), strict=True):
+            memory = borrowed.share.mapped(start, flat.numel())
+            assert torch.equal(torch.frombuffer(memory, dtype=torch.uint8), flat)
+
+
+@pytest.mark.parametrize("lengths", [(9,), (100_000, 1, 5_000_000)])
+def test_what_can_not_be_shared_is_sent(lengths: tuple[int, ...]) -> None:
+    flats = members(*lengths)
+    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+        sent = sender.send_share(None, flats, 1, _TAG)
+        sending = threads.submit(sender.wait, sent, _LIMIT)
+        take_a_copy(receiver, flats)
+        sending.result()
+
+
+def take_a_copy(receiver: LocalLink, flats: list[torch.Tensor]) -> None:
+    whole = torch.cat(flats)
+    borrowed = receiver.recv_share(whole.numel(), 0, _TAG)
+    receiver.wait(borrowed, _LIMIT)
+    assert borrowed.share is None
+    into = torch.zeros_like(whole)
+    receiver.wait(receiver.recv_instead(borrowed, into), _LIMIT)
+    assert torch.equal(into, whole)
+
+
+def test_where_too_many_descriptors_are_under_way_its_content_is_sent() -> None:
+    flats = members(100_000, 5)
+    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+        (connection,) = sender._connections.values()  # noqa: SLF001  # nobody else has its socket
+        connection.socket = cast("socket.socket", Refusing(connection.socket))
+        sending = threads.submit(
+            sender.wait, sender.send_share(Share.of(flats), flats, 1, _TAG), _LIMIT
+        )
+        take_a_copy(receiver, flats)
+        sending.result()
+
+
+class Refusing:
+    """A socket over which the system passes no descriptors."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._end, name)
+
+    def sendmsg(self, parts: Any, rights: tuple[Any, ...] = (), flags: int = 0) -> int:
+        if rights:
+            raise OSError(errno.ETOOMANYREFS, "too many references")
+        return self._end.sendmsg(parts, rights, flags)
+
+
+def test_where_the_receiver_can_have_no_more_descriptors_its_content_is_sent() -> None:
+    run_python(
+        """
+        import os, resource
+        from tests.unit.test_local_link import *
+        flats = members(100_000, 5)
+        with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+            threads.submit(int).result()
+            sent = sender.send_share(Share.of(flats), flats, 1, payload_tag(0, 1))
+            files = open_files()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, 4096))
+            sending = threads.submit(sender.wait, sent, timedelta(seconds=60))
+            take_a_copy(receiver, flats)
+            sending.result()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+            assert open_files() <= files
+        """
+    )
+
+
+def unsealed() -> int:
+    descriptor = os.memfd_create("objcomm")
+    os.ftruncate(descriptor, 4096)
+    return descriptor
+
+
+def sealed() -> int:
+    share = Share.of(members(8))
+    return os.dup(share.descriptor)
+
+
+@pytest.mark.parametrize(
+    ("said", "descriptors"),
+    [
+        (frame(Kind.SHARE, nbytes=8, number=1), [unsealed]),
+        (frame(Kind.SHARE, nbytes=9, number=1), [sealed]),
+        (frame(Kind.SHARE, nbytes=8, number=1), [sealed, sealed]),
+        (frame(Kind.SHARE, _HEAD, nbytes=8, number=1), [sealed]),
+        (frame(Kind.OFFER, nbytes=8, number=1), [sealed]),
+        (frame(Kind.MESSAGE, nbytes=0), [sealed]),
+        (frame(Kind.MESSAGE, nbytes=0), []),
+        (frame(Kind.MESSAGE, nbytes=8) + bytes(8), []),
+    ],
+    ids=[
+        "memory that may change",
+        "another length",
+        "two descriptors",
+        "a first message",
+        "an offer with a descriptor",
+        "a message with a descriptor",
+        "nothing",
+        "a message",
+    ],
+)
+def test_what_is_no_share_ends_the_connection_and_leaves_no_file(
+    said: bytes, descriptors: list[Callable[[], int]]
+) -> None:
+    gc.collect()
+    files = open_files()
+    with facing() as (link, other):
+        pending = link.recv_share(8, 1, _TAG)
+        mine = [make() for make in descriptors]
+        socket.send_fds(other, [said], mine)
+        for each in mine:
+            os.close(each)
+        with suppress(LinkClosed):
+            link.wait(pending, _LIMIT)
+        with pytest.raises(LinkClosed, match="which no link of objcomm does"):
+            link.send(filled(1), 1, _TAG)
+    del link, other, pending
+    gc.collect()
+    assert open_files() == files
+
+
+def test_memory_is_not_bytes() -> None:
+    flats = members(100_000)
+    with joined() as (sender, receiver):
+        sender.send_share(Share.of(flats), flats, 1, _TAG)
+        with pytest.raises(LinkClosed, match="100000 bytes for 200000"):
+            receiver.wait(receiver.recv(room(200_000), 0, _TAG), _LIMIT)
+
+
+def test_an_end_lets_go_of_what_nobody_has_taken() -> None:
+    gc.collect()
+    files = open_files()
+    flats = members(100_000)
+    with joined() as (sender, receiver):
+        sent = [sender.send_share(Share.of(flats), flats, 1, _TAG) for _ in range(3)]
+        receiver.move()
+        borrowed = receiver.recv_share(100_000, 0, _TAG)
+        sender.abort()
+        receiver.wait(borrowed, _LIMIT)  # it had come
+        for each in sent[1:]:
+            with pytest.raises(LinkClosed):
+                sender.wait(each, _LIMIT)
+    del sender, receiver, borrowed, sent, each
+    gc.collect()
+    assert open_files() == files
 
 
 def test_an_interrupted_wait_leaves_the_message_to_the_next_one() -> None:

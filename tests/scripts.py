@@ -1,0 +1,22 @@
+"""Runs a text as a program of its own."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+
+
+def run_python(source: str, *options: str) -> str:
+    """What a fresh interpreter prints; fails with what it wrote if it failed."""
+    done = subprocess.run(  # our own interpreter, our own text
+        [sys.executable, *options, "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        timeout=400,  # only a hang takes so long
+        cwd=_ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,210 @@
+"""Memory that is handed over, within one process: sealed, private to who maps it, and let go."""
+
+import copy
+import fcntl
+import gc
+import io
+import mmap
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objcomm.codecs.buffers import BufferKind, over
+from objcomm.transport.share import Share, starts
+from tests.open_files import open_files
+from tests.scripts import run_python
+
+_LENGTHS = st.lists(st.integers(1, 3 * mmap.PAGESIZE), min_size=1, max_size=8)
+
+
+def counting(nbytes: int, first: int = 1) -> torch.Tensor:
+    return torch.arange(first, first + nbytes).to(torch.uint8)
+
+
+def mapped(share: Share, nbytes: int, start: int = 0) -> torch.Tensor:
+    """A tensor over a member, as a decoder gets it."""
+    tensor: torch.Tensor = over(BufferKind.TENSOR, share.mapped(start, nbytes)).owner
+    return tensor
+
+
+def mappings() -> int:
+    """How often this process has mapped such a file."""
+    return len(re.findall("memfd:objcomm", Path("/proc/self/maps").read_text()))
+
+
+@given(_LENGTHS)
+def test_each_member_comes_back_as_it_was(lengths: list[int]) -> None:
+    flats = [counting(length, 1 + at) for at, length in enumerate(lengths)]
+    share = Share.of(flats)
+    for flat, start in zip(flats, starts(lengths), strict=True):
+        assert start % mmap.PAGESIZE == 0
+        member = mapped(share, flat.numel(), start)
+        assert torch.equal(member, flat)
+        assert member.data_ptr() % 64 == 0
+        into = torch.zeros_like(flat)
+        share.read_into(into, start)
+        assert torch.equal(into, flat)
+
+
+def test_nobody_can_change_it_any_more() -> None:
+    share = Share.of([counting(5000)])
+    assert share.is_sealed()
+    for change in (
+        lambda: os.pwrite(share.descriptor, b"x", 0),
+        lambda: os.ftruncate(share.descriptor, 10),
+        lambda: os.ftruncate(share.descriptor, 1 << 20),
+        lambda: fcntl.fcntl(share.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK),
+        lambda: mmap.mmap(share.descriptor, 4096),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+
+
+@pytest.mark.parametrize(
+    "seals",
+    [0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE, None],
+    ids=["none", "may be written", "may shrink", "no such file"],
+)
+def test_what_its_maker_could_change_is_not_sealed(seals: int | None) -> None:
+    if seals is None:
+        descriptor = os.open("/dev/zero", os.O_RDWR)
+    else:
+        descriptor = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    assert not Share(descriptor).is_sealed()
+
+
+def test_what_is_written_to_one_mapping_is_seen_in_no_other() -> None:
+    share = Share.of([counting(10_000)])
+    first, second = mapped(share, 10_000), mapped(share, 10_000)
+    first.fill_(7)
+    assert torch.equal(second, counting(10_000))
+    assert torch.equal(mapped(share, 10_000), counting(10_000))
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(0, 5001), (4096, 905), (8192, 1), (-4096, 1)])
+def test_what_it_does_not_have_is_refused(start: int, nbytes: int) -> None:
+    share = Share.of([counting(5000)])
+    with pytest.raises(ValueError, match="of 5000"):
+        share.mapped(start, nbytes)
+
+
+def test_more_than_there_is_can_not_be_read() -> None:
+    with pytest.raises(ValueError, match="nothing at byte 5000"):
+        Share.of([counting(5000)]).read_into(torch.zeros(5001, dtype=torch.uint8), 0)
+
+
+def test_it_goes_with_its_last_user() -> None:
+    gc.collect()
+    before, descriptors = mappings(), open_files()
+    share = Share.of([counting(100_000), counting(100_000)])
+    members = [mapped(share, 100_000, start) for start in starts([100_000] * 2)]
+    assert open_files() == descriptors + 1  # not one for each mapping
+    share.close()
+    del share
+    assert open_files() == descriptors
+    assert mappings() == before + 2
+    view = members.pop()[5:]
+    members.clear()
+    assert mappings() == before + 1  # keeping one keeps no other
+    assert int(view[0]) == 6
+    del view
+    assert mappings() == before
+
+
+def _saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    loaded: torch.Tensor = torch.load(file)
+    return loaded
+
+
+def _moved_to_shared_memory(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.share_memory_()
+    assert tensor.is_shared()
+    return tensor
+
+
+def _trained(tensor: torch.Tensor) -> torch.Tensor:
+    weight = tensor.clone().requires_grad_()
+    (weight * tensor).sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        torch.Tensor.clone,
+        lambda tensor: tensor.resize_(tensor.numel()),
+        copy.deepcopy,
+        lambda tensor: torch.from_numpy(tensor.numpy()),
+        lambda tensor: tensor.add_(1).sub_(1),
+        _saved_and_loaded,
+        _moved_to_shared_memory,
+        _trained,
+    ],
+    ids=["clone", "resize_", "deepcopy", "numpy", "in place", "save", "share_memory_", "autograd"],
+)
+def test_a_tensor_in_it_is_like_any_other(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    flat = torch.arange(50_000.0)
+    share = Share.of([flat.view(torch.uint8)])
+    received = mapped(share, 200_000).view(torch.float32)
+    share.close()
+    assert torch.equal(use(received), flat)
+    received.fill_(1)
+    assert torch.equal(received, torch.ones(50_000))
+
+
+def test_a_tensor_in_it_may_not_outgrow_it() -> None:
+    """As one in torch's own shared memory."""
+    share = Share.of([counting(5000)])
+    with pytest.raises(RuntimeError, match="not resizable"):
+        mapped(share, 5000).resize_(100_000)
+
+
+def test_a_forked_process_has_its_own() -> None:
+    run_python(
+        """
+        import os, torch
+        torch.set_num_threads(1)  # a forked process has no others
+        from objcomm.codecs.buffers import BufferKind, over
+        from objcomm.transport.share import Share
+        share = Share.of([torch.ones(100_000, dtype=torch.uint8)])
+        tensor = over(BufferKind.TENSOR, share.mapped(0, 100_000)).owner
+        pid = os.fork()
+        if not pid:
+            tensor.fill_(2)
+            os._exit(0 if tensor.sum() == 200_000 else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert tensor.sum() == 100_000
+        """
+    )
+
+
+def test_a_process_without_room_says_so_and_loses_nothing() -> None:
+    run_python(
+        """
+        import resource, torch
+        from pathlib import Path
+        from objcomm.transport.share import Share
+        share = Share.of([torch.ones(200 << 20, dtype=torch.uint8)])
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + (100 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        try:
+            share.mapped(0, 200 << 20)
+        except OSError:
+            pass
+        else:
+            raise AssertionError("mapped")
+        assert torch.frombuffer(share.mapped(0, 10 << 20), dtype=torch.uint8).sum() == 10 << 20
+        """
+    )
