@@ -165,8 +165,8 @@ def _after_head(_: Case, strike: Strike) -> Places:
 
 def _in_payload(_: Case, strike: Strike) -> Places:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(self: Link, flat: Any, peer: int, tag: int) -> Any:
-            pending = original(self, flat, peer, tag)
+        def replacement(self: Link, *what: Any) -> Any:
+            pending, tag = original(self, *what), what[-1]
             if tag >> LANE_BITS and tag != POKE_TAG:  # a payload's
                 time.sleep(_MOVING_SECONDS)
                 strike()
@@ -174,8 +174,9 @@ def _in_payload(_: Case, strike: Strike) -> Places:
 
         return replacement
 
-    links = (GlooLink, LocalLink)
-    return [(link, name, wrap(getattr(link, name))) for link in links for name in ("send", "recv")]
+    names = [(link, name) for link in (GlooLink, LocalLink) for name in ("send", "recv")]
+    names += [(LocalLink, "send_share"), (LocalLink, "recv_share")]
+    return [(link, name, wrap(getattr(link, name))) for link, name in names]
 
 
 def _in_torch(case: Case, strike: Strike) -> Places:

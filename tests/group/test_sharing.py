@@ -1,0 +1,155 @@
+"""Large members of objects, which ranks of one host hand to each other instead of copying them."""
+
+import gc
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+import objcomm
+from objcomm.algorithms import transfers
+from objcomm.transport.share import Share
+from tests.group.helpers import assert_group_works
+from tests.ranks import OVER_GLOO, ranks
+from tests.same import assert_same
+from tests.workers import here
+
+_MIB = 1 << 20
+
+
+def table(owner: int) -> dict[str, Any]:
+    """An object of which most is handed over, in members of every kind; one is not worth it."""
+    return {
+        "tensor": torch.full((500_000,), float(owner)),
+        "strided": torch.arange(600_000).view(2, -1).t() + owner,
+        "array": np.arange(300_000.0) + owner,
+        "bytes": bytes([owner]) * (2 * _MIB),
+        "bytearray": bytearray([owner]) * (2 * _MIB),
+        "small": torch.full((50_000,), owner),
+        "name": f"of rank {owner}",
+    }
+
+
+def at_root(obj: Any) -> Any:
+    return obj if here().rank == 0 else None
+
+
+CALLS: dict[str, Callable[[int, int], tuple[Any, Any]]] = {
+    # What a call returns on this rank, and what it should.
+    "broadcast": lambda _, size: (objcomm.broadcast(table(9), src=size - 1), table(9)),
+    "scatter": lambda rank, size: (
+        objcomm.scatter(at_root([table(each) for each in range(size)])),
+        table(rank),
+    ),
+    "gather": lambda rank, size: (
+        objcomm.gather(table(rank)),
+        at_root([table(each) for each in range(size)]),
+    ),
+    "all_gather": lambda rank, size: (
+        objcomm.all_gather(table(rank)),
+        [table(each) for each in range(size)],
+    ),
+    "all_to_all": lambda rank, size: (
+        objcomm.all_to_all([table(rank + each) for each in range(size)]),
+        [table(rank + each) for each in range(size)],
+    ),
+    "sendrecv": lambda rank, size: (
+        objcomm.sendrecv(table(rank), (rank + 1) % size, (rank - 1) % size),
+        table((rank - 1) % size),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@ranks(2, 3, long=[4])
+def test_each_operation_hands_over_what_it_should(name: str) -> None:
+    got, want = CALLS[name](here().rank, here().world_size)
+    assert_same(got, want, sharing=False)
+    assert_group_works()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@ranks(2, environment=OVER_GLOO)
+def test_they_do_the_same_over_gloo(name: str) -> None:
+    got, want = CALLS[name](here().rank, here().world_size)
+    assert_same(got, want, sharing=False)
+
+
+@ranks(3)
+def test_what_a_receiver_writes_nobody_else_sees() -> None:
+    mine = objcomm.broadcast(torch.arange(500_000) if here().rank == 0 else None)
+    if here().rank == 1:
+        mine.fill_(7)
+    objcomm.barrier()
+    want = torch.full((500_000,), 7) if here().rank == 1 else torch.arange(500_000)
+    assert torch.equal(mine, want)
+    if here().rank == 0:
+        mine.fill_(8)  # its own, which it had before
+    objcomm.barrier()
+    assert here().rank == 0 or torch.equal(mine, want)
+
+
+def pss_nbytes() -> int:
+    """This process's memory, of which it counts a fraction where others share it."""
+    told = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+    found = re.search(r"^Pss: +(\d+) kB", told, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+@ranks(3)
+def test_a_host_holds_one_copy() -> None:
+    """Of what every rank reads; and none once nobody has it."""
+    sent, rank = torch.arange(8 * _MIB), here().rank
+    before = pss_nbytes()
+    got = objcomm.broadcast(sent if rank == 0 else None)
+    assert int(got.sum()) == int(sent.sum())
+    gained = sum(objcomm.all_gather(pss_nbytes() - before))
+    assert gained < 1.1 * sent.nbytes
+    objcomm.barrier()
+    del got
+    gc.collect()
+    left = sum(objcomm.all_gather(pss_nbytes() - before))
+    assert left < 0.1 * sent.nbytes
+
+
+@pytest.mark.parametrize("name", CALLS)
+@ranks(3)
+def test_a_system_without_such_files_copies(name: str) -> None:
+    """It may refuse them, as a sandbox does, or have no memory for one; on some ranks only."""
+    refusing = patch.object(os, "memfd_create", side_effect=OSError("refused"))
+    if here().rank != 1:
+        refusing.start()
+    try:
+        got, want = CALLS[name](here().rank, here().world_size)
+    finally:
+        patch.stopall()
+    assert_same(got, want, sharing=False)
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_process_with_no_room_for_mappings_copies() -> None:
+    with patch.object(Share, "mapped", side_effect=OSError("no room")):
+        got = objcomm.all_gather(table(here().rank))
+    assert_same(got, [table(each) for each in range(2)], sharing=False)
+    assert_group_works()
+
+
+@ranks(3, disposable=True)
+def test_memory_that_is_too_short_is_refused_by_all() -> None:
+    """As of a sender with a defect: who maps too much would be killed by its first look."""
+
+    def short(flats: list[torch.Tensor]) -> Share:
+        return Share.of([flats[0][:5000]])
+
+    with patch.object(transfers, "Share") as defective:
+        defective.of = short
+        with pytest.raises(objcomm.ObjcommError, match="shorter than its sender said"):
+            objcomm.broadcast(torch.arange(500_000) if here().rank == 0 else None)
