@@ -111,7 +111,9 @@ class _Door:
 
     @classmethod
     def opened(cls, size: int) -> _Door | None:
-        """One for so many ranks; None where the system gives none."""
+        """One for so many ranks; None where the system gives none, or is not Linux."""
+        if not hasattr(select, "epoll"):
+            return None
         name = secrets.token_hex(16)
         try:
             listener = socket.socket(socket.AF_UNIX)

@@ -71,8 +71,9 @@ _SLEEP_MAX_SECONDS = 1e6
 # As much of a large message goes out before others get a turn.
 _TURN_NBYTES = 4 << 20
 
-_READS = select.EPOLLIN | select.EPOLLRDHUP
-_ENDS = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+# Other systems than Linux have none of these, and no such link; but this module is imported there.
+_READS = sum(getattr(select, name, 0) for name in ("EPOLLIN", "EPOLLRDHUP"))
+_ENDS = sum(getattr(select, name, 0) for name in ("EPOLLRDHUP", "EPOLLHUP", "EPOLLERR"))
 
 _OWN_DOING = "this rank has closed its connections"
 
