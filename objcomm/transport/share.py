@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 # What can be written to cannot be trusted, and what can shrink ends a reader by SIGBUS.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+# Only Linux has them; elsewhere nobody makes a share, but this module is imported.
+_SEALS = sum(getattr(fcntl, f"F_SEAL_{name}", 0) for name in ("SHRINK", "GROW", "WRITE", "SEAL"))
 # Ctrl-C is heard between two writes.
 _WRITTEN_AT_ONCE_NBYTES = 64 << 20
 
