@@ -11,8 +11,8 @@ MUTANTS = (
     Mutant(
         "turns-not-passed-on",
         _LOCAL,
-        "            self._is_moved = False\n            self._wake_one()\n",
-        "            self._is_moved = False\n",
+        "            self._is_moved, self._moved_for = False, None\n            self._wake_one()\n",
+        "            self._is_moved, self._moved_for = False, None\n",
         "when the thread that moved has its own the others sleep until their limits",
         _UNIT,
     ),
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "aborts-lose-what-has-come",
         _LOCAL,
-        "self._read(each, is_ending=True)  # what has come is here, though not asked for",
+        "self._read(each, is_ending=True)  # what has come is here, if not asked for",
         "pass",
         "a message that had come is lost when its rank gives up",
         _UNIT,
@@ -57,10 +57,11 @@ MUTANTS = (
         _UNIT,
     ),
     Mutant(
-        "longer-than-its-room",
+        "much-goes-out-unasked",
         _LOCAL,
-        "if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):",
-        "if nbytes > UNASKED_MAX_NBYTES:",
+        "if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):\n"
+        "                self._numbers",
+        "if nbytes > UNASKED_MAX_NBYTES:\n                self._numbers",
         "who takes nothing keeps copies of what was sent",
         _UNIT,
     ),
