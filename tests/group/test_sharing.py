@@ -4,6 +4,7 @@ import gc
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ import objcomm
 from objcomm.algorithms import transfers
 from objcomm.transport.share import Share
 from tests.group.helpers import assert_group_works
+from tests.open_files import open_files
 from tests.ranks import OVER_GLOO, ranks
 from tests.same import assert_same
 from tests.workers import here
@@ -153,3 +155,38 @@ def test_memory_that_is_too_short_is_refused_by_all() -> None:
         defective.of = short
         with pytest.raises(objcomm.ObjcommError, match="shorter than its sender said"):
             objcomm.broadcast(torch.arange(500_000) if here().rank == 0 else None)
+
+
+@ranks(3, disposable=True)
+def test_no_rank_has_what_another_one_refuses() -> None:
+    most = 1 << 20 if here().rank == 2 else 1 << 30
+    with objcomm.configure(max_nbytes=most), pytest.raises(objcomm.ObjcommError, match="limit"):
+        objcomm.broadcast(torch.arange(500_000) if here().rank == 0 else None)
+
+
+@ranks(2)
+def test_threads_hand_over_side_by_side() -> None:
+    """Each on its lane, in both directions at once."""
+
+    def swap(name: str) -> None:
+        with objcomm.lane(name):
+            for turn in range(5):
+                sent = torch.full((300_000,), 10 * turn + here().rank)
+                for owner, got in enumerate(objcomm.all_gather(sent)):
+                    assert torch.equal(got, torch.full((300_000,), 10 * turn + owner))
+
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(swap, name) for name in ("one", "other")]:
+            each.result()
+    assert_group_works()
+
+
+@ranks(2)
+def test_nothing_stays_open() -> None:
+    objcomm.all_gather(torch.arange(500_000))
+    gc.collect()
+    before = open_files()
+    for _ in range(20):
+        objcomm.all_gather(table(here().rank))
+    gc.collect()
+    assert open_files() == before

@@ -4,7 +4,11 @@ from tests.mutants.mutant import Mutant
 
 _UNIT = ("tests/unit/test_local_link.py",)
 _RANKS = ("tests/group/test_connect.py",)
+_SHARES = ("tests/unit/test_share.py",)
+_SHARING = ("tests/group/test_sharing.py",)
 _LOCAL = "objcomm/transport/local.py"
+_SHARE = "objcomm/transport/share.py"
+_TRANSFERS = "objcomm/algorithms/transfers.py"
 _CONNECT = "objcomm/transport/connect.py"
 
 MUTANTS = (
@@ -104,5 +108,101 @@ MUTANTS = (
         "and met.doors:",
         "a rank that has turned the link off is waited for there",
         _RANKS,
+    ),
+    Mutant(
+        "shares-of-any-file",
+        _LOCAL,
+        "if share is not None and not share.is_sealed():",
+        "if False:",
+        "a peer can change an object that was received, or end its process by making it shorter",
+        _UNIT,
+    ),
+    Mutant(
+        "not-sealed-against-writing",
+        _SHARE,
+        '("SHRINK", "GROW", "WRITE", "SEAL")',
+        '("SHRINK", "GROW", "SEAL")',
+        "the sender could change what others have received",
+        _SHARES,
+    ),
+    Mutant(
+        "mapped-past-its-end",
+        _SHARE,
+        "if not 0 <= start <= start + nbytes <= self.nbytes:",
+        "if start < 0:",
+        "a look at memory that a peer has not filled ends the process",
+        _SHARES,
+    ),
+    Mutant(
+        "a-descriptor-for-each-mapping",
+        _SHARE,
+        "memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)",
+        "memory = mmap.mmap(self.descriptor, nbytes, flags=mmap.MAP_PRIVATE, offset=start)",
+        "a process that receives many tensors runs out of descriptors",
+        _SHARES,
+    ),
+    Mutant(
+        "all-members-in-one-place",
+        _SHARE,
+        "        at += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE\n",
+        "        at += mmap.PAGESIZE\n",
+        "members are written over each other",
+        _SHARES,
+    ),
+    Mutant(
+        "thanks-for-nothing",
+        _LOCAL,
+        "if transfer is None or (is_held and not is_shared):",
+        "if transfer is None:",
+        "what was never shared counts as taken, and its receiver waits for it",
+        _UNIT,
+    ),
+    Mutant(
+        "a-lost-descriptor-is-not-noticed",
+        _LOCAL,
+        "        if flags & socket.MSG_CTRUNC and not rights:\n",
+        "        if flags & 1 << 30:\n",
+        "a rank that has no more descriptors ends its connections",
+        _UNIT,
+    ),
+    Mutant(
+        "descriptors-of-nothing",
+        _LOCAL,
+        "if len(connection.descriptors) > (connection.used > 0):",
+        "if False:",
+        "a peer can fill this process with open files",
+        _UNIT,
+    ),
+    Mutant(
+        "untaken-shares-stay-open",
+        _LOCAL,
+        "        connection.shares.clear()\n",
+        "",
+        "what nobody has taken stays open after its connection's end",
+        _UNIT,
+    ),
+    Mutant(
+        "no-copy-where-nothing-can-be-shared",
+        _TRANSFERS,
+        "        if share is None:\n            return self._copied(loan)\n",
+        "        if share is None:\n            return []\n",
+        "where the system gives no shared memory no large object arrives",
+        _SHARING,
+    ),
+    Mutant(
+        "small-members-are-read-from-the-start",
+        _TRANSFERS,
+        "share.read_into(buffer.flat, start)",
+        "share.read_into(buffer.flat, 0)",
+        "a small member has the content of the first one",
+        _SHARING,
+    ),
+    Mutant(
+        "handed-over-before-all-take-it",
+        _TRANSFERS,
+        "        are_ready()\n        for peer in peers if flats else ():\n",
+        "        for peer in peers if flats else ():\n",
+        "a rank has its object and goes on, though another one has refused it",
+        _SHARING,
     ),
 )
