@@ -13,7 +13,8 @@ What goes over a stream is a frame: a kind, a tag and a number, and then perhaps
 - ``OFFER``: there is one that may not. It waits in its sender's memory for
 - ``TAKE``: there is room for it now; and then goes out as
 - ``CONTENT``, from the sender's memory into the receiver's, past all buffers of this module.
-- ``CREDIT``: so many first messages of a lane have been taken.
+- ``CREDIT``: so many first messages of a lane have been taken. A first message that goes the other
+  way says so by its number, and then none of these is due: it would wake its receiver for nothing.
 
 Nothing that arrives is believed before it was judged: a frame of no kind, one that is too long, or
 one that answers nothing ends the connection.
@@ -452,10 +453,12 @@ class LocalLink:
     # ------------------------------------------------------------------ out
 
     def _send_at_once(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
+        taken = 0
         if tag >> LANE_BITS == 0:
             connection.ahead[tag] = connection.ahead.get(tag, 0) + 1
+            taken = connection.untold.pop(tag, 0)
         view = transfer.view
-        head = _HEADER.pack(Kind.MESSAGE, tag, view.nbytes, 0)
+        head = _HEADER.pack(Kind.MESSAGE, tag, view.nbytes, taken)
         sent = 0
         if not connection.outgoing:
             try:
@@ -552,13 +555,9 @@ class LocalLink:
             kind, tag, nbytes, number = _HEADER.unpack_from(raw, at)
             at += _HEADER_NBYTES
             if kind == Kind.MESSAGE:
-                if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
-                    self._refuse(connection, f"a message of {nbytes} bytes unasked")
-                elif end - at >= nbytes:
-                    self._arrive(connection, tag, connection.view[at : at + nbytes])
-                    at += nbytes
-                else:
-                    at = self._begin(connection, tag, nbytes, at, end)
+                if number:
+                    self._credit(connection, tag, number)
+                at = self._begin(connection, tag, nbytes, at, end)
             elif kind == Kind.OFFER:
                 self._offer(connection, tag, nbytes, number)
             elif kind == Kind.TAKE:
@@ -628,7 +627,13 @@ class LocalLink:
             self._deliver(connection, transfer, tag, found)
 
     def _begin(self, connection: _Connection, tag: int, nbytes: int, at: int, end: int) -> int:
-        """A message has come in part: read the rest to where it belongs."""
+        """A message has come; what is left of it is read to where it belongs."""
+        if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
+            self._refuse(connection, f"a message of {nbytes} bytes unasked")
+            return at
+        if end - at >= nbytes:
+            self._arrive(connection, tag, connection.view[at : at + nbytes])
+            return at + nbytes
         content = bytearray(nbytes)
         came = end - at
         content[:came] = connection.raw[at:end]
