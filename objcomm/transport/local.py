@@ -16,7 +16,8 @@ What goes over a stream is a frame: a kind, a tag and a number, and then perhaps
 - ``SHARE``: an offer of memory that the other end may map; its descriptor comes along. The answer
   is
 - ``HELD``; or ``TAKE``, where the descriptor got lost: the receiver's system may have no more.
-- ``CREDIT``: so many first messages of a lane have been taken.
+- ``CREDIT``: so many first messages of a lane have been taken. A first message that goes the other
+  way says so by its number, and then none of these is due: it would wake its receiver for nothing.
 
 Nothing that arrives is believed before it was judged: a frame of no kind, one that is too long, or
 one that answers nothing ends the connection.
@@ -551,10 +552,12 @@ class LocalLink:
     # ------------------------------------------------------------------ out
 
     def _send_at_once(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
+        taken = 0
         if tag >> LANE_BITS == 0:
             connection.ahead[tag] = connection.ahead.get(tag, 0) + 1
+            taken = connection.untold.pop(tag, 0)
         view = transfer.view
-        head = _HEADER.pack(Kind.MESSAGE, tag, view.nbytes, 0)
+        head = _HEADER.pack(Kind.MESSAGE, tag, view.nbytes, taken)
         sent = 0
         if not connection.outgoing:
             try:
@@ -684,6 +687,8 @@ class LocalLink:
             kind, tag, nbytes, number = _HEADER.unpack_from(raw, at)
             at += _HEADER_NBYTES
             if kind == Kind.MESSAGE:
+                if number:
+                    self._credit(connection, tag, number)
                 at = self._begin(connection, tag, nbytes, at, end)
             elif kind == Kind.CONTENT:
                 at = self._begin_content(connection, number, at, end)

@@ -98,6 +98,7 @@ def test_threads_keep_the_contract_of_links() -> None:
         frame(Kind.HELD, number=1),
         frame(Kind.SHARE, nbytes=8, number=1),
         frame(Kind.CREDIT, _HEAD, number=1),
+        frame(Kind.MESSAGE, _HEAD, number=1),
         frame(Kind.CREDIT, _HEAD, number=1 << 63),
         b"".join(frame(Kind.MESSAGE, head_tag(5)) for _ in range(AHEAD_MAX + 1)),
     ],
@@ -115,6 +116,7 @@ def test_threads_keep_the_contract_of_links() -> None:
         "thanks for nothing",
         "memory without a descriptor",
         "credit for nothing",
+        "a message with credit for nothing",
         "endless credit",
         "too many first messages",
     ],
@@ -183,6 +185,15 @@ def test_a_sender_is_a_few_first_messages_ahead_and_no_more() -> None:
         for each in into[2:]:
             receiver.wait(receiver.recv(each, 0, _HEAD), _LIMIT)
         assert [int(each) for each in into] == list(range(AHEAD_MAX + 2))
+
+
+def test_an_answer_says_what_was_taken() -> None:
+    """So that its receiver, who may wait for it, is not woken once more."""
+    with facing() as (link, other):
+        other.sendall(frame(Kind.MESSAGE, _HEAD, 1) + b"a")
+        link.wait(link.recv(room(1), 1, _HEAD), _LIMIT)
+        link.wait(link.send(filled(1), 1, _HEAD), _LIMIT)
+        assert other.recv(1 << 10) == frame(Kind.MESSAGE, _HEAD, 1, 1) + b"\7"
 
 
 def test_what_nobody_takes_needs_little_memory_there() -> None:
