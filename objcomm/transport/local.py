@@ -34,7 +34,14 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from objcomm.codecs.buffers import writable
-from objcomm.transport.link import LANE_BITS, PEER_LOST, LinkClosed, LinkTimeout, Pending
+from objcomm.transport.link import (
+    LANE_BITS,
+    PEER_LOST,
+    LinkClosed,
+    LinkError,
+    LinkTimeout,
+    Pending,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -66,6 +73,11 @@ _READS = sum(getattr(select, name, 0) for name in ("EPOLLIN", "EPOLLRDHUP"))
 _ENDS = sum(getattr(select, name, 0) for name in ("EPOLLRDHUP", "EPOLLHUP", "EPOLLERR"))
 
 _OWN_DOING = "this rank has closed its connections"
+_TORN = "this rank was interrupted in the middle of a message"
+_IN_A_HANDLER = "a signal's handler has used connections that it had interrupted"
+
+# The lock's owner may have been interrupted by a signal, whose handler takes its time.
+_PATIENCE_SECONDS = 1.0
 
 
 class Kind(IntEnum):
@@ -124,6 +136,7 @@ class _Connection:
         ahead: by tag: first messages that are not known to be taken.
         untold: by tag: first messages that were taken here, and the peer not told so.
         is_watched: whether the mover is woken when there is room for ``outgoing``.
+        is_hung_up: whether this end was shut by who could not end it whole.
         ended: why the connection has ended; empty while it stands.
         was_ended_there: whether the peer closed it.
     """
@@ -135,6 +148,7 @@ class _Connection:
         "filled",
         "filling",
         "held",
+        "is_hung_up",
         "is_watched",
         "offered",
         "offers",
@@ -163,6 +177,7 @@ class _Connection:
         self.ahead: dict[int, int] = {}
         self.untold: dict[int, int] = {}
         self.ended = ""
+        self.is_hung_up = False
         self.is_watched = False
         self.was_ended_there = False
         # What was read and not looked at: ``raw[:used]``.
@@ -210,8 +225,9 @@ class LocalLink:
         self.size = len(sockets) + 1
         self.hosts = (0,) * self.size
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._is_moved = False
+        # It knows its owner: a signal's handler must not wait for what it has interrupted.
+        self._lock = threading.RLock()
+        self._mover = 0  # a thread's number
         self._moved_for: _Transfer | None = None
         self._waiting: deque[_Transfer] = deque()
         self._numbers = 0
@@ -237,17 +253,22 @@ class LocalLink:
         nbytes = flat.numel()
         if nbytes > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
             raise ValueError(f"a first message of {nbytes} bytes")
+        self._check_free()
         with self._lock:
             if connection.ended:
                 raise LinkClosed(connection.ended)
-            if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
-                self._numbers = number = self._numbers + 1
-                connection.offered[number] = transfer, tag
-                self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))
-            elif tag >> LANE_BITS == 0 and connection.ahead.get(tag, 0) >= AHEAD_MAX:
-                connection.held.setdefault(tag, deque()).append(transfer)
-            else:
-                self._send_at_once(connection, transfer, tag)
+            try:
+                if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
+                    self._numbers = number = self._numbers + 1
+                    connection.offered[number] = transfer, tag
+                    self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))
+                elif tag >> LANE_BITS == 0 and connection.ahead.get(tag, 0) >= AHEAD_MAX:
+                    connection.held.setdefault(tag, deque()).append(transfer)
+                else:
+                    self._send_at_once(connection, transfer, tag)
+            except BaseException:
+                self._end(connection, _TORN)
+                raise
             self._wake_mover()
         return transfer
 
@@ -255,20 +276,15 @@ class LocalLink:
         """See ``Link``."""
         connection = self._connections[peer]
         transfer = _Transfer(flat)
+        self._check_free()
         with self._lock:
-            arrived = connection.arrived.get(tag)
-            if arrived:
-                found = arrived.popleft()
-                if not arrived:
-                    del connection.arrived[tag]
-                self._match(connection, transfer, tag, found)
-            elif connection.ended:
+            if connection.ended and tag not in connection.arrived:
                 raise LinkClosed(connection.ended)
-            else:
-                posted = connection.posted.get(tag)
-                if posted is None:
-                    posted = connection.posted[tag] = deque()
-                posted.append(transfer)
+            try:
+                self._post(connection, transfer, tag)
+            except BaseException:
+                self._end(connection, _TORN)
+                raise
             self._wake_mover()
         return transfer
 
@@ -300,23 +316,43 @@ class LocalLink:
         return not any(each.ended or each.outgoing for each in self._connections.values())
 
     def abort(self) -> None:
-        """See ``Link``. A forked process lets go of its copies only: the link is its parent's."""
+        """See ``Link``. A forked process lets go of its copies only: the link is its parent's.
+
+        A signal's handler that has interrupted this link hangs up, and leaves the rest to whom it
+        has interrupted; so does who can't have the lock because of one.
+        """
         self._is_aborted = True
         if os.getpid() != self._pid:
             self.__del__()
-            return
-        with self._lock:
+        elif self._is_owned_here() or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            self._hang_up()
+        else:
             try:
-                for each in self._connections.values():
-                    if not each.ended:
-                        self._read(each, is_ending=True)  # what has come is here, if not asked for
-                    if not each.ended:
-                        each.was_ended_there = _has_ended(each.socket)
-                        self._end(each, _OWN_DOING)
+                self._end_all()
             finally:
-                while self._waiting:
-                    self._wake_one()
-                self._sound()
+                self._lock.release()
+
+    def _hang_up(self) -> None:
+        for each in self._connections.values():
+            if not each.ended and not each.is_hung_up:
+                each.was_ended_there = _has_ended(each.socket)
+                each.is_hung_up = True
+                with contextlib.suppress(OSError):
+                    each.socket.shutdown(socket.SHUT_RDWR)
+
+    def _end_all(self) -> None:
+        try:
+            for each in [each for each in self._connections.values() if not each.ended]:
+                try:
+                    self._read(each, is_ending=True)  # what has come is here, if not asked for
+                    if not each.is_hung_up:
+                        each.was_ended_there = _has_ended(each.socket)
+                finally:
+                    self._end(each, _OWN_DOING)
+        finally:
+            while self._waiting:
+                self._wake_one()
+            self._sound()
 
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""
@@ -332,12 +368,11 @@ class LocalLink:
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
         self._move_what_is_there()
-        with self._lock:
-            return [
-                peer
-                for peer, each in self._connections.items()
-                if each.was_ended_there or (not each.ended and _has_ended(each.socket))
-            ]
+        return [
+            peer
+            for peer, each in self._connections.items()
+            if each.was_ended_there or (not each.ended and self._has_ended(peer))
+        ]
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
         """See ``Connections``: all are."""
@@ -345,35 +380,52 @@ class LocalLink:
 
     def _has_ended(self, peer: int) -> bool:
         connection = self._connections[peer]
-        with self._lock:
+        if connection.ended or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            return bool(connection.ended)
+        try:
             return bool(connection.ended) or _has_ended(connection.socket)
+        finally:
+            self._lock.release()
+
+    def _is_owned_here(self) -> bool:
+        """Whether the calling thread has the lock: it runs a signal's handler in the middle."""
+        # As threading.Condition asks.
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001  # see above
+
+    def _check_free(self) -> None:
+        if self._is_owned_here():
+            raise LinkError(_IN_A_HANDLER)
 
     # ------------------------------------------------------------------ who moves
 
     def _await(self, transfer: _Transfer, until: float) -> None:
         while not self._has_ended_by_turn(transfer, until):
-            if self._is_aborted:  # Ctrl-C may have struck between its table and its end
+            if self._is_aborted:  # a signal may have struck between its table and its end
+                self.abort()
                 raise LinkClosed(_OWN_DOING)
             if time.monotonic() >= until:
                 raise LinkTimeout("timeout")
 
     def _has_ended_by_turn(self, transfer: _Transfer, until: float) -> bool:
         """Move all until a transfer is over, or sleep until the one who moves has something."""
-        turn = None
+        self._check_free()
+        turn, me = None, threading.get_ident()
         with self._lock:
             if transfer.is_over:
                 return True
-            if self._is_moved:
+            if self._mover not in (0, me):
                 turn = transfer.turn = threading.Lock()
                 turn.acquire()
                 self._waiting.append(transfer)
             else:
-                self._is_moved, self._moved_for = True, transfer
+                # The mover is this thread already if a signal's handler has interrupted its sleep.
+                before = self._mover, self._moved_for
+                self._mover, self._moved_for = me, transfer
         if turn is None:
             try:
                 self._move(transfer, until)
             finally:
-                self._pass_on()
+                self._pass_on(*before)
         else:
             try:
                 left = until - time.monotonic()
@@ -397,13 +449,17 @@ class LocalLink:
             transfer.turn = None
             if transfer in self._waiting:
                 self._waiting.remove(transfer)
-            elif not self._is_moved:
+            elif not self._mover:
                 self._wake_one()
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, mover: int, moved_for: _Transfer | None) -> None:
+        """Move no longer; the next one does, or what a signal's handler has interrupted goes on."""
         with self._lock:
-            self._is_moved, self._moved_for = False, None
-            self._wake_one()
+            self._mover, self._moved_for = mover, moved_for
+            if mover:
+                self._wake_mover()  # it sleeps on, whatever was moved meanwhile
+            else:
+                self._wake_one()
 
     def _wake_one(self) -> None:
         """Let one of those that wait be the next to move."""
@@ -416,14 +472,20 @@ class LocalLink:
 
     def _move_what_is_there(self) -> None:
         """Take in what has come, unless another thread does so anyway."""
-        with self._lock:
-            if self._is_moved:
+        if self._is_owned_here() or not self._lock.acquire(blocking=False):
+            return
+        me = threading.get_ident()
+        try:
+            if self._mover not in (0, me):
                 return
-            self._is_moved = True
+            before = self._mover, self._moved_for
+            self._mover = me
+        finally:
+            self._lock.release()
         try:
             self._move_once(0.0)
         finally:
-            self._pass_on()
+            self._pass_on(*before)
 
     def _move(self, transfer: _Transfer, until: float) -> None:
         while not transfer.is_over and not self._is_aborted:
@@ -440,10 +502,14 @@ class LocalLink:
                 if connection is None:
                     self._hear(descriptor)
                     continue
-                if event & select.EPOLLOUT:
-                    self._flush(connection)
-                if event & ~select.EPOLLOUT and not connection.ended:
-                    self._read(connection, is_ending=bool(event & _ENDS))
+                try:
+                    if event & select.EPOLLOUT:
+                        self._flush(connection)
+                    if event & ~select.EPOLLOUT and not connection.ended:
+                        self._read(connection, is_ending=bool(event & _ENDS))
+                except BaseException:
+                    self._end(connection, _TORN)
+                    raise
 
     def _hear(self, descriptor: int) -> None:
         """Be woken by another thread, which may have ended what the mover waits for."""
@@ -530,7 +596,9 @@ class LocalLink:
                 into = connection.view[connection.used :] if filling is None else filling
                 count = receive(into)
                 left -= count
-                if not count:
+                if not count and connection.is_hung_up:
+                    self._end(connection, _OWN_DOING)
+                elif not count:
                     connection.was_ended_there = True
                     self._end(connection, f"{PEER_LOST} (its end of the stream is closed)")
                 elif filling is None:
@@ -557,7 +625,8 @@ class LocalLink:
             if kind == Kind.MESSAGE:
                 if number:
                     self._credit(connection, tag, number)
-                at = self._begin(connection, tag, nbytes, at, end)
+                if not connection.ended:
+                    at = self._begin(connection, tag, nbytes, at, end)
             elif kind == Kind.OFFER:
                 self._offer(connection, tag, nbytes, number)
             elif kind == Kind.TAKE:
@@ -612,6 +681,20 @@ class LocalLink:
             self._push(connection, _HEADER.pack(Kind.CREDIT, tag, 0, untold))
             untold = 0
         connection.untold[tag] = untold
+
+    def _post(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
+        """A receive gets what has come, or waits for it."""
+        arrived = connection.arrived.get(tag)
+        if arrived:
+            found = arrived.popleft()
+            if not arrived:
+                del connection.arrived[tag]
+            self._match(connection, transfer, tag, found)
+        else:
+            posted = connection.posted.get(tag)
+            if posted is None:
+                posted = connection.posted[tag] = deque()
+            posted.append(transfer)
 
     def _match(
         self,

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm.transport.link import LinkClosed, LinkTimeout, head_tag, payload_tag
+from objcomm.transport.link import LinkClosed, LinkError, LinkTimeout, head_tag, payload_tag
 from objcomm.transport.local import AHEAD_MAX, UNASKED_MAX_NBYTES, Kind, LocalLink
 from tests.contracts import check_link
 from tests.waits import wait_until
@@ -243,7 +244,7 @@ def test_an_abort_wakes_all_who_wait() -> None:
         waiting = [
             threads.submit(link.wait, link.recv(room(1), 1, tag), _LIMIT) for tag in range(4)
         ]
-        wait_until(lambda: link._is_moved, "one that moves")  # noqa: SLF001  # nobody else tells
+        wait_until(lambda: link._mover, "one that moves")  # noqa: SLF001  # nobody else tells
         link.abort()
         for each in waiting:
             with pytest.raises(LinkClosed, match="this rank has closed"):
@@ -281,6 +282,127 @@ def test_what_was_begun_goes_out_while_its_rank_waits_elsewhere() -> None:
         waiting.result()
         assert pending.is_over
         assert torch.equal(into, flat)
+
+
+def at_next_read(link: LocalLink, handler: Callable[[], None]) -> None:
+    """Let a signal's handler run when the link has taken bytes, and not noted them."""
+    (connection,) = link._connections.values()  # noqa: SLF001  # nobody else has its socket
+
+    class Interrupted:
+        def __init__(self, end: socket.socket) -> None:
+            self._end = end
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._end, name)
+
+        def recv_into(self, into: memoryview) -> int:
+            connection.socket = self._end
+            count = self._end.recv_into(into)
+            handler()
+            return count
+
+    connection.socket = cast("socket.socket", Interrupted(connection.socket))
+
+
+def test_a_handler_that_closes_what_it_has_interrupted_does_not_wait_for_it() -> None:
+    with joined() as (link, other):
+        at_next_read(link, link.abort)
+        pending = [link.recv(room(1), 1, _TAG) for _ in range(2)]
+        other.send(filled(1), 0, _TAG)
+        link.wait(pending[0], _LIMIT)  # it had come
+        with pytest.raises(LinkClosed, match="this rank has closed"):
+            link.wait(pending[1], _LIMIT)
+        assert link.is_closed(1)
+        assert list(link.closed_by()) == []
+        wait_until(lambda: other.is_closed(0), "the other end to hear")
+
+
+def test_a_handler_can_not_use_what_it_has_interrupted_and_is_told() -> None:
+    told: list[str] = []
+
+    def handler() -> None:
+        for use in (
+            lambda: link.send(filled(1), 1, _TAG),
+            lambda: link.recv(room(1), 1, _TAG),
+            lambda: link.wait(second, _LIMIT),
+        ):
+            with pytest.raises(LinkError) as caught:
+                use()
+            told.append(caught.value.reason)
+        assert not link.is_done(second)
+        assert not link.is_closed(1)
+        link.move()
+
+    with joined() as (link, other):
+        first, second = [link.recv(room(1), 1, _TAG) for _ in range(2)]
+        at_next_read(link, handler)
+        other.send(filled(1), 0, _TAG)
+        link.wait(first, _LIMIT)
+        assert len(told) == 3
+        assert all("handler" in each for each in told)
+        other.send(filled(1), 0, _TAG)
+        link.wait(second, _LIMIT)
+
+
+def test_a_handler_that_raises_in_the_middle_of_a_message_ends_its_connection() -> None:
+    """What follows would be taken for something else."""
+
+    def handler() -> None:
+        raise KeyboardInterrupt
+
+    with joined() as (link, other):
+        pending = link.recv(room(1), 1, _TAG)
+        at_next_read(link, handler)
+        other.send(filled(1), 0, _TAG)
+        with pytest.raises(KeyboardInterrupt):
+            link.wait(pending, _LIMIT)
+        with pytest.raises(LinkClosed, match="interrupted in the middle"):
+            link.wait(pending, _LIMIT)
+        wait_until(lambda: other.is_closed(0), "the other end to hear")
+
+
+def test_a_handler_may_wait_while_the_wait_that_it_has_interrupted_sleeps() -> None:
+    """And what that one waits for may come meanwhile."""
+    into = [room(1), room(1)]
+    with joined() as (link, other):
+        first, second = [link.recv(each, 1, _TAG + at) for at, each in enumerate(into)]
+        events = link._events  # noqa: SLF001  # where it sleeps
+
+        class Interrupted:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(events, name)
+
+            def poll(self, seconds: float) -> list[tuple[int, int]]:
+                link._events = events  # noqa: SLF001  # once
+                for tag in (_TAG, _TAG + 1):
+                    other.send(filled(1), 0, tag)
+                link.wait(second, _LIMIT)
+                return events.poll(seconds)  # Python goes on with it when a handler returns
+
+        link._events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
+        link.wait(first, _LIMIT)
+        assert [int(each) for each in into] == [7, 7]
+
+
+def test_who_asks_does_not_wait_for_a_handler_on_another_thread() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def handler() -> None:
+        entered.set()
+        assert leave.wait(_LIMIT.total_seconds())
+
+    with joined() as (link, other), ThreadPoolExecutor(1) as threads:
+        pending = link.recv(room(1), 1, _TAG)
+        at_next_read(link, handler)
+        waiting = threads.submit(link.wait, pending, _LIMIT)
+        other.send(filled(1), 0, _TAG)
+        assert entered.wait(_LIMIT.total_seconds())
+        link.move()
+        assert not link.is_closed(1)
+        link.abort()
+        wait_until(lambda: other.is_closed(0), "the other end to hear")
+        leave.set()
+        waiting.result()
 
 
 def test_what_had_come_before_an_abort_is_not_lost() -> None:
