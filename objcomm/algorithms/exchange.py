@@ -5,20 +5,28 @@ who has to send to whom.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from objcomm.algorithms import topology
 from objcomm.algorithms.device import DevicePath
-from objcomm.algorithms.transfers import Loan, Meter, Transfers, Unit, is_paced, nbytes_of
+from objcomm.algorithms.transfers import (
+    MAPPED_MIN_NBYTES,
+    Meter,
+    Transfers,
+    Unit,
+    is_paced,
+    nbytes_of,
+)
 from objcomm.codecs.buffers import view
 from objcomm.observe.history import CallRecord
 from objcomm.transport.lane import Lane, StandingReceive, absent
 from objcomm.transport.link import Deadline, Link, LinkError, head_tag
 from objcomm.wire.admission import Gate
 from objcomm.wire.header import EVERYONE, Header
-from objcomm.wire.message import Message, following_on_host, open_body
+from objcomm.wire.message import Message, open_body
 
 #: From so many bytes on large members are not sent but handed over, where the link can.
 SHARED_MIN_NBYTES = 1 << 20
@@ -173,8 +181,8 @@ class Exchange(Transfers):
     def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
         """Take in a first message that was checked when it arrived."""
         message = self.gate.take_in(raw, header)
-        if header.is_inline and message.refusal is None and not self._is_shared(message):
-            open_body(message, self.device.device)
+        if header.is_inline and message.refusal is None:
+            self._open(message)
         return message
 
     def send_rest(self, message: Message, peers: Sequence[int]) -> None:
@@ -190,7 +198,7 @@ class Exchange(Transfers):
             for piece in itertools.chain.from_iterable(rest):
                 self._send(piece, peer, self._payload_tag, message)
         if is_shared:
-            self.share(self.device.not_carried(message), peers)
+            self.share(message.following_on_host, peers)
         if not is_paced(message) and self._is_noticed(message):
             self.confirm((), peers)
 
@@ -200,19 +208,19 @@ class Exchange(Transfers):
         if not arriving:
             return
         self._wait_for([(*each, self._body_units(each[1])) for each in arriving])
-        shared = [
-            (message, self._borrow(message, peer))
+        for _, message in arriving:
+            if not message.header.is_inline:
+                self._open(message)
+        loans = [
+            (message, self.borrow(message.on_host, peer))
             for peer, message in arriving
             if self._is_shared(message)
         ]
         copied = [each for each in arriving if not self._is_shared(each[1])]
-        for _, message in copied:
-            if not message.header.is_inline:
-                open_body(message, self.device.device)
         self._wait_for([(*each, self._payload_units(each[1])) for each in copied])
-        self.rounds += bool(shared)
-        for message, loan in shared:
-            open_body(message, self.device.device, self.lent(loan))
+        self.rounds += bool(loans)
+        for message, loan in loans:
+            message.replace(message.on_host, self.lent(loan))
         noticed = [each for each in arriving if not is_paced(each[1])]
         self.confirm([peer for peer, message in noticed if self._is_noticed(message)], ())
 
@@ -226,17 +234,14 @@ class Exchange(Transfers):
             return
         header = message.header
         place = self._place(header.body_nbytes + header.payload_nbytes, root)
-        is_shared = self._is_shared(message)
-        if is_shared:  # no byte goes over a connection, so there is nothing to pass on
-            place = *topology.star(self.rank, root, self.size), 0
         parent, children, chunk_nbytes = place
         if not header.is_inline:
-            body = self._body_pieces(message, chunk_nbytes or topology.CHUNK_MAX_NBYTES)
+            body = self._body_pieces(message, chunk_nbytes)
             self._relay(body, place, message, is_last=not header.payload_nbytes)
-            if parent is not None and not is_shared:
-                open_body(message, self.device.device)
-        if is_shared:
-            self._hand_out(message, place)
+            if parent is not None:
+                self._open(message)
+        if self._is_shared(message):
+            parent, children = self._hand_out(message, root)
         elif header.payload_nbytes:
             self._relay(self._pieces(message, chunk_nbytes), place, message, is_last=True)
         if not is_paced(message) and self._is_noticed(message):
@@ -282,26 +287,30 @@ class Exchange(Transfers):
 
     def _is_shared(self, message: Message) -> bool:
         """Whether its large members are handed over in memory; the same on both ranks."""
-        can_be = self._link.sharing is not None and not is_paced(message)
-        return can_be and message.header.payload_nbytes >= SHARED_MIN_NBYTES
+        is_large = message.header.payload_nbytes >= SHARED_MIN_NBYTES
+        can_be = is_large and self._link.sharing is not None
+        return can_be and not is_paced(message) and not self.device.is_staged(message)
 
-    def _hand_out(self, message: Message, place: "_Place") -> None:
-        """Large members from a root to all others, which have given their word to take them."""
-        parent, children, _ = place
+    def _open(self, message: Message) -> None:
+        """Make room for what follows a body, but for what comes with memory of its own."""
+        mapped_from = MAPPED_MIN_NBYTES if self._is_shared(message) else math.inf
+        open_body(message, self.device.device, mapped_from)
+
+    def _hand_out(self, message: Message, root: int) -> topology.Place:
+        """Large members from ``root`` to each other rank that has given its word to take them.
+
+        No byte of them goes over a connection, so there is nothing to pass on.
+        """
+        parent, children = topology.star(self.rank, root, self.size)
         self.rounds += 1
         are_all_ready = self.words_of(children)
         if parent is None:
-            self.share(self.device.not_carried(message), children, are_all_ready)
+            self.share(message.following_on_host, children, are_all_ready)
         else:
-            loan = self._borrow(message, parent)
+            loan = self.borrow(message.on_host, parent)
             self.give_word(parent)
-            open_body(message, self.device.device, self.lent(loan))
-
-    def _borrow(self, message: Message, peer: int) -> "Loan | None":
-        """Begin to receive large members; None if they go over the device link."""
-        sizes = following_on_host(message)
-        is_carried = not sizes or self.device.is_staged(message)
-        return None if is_carried else self.borrow(sizes, peer)
+            message.replace(message.on_host, self.lent(loan))
+        return parent, children
 
     def _is_noticed(self, message: Message) -> bool:
         """Whether so much follows its head here that a receipt is due; the same on both ranks."""

@@ -11,11 +11,11 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from objcomm.codecs.buffers import BufferKind, allocate, empty
+from objcomm.codecs.buffers import Buffer, allocate, empty, over
 from objcomm.errors import TransportError, TransportTimeout, WireError
 from objcomm.observe.history import CallRecord
 from objcomm.transport.link import (
@@ -30,14 +30,14 @@ from objcomm.transport.link import (
     receipt_tag,
     result_tag,
 )
-from objcomm.transport.share import Share, starts
+from objcomm.transport.share import Place, Share, places
 from objcomm.wire.header import Flag
 from objcomm.wire.message import Message
 
 _PACED = int(Flag.PACED)  # an IntFlag's ``&`` costs 0.7 µs
 
-# A process may have 65,530 mappings; smaller members are as fast to copy.
-_MAPPED_MIN_NBYTES = 1 << 20
+#: A process may have 65,530 mappings; smaller members are as fast to copy.
+MAPPED_MIN_NBYTES = 1 << 20
 
 #: The tensors of one unit, in order.
 Unit = list[torch.Tensor]
@@ -96,12 +96,12 @@ class Loan(NamedTuple):
     """Memory that a rank of this host hands over to this one.
 
     Attributes:
-        sizes: how many bytes each of its members has.
+        buffers: what its members become.
         peer: whose it is.
         borrowed: the transfer.
     """
 
-    sizes: Sequence[int]
+    buffers: Sequence[Buffer]
     peer: int
     borrowed: Borrowed
 
@@ -246,17 +246,25 @@ class Transfers:
             self._sends.append((pending, peer, flats[0], flats))
             self.sent_nbytes += nbytes_of([list(flats)])
 
-    def borrow(self, sizes: Sequence[int], peer: int) -> "Loan":
-        """Begin to receive what ``peer`` hands over by ``share``: members of so many bytes."""
-        self.received_nbytes += sum(sizes)
+    def borrow(self, buffers: Sequence[Buffer], peer: int) -> "Loan | None":
+        """Begin to receive what ``peer`` hands over by ``share``; None if that is nothing.
+
+        Args:
+            buffers: what it becomes: with memory to copy it into, or without, to be mapped.
+            peer: whose it is.
+        """
+        if not buffers:
+            return None
+        nbytes = sum(each.flat.numel() for each in buffers)
+        self.received_nbytes += nbytes
         try:
-            borrowed = self._sharing().recv_share(sum(sizes), peer, self._payload_tag)
+            borrowed = self._sharing().recv_share(nbytes, peer, self._payload_tag)
         except LinkError as error:
             raise self._naming(error, (peer,)) from error
-        return Loan(sizes, peer, borrowed)
+        return Loan(buffers, peer, borrowed)
 
-    def lent(self, loan: "Loan | None") -> list[Any]:
-        """Wait for what is handed over; each member in writable memory, which nobody else uses.
+    def lent(self, loan: "Loan | None") -> list[Buffer]:
+        """Wait for what is handed over; the buffers, all of them with memory that is filled.
 
         Raises:
             WireError: it is not what was announced; or there is no memory for a copy.
@@ -264,38 +272,35 @@ class Transfers:
         """
         if loan is None:
             return []
-        sizes, peer, borrowed = loan
+        buffers, peer, borrowed = loan
         self._wait(borrowed, peer)
         share = borrowed.share
         if share is None:
             return self._copied(loan)
-        memories = [
-            _memory(share, start, nbytes)
-            for start, nbytes in zip(starts(sizes), sizes, strict=True)
-        ]
-        share.close()
-        return memories
+        try:
+            where = places([each.flat.numel() for each in buffers])
+            return [_filled(*each, share) for each in zip(buffers, where, strict=True)]
+        except ValueError as error:
+            told = f"what was handed over is less than its sender said: {error}"
+            raise WireError(told) from error
+        finally:
+            share.close()
+
+    def _copied(self, loan: "Loan") -> list[Buffer]:
+        """The same over the link, where the system has nothing to share."""
+        buffers = [_with_memory(each) for each in loan.buffers]
+        try:
+            flats = [each.flat for each in buffers]
+            pending = self._sharing().recv_instead(loan.borrowed, flats)
+        except LinkError as error:
+            raise self._naming(error, (loan.peer,)) from error
+        self._wait(pending, loan.peer)
+        return buffers
 
     def _sharing(self) -> Sharing:
         if self._link.sharing is None:
             raise WireError("this link hands nothing over")  # a fault of the caller's
         return self._link.sharing
-
-    def _copied(self, loan: "Loan") -> list[Any]:
-        """The same, over the link, where the system has nothing to share."""
-        sizes, peer, borrowed = loan
-        whole = empty(sum(sizes))
-        try:
-            pending = self._sharing().recv_instead(borrowed, whole)
-        except LinkError as error:
-            raise self._naming(error, (peer,)) from error
-        self._wait(pending, peer)
-        memories = []
-        for part in whole.split(list(sizes)):
-            buffer = allocate(BufferKind.MEMORY, part.numel(), None)
-            buffer.flat.copy_(part)
-            memories.append(buffer.owner)
-        return memories
 
     def finish(self) -> None:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
@@ -412,14 +417,16 @@ class Transfers:
         return self._deadline.has_passed or isinstance(error, LinkTimeout)
 
 
-def _memory(share: Share, start: int, nbytes: int) -> Any:
-    """A member of what was handed over, mapped where that is worth it."""
-    try:
+def _with_memory(buffer: Buffer) -> Buffer:
+    flat = buffer.flat
+    return allocate(buffer.kind, flat.numel(), None) if flat.is_meta else buffer
+
+
+def _filled(buffer: Buffer, place: Place, share: Share) -> Buffer:
+    """A buffer with its content: mapped if it has no memory, and copied where it has."""
+    if buffer.flat.is_meta:
         with contextlib.suppress(OSError):  # the process has no room for more mappings
-            if nbytes >= _MAPPED_MIN_NBYTES:
-                return share.mapped(start, nbytes)
-        buffer = allocate(BufferKind.MEMORY, nbytes, None)
-        share.read_into(buffer.flat, start)
-    except ValueError as error:
-        raise WireError(f"what was handed over is shorter than its sender said: {error}") from error
-    return buffer.owner
+            return over(buffer.kind, share.mapped(place, buffer.flat.numel()))
+    buffer = _with_memory(buffer)
+    share.read_into(buffer.flat, place)
+    return buffer

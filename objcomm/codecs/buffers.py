@@ -175,25 +175,24 @@ def allocate(kind: int, nbytes: int, device: torch.device | None) -> Buffer:
     raise WireError(f"a buffer of kind {kind} cannot be received here")
 
 
+def without_memory(kind: int, nbytes: int) -> Buffer:
+    """A buffer for what comes with its own memory; see ``over``."""
+    flat = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    return Buffer(BufferKind(kind), None, flat)
+
+
 def over(kind: int, memory: Any) -> Buffer:
-    """A buffer whose content lies in some memory already; a copy only where it has to be one.
+    """A buffer whose content lies in some memory already.
 
     Args:
-        kind: what it is to become; not ``BufferKind.DEVICE``.
+        kind: ``BufferKind.TENSOR`` or ``BufferKind.MEMORY``.
         memory: writable, 64-byte aligned, and nobody else's; it lives as long as the buffer.
-
-    Raises:
-        WireError: there is no such kind, or no memory for a copy.
     """
-    if kind == BufferKind.TENSOR:
-        with torch.inference_mode(mode=False):  # as ``empty``
-            flat = torch.frombuffer(memory, dtype=torch.uint8)
-        return Buffer(BufferKind.TENSOR, flat, flat)
     if kind == BufferKind.MEMORY:
         return Buffer(BufferKind.MEMORY, memoryview(memory), view(memory))
-    buffer = allocate(kind, len(memory), None)
-    buffer.flat.copy_(view(memory))
-    return buffer
+    with torch.inference_mode(mode=False):  # as ``empty``
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return Buffer(BufferKind.TENSOR, flat, flat)
 
 
 def from_bytes(kind: int, packed: memoryview, device: torch.device | None) -> Buffer:

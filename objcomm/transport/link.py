@@ -240,12 +240,12 @@ class Sharing(Protocol):
             LinkClosed: as ``Link.recv``.
         """
 
-    def recv_instead(self, borrowed: Borrowed, flat: torch.Tensor) -> Pending:
-        """Begin to receive the members' content, one after another, where there is no share.
+    def recv_instead(self, borrowed: Borrowed, flats: Sequence[torch.Tensor]) -> Pending:
+        """Begin to receive the members' content where there is no share.
 
         Args:
             borrowed: what ``recv_share`` gave; its wait has ended.
-            flat: room for as many bytes.
+            flats: room for each of them.
 
         Raises:
             LinkClosed: as ``Link.recv``.

@@ -40,8 +40,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from objcomm.codecs.buffers import writable
-from objcomm.transport.link import LANE_BITS, PEER_LOST, LinkClosed, LinkTimeout, Pending
-from objcomm.transport.share import Share
+from objcomm.transport.link import (
+    LANE_BITS,
+    PEER_LOST,
+    LinkClosed,
+    LinkError,
+    LinkTimeout,
+    Pending,
+)
+from objcomm.transport.share import FILES_MAX, Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,9 +68,11 @@ _WORD_MAX_NBYTES = 64
 AHEAD_MAX = 4
 _TOLD_EACH = 2
 
-# One of a process's open files, as it travels; there is room for two, and only one may come.
+#: So many files may wait for a peer that takes nothing; a process may often have 1,024 open.
+LENT_FILES_MAX = 64
+# One of a process's open files, as it travels.
 _DESCRIPTOR = Struct("i")
-_RIGHTS_NBYTES = socket.CMSG_SPACE(_DESCRIPTOR.size)
+_RIGHTS_NBYTES = socket.CMSG_SPACE(FILES_MAX * _DESCRIPTOR.size)
 
 # Room for a message with its header, and some more of them.
 _RAW_NBYTES = 2 * UNASKED_MAX_NBYTES
@@ -77,6 +86,11 @@ _READS = sum(getattr(select, name, 0) for name in ("EPOLLIN", "EPOLLRDHUP"))
 _ENDS = sum(getattr(select, name, 0) for name in ("EPOLLRDHUP", "EPOLLHUP", "EPOLLERR"))
 
 _OWN_DOING = "this rank has closed its connections"
+_TORN = "this rank was interrupted in the middle of a message"
+_IN_A_HANDLER = "a signal's handler has used connections that it had interrupted"
+
+# The lock's owner may have been interrupted by a signal, whose handler takes its time.
+_PATIENCE_SECONDS = 1.0
 
 
 class Kind(IntEnum):
@@ -121,20 +135,43 @@ class _Transfer:
             turn.release()
 
 
-class _Lent(_Transfer):
-    """Memory on its way to who maps it, or takes its content.
+class _Members(_Transfer):
+    """Several memories that go out or come in one after another.
 
     Attributes:
-        before: its members but for the last one, which is ``view``.
-        share: keeps its descriptor open.
+        flats: all of them.
+        views: the same as the system takes them.
+        nbytes: how long they are together.
     """
 
-    __slots__ = ("before", "share")
+    __slots__ = ("flats", "nbytes", "views")
+
+    def __init__(self, flats: Sequence[torch.Tensor]) -> None:
+        super().__init__(flats[-1])
+        self.flats = flats
+        self.views = [writable(flat) for flat in flats]
+        self.nbytes = sum(map(len, self.views))
+
+
+class _Lent(_Members):
+    """Members for who maps them, or takes a copy.
+
+    Attributes:
+        share: has their content; None where there is only a copy.
+        files: how many it has.
+    """
+
+    __slots__ = ("files", "share")
 
     def __init__(self, share: Share | None, flats: Sequence[torch.Tensor]) -> None:
-        super().__init__(flats[-1])
-        self.before = [writable(flat) for flat in flats[:-1]]
+        super().__init__(flats)
         self.share = share
+        self.files = 0 if share is None else len(share.descriptors)
+
+    def end(self, reason: str = "") -> None:
+        """See ``_Transfer``; an error may keep this object for long."""
+        self.share = None
+        super().end(reason)
 
 
 class _Borrowed(_Transfer):
@@ -174,10 +211,13 @@ class _Connection:
         shares: those of them that can be mapped.
         descriptors: what came of those whose frames have not; None for one that got lost.
         taken: receives for which content was asked, by number.
+        rooms: what is to be filled after ``filling``, by the same content.
+        lent_files: files handed over of which the peer has not said that it has them.
         held: by tag: first messages for which there is no credit.
         ahead: by tag: first messages that are not known to be taken.
         untold: by tag: first messages that were taken here, and the peer not told so.
         is_watched: whether the mover is woken when there is room for ``outgoing``.
+        is_hung_up: whether this end was shut by who could not end it whole.
         ended: why the connection has ended; empty while it stands.
         was_ended_there: whether the peer closed it.
     """
@@ -190,13 +230,16 @@ class _Connection:
         "filled",
         "filling",
         "held",
+        "is_hung_up",
         "is_watched",
+        "lent_files",
         "offered",
         "offers",
         "outgoing",
         "peer",
         "posted",
         "raw",
+        "rooms",
         "shares",
         "socket",
         "taken",
@@ -221,6 +264,8 @@ class _Connection:
         self.ahead: dict[int, int] = {}
         self.untold: dict[int, int] = {}
         self.ended = ""
+        self.lent_files = 0
+        self.is_hung_up = False
         self.is_watched = False
         self.was_ended_there = False
         # What was read and not looked at: ``raw[:used]``.
@@ -229,6 +274,7 @@ class _Connection:
         self.used = 0
         # The message whose bytes come next, what is left of its room, and what it is for.
         self.filling: memoryview | None = None
+        self.rooms: deque[memoryview] = deque()
         self.filled: _Transfer | tuple[int, bytearray] | None = None
 
 
@@ -270,8 +316,9 @@ class LocalLink:
         self.size = len(sockets) + 1
         self.hosts = (0,) * self.size
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._is_moved = False
+        # It knows its owner: a signal's handler must not wait for what it has interrupted.
+        self._lock = threading.RLock()
+        self._mover = 0  # a thread's number
         self._moved_for: _Transfer | None = None
         self._waiting: deque[_Transfer] = deque()
         self._numbers = 0
@@ -292,84 +339,53 @@ class LocalLink:
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``Link``."""
-        connection = self._connections[peer]
+        if flat.numel() > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
+            raise ValueError(f"a first message of {flat.numel()} bytes")
         transfer = _Transfer(flat)
-        nbytes = flat.numel()
-        if nbytes > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
-            raise ValueError(f"a first message of {nbytes} bytes")
-        with self._lock:
-            if connection.ended:
-                raise LinkClosed(connection.ended)
-            if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
-                self._numbers = number = self._numbers + 1
-                connection.offered[number] = transfer, tag
-                self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))
-            elif tag >> LANE_BITS == 0 and connection.ahead.get(tag, 0) >= AHEAD_MAX:
-                connection.held.setdefault(tag, deque()).append(transfer)
-            else:
-                self._send_at_once(connection, transfer, tag)
-            self._wake_mover()
+        connection = self._connections[peer]
+        self._use(connection, lambda: self._send(connection, transfer, tag))
         return transfer
 
     def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         transfer = _Transfer(flat)
-        self._post(transfer, peer, tag)
-        return transfer
-
-    def _post(self, transfer: _Transfer, peer: int, tag: int) -> None:
         connection = self._connections[peer]
-        with self._lock:
-            arrived = connection.arrived.get(tag)
-            if arrived:
-                found = arrived.popleft()
-                if not arrived:
-                    del connection.arrived[tag]
-                self._match(connection, transfer, tag, found)
-            elif connection.ended:
-                raise LinkClosed(connection.ended)
-            else:
-                posted = connection.posted.get(tag)
-                if posted is None:
-                    posted = connection.posted[tag] = deque()
-                posted.append(transfer)
-            self._wake_mover()
+        self._use(connection, lambda: self._post(connection, transfer, tag))
+        return transfer
 
     def send_share(
         self, share: Share | None, flats: Sequence[torch.Tensor], peer: int, tag: int
     ) -> Pending:
         """See ``Sharing``."""
-        connection = self._connections[peer]
         transfer = _Lent(share, flats)
-        nbytes = sum(flat.numel() for flat in flats)
-        kind = Kind.OFFER if share is None else Kind.SHARE
-        with self._lock:
-            if connection.ended:
-                raise LinkClosed(connection.ended)
-            self._numbers = number = self._numbers + 1
-            connection.offered[number] = transfer, tag
-            frame = memoryview(_HEADER.pack(kind, tag, nbytes, number))
-            connection.outgoing.append((frame, None, share))
-            self._flush(connection)
-            self._wake_mover()
+        connection = self._connections[peer]
+        self._use(connection, lambda: self._lend(connection, transfer, tag))
         return transfer
 
     def recv_share(self, nbytes: int, peer: int, tag: int) -> Borrowed:
         """See ``Sharing``."""
-        borrowed = _Borrowed(nbytes, peer)
-        self._post(borrowed, peer, tag)
-        return borrowed
-
-    def recv_instead(self, borrowed: Borrowed, flat: torch.Tensor) -> Pending:
-        """See ``Sharing``."""
-        connection = self._connections[borrowed.peer]
-        transfer = _Transfer(flat)
-        with self._lock:
-            if connection.ended:
-                raise LinkClosed(connection.ended)
-            self._take(connection, transfer, borrowed.number)
-            self._wake_mover()
+        transfer = _Borrowed(nbytes, peer)
+        connection = self._connections[peer]
+        self._use(connection, lambda: self._post(connection, transfer, tag))
         return transfer
+
+    def recv_instead(self, borrowed: Borrowed, flats: Sequence[torch.Tensor]) -> Pending:
+        """See ``Sharing``."""
+        transfer = _Members(flats)
+        connection = self._connections[borrowed.peer]
+        self._use(connection, lambda: self._take(connection, transfer, borrowed.number))
+        return transfer
+
+    def _use(self, connection: _Connection, begin: Callable[[], None]) -> None:
+        """Begin a transfer, whole or not at all: a signal's handler may raise at any step."""
+        self._check_free()
+        with self._lock:
+            try:
+                begin()
+            except BaseException:
+                self._end(connection, _TORN)
+                raise
+            self._wake_mover()
 
     def wait(self, pending: Pending, limit: timedelta) -> None:
         """See ``Link``."""
@@ -399,23 +415,43 @@ class LocalLink:
         return not any(each.ended or each.outgoing for each in self._connections.values())
 
     def abort(self) -> None:
-        """See ``Link``. A forked process lets go of its copies only: the link is its parent's."""
+        """See ``Link``. A forked process lets go of its copies only: the link is its parent's.
+
+        A signal's handler that has interrupted this link hangs up, and leaves the rest to whom it
+        has interrupted; so does who can't have the lock because of one.
+        """
         self._is_aborted = True
         if os.getpid() != self._pid:
             self.__del__()
-            return
-        with self._lock:
+        elif self._is_owned_here() or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            self._hang_up()
+        else:
             try:
-                for each in self._connections.values():
-                    if not each.ended:
-                        self._read(each, is_ending=True)  # what has come is here, if not asked for
-                    if not each.ended:
-                        each.was_ended_there = _has_ended(each.socket)
-                        self._end(each, _OWN_DOING)
+                self._end_all()
             finally:
-                while self._waiting:
-                    self._wake_one()
-                self._sound()
+                self._lock.release()
+
+    def _hang_up(self) -> None:
+        for each in self._connections.values():
+            if not each.ended and not each.is_hung_up:
+                each.was_ended_there = _has_ended(each.socket)
+                each.is_hung_up = True
+                with contextlib.suppress(OSError):
+                    each.socket.shutdown(socket.SHUT_RDWR)
+
+    def _end_all(self) -> None:
+        try:
+            for each in [each for each in self._connections.values() if not each.ended]:
+                try:
+                    self._read(each, is_ending=True)  # what has come is here, if not asked for
+                    if not each.is_hung_up:
+                        each.was_ended_there = _has_ended(each.socket)
+                finally:
+                    self._end(each, _OWN_DOING)
+        finally:
+            while self._waiting:
+                self._wake_one()
+            self._sound()
 
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""
@@ -431,12 +467,11 @@ class LocalLink:
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
         self._move_what_is_there()
-        with self._lock:
-            return [
-                peer
-                for peer, each in self._connections.items()
-                if each.was_ended_there or (not each.ended and _has_ended(each.socket))
-            ]
+        return [
+            peer
+            for peer, each in self._connections.items()
+            if each.was_ended_there or (not each.ended and self._has_ended(peer))
+        ]
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
         """See ``Connections``: all are."""
@@ -444,35 +479,52 @@ class LocalLink:
 
     def _has_ended(self, peer: int) -> bool:
         connection = self._connections[peer]
-        with self._lock:
+        if connection.ended or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            return bool(connection.ended)
+        try:
             return bool(connection.ended) or _has_ended(connection.socket)
+        finally:
+            self._lock.release()
+
+    def _is_owned_here(self) -> bool:
+        """Whether the calling thread has the lock: it runs a signal's handler in the middle."""
+        # As threading.Condition asks.
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001  # see above
+
+    def _check_free(self) -> None:
+        if self._is_owned_here():
+            raise LinkError(_IN_A_HANDLER)
 
     # ------------------------------------------------------------------ who moves
 
     def _await(self, transfer: _Transfer, until: float) -> None:
         while not self._has_ended_by_turn(transfer, until):
-            if self._is_aborted:  # Ctrl-C may have struck between its table and its end
+            if self._is_aborted:  # a signal may have struck between its table and its end
+                self.abort()
                 raise LinkClosed(_OWN_DOING)
             if time.monotonic() >= until:
                 raise LinkTimeout("timeout")
 
     def _has_ended_by_turn(self, transfer: _Transfer, until: float) -> bool:
         """Move all until a transfer is over, or sleep until the one who moves has something."""
-        turn = None
+        self._check_free()
+        turn, me = None, threading.get_ident()
         with self._lock:
             if transfer.is_over:
                 return True
-            if self._is_moved:
+            if self._mover not in (0, me):
                 turn = transfer.turn = threading.Lock()
                 turn.acquire()
                 self._waiting.append(transfer)
             else:
-                self._is_moved, self._moved_for = True, transfer
+                # The mover is this thread already if a signal's handler has interrupted its sleep.
+                before = self._mover, self._moved_for
+                self._mover, self._moved_for = me, transfer
         if turn is None:
             try:
                 self._move(transfer, until)
             finally:
-                self._pass_on()
+                self._pass_on(*before)
         else:
             try:
                 left = until - time.monotonic()
@@ -496,13 +548,17 @@ class LocalLink:
             transfer.turn = None
             if transfer in self._waiting:
                 self._waiting.remove(transfer)
-            elif not self._is_moved:
+            elif not self._mover:
                 self._wake_one()
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, mover: int, moved_for: _Transfer | None) -> None:
+        """Move no longer; the next one does, or what a signal's handler has interrupted goes on."""
         with self._lock:
-            self._is_moved, self._moved_for = False, None
-            self._wake_one()
+            self._mover, self._moved_for = mover, moved_for
+            if mover:
+                self._wake_mover()  # it sleeps on, whatever was moved meanwhile
+            else:
+                self._wake_one()
 
     def _wake_one(self) -> None:
         """Let one of those that wait be the next to move."""
@@ -515,14 +571,20 @@ class LocalLink:
 
     def _move_what_is_there(self) -> None:
         """Take in what has come, unless another thread does so anyway."""
-        with self._lock:
-            if self._is_moved:
+        if self._is_owned_here() or not self._lock.acquire(blocking=False):
+            return
+        me = threading.get_ident()
+        try:
+            if self._mover not in (0, me):
                 return
-            self._is_moved = True
+            before = self._mover, self._moved_for
+            self._mover = me
+        finally:
+            self._lock.release()
         try:
             self._move_once(0.0)
         finally:
-            self._pass_on()
+            self._pass_on(*before)
 
     def _move(self, transfer: _Transfer, until: float) -> None:
         while not transfer.is_over and not self._is_aborted:
@@ -539,10 +601,14 @@ class LocalLink:
                 if connection is None:
                     self._hear(descriptor)
                     continue
-                if event & select.EPOLLOUT:
-                    self._flush(connection)
-                if event & ~select.EPOLLOUT and not connection.ended:
-                    self._read(connection, is_ending=bool(event & _ENDS))
+                try:
+                    if event & select.EPOLLOUT:
+                        self._flush(connection)
+                    if event & ~select.EPOLLOUT and not connection.ended:
+                        self._read(connection, is_ending=bool(event & _ENDS))
+                except BaseException:
+                    self._end(connection, _TORN)
+                    raise
 
     def _hear(self, descriptor: int) -> None:
         """Be woken by another thread, which may have ended what the mover waits for."""
@@ -550,6 +616,35 @@ class LocalLink:
             self._heard.recv(64)
 
     # ------------------------------------------------------------------ out
+
+    def _send(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
+        nbytes = transfer.view.nbytes
+        if connection.ended:
+            raise LinkClosed(connection.ended)
+        if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
+            number = self._offered(connection, transfer, tag)
+            self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))
+        elif tag >> LANE_BITS == 0 and connection.ahead.get(tag, 0) >= AHEAD_MAX:
+            connection.held.setdefault(tag, deque()).append(transfer)
+        else:
+            self._send_at_once(connection, transfer, tag)
+
+    def _lend(self, connection: _Connection, transfer: _Lent, tag: int) -> None:
+        if connection.ended:
+            raise LinkClosed(connection.ended)
+        if connection.lent_files + transfer.files > LENT_FILES_MAX:
+            transfer.share, transfer.files = None, 0
+        connection.lent_files += transfer.files
+        kind = Kind.OFFER if transfer.share is None else Kind.SHARE
+        number = self._offered(connection, transfer, tag)
+        frame = memoryview(_HEADER.pack(kind, tag, transfer.nbytes, number))
+        connection.outgoing.append((frame, None, transfer.share))
+        self._flush(connection)
+
+    def _offered(self, connection: _Connection, transfer: _Transfer, tag: int) -> int:
+        self._numbers = number = self._numbers + 1
+        connection.offered[number] = transfer, tag
+        return number
 
     def _send_at_once(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
         taken = 0
@@ -586,7 +681,7 @@ class LocalLink:
             return
         connection.outgoing.append((memoryview(frame), None, None))
         if transfer is not None:
-            for each in transfer.before if isinstance(transfer, _Lent) else ():
+            for each in transfer.views[:-1] if isinstance(transfer, _Members) else ():
                 connection.outgoing.append((each, None, None))
             connection.outgoing.append((transfer.view, transfer, None))
         self._flush(connection)
@@ -613,7 +708,8 @@ class LocalLink:
 
     def _hand_over(self, connection: _Connection, frame: memoryview, share: Share) -> int:
         """Send an offer and its descriptor; or only that, where too many are on their way."""
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(share.descriptor))
+        files = b"".join(map(_DESCRIPTOR.pack, share.descriptors))
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, files)
         try:
             return connection.socket.sendmsg((frame,), (rights,), socket.MSG_NOSIGNAL)
         except OSError as error:
@@ -651,7 +747,9 @@ class LocalLink:
                     into = filling
                     count = receive(into)
                 left -= count
-                if not count:
+                if not count and connection.is_hung_up:
+                    self._end(connection, _OWN_DOING)
+                elif not count:
                     connection.was_ended_there = True
                     self._end(connection, f"{PEER_LOST} (its end of the stream is closed)")
                 elif filling is None:
@@ -670,14 +768,14 @@ class LocalLink:
             self._end(connection, f"{PEER_LOST} ({os.strerror(error.errno or 0)})")
 
     def _read_frames(self, connection: _Connection, into: memoryview) -> int:
-        """Read bytes, and the descriptor that may come with them; one ends what is read at once."""
+        """Read bytes, and the descriptors that may come with them, and then are the last bytes."""
         count, rights, flags, _ = connection.socket.recvmsg_into(
             (into,), _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC
         )
-        for _, _, found in rights:
-            connection.descriptors.extend(Share(each) for (each,) in _DESCRIPTOR.iter_unpack(found))
-        if flags & socket.MSG_CTRUNC and not rights:
-            connection.descriptors.append(None)
+        if rights or flags & socket.MSG_CTRUNC:
+            files = [each for *_, some in rights for (each,) in _DESCRIPTOR.iter_unpack(some)]
+            share = Share(files)
+            connection.descriptors.append(None if flags & socket.MSG_CTRUNC else share)
         return count
 
     def _parse(self, connection: _Connection) -> None:
@@ -747,6 +845,22 @@ class LocalLink:
             untold = 0
         connection.untold[tag] = untold
 
+    def _post(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
+        """A receive gets what has come, or waits for it."""
+        arrived = connection.arrived.get(tag)
+        if arrived:
+            found = arrived.popleft()
+            if not arrived:
+                del connection.arrived[tag]
+            self._match(connection, transfer, tag, found)
+        elif connection.ended:
+            raise LinkClosed(connection.ended)
+        else:
+            posted = connection.posted.get(tag)
+            if posted is None:
+                posted = connection.posted[tag] = deque()
+            posted.append(transfer)
+
     def _match(
         self,
         connection: _Connection,
@@ -764,6 +878,7 @@ class LocalLink:
         """A message has come; what is left of it is read to where it belongs."""
         if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
             self._refuse(connection, f"a message of {nbytes} bytes unasked")
+        if connection.ended:
             return at
         if end - at >= nbytes:
             self._arrive(connection, tag, connection.view[at : at + nbytes])
@@ -796,6 +911,9 @@ class LocalLink:
         connection.offers[number] = nbytes
         if share is not None:
             connection.shares[number] = share
+            if sum(len(each.descriptors) for each in connection.shares.values()) > LENT_FILES_MAX:
+                self._refuse(connection, "more files than may wait here")
+                return
         posted = connection.posted.get(tag)
         if not posted:
             connection.arrived.setdefault(tag, deque()).append(number)
@@ -807,6 +925,7 @@ class LocalLink:
 
     def _take(self, connection: _Connection, transfer: _Transfer, number: int) -> None:
         nbytes = connection.offers[number]
+        room = transfer.nbytes if isinstance(transfer, _Members) else transfer.view.nbytes
         if isinstance(transfer, _Borrowed) and nbytes == transfer.nbytes:
             transfer.share = connection.shares.pop(number, None)
             transfer.number = number
@@ -814,8 +933,8 @@ class LocalLink:
                 del connection.offers[number]
                 self._push(connection, _HEADER.pack(Kind.HELD, 0, 0, number))
             transfer.end()
-        elif nbytes > transfer.view.nbytes or number in connection.shares:
-            reason = self._refuse(connection, f"{nbytes} bytes for {transfer.view.nbytes}")
+        elif nbytes > room or isinstance(transfer, _Borrowed) or number in connection.shares:
+            reason = self._refuse(connection, f"{nbytes} bytes for {room}")
             transfer.end(reason)
         elif connection.ended:
             transfer.end(connection.ended)
@@ -830,6 +949,8 @@ class LocalLink:
         if transfer is None or (is_held and not is_shared):
             self._refuse(connection, "an answer to what was not offered")
             return
+        if isinstance(transfer, _Lent):
+            connection.lent_files -= transfer.files
         if is_held:
             transfer.end()
             return
@@ -841,17 +962,25 @@ class LocalLink:
             self._refuse(connection, "what nobody has asked for")
             return at
         nbytes = connection.offers.pop(number)
-        came = min(nbytes, end - at)
-        room = transfer.view[:nbytes]
-        room[:came] = connection.view[at : at + came]
-        connection.filled = transfer
-        connection.filling = room[came:]
-        if came == nbytes:
-            self._conclude(connection)
-        return at + came
+        is_several = isinstance(transfer, _Members)
+        rooms = deque(transfer.views if is_several else [transfer.view[:nbytes]])
+        while rooms and at < end:
+            came = min(len(rooms[0]), end - at)
+            rooms[0][:came] = connection.view[at : at + came]
+            at += came
+            rooms[0] = rooms[0][came:]
+            if not rooms[0]:
+                rooms.popleft()
+        connection.filled, connection.rooms = transfer, rooms
+        self._conclude(connection)
+        return at
 
     def _conclude(self, connection: _Connection) -> None:
-        """What was being filled is full."""
+        """What was being filled is full; there may be more of it."""
+        while connection.rooms:
+            connection.filling = connection.rooms.popleft()
+            if connection.filling:
+                return
         filled = connection.filled
         connection.filling = connection.filled = None
         if isinstance(filled, _Transfer):
@@ -903,6 +1032,7 @@ class LocalLink:
         connection.outgoing.clear()
         connection.shares.clear()
         connection.descriptors.clear()
+        connection.rooms.clear()
         connection.filling = connection.filled = None
         for each in left:
             each.end(reason)

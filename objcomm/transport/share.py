@@ -1,14 +1,18 @@
 """Memory that one process fills and others of its host read, without a copy for each.
 
-It is a file of the system's that has no name and no disk, a memfd. Its maker writes it once and
-seals it, so that nobody can change or shorten it any more, and hands a descriptor to each receiver.
-A receiver maps it *privately*: it may write to what it has mapped, nobody else sees that, and a
+It lies in files of the system's that have no name and no disk (memfd). Their maker writes them once
+and seals them, so that nobody can change or shorten them any more, and hands descriptors to each
+receiver. A receiver maps a member *privately*: it may write there, nobody else sees that, and a
 page costs memory of its own only once it is written to.
+
+A file's memory goes with the last mapping of any part of it. So a share has several files, of which
+each has a part of the members: who keeps one member keeps a 32nd of what came with it at most.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -21,9 +25,16 @@ if TYPE_CHECKING:
 
     import torch
 
-# What can be written to cannot be trusted, and what can shrink ends a reader by SIGBUS.
-# Only Linux has them; elsewhere nobody makes a share, but this module is imported.
-_SEALS = sum(getattr(fcntl, f"F_SEAL_{name}", 0) for name in ("SHRINK", "GROW", "WRITE", "SEAL"))
+#: Files of one share.
+FILES_MAX = 33
+# Less is not worth a file of its own.
+_FILE_MIN_NBYTES = 64 << 20
+
+# Of <linux/fcntl.h>: Python has names for them only where it was built on a new system.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+# Against more seals, shrinking, growing and writing: what can be written to cannot be trusted, and
+# what can shrink ends a reader by SIGBUS.
+_SEALS = 1 | 2 | 4 | 8
 # Ctrl-C is heard between two writes.
 _WRITTEN_AT_ONCE_NBYTES = 64 << 20
 
@@ -41,23 +52,38 @@ _map.argtypes = (
 )
 _map.restype = ctypes.c_void_p
 
+#: Where a member lies: the number of its file, and where it begins there.
+Place = tuple[int, int]
+
+
+def places(sizes: Sequence[int]) -> list[Place]:
+    """Where members of so many bytes lie, each at the beginning of a page."""
+    enough = max(_FILE_MIN_NBYTES, sum(sizes) // (FILES_MAX - 1))
+    found: list[Place] = []
+    file, start = 0, 0
+    for nbytes in sizes:
+        if start >= enough:
+            file, start = file + 1, 0
+        found.append((file, start))
+        start += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return found
+
 
 class Share:
-    """Members in one memory, each at the beginning of a page; its descriptor closes with it.
+    """Members in memory that is handed over; its descriptors close with it.
 
     Attributes:
-        descriptor: the file's.
-        nbytes: how long it is.
+        descriptors: the files', in order.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptors: Sequence[int]) -> None:
         """Begin.
 
         Args:
-            descriptor: it is this object's from now on.
+            descriptors: they are this object's from now on.
         """
-        self.descriptor = descriptor
-        self.nbytes = os.fstat(descriptor).st_size
+        self.descriptors = list(descriptors)
+        self._sizes = [0] * len(self.descriptors)
 
     def __del__(self) -> None:
         self.close()
@@ -70,79 +96,94 @@ class Share:
             flats: the members, ``uint8`` and contiguous, in CPU memory.
 
         Raises:
-            OSError: the system has no such files, or no memory for it.
+            OSError: the system has no such files, or no memory for them.
         """
-        share = cls(os.memfd_create("objcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        for flat, start in zip(flats, starts([flat.numel() for flat in flats]), strict=True):
+        share = cls(())
+        for flat, (file, start) in zip(flats, places([f.numel() for f in flats]), strict=True):
+            if file == len(share.descriptors):
+                share.descriptors.append(_new_file())
             content, at = writable(flat), 0
             while at < len(content):
                 piece = content[at : at + _WRITTEN_AT_ONCE_NBYTES]
-                at += os.pwrite(share.descriptor, piece, start + at)
-        fcntl.fcntl(share.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        share.nbytes = os.fstat(share.descriptor).st_size
+                at += os.pwrite(share.descriptors[file], piece, start + at)
+        for each in share.descriptors:
+            fcntl.fcntl(each, _F_ADD_SEALS, _SEALS)
+        share.is_sealed()
         return share
 
     def is_sealed(self) -> bool:
-        """Whether nobody can change it, or shorten it."""
-        try:
-            return fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-        except OSError:  # it is another kind of file
-            return False
+        """Whether nobody can change it, or shorten it; to be asked first of one that came."""
+        for each in self.descriptors:
+            try:
+                if fcntl.fcntl(each, _F_GET_SEALS) & _SEALS != _SEALS:
+                    return False
+            except OSError:  # it is another kind of file
+                return False
+            # Huge pages are mapped in whole ones, past the end of what there is room for.
+            if os.fstatvfs(each).f_bsize != mmap.PAGESIZE:
+                return False
+        # Only now: before, they could have been made shorter.
+        self._sizes = [os.fstat(each).st_size for each in self.descriptors]
+        return True
 
     def close(self) -> None:
         """Need it no more; what was mapped stays."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
-    def mapped(self, start: int, nbytes: int) -> mmap.mmap:
+    def mapped(self, place: Place, nbytes: int) -> mmap.mmap:
         """A member in writable memory that is this process's alone; it goes with its last user.
 
         Args:
-            start: where the member begins, as ``starts`` gives it.
+            place: where the member lies.
             nbytes: how long it is, 1 at least.
 
         Raises:
-            ValueError: the memory has no such part.
+            ValueError: there is no such part.
             OSError: there is no room for it in this process.
         """
-        if not 0 <= start <= start + nbytes <= self.nbytes:
-            raise ValueError(f"bytes {start} to {start + nbytes} of {self.nbytes}")
+        file, start = self._checked(place, nbytes)
         # Python's own way to map a file keeps a descriptor for each mapping. So this is memory
         # without a file first, with the file's pages then put in its place.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = view(memory).data_ptr()
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
-        if _map(address, nbytes, _PROTECTION, flags, self.descriptor, start) == _FAILED:
+        if _map(address, nbytes, _PROTECTION, flags, file, start) == _FAILED:
             number = ctypes.get_errno()
             # Where it was there may be nothing now, and then soon somebody else's memory.
-            flags |= mmap.MAP_ANONYMOUS
-            _map(address, nbytes, _PROTECTION, flags, -1, 0)
+            _map(address, nbytes, _PROTECTION, flags | mmap.MAP_ANONYMOUS, -1, 0)
             raise OSError(number, os.strerror(number))
         return memory
 
-    def read_into(self, flat: torch.Tensor, start: int) -> None:
+    def read_into(self, flat: torch.Tensor, place: Place) -> None:
         """Copy a member into memory that exists.
 
         Args:
             flat: ``uint8`` and contiguous, as long as the member.
-            start: where the member begins.
+            place: where the member lies.
 
         Raises:
-            ValueError: the memory has no such part.
+            ValueError: there is no such part, or it can't be read.
         """
         content, at = writable(flat), 0
+        file, start = self._checked(place, len(content))
         while at < len(content):
-            count = os.preadv(self.descriptor, [content[at:]], start + at)
-            if not count:
-                raise ValueError(f"nothing at byte {start + at} of {self.nbytes}")
-            at += count
+            try:
+                at += os.preadv(file, [content[at:]], start + at)
+            except OSError as error:  # it was opened for writing only
+                raise ValueError(f"{error}") from error
+
+    def _checked(self, place: Place, nbytes: int) -> Place:
+        """The descriptor of a member's file, and where it begins there."""
+        file, start = place
+        if not 0 <= file < len(self.descriptors):
+            raise ValueError(f"file {file} of {len(self.descriptors)}")
+        if not 0 <= start <= start + nbytes <= self._sizes[file]:
+            raise ValueError(f"bytes {start} to {start + nbytes} of {self._sizes[file]}")
+        return self.descriptors[file], start
 
 
-def starts(sizes: Sequence[int]) -> list[int]:
-    """Where members of so many bytes begin: each at a page of its own."""
-    at, found = 0, []
-    for nbytes in sizes:
-        found.append(at)
-        at += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    return found
+def _new_file() -> int:
+    if not hasattr(os, "memfd_create"):  # a Python that was built on an old system
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    return os.memfd_create("objcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

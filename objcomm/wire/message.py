@@ -10,6 +10,7 @@ A message moves in at most three steps, each known from the one before::
     buffers  each large buffer, from its memory into its memory
 """
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,17 @@ from objcomm.codecs.buffers import (
     BufferKind,
     allocate,
     from_bytes,
-    over,
     readable,
     room,
     to_bytes,
+    without_memory,
 )
 from objcomm.errors import AuthenticationError, ObjcommError, WireError
 from objcomm.wire.header import HEADER_NBYTES, ROW_NBYTES, Header, SizeRow, pack_table, unpack_table
 from objcomm.wire.signing import Signer
+
+# The others own their memory, or lie elsewhere.
+_MAPPABLE = frozenset({BufferKind.TENSOR, BufferKind.MEMORY})
 
 
 @dataclass(slots=True)
@@ -97,10 +101,21 @@ class Message:
         start = self.header.buffer_count * ROW_NBYTES
         return memoryview(self.body)[start : start + self.header.meta_nbytes]
 
+    def replace(self, before: Sequence[Buffer], after: Sequence[Buffer]) -> None:
+        """Put buffers into the place of others, which had no memory yet."""
+        places = {id(old): new for old, new in zip(before, after, strict=True)}
+        self.buffers = [places.get(id(each), each) for each in self.buffers]
+        self.large = [places.get(id(each), each) for each in self.large]
+
+    @property
+    def on_host(self) -> list[Buffer]:
+        """The large buffers that lie in CPU memory."""
+        return [buffer for buffer in self.large if buffer.kind is not BufferKind.DEVICE]
+
     @property
     def following_on_host(self) -> list[torch.Tensor]:
         """Flat tensors of the large buffers that lie in CPU memory."""
-        return [buffer.flat for buffer in self.large if buffer.kind is not BufferKind.DEVICE]
+        return [buffer.flat for buffer in self.on_host]
 
     @property
     def following_on_device(self) -> list[torch.Tensor]:
@@ -166,26 +181,16 @@ def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
     return Message(header, room(header.body_nbytes), arrived=head)
 
 
-def following_on_host(message: Message) -> list[int]:
-    """How many bytes each large buffer in CPU memory has, of a message whose body has arrived.
-
-    Raises:
-        WireError: the body is damaged or disagrees with the header.
-    """
-    rows = unpack_table(message.header, memoryview(message.body))
-    return [row.nbytes for row in rows if not row.is_packed and row.kind != BufferKind.DEVICE]
-
-
 def open_body(
-    message: Message, device: torch.device | None, memories: Sequence[Any] | None = None
+    message: Message, device: torch.device | None, mapped_from_nbytes: float = math.inf
 ) -> None:
     """Read the body and make room for the large buffers; small ones get memory of their own.
 
     Args:
         message: its body has arrived; its buffers are filled in.
         device: where ``BufferKind.DEVICE`` buffers are to lie.
-        memories: where the others have arrived already, in the order of ``following_on_host``;
-            None if they have yet to come.
+        mapped_from_nbytes: tensors and out-of-band members of so many bytes get no memory: it will
+            come with their content, by ``Message.replace``.
 
     Raises:
         WireError: the body is damaged or disagrees with the header, or there is no memory.
@@ -195,15 +200,15 @@ def open_body(
     if not rows:
         return
     at = header.buffer_count * ROW_NBYTES + header.meta_nbytes
-    buffers, arrived = [], iter(memories or ())
+    buffers = []
     for row in rows:
         if row.is_packed:
             buffers.append(from_bytes(row.kind, body[at : at + row.nbytes], device))
             at += row.nbytes
-        elif memories is None or row.kind == BufferKind.DEVICE:
-            buffers.append(allocate(row.kind, row.nbytes, device))
+        elif row.kind in _MAPPABLE and row.nbytes >= mapped_from_nbytes:
+            buffers.append(without_memory(row.kind, row.nbytes))
         else:
-            buffers.append(over(row.kind, next(arrived)))
+            buffers.append(allocate(row.kind, row.nbytes, device))
     message.buffers = buffers
     message.large = _large(rows, buffers)
 

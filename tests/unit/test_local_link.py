@@ -1,6 +1,7 @@
 """The link of one host between threads of this process, and against a peer that is none."""
 
 import errno
+import fcntl
 import gc
 import os
 import socket
@@ -17,9 +18,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm.transport.link import LinkClosed, LinkTimeout, head_tag, payload_tag
-from objcomm.transport.local import AHEAD_MAX, UNASKED_MAX_NBYTES, Kind, LocalLink
-from objcomm.transport.share import Share, starts
+from objcomm.transport.link import LinkClosed, LinkError, LinkTimeout, head_tag, payload_tag
+from objcomm.transport.local import (
+    AHEAD_MAX,
+    LENT_FILES_MAX,
+    UNASKED_MAX_NBYTES,
+    Kind,
+    LocalLink,
+)
+from objcomm.transport.share import Share, places
 from tests.contracts import check_link
 from tests.open_files import open_files
 from tests.scripts import run_python
@@ -254,7 +261,7 @@ def test_an_abort_wakes_all_who_wait() -> None:
         waiting = [
             threads.submit(link.wait, link.recv(room(1), 1, tag), _LIMIT) for tag in range(4)
         ]
-        wait_until(lambda: link._is_moved, "one that moves")  # noqa: SLF001  # nobody else tells
+        wait_until(lambda: link._mover, "one that moves")  # noqa: SLF001  # nobody else tells
         link.abort()
         for each in waiting:
             with pytest.raises(LinkClosed, match="this rank has closed"):
@@ -292,6 +299,127 @@ def test_what_was_begun_goes_out_while_its_rank_waits_elsewhere() -> None:
         waiting.result()
         assert pending.is_over
         assert torch.equal(into, flat)
+
+
+def at_next_read(link: LocalLink, handler: Callable[[], None]) -> None:
+    """Let a signal's handler run when the link has taken bytes, and not noted them."""
+    (connection,) = link._connections.values()  # noqa: SLF001  # nobody else has its socket
+
+    class Interrupted:
+        def __init__(self, end: socket.socket) -> None:
+            self._end = end
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._end, name)
+
+        def recvmsg_into(self, *into: Any) -> Any:
+            connection.socket = self._end
+            came = self._end.recvmsg_into(*into)
+            handler()
+            return came
+
+    connection.socket = cast("socket.socket", Interrupted(connection.socket))
+
+
+def test_a_handler_that_closes_what_it_has_interrupted_does_not_wait_for_it() -> None:
+    with joined() as (link, other):
+        at_next_read(link, link.abort)
+        pending = [link.recv(room(1), 1, _TAG) for _ in range(2)]
+        other.send(filled(1), 0, _TAG)
+        link.wait(pending[0], _LIMIT)  # it had come
+        with pytest.raises(LinkClosed, match="this rank has closed"):
+            link.wait(pending[1], _LIMIT)
+        assert link.is_closed(1)
+        assert list(link.closed_by()) == []
+        wait_until(lambda: other.is_closed(0), "the other end to hear")
+
+
+def test_a_handler_can_not_use_what_it_has_interrupted_and_is_told() -> None:
+    told: list[str] = []
+
+    def handler() -> None:
+        for use in (
+            lambda: link.send(filled(1), 1, _TAG),
+            lambda: link.recv(room(1), 1, _TAG),
+            lambda: link.wait(second, _LIMIT),
+        ):
+            with pytest.raises(LinkError) as caught:
+                use()
+            told.append(caught.value.reason)
+        assert not link.is_done(second)
+        assert not link.is_closed(1)
+        link.move()
+
+    with joined() as (link, other):
+        first, second = [link.recv(room(1), 1, _TAG) for _ in range(2)]
+        at_next_read(link, handler)
+        other.send(filled(1), 0, _TAG)
+        link.wait(first, _LIMIT)
+        assert len(told) == 3
+        assert all("handler" in each for each in told)
+        other.send(filled(1), 0, _TAG)
+        link.wait(second, _LIMIT)
+
+
+def test_a_handler_that_raises_in_the_middle_of_a_message_ends_its_connection() -> None:
+    """What follows would be taken for something else."""
+
+    def handler() -> None:
+        raise KeyboardInterrupt
+
+    with joined() as (link, other):
+        pending = link.recv(room(1), 1, _TAG)
+        at_next_read(link, handler)
+        other.send(filled(1), 0, _TAG)
+        with pytest.raises(KeyboardInterrupt):
+            link.wait(pending, _LIMIT)
+        with pytest.raises(LinkClosed, match="interrupted in the middle"):
+            link.wait(pending, _LIMIT)
+        wait_until(lambda: other.is_closed(0), "the other end to hear")
+
+
+def test_a_handler_may_wait_while_the_wait_that_it_has_interrupted_sleeps() -> None:
+    """And what that one waits for may come meanwhile."""
+    into = [room(1), room(1)]
+    with joined() as (link, other):
+        first, second = [link.recv(each, 1, _TAG + at) for at, each in enumerate(into)]
+        events = link._events  # noqa: SLF001  # where it sleeps
+
+        class Interrupted:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(events, name)
+
+            def poll(self, seconds: float) -> list[tuple[int, int]]:
+                link._events = events  # noqa: SLF001  # once
+                for tag in (_TAG, _TAG + 1):
+                    other.send(filled(1), 0, tag)
+                link.wait(second, _LIMIT)
+                return events.poll(seconds)  # Python goes on with it when a handler returns
+
+        link._events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
+        link.wait(first, _LIMIT)
+        assert [int(each) for each in into] == [7, 7]
+
+
+def test_who_asks_does_not_wait_for_a_handler_on_another_thread() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def handler() -> None:
+        entered.set()
+        assert leave.wait(_LIMIT.total_seconds())
+
+    with joined() as (link, other), ThreadPoolExecutor(1) as threads:
+        pending = link.recv(room(1), 1, _TAG)
+        at_next_read(link, handler)
+        waiting = threads.submit(link.wait, pending, _LIMIT)
+        other.send(filled(1), 0, _TAG)
+        assert entered.wait(_LIMIT.total_seconds())
+        link.move()
+        assert not link.is_closed(1)
+        link.abort()
+        wait_until(lambda: other.is_closed(0), "the other end to hear")
+        leave.set()
+        waiting.result()
 
 
 def test_what_had_come_before_an_abort_is_not_lost() -> None:
@@ -370,12 +498,12 @@ def test_what_is_shared_is_mapped_and_its_sender_told() -> None:
         receiver.wait(borrowed, _LIMIT)
         sender.wait(sent, _LIMIT)
         assert borrowed.share is not None
-        for flat, start in zip(flats, starts([100_000, 5]), strict=True):
-            memory = borrowed.share.mapped(start, flat.numel())
+        for flat, place in zip(flats, places([100_000, 5]), strict=True):
+            memory = borrowed.share.mapped(place, flat.numel())
             assert torch.equal(torch.frombuffer(memory, dtype=torch.uint8), flat)
 
 
-@pytest.mark.parametrize("lengths", [(9,), (100_000, 1, 5_000_000)])
+@pytest.mark.parametrize("lengths", [(9,), (100_000, 1, 5_000_000), (0, 3, 0, 0, 200_000, 0)])
 def test_what_can_not_be_shared_is_sent(lengths: tuple[int, ...]) -> None:
     flats = members(*lengths)
     with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
@@ -386,13 +514,13 @@ def test_what_can_not_be_shared_is_sent(lengths: tuple[int, ...]) -> None:
 
 
 def take_a_copy(receiver: LocalLink, flats: list[torch.Tensor]) -> None:
-    whole = torch.cat(flats)
-    borrowed = receiver.recv_share(whole.numel(), 0, _TAG)
+    borrowed = receiver.recv_share(sum(map(len, flats)), 0, _TAG)
     receiver.wait(borrowed, _LIMIT)
     assert borrowed.share is None
-    into = torch.zeros_like(whole)
+    into = [torch.zeros_like(each) for each in flats]
     receiver.wait(receiver.recv_instead(borrowed, into), _LIMIT)
-    assert torch.equal(into, whole)
+    for got, want in zip(into, flats, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_where_too_many_descriptors_are_under_way_its_content_is_sent() -> None:
@@ -450,7 +578,7 @@ def unsealed() -> int:
 
 def sealed() -> int:
     share = Share.of(members(8))
-    return os.dup(share.descriptor)
+    return os.dup(share.descriptors[0])
 
 
 @pytest.mark.parametrize(
@@ -458,9 +586,10 @@ def sealed() -> int:
     [
         (frame(Kind.SHARE, nbytes=8, number=1), [unsealed]),
         (frame(Kind.SHARE, nbytes=9, number=1), [sealed]),
-        (frame(Kind.SHARE, nbytes=8, number=1), [sealed, sealed]),
+        (frame(Kind.SHARE, nbytes=8, number=1), [unsealed, sealed]),
         (frame(Kind.SHARE, _HEAD, nbytes=8, number=1), [sealed]),
         (frame(Kind.OFFER, nbytes=8, number=1), [sealed]),
+        (frame(Kind.OFFER, nbytes=0), []),
         (frame(Kind.MESSAGE, nbytes=0), [sealed]),
         (frame(Kind.MESSAGE, nbytes=0), []),
         (frame(Kind.MESSAGE, nbytes=8) + bytes(8), []),
@@ -468,9 +597,10 @@ def sealed() -> int:
     ids=[
         "memory that may change",
         "another length",
-        "two descriptors",
+        "memory of which a part may change",
         "a first message",
         "an offer with a descriptor",
+        "an offer of nothing",
         "a message with a descriptor",
         "nothing",
         "a message",
@@ -494,6 +624,58 @@ def test_what_is_no_share_ends_the_connection_and_leaves_no_file(
     del link, other, pending
     gc.collect()
     assert open_files() == files
+
+
+def test_a_file_is_judged_when_its_frame_is_whole() -> None:
+    """Its sender may make it shorter before it is sealed, and who maps it would be killed."""
+    file = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, 2 << 20)
+    said = frame(Kind.SHARE, nbytes=2 << 20, number=1)
+    with facing() as (link, other):
+        borrowed = link.recv_share(2 << 20, 1, _TAG)
+        socket.send_fds(other, [said[:1]], [file])
+        link.move()
+        os.ftruncate(file, 4096)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, 1 | 2 | 4 | 8)
+        os.close(file)
+        other.sendall(said[1:])
+        link.wait(borrowed, _LIMIT)
+        assert borrowed.share is not None
+        with pytest.raises(ValueError, match="of 4096"):
+            borrowed.share.mapped((0, 0), 2 << 20)
+
+
+def test_so_many_files_wait_for_who_takes_nothing_and_no_more() -> None:
+    flats = members(9)
+    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+        sent = [sender.send_share(Share.of(flats), flats, 1, _TAG) for _ in range(70)]
+        waiting = threads.submit(lambda: [sender.wait(each, _LIMIT) for each in sent])
+        borrowed = [receiver.recv_share(9, 0, _TAG) for _ in sent]
+        shared = 0
+        for each in borrowed:
+            receiver.wait(each, _LIMIT)
+            shared += each.share is not None
+            if each.share is None:
+                into = room(9)
+                receiver.wait(receiver.recv_instead(each, [into]), _LIMIT)
+                assert torch.equal(into, flats[0])
+        assert shared == LENT_FILES_MAX
+        waiting.result()
+        sender.send_share(Share.of(flats), flats, 1, _TAG)
+        last = receiver.recv_share(9, 0, _TAG)
+        receiver.wait(last, _LIMIT)
+        assert last.share is not None
+
+
+def test_a_peer_can_not_fill_this_process_with_files() -> None:
+    with facing() as (link, other):
+        for number in range(LENT_FILES_MAX + 1):
+            file = sealed()
+            socket.send_fds(other, [frame(Kind.SHARE, nbytes=8, number=number)], [file])
+            os.close(file)
+        wait_until(lambda: link.is_closed(1), "it to be refused")
+        with pytest.raises(LinkClosed, match="more files than may wait here"):
+            link.send(filled(1), 1, _TAG)
 
 
 def test_memory_is_not_bytes() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objcomm.codecs.buffers import BufferKind, over
-from objcomm.transport.share import Share, starts
+from objcomm.transport import share as share_module
+from objcomm.transport.share import FILES_MAX, Place, Share, places
 from tests.open_files import open_files
 from tests.scripts import run_python
 
@@ -27,9 +29,9 @@ def counting(nbytes: int, first: int = 1) -> torch.Tensor:
     return torch.arange(first, first + nbytes).to(torch.uint8)
 
 
-def mapped(share: Share, nbytes: int, start: int = 0) -> torch.Tensor:
+def mapped(share: Share, nbytes: int, place: Place = (0, 0)) -> torch.Tensor:
     """A tensor over a member, as a decoder gets it."""
-    tensor: torch.Tensor = over(BufferKind.TENSOR, share.mapped(start, nbytes)).owner
+    tensor: torch.Tensor = over(BufferKind.TENSOR, share.mapped(place, nbytes)).owner
     return tensor
 
 
@@ -38,29 +40,44 @@ def mappings() -> int:
     return len(re.findall("memfd:objcomm", Path("/proc/self/maps").read_text()))
 
 
-@given(_LENGTHS)
-def test_each_member_comes_back_as_it_was(lengths: list[int]) -> None:
+@given(_LENGTHS, st.booleans())
+def test_each_member_comes_back_as_it_was(lengths: list[int], are_files_small: bool) -> None:  # noqa: FBT001  # drawn
     flats = [counting(length, 1 + at) for at, length in enumerate(lengths)]
-    share = Share.of(flats)
-    for flat, start in zip(flats, starts(lengths), strict=True):
-        assert start % mmap.PAGESIZE == 0
-        member = mapped(share, flat.numel(), start)
+    with patch.object(share_module, "_FILE_MIN_NBYTES", 1 if are_files_small else 1 << 30):
+        share = Share.of(flats)
+        where = places(lengths)
+    for flat, place in zip(flats, where, strict=True):
+        member = mapped(share, flat.numel(), place)
         assert torch.equal(member, flat)
         assert member.data_ptr() % 64 == 0
         into = torch.zeros_like(flat)
-        share.read_into(into, start)
+        share.read_into(into, place)
         assert torch.equal(into, flat)
+
+
+@given(st.lists(st.integers(1, 1 << 34), min_size=1, max_size=200))
+def test_a_member_keeps_little_of_what_came_with_it(lengths: list[int]) -> None:
+    """And each has pages of its own, in no more files than may come."""
+    where = places(lengths)
+    assert max(file for file, _ in where) < FILES_MAX
+    most = max(64 << 20, sum(lengths) // 32)
+    ends: dict[int, int] = {}
+    for (file, start), length in zip(where, lengths, strict=True):
+        assert start % mmap.PAGESIZE == 0
+        assert ends.get(file, 0) <= start <= most + mmap.PAGESIZE
+        ends[file] = start + length
 
 
 def test_nobody_can_change_it_any_more() -> None:
     share = Share.of([counting(5000)])
     assert share.is_sealed()
+    (file,) = share.descriptors
     for change in (
-        lambda: os.pwrite(share.descriptor, b"x", 0),
-        lambda: os.ftruncate(share.descriptor, 10),
-        lambda: os.ftruncate(share.descriptor, 1 << 20),
-        lambda: fcntl.fcntl(share.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK),
-        lambda: mmap.mmap(share.descriptor, 4096),
+        lambda: os.pwrite(file, b"x", 0),
+        lambda: os.ftruncate(file, 10),
+        lambda: os.ftruncate(file, 1 << 20),
+        lambda: fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK),
+        lambda: mmap.mmap(file, 4096),
     ):
         with pytest.raises(PermissionError):
             change()
@@ -77,7 +94,32 @@ def test_what_its_maker_could_change_is_not_sealed(seals: int | None) -> None:
     else:
         descriptor = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    assert not Share(descriptor).is_sealed()
+    assert not Share([descriptor]).is_sealed()
+
+
+def test_of_what_came_only_what_was_sealed_counts() -> None:
+    """Its maker could make it shorter before."""
+    descriptor = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 100_000)
+    share = Share([descriptor])
+    os.ftruncate(descriptor, 5000)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 1 | 2 | 4 | 8)
+    assert share.is_sealed()
+    with pytest.raises(ValueError, match="of 5000"):
+        share.mapped((0, 0), 100_000)
+    with pytest.raises(ValueError, match="of 5000"):
+        share.read_into(torch.zeros(100_000, dtype=torch.uint8), (0, 0))
+
+
+def test_what_can_only_be_written_is_refused() -> None:
+    share = Share.of([counting(5000)])
+    (file,) = share.descriptors
+    other = Share([os.open(f"/proc/self/fd/{file}", os.O_WRONLY)])
+    assert other.is_sealed()
+    with pytest.raises(ValueError, match="Bad file descriptor"):
+        other.read_into(torch.zeros(5000, dtype=torch.uint8), (0, 0))
+    with pytest.raises(OSError, match="denied"):
+        other.mapped((0, 0), 5000)
 
 
 def test_what_is_written_to_one_mapping_is_seen_in_no_other() -> None:
@@ -88,23 +130,23 @@ def test_what_is_written_to_one_mapping_is_seen_in_no_other() -> None:
     assert torch.equal(mapped(share, 10_000), counting(10_000))
 
 
-@pytest.mark.parametrize(("start", "nbytes"), [(0, 5001), (4096, 905), (8192, 1), (-4096, 1)])
-def test_what_it_does_not_have_is_refused(start: int, nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("place", "nbytes"),
+    [((0, 0), 5001), ((0, 4096), 905), ((0, 8192), 1), ((0, -4096), 1), ((1, 0), 1), ((-1, 0), 1)],
+)
+def test_what_it_does_not_have_is_refused(place: Place, nbytes: int) -> None:
     share = Share.of([counting(5000)])
-    with pytest.raises(ValueError, match="of 5000"):
-        share.mapped(start, nbytes)
-
-
-def test_more_than_there_is_can_not_be_read() -> None:
-    with pytest.raises(ValueError, match="nothing at byte 5000"):
-        Share.of([counting(5000)]).read_into(torch.zeros(5001, dtype=torch.uint8), 0)
+    with pytest.raises(ValueError, match=r"of (5000|1)$"):
+        share.mapped(place, nbytes)
+    with pytest.raises(ValueError, match=r"of (5000|1)$"):
+        share.read_into(torch.zeros(nbytes, dtype=torch.uint8), place)
 
 
 def test_it_goes_with_its_last_user() -> None:
     gc.collect()
     before, descriptors = mappings(), open_files()
     share = Share.of([counting(100_000), counting(100_000)])
-    members = [mapped(share, 100_000, start) for start in starts([100_000] * 2)]
+    members = [mapped(share, 100_000, place) for place in places([100_000] * 2)]
     assert open_files() == descriptors + 1  # not one for each mapping
     share.close()
     del share
@@ -178,7 +220,7 @@ def test_a_forked_process_has_its_own() -> None:
         from objcomm.codecs.buffers import BufferKind, over
         from objcomm.transport.share import Share
         share = Share.of([torch.ones(100_000, dtype=torch.uint8)])
-        tensor = over(BufferKind.TENSOR, share.mapped(0, 100_000)).owner
+        tensor = over(BufferKind.TENSOR, share.mapped((0, 0), 100_000)).owner
         pid = os.fork()
         if not pid:
             tensor.fill_(2)
@@ -200,11 +242,11 @@ def test_a_process_without_room_says_so_and_loses_nothing() -> None:
         limit = pages * resource.getpagesize() + (100 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         try:
-            share.mapped(0, 200 << 20)
+            share.mapped((0, 0), 200 << 20)
         except OSError:
             pass
         else:
             raise AssertionError("mapped")
-        assert torch.frombuffer(share.mapped(0, 10 << 20), dtype=torch.uint8).sum() == 10 << 20
+        assert torch.frombuffer(share.mapped((0, 0), 10 << 20), dtype=torch.uint8).sum() == 10 << 20
         """
     )
