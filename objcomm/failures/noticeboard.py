@@ -201,7 +201,7 @@ class BoardThread:
         size: int,
         *,
         describe: Callable[[BoardThread, int], WaitSnapshot],
-        is_alive: Callable[[], bool],
+        is_needed: Callable[[BoardThread], bool],
         is_cut_off: Callable[[int], bool],
     ) -> None:
         """Begin.
@@ -211,7 +211,8 @@ class BoardThread:
             rank: this process's global rank.
             size: number of ranks in the world.
             describe: tells where this process is, given the number of the question.
-            is_alive: whether the world still exists; the thread ends with it.
+            is_needed: whether the world still exists, or has left connections of which the others
+                have yet to be told that they end; the thread ends when nobody needs it.
             is_cut_off: whether a connection of the world's own to a rank is known to have closed.
         """
         self._jobs: queue.SimpleQueue[Callable[[Board], object]] = queue.SimpleQueue()
@@ -219,7 +220,7 @@ class BoardThread:
         self._rank = rank
         self._pause = max(IDLE_SECONDS, size / _LOOKS_PER_SECOND)
         self._describe = describe
-        self._is_alive = is_alive
+        self._is_needed = is_needed
         self.is_cut_off = is_cut_off
         self.addresses: set[Any] = set()
         self.processes = Processes()
@@ -294,7 +295,7 @@ class BoardThread:
             farewell: why this process leaves the world.
         """
         self._farewell = farewell
-        self._is_alive = lambda: False
+        self._is_needed = lambda _: False
         self._jobs.put(lambda _: None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -308,7 +309,7 @@ class BoardThread:
             board = Board(store, self._rank, self.processes)
             self.addresses = board.addresses
             del store
-            while self._is_alive():
+            while self._is_needed(self):
                 try:
                     job = self._jobs.get(timeout=self._pause)
                 except queue.Empty:

@@ -110,6 +110,12 @@ class Watchdog(threading.Thread):
         with self._lock:
             return [mesh for mesh in self._meshes if mesh.board_thread is board_thread]
 
+    def has_open(self, board_thread: BoardThread) -> bool:
+        """Whether one of those is connected: where its group has ended it is about to say so."""
+        return any(
+            mesh.verdict is None and mesh.link is not None for mesh in self.meshes(board_thread)
+        )
+
     def named(self, nonces: Sequence[str]) -> list[Mesh]:
         """The meshes of these names."""
         with self._lock:
@@ -398,7 +404,7 @@ class _Watchdogs:
                     world.rank(),
                     world.size(),
                     describe=watchdog.snapshot,
-                    is_alive=lambda: is_there() is not None,
+                    is_needed=lambda own: is_there() is not None or watchdog.has_open(own),
                     is_cut_off=lambda rank: (at := is_there()) is not None and is_cut_off(at, rank),
                 )
                 watchdog.board_threads.add(found)

@@ -56,6 +56,7 @@ class Plain:
 @ranks(2)
 def test_what_an_asynchronous_call_has_sent_is_let_go_before_its_work_has_ended() -> None:
     """Not afterwards, when the lane's thread comes to it."""
+    objcomm.barrier()  # a first call waits for all ranks, also where it is asynchronous
     if here().rank == 0:
         hear("somebody looks")
         objcomm.gather(Plain(), confirm=True)
@@ -134,6 +135,7 @@ def test_signals_go_where_they_went_before_a_call() -> None:
 @ranks(2, environment=OVER_GLOO)  # whose waits need it
 def test_where_signals_went_may_be_closed_by_its_owner() -> None:
     """A library that sets it may close it without taking it back; that is no matter of a call."""
+    assert_group_works()  # a new connection might get its number
     near, far = socket.socketpair()
     far.setblocking(False)  # noqa: FBT003  # socket's own signature
     with near:

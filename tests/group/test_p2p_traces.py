@@ -1,15 +1,21 @@
 """What messages from rank to rank leave behind: nothing, of a group that is no more."""
 
 import gc
+import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportError
+from objcomm.calls import group as calls_group
+from objcomm.failures.channel import say_farewell
+from objcomm.failures.noticeboard import IDLE_SECONDS
 from objcomm.failures.watchdog import board_thread_of
+from objcomm.transport.store import loopback_store
 from objcomm.world import store_of
 from tests.group.helpers import (
     assert_group_works,
@@ -120,3 +126,25 @@ def test_neither_what_was_sent_nor_what_arrived_is_kept() -> None:
         kept = [weakref.ref(mine), weakref.ref(got[0])]
         del mine, got
         wait_until(lambda kept=kept: all(each() is None for each in kept), "nobody to hold it")  # type: ignore[misc]  # a default
+
+
+@ranks(2, joined=False)
+def test_a_farewell_is_told_though_its_world_is_no_more() -> None:
+    """A busy machine may take long between the two."""
+    rank, other = here().rank, 1 - here().rank
+    own = loopback_store() if rank == 0 else None
+    port = int(tell_all("port", str(own.port) if own is not None else "")[0])
+    store = own or dist.TCPStore("127.0.0.1", port, None, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    assert objcomm.sendrecv(rank, other, other) == other
+
+    def say_late(channels: Any) -> None:
+        time.sleep(3 * IDLE_SECONDS)
+        say_farewell(channels)
+
+    with patch.object(calls_group, "say_farewell", say_late if rank == 0 else say_farewell):
+        dist.destroy_process_group()
+        gc.collect()
+    tell_all("left", "")
+    assert_no_verdict_stays(store)
+    tell_all("seen", "")

@@ -25,7 +25,7 @@ def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path
     store = dist.FileStore(str(tmp_path / "store"), 1)
     answer: Any = None
     board_thread = BoardThread(
-        store, 0, 1, describe=answer, is_alive=lambda: bool(worlds), is_cut_off=lambda _: False
+        store, 0, 1, describe=answer, is_needed=lambda _: bool(worlds), is_cut_off=lambda _: False
     )
     may_end = threading.Event()
     done: list[Any] = []
