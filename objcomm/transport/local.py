@@ -962,8 +962,9 @@ class LocalLink:
             self._refuse(connection, "what nobody has asked for")
             return at
         nbytes = connection.offers.pop(number)
-        is_several = isinstance(transfer, _Members)
-        rooms = deque(transfer.views if is_several else [transfer.view[:nbytes]])
+        rooms = deque([transfer.view[:nbytes]])
+        if isinstance(transfer, _Members):
+            rooms = deque(transfer.views)
         while rooms and at < end:
             came = min(len(rooms[0]), end - at)
             rooms[0][:came] = connection.view[at : at + came]

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import objcomm
+from objcomm import WireError
 from objcomm.algorithms import transfers
 from objcomm.transport.share import Share
+from objcomm.wire import message
 from tests.group.helpers import assert_group_works
 from tests.open_files import open_files
 from tests.ranks import OVER_GLOO, ranks
@@ -85,7 +87,7 @@ def test_they_do_the_same_over_gloo(name: str) -> None:
 
 @ranks(3)
 def test_what_a_receiver_writes_nobody_else_sees() -> None:
-    mine = objcomm.broadcast(torch.arange(500_000) if here().rank == 0 else None)
+    mine: Any = objcomm.broadcast(at_root(torch.arange(500_000)))
     if here().rank == 1:
         mine.fill_(7)
     objcomm.barrier()
@@ -108,9 +110,10 @@ def pss_nbytes() -> int:
 @ranks(3)
 def test_a_host_holds_one_copy() -> None:
     """Of what every rank reads; and none once nobody has it."""
-    sent, rank = torch.arange(8 * _MIB), here().rank
+    sent = torch.arange(8 * _MIB)
+    objcomm.broadcast(at_root(torch.arange(_MIB))).sum()  # what a first call needs besides
     before = pss_nbytes()
-    got = objcomm.broadcast(sent if rank == 0 else None)
+    got: Any = objcomm.broadcast(at_root(sent))
     assert int(got.sum()) == int(sent.sum())
     gained = sum(objcomm.all_gather(pss_nbytes() - before))
     assert gained < 1.1 * sent.nbytes
@@ -153,15 +156,37 @@ def test_memory_that_is_too_short_is_refused_by_all() -> None:
 
     with patch.object(transfers, "Share") as defective:
         defective.of = short
-        with pytest.raises(objcomm.ObjcommError, match="shorter than its sender said"):
-            objcomm.broadcast(torch.arange(500_000) if here().rank == 0 else None)
+        with pytest.raises(objcomm.ObjcommError, match="less than its sender said"):
+            objcomm.broadcast(at_root(torch.arange(500_000)))
 
 
 @ranks(3, disposable=True)
 def test_no_rank_has_what_another_one_refuses() -> None:
     most = 1 << 20 if here().rank == 2 else 1 << 30
     with objcomm.configure(max_nbytes=most), pytest.raises(objcomm.ObjcommError, match="limit"):
-        objcomm.broadcast(torch.arange(500_000) if here().rank == 0 else None)
+        objcomm.broadcast(at_root(torch.arange(500_000)))
+
+
+@pytest.mark.parametrize("name", ["broadcast", "scatter"])
+@ranks(3, disposable=True)
+def test_no_rank_has_what_another_one_has_no_memory_for(name: str) -> None:
+    """It says so before the others get theirs."""
+    no_memory = patch.object(message, "allocate", side_effect=WireError("no memory, by design"))
+    if here().rank == 1:
+        no_memory.start()
+    with pytest.raises(objcomm.ObjcommError, match="by design"):
+        CALLS[name](here().rank, 3)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@ranks(2)
+def test_a_python_without_such_files_copies(name: str) -> None:
+    """One that was built on an old system."""
+    with patch.object(os, "memfd_create"):
+        del os.memfd_create
+        got, want = CALLS[name](here().rank, here().world_size)
+    assert_same(got, want, sharing=False)
+    assert_group_works()
 
 
 @ranks(2)

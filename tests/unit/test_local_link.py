@@ -649,7 +649,7 @@ def test_so_many_files_wait_for_who_takes_nothing_and_no_more() -> None:
     flats = members(9)
     with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
         sent = [sender.send_share(Share.of(flats), flats, 1, _TAG) for _ in range(70)]
-        waiting = threads.submit(lambda: [sender.wait(each, _LIMIT) for each in sent])
+        waiting = [threads.submit(sender.wait, each, _LIMIT) for each in sent]
         borrowed = [receiver.recv_share(9, 0, _TAG) for _ in sent]
         shared = 0
         for each in borrowed:
@@ -660,7 +660,8 @@ def test_so_many_files_wait_for_who_takes_nothing_and_no_more() -> None:
                 receiver.wait(receiver.recv_instead(each, [into]), _LIMIT)
                 assert torch.equal(into, flats[0])
         assert shared == LENT_FILES_MAX
-        waiting.result()
+        for done in waiting:
+            done.result()
         sender.send_share(Share.of(flats), flats, 1, _TAG)
         last = receiver.recv_share(9, 0, _TAG)
         receiver.wait(last, _LIMIT)
