@@ -35,7 +35,7 @@ import time
 from collections import deque
 from enum import IntEnum
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -288,7 +288,6 @@ class LocalLink:
         hosts: of each of them, as a number.
         needs_last_byte_apart: the end of a stream wakes whoever waits for any of its bytes.
         is_interruptible: it sleeps where signals wake it.
-        sharing: itself.
         ahead: nothing depends on it.
     """
 
@@ -311,7 +310,6 @@ class LocalLink:
         self._events.register(self._heard, select.EPOLLIN)
         for end in (self._alarm, self._heard):
             end.settimeout(0)
-        self.sharing = self
         self.rank = rank
         self.size = len(sockets) + 1
         self.hosts = (0,) * self.size
@@ -328,6 +326,11 @@ class LocalLink:
         for each in self._connections.values():
             each.socket.setblocking(False)  # noqa: FBT003  # its one parameter
             self._events.register(each.socket, _READS)
+
+    @property
+    def sharing(self) -> Self:
+        """See ``Link``. No attribute: with a circle of its own its sockets would stay open."""
+        return self
 
     def __del__(self) -> None:
         # By name, or the system's warnings of what was left open are the user's.
