@@ -257,6 +257,7 @@ class Transfers:
             return None
         nbytes = sum(each.flat.numel() for each in buffers)
         self.received_nbytes += nbytes
+        self._meter.expect(nbytes)
         try:
             borrowed = self._sharing().recv_share(nbytes, peer, self._payload_tag)
         except LinkError as error:
@@ -272,19 +273,11 @@ class Transfers:
         """
         if loan is None:
             return []
-        buffers, peer, borrowed = loan
-        self._wait(borrowed, peer)
-        share = borrowed.share
-        if share is None:
-            return self._copied(loan)
-        try:
-            where = places([each.flat.numel() for each in buffers])
-            return [_filled(*each, share) for each in zip(buffers, where, strict=True)]
-        except ValueError as error:
-            told = f"what was handed over is less than its sender said: {error}"
-            raise WireError(told) from error
-        finally:
-            share.close()
+        self._wait(loan.borrowed, loan.peer)
+        share = loan.borrowed.share
+        filled = self._copied(loan) if share is None else _taken_out(loan.buffers, share)
+        self._meter.moved(sum(each.flat.numel() for each in filled))
+        return filled
 
     def _copied(self, loan: "Loan") -> list[Buffer]:
         """The same over the link, where the system has nothing to share."""
@@ -420,6 +413,18 @@ class Transfers:
 def _with_memory(buffer: Buffer) -> Buffer:
     flat = buffer.flat
     return allocate(buffer.kind, flat.numel(), None) if flat.is_meta else buffer
+
+
+def _taken_out(buffers: Sequence[Buffer], share: Share) -> list[Buffer]:
+    """Buffers with what was handed over, which is needed no more then."""
+    try:
+        where = places([each.flat.numel() for each in buffers])
+        return [_filled(*each, share) for each in zip(buffers, where, strict=True)]
+    except ValueError as error:
+        told = f"what was handed over is less than its sender said: {error}"
+        raise WireError(told) from error
+    finally:
+        share.close()
 
 
 def _filled(buffer: Buffer, place: Place, share: Share) -> Buffer:

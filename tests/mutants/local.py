@@ -208,8 +208,8 @@ MUTANTS = (
     Mutant(
         "no-copy-where-nothing-can-be-shared",
         _TRANSFERS,
-        "        if share is None:\n            return self._copied(loan)\n",
-        "        if share is None:\n            return [_with_memory(each) for each in buffers]\n",
+        "self._copied(loan) if share is None",
+        "[_with_memory(each) for each in loan.buffers] if share is None",
         "where the system gives no shared memory no large object arrives",
         _SHARING,
     ),
