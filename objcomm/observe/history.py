@@ -5,6 +5,7 @@ and what ``objcomm.recorder.dump`` writes are all read from here. Knows headers;
 this one, and writes nothing anywhere.
 """
 
+import heapq
 import itertools
 import math
 import sys
@@ -178,9 +179,10 @@ class History:
         return list(self._entries)
 
     def plain(self) -> list[dict[str, Any]]:
-        """Calls and meetings by the time when they began, oldest first."""
-        # Copied first: other threads go on calling.
-        both = sorted((*self._meetings.copy(), *self._entries.copy()), key=lambda each: each.began)
+        """Calls in their order, with the meetings at the times when they began."""
+        # Merged, not sorted: a clock may be set back, and is read a moment too late where another
+        # process gets the processor in between. Copied first: other threads go on calling.
+        both = heapq.merge(self._meetings.copy(), self._entries.copy(), key=lambda each: each.began)
         return [entry.plain() for entry in both]
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from objcomm.observe.history import Counters, OperationStats
+from objcomm.observe.history import CallRecord, Counters, History, OperationStats
+from objcomm.wire.header import Header
 
 
 def test_figures_of_all_calls_are_added_up() -> None:
@@ -23,3 +24,19 @@ def test_figures_of_all_calls_are_added_up() -> None:
     assert all(type(each) is int for each in dataclasses.astuple(counters.snapshot()["gather"])[:4])
     counters.clear()
     assert not counters.snapshot()
+
+
+def test_calls_are_told_in_their_order_whatever_the_clock_says() -> None:
+    """It may be set back, or read late: a busy machine gives its processor to others in between."""
+    history = History()
+    for sequence, began in enumerate([10.0, 12.0, 11.9, 13.0]):
+        history.add(_call(sequence, began))
+    history.add_meeting(_call(-1, 9.0))
+    history.add_meeting(_call(-2, 12.5))
+    assert [each["sequence"] for each in history.plain()] == [-1, 0, 1, 2, -2, 3]
+
+
+def _call(sequence: int, began: float) -> CallRecord:
+    record = CallRecord(Header(sequence=sequence), "barrier")
+    record.began = began
+    return record
