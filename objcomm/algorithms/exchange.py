@@ -4,6 +4,7 @@ Knows links, messages and this operation's header; knows nothing of what the mes
 who has to send to whom.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,11 +20,15 @@ from objcomm.algorithms.transfers import (
     Unit,
     is_paced,
     nbytes_of,
+    share_of,
+    taken_out,
+    with_memory,
 )
 from objcomm.codecs.buffers import view
 from objcomm.observe.history import CallRecord
 from objcomm.transport.lane import Lane, StandingReceive, absent
 from objcomm.transport.link import Deadline, Link, LinkError, head_tag
+from objcomm.transport.share import Share
 from objcomm.wire.admission import Gate
 from objcomm.wire.header import EVERYONE, Header
 from objcomm.wire.message import Message, open_body
@@ -181,24 +186,26 @@ class Exchange(Transfers):
     def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
         """Take in a first message that was checked when it arrived."""
         message = self.gate.take_in(raw, header)
-        if header.is_inline and message.refusal is None:
-            self._open(message)
+        if header.is_all_head and message.refusal is None:
+            open_body(message, self.device.device)
         return message
 
     def send_rest(self, message: Message, peers: Sequence[int]) -> None:
         """Begin to send what follows the head, to some ranks."""
         if message.is_all_head:
             return
-        is_shared = self._is_shared(message)
-        rest = self._body_units(message) + ([] if is_shared else self._payload_units(message))
+        beside = [peer for peer in peers if self._is_shared(message, peer)]
+        body = self._body_units(message)
+        rest = body + (self._payload_units(message) if len(beside) < len(peers) else [])
         if is_paced(message):
             self._meter.expect(nbytes_of(rest))
             self._expect_receipts(rest, peers)
         for peer in peers:
-            for piece in itertools.chain.from_iterable(rest):
+            for piece in itertools.chain.from_iterable(body if peer in beside else rest):
                 self._send(piece, peer, self._payload_tag, message)
-        if is_shared:
-            self.share(message.following_on_host, peers)
+        if beside:
+            flats = message.following_on_host
+            self.share(flats, beside, share_of(flats))
         if not is_paced(message) and self._is_noticed(message):
             self.confirm((), peers)
 
@@ -208,15 +215,14 @@ class Exchange(Transfers):
         if not arriving:
             return
         self._wait_for([(*each, self._body_units(each[1])) for each in arriving])
-        for _, message in arriving:
-            if not message.header.is_inline:
-                self._open(message)
+        are_shared = [self._is_shared(message, peer) for peer, message in arriving]
+        for (_, message), is_shared in zip(arriving, are_shared, strict=True):
+            self._open(message, is_shared=is_shared)
         loans = [
             (message, self.borrow(message.on_host, peer))
-            for peer, message in arriving
-            if self._is_shared(message)
+            for peer, message in itertools.compress(arriving, are_shared)
         ]
-        copied = [each for each in arriving if not self._is_shared(each[1])]
+        copied = itertools.compress(arriving, (not each for each in are_shared))
         self._wait_for([(*each, self._payload_units(each[1])) for each in copied])
         self.rounds += bool(loans)
         for message, loan in loans:
@@ -235,15 +241,18 @@ class Exchange(Transfers):
         header = message.header
         place = self._place(header.body_nbytes + header.payload_nbytes, root)
         parent, children, chunk_nbytes = place
+        beside = [peer for peer in self._others() if self._is_shared(message, peer)]
         if not header.is_inline:
+            is_last = not header.payload_nbytes
             body = self._body_pieces(message, chunk_nbytes)
-            self._relay(body, place, message, is_last=not header.payload_nbytes)
-            if parent is not None:
-                self._open(message)
-        if self._is_shared(message):
-            parent, children = self._hand_out(message, root)
+            self._relay(body, place, message, self.words_of(children) if is_last else None)
+        if parent is not None:
+            self._open(message, is_shared=bool(beside))
+        if beside:
+            parent, children = self._hand_out(message, root, place, beside)
         elif header.payload_nbytes:
-            self._relay(self._pieces(message, chunk_nbytes), place, message, is_last=True)
+            pieces = self._pieces(message, chunk_nbytes)
+            self._relay(pieces, place, message, self.words_of(children))
         if not is_paced(message) and self._is_noticed(message):
             self.confirm([] if parent is None else [parent], children)
 
@@ -270,8 +279,8 @@ class Exchange(Transfers):
                     self._send(piece, right, self._payload_tag, message)
             self.rounds += bool(rest)
             for message in coming if cut == self._body_pieces else ():
-                if not message.header.is_inline:
-                    open_body(message, self.device.device)
+                if not message.is_all_head:
+                    self._open(message, is_shared=False)
         self.confirm([left], [right])
 
     def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
@@ -285,32 +294,91 @@ class Exchange(Transfers):
         route, chunk_nbytes = topology.for_payload(nbytes, self.hosts)
         return *route(self.rank, root, self.size), chunk_nbytes
 
-    def _is_shared(self, message: Message) -> bool:
-        """Whether its large members are handed over in memory; the same on both ranks."""
+    def _others(self) -> Iterable[int]:
+        return (peer for peer in range(self.size) if peer != self.rank)
+
+    def _is_shared(self, message: Message, peer: int) -> bool:
+        """Whether a rank hands its large members over in memory; the same on both ranks."""
         is_large = message.header.payload_nbytes >= SHARED_MIN_NBYTES
-        can_be = is_large and self._link.sharing is not None
+        can_be = is_large and self._link.sharing_with(peer) is not None
         return can_be and not is_paced(message) and not self.device.is_staged(message)
 
-    def _open(self, message: Message) -> None:
-        """Make room for what follows a body, but for what comes with memory of its own."""
-        mapped_from = MAPPED_MIN_NBYTES if self._is_shared(message) else math.inf
-        open_body(message, self.device.device, mapped_from)
+    def make_room(self, message: Message, peer: int) -> None:
+        """Have memory for what follows the head, as far as that tells, and comes from ``peer``."""
+        if message.header.is_inline:
+            self._open(message, is_shared=self._is_shared(message, peer))
 
-    def _hand_out(self, message: Message, root: int) -> topology.Place:
-        """Large members from ``root`` to each other rank that has given its word to take them.
+    def _open(self, message: Message, *, is_shared: bool) -> None:
+        """Make room for what follows a body, but for what comes with memory of its own; once."""
+        if not message.is_open:
+            mapped_from = MAPPED_MIN_NBYTES if is_shared else math.inf
+            open_body(message, self.device.device, mapped_from)
 
-        No byte of them goes over a connection, so there is nothing to pass on.
+    def _hand_out(
+        self, message: Message, root: int, place: "_Place", beside: Sequence[int]
+    ) -> topology.Place:
+        """Large members of ``root``'s to every rank, once all have given their word to take them.
+
+        One rank of each host gets them, passes them on to other hosts, and hands them to those
+        beside it: in memory that its bytes have arrived in, so that the host has them once.
+
+        Args:
+            message: the root's.
+            root: whose it is.
+            place: from whom its bytes come, and to whom they go on, where nothing is handed over.
+            beside: all other ranks of this host.
+
+        Returns:
+            From whom they came, and to whom this rank has passed them on.
         """
-        parent, children = topology.star(self.rank, root, self.size)
+        parent, children, chunk_nbytes = place
+        first = topology.firsts(self.hosts, root)[self.hosts[self.rank]]
         self.rounds += 1
-        are_all_ready = self.words_of(children)
-        if parent is None:
-            self.share(message.following_on_host, children, are_all_ready)
-        else:
-            loan = self.borrow(message.on_host, parent)
-            self.give_word(parent)
+        if self.rank != first:
+            loan = self.borrow(message.on_host, first)
+            self.give_word(first)
             message.replace(message.on_host, self.lent(loan))
-        return parent, children
+            return first, []
+        far = [child for child in children if child not in beside]
+        words = self.words_of([*far, *beside])
+        place = parent, far, chunk_nbytes
+        if parent is None:
+            share = self._sent_and_copied(message, place, words)
+        else:
+            share = self._arrived_in_share(message, place, words)
+        self.share(message.following_on_host, beside, share)
+        return parent, [*far, *beside]
+
+    def _sent_and_copied(
+        self, message: Message, place: "_Place", words: Callable[[], None]
+    ) -> Share | None:
+        """A root's large members to other hosts, and into memory for this one meanwhile."""
+        copies: list[Share | None] = []
+
+        def are_all_ready() -> None:
+            copies.append(share_of(message.following_on_host))
+            words()
+
+        self._relay(self._pieces(message, place[2]), place, message, are_all_ready)
+        return copies.pop()
+
+    def _arrived_in_share(
+        self, message: Message, place: "_Place", words: Callable[[], None]
+    ) -> Share | None:
+        """The same from another host, and on to the next one, on the first rank of its own."""
+        share = None
+        with contextlib.suppress(OSError):  # no memory for it, or the system refuses such files
+            share = Share.with_room([buffer.flat.numel() for buffer in message.on_host])
+        if share is None:
+            message.replace(message.on_host, [with_memory(each) for each in message.on_host])
+        flats = message.following_on_host if share is None else share.flats
+        pieces = [piece for flat in flats for piece in flat.split(place[2])]
+        self._relay(pieces, place, share, words)
+        if share is not None:
+            self.hand_over()  # none of it may be written to any more, nor be under way
+            share.seal()
+            message.replace(message.on_host, taken_out(message.on_host, share))
+        return share
 
     def _is_noticed(self, message: Message) -> bool:
         """Whether so much follows its head here that a receipt is due; the same on both ranks."""
@@ -341,23 +409,30 @@ class Exchange(Transfers):
         pieces: Sequence[torch.Tensor],
         place: "_Place",
         owner: object,
-        *,
-        is_last: bool = False,
+        are_all_ready: Callable[[], None] | None = None,
     ) -> None:
+        """Pass bytes on; the last ones leave their root when all that get them are ready.
+
+        Args:
+            pieces: the bytes, or where they will be.
+            place: this rank's.
+            owner: keeps them alive; a message that is paced has receipts.
+            are_all_ready: waits until those are that get them from this rank; None if more will
+                follow.
+        """
         self.rounds += bool(pieces)
         parent, children, _ = place
-        are_all_ready = self.words_of(children if is_last else ())
         has_receipts = isinstance(owner, Message) and is_paced(owner)
         relayed = [self.ended([piece]) for piece in pieces]
         self._meter.expect(nbytes_of(relayed))
         if has_receipts:
             self._expect_receipts(relayed, children, is_counted=parent is None)
         if parent is None:
-            arriving = _held_back(relayed, are_all_ready)
+            arriving = _held_back(relayed, are_all_ready or _are_ready)
         else:
             arriving = self._stream(relayed, parent, is_paced=has_receipts)
-            are_all_ready()
-            if is_last:
+            if are_all_ready is not None:
+                are_all_ready()
                 self.give_word(parent)
         for unit in arriving:
             for child in children:
@@ -383,6 +458,10 @@ def _held_back(units: Sequence[Unit], are_all_ready: Callable[[], None]) -> Iter
     yield from (unit[:-1] for unit in units[-1:])
     are_all_ready()
     yield from (unit[-1:] for unit in units[-1:])
+
+
+def _are_ready() -> None:
+    """For what is not the last."""
 
 
 #: See ``Exchange._place``.

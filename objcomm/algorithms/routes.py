@@ -229,6 +229,7 @@ def _recv(exchange: Exchange, peer: int, *, gives_word: bool = False) -> Message
     (message,) = exchange.recv_heads([peer])
     exchange.gate.check_addressed(message.header)
     if gives_word and not message.is_all_head:
+        exchange.make_room(message, peer)
         exchange.give_word(peer)
     exchange.recv_rest([(peer, message)])
     exchange.accelerators().recv(message, peer)

@@ -36,41 +36,46 @@ def binomial(rank: int, root: int, size: int) -> Place:
     return ((place - lowest + root) % size if place else None), children
 
 
-def chain(hosts: Sequence[int]) -> Topology:
-    """Each rank passes on to the next, host by host: no network card carries anything twice."""
+def line(rank: int, root: int, size: int) -> Place:
+    """Each rank passes on to the next: none sends anything twice."""
+    place = (rank - root) % size
+    parent = (rank - 1) % size if place else None
+    return parent, [(rank + 1) % size] if place + 1 < size else []
+
+
+def firsts(hosts: Sequence[int], root: int) -> dict[int, int]:
+    """Of each host the rank that a root's bytes reach first, the root's own host before others."""
+    first = {hosts[root]: root}
+    for rank, host in enumerate(hosts):
+        first.setdefault(host, rank)
+    return first
+
+
+def host_by_host(hosts: Sequence[int], among: Callable[[int], Topology]) -> Topology:
+    """One rank of each host gets it, and passes it on to those beside it.
+
+    Args:
+        hosts: of each rank, as a number.
+        among: how it goes between so many first ranks, and so many ranks of a host.
+    """
 
     def place(rank: int, root: int, size: int) -> Place:
-        line = sorted(range(size), key=lambda each: (hosts[each] != hosts[root], hosts[each]))
-        line.remove(root)
-        line.insert(0, root)
-        at = line.index(rank)
-        return line[at - 1] if at else None, line[at + 1 : at + 2]
-
-    return place
-
-
-def host_by_host(hosts: Sequence[int]) -> Topology:
-    """One rank of each host gets it, and passes it on to those beside it."""
-
-    def place(rank: int, root: int, size: int) -> Place:
-        first = {hosts[root]: root}
-        for each in range(size):
-            first.setdefault(hosts[each], each)
+        first = firsts(hosts, root)
         own = first[hosts[rank]]
         beside = [own, *(each for each in range(size) if first[hosts[each]] == own != each)]
-        parent, children = _among(beside, rank)
+        parent, children = _among(beside, rank, among)
         if rank != own:
             return parent, children
-        parent, others = _among(list(first.values()), rank)
+        parent, others = _among(list(first.values()), rank, among)
         return parent, [*others, *children]
 
     return place
 
 
-def _among(ranks: Sequence[int], rank: int) -> Place:
+def _among(ranks: Sequence[int], rank: int, among: Callable[[int], Topology]) -> Place:
     """The place of one of some ranks, of which the first is the root."""
     size = len(ranks)
-    parent, children = for_head(size)(ranks.index(rank), 0, size)
+    parent, children = among(size)(ranks.index(rank), 0, size)
     return None if parent is None else ranks[parent], [ranks[each] for each in children]
 
 
@@ -83,8 +88,8 @@ def for_payload(nbytes: int, hosts: Sequence[int]) -> tuple[Topology, int]:
     """How ``nbytes`` reach all ranks, and in pieces of how many bytes they are passed on.
 
     On one host every copy costs the same memory traffic, and a tree has the fewest hops. Between
-    hosts each network card is the limit: a chain lets it carry everything once, and is as fast as
-    one copy once it is filled, which takes as many pieces as there are ranks.
+    hosts each network card is the limit: a line of hosts lets it carry everything once, and is as
+    fast as one copy once it is filled, which takes as many pieces as there are ranks at most.
 
     Args:
         nbytes: how many.
@@ -95,7 +100,11 @@ def for_payload(nbytes: int, hosts: Sequence[int]) -> tuple[Topology, int]:
     if len(set(hosts)) <= 1:
         return binomial, chunk_nbytes
     is_long = nbytes >= size * chunk_nbytes
-    return (chain(hosts) if is_long else host_by_host(hosts)), chunk_nbytes
+    return host_by_host(hosts, _in_line if is_long else for_head), chunk_nbytes
+
+
+def _in_line(_: int) -> Topology:
+    return line
 
 
 def _powers_below(size: int) -> list[int]:

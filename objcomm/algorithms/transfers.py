@@ -222,25 +222,18 @@ class Transfers:
         self._send(empty(1), peer, self._receipt_tag, None)
 
     def share(
-        self,
-        flats: Sequence[torch.Tensor],
-        peers: Sequence[int],
-        are_ready: Callable[[], None] = lambda: None,
+        self, flats: Sequence[torch.Tensor], peers: Sequence[int], share: Share | None
     ) -> None:
         """Begin to hand bytes over to ranks of this host, all of which call ``borrow``.
 
         Args:
             flats: none if nothing is to be handed over; they may not change before ``finish``.
             peers: to whom.
-            are_ready: waits for what must come first.
+            share: has their content; None where the system gives no such memory.
         """
-        share = None
-        with contextlib.suppress(OSError):  # no memory for it, or the system refuses such files
-            share = Share.of(flats) if flats else None
-        are_ready()
         for peer in peers if flats else ():
             try:
-                pending = self._sharing().send_share(share, flats, peer, self._payload_tag)
+                pending = self._sharing(peer).send_share(share, flats, peer, self._payload_tag)
             except LinkError as error:
                 raise self._naming(error, (peer,)) from error
             self._sends.append((pending, peer, flats[0], flats))
@@ -259,7 +252,7 @@ class Transfers:
         self.received_nbytes += nbytes
         self._meter.expect(nbytes)
         try:
-            borrowed = self._sharing().recv_share(nbytes, peer, self._payload_tag)
+            borrowed = self._sharing(peer).recv_share(nbytes, peer, self._payload_tag)
         except LinkError as error:
             raise self._naming(error, (peer,)) from error
         return Loan(buffers, peer, borrowed)
@@ -275,25 +268,30 @@ class Transfers:
             return []
         self._wait(loan.borrowed, loan.peer)
         share = loan.borrowed.share
-        filled = self._copied(loan) if share is None else _taken_out(loan.buffers, share)
+        if share is None:
+            filled = self._copied(loan)
+        else:
+            filled = taken_out(loan.buffers, share)
+            share.close()
         self._meter.moved(sum(each.flat.numel() for each in filled))
         return filled
 
     def _copied(self, loan: "Loan") -> list[Buffer]:
         """The same over the link, where the system has nothing to share."""
-        buffers = [_with_memory(each) for each in loan.buffers]
+        buffers = [with_memory(each) for each in loan.buffers]
         try:
             flats = [each.flat for each in buffers]
-            pending = self._sharing().recv_instead(loan.borrowed, flats)
+            pending = self._sharing(loan.peer).recv_instead(loan.borrowed, flats)
         except LinkError as error:
             raise self._naming(error, (loan.peer,)) from error
         self._wait(pending, loan.peer)
         return buffers
 
-    def _sharing(self) -> Sharing:
-        if self._link.sharing is None:
-            raise WireError("this link hands nothing over")  # a fault of the caller's
-        return self._link.sharing
+    def _sharing(self, peer: int) -> Sharing:
+        sharing = self._link.sharing_with(peer)
+        if sharing is None:
+            raise WireError(f"nothing is handed over to rank {peer}")  # a fault of the caller's
+        return sharing
 
     def finish(self) -> None:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
@@ -410,21 +408,27 @@ class Transfers:
         return self._deadline.has_passed or isinstance(error, LinkTimeout)
 
 
-def _with_memory(buffer: Buffer) -> Buffer:
+def share_of(flats: Sequence[torch.Tensor]) -> Share | None:
+    """Members' content in memory to be handed over; None if there is none of it, or of them."""
+    with contextlib.suppress(OSError):  # no memory for it, or the system refuses such files
+        return Share.of(flats) if flats else None
+    return None
+
+
+def with_memory(buffer: Buffer) -> Buffer:
+    """The same with memory, if it has none."""
     flat = buffer.flat
     return allocate(buffer.kind, flat.numel(), None) if flat.is_meta else buffer
 
 
-def _taken_out(buffers: Sequence[Buffer], share: Share) -> list[Buffer]:
-    """Buffers with what was handed over, which is needed no more then."""
+def taken_out(buffers: Sequence[Buffer], share: Share) -> list[Buffer]:
+    """Buffers with the content of a share, which they do not need any more."""
     try:
         where = places([each.flat.numel() for each in buffers])
         return [_filled(*each, share) for each in zip(buffers, where, strict=True)]
     except ValueError as error:
         told = f"what was handed over is less than its sender said: {error}"
         raise WireError(told) from error
-    finally:
-        share.close()
 
 
 def _filled(buffer: Buffer, place: Place, share: Share) -> Buffer:
@@ -432,6 +436,6 @@ def _filled(buffer: Buffer, place: Place, share: Share) -> Buffer:
     if buffer.flat.is_meta:
         with contextlib.suppress(OSError):  # the process has no room for more mappings
             return over(buffer.kind, share.mapped(place, buffer.flat.numel()))
-    buffer = _with_memory(buffer)
+    buffer = with_memory(buffer)
     share.read_into(buffer.flat, place)
     return buffer

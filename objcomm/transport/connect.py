@@ -1,7 +1,7 @@
 """Joins the ranks of a group by the best link there is for them.
 
-Ranks that all share a host get the link of one host, if the system lets every one of them connect
-to every other one; all others get Gloo's.
+Ranks that share a host get the link of one host, if the system lets every one of them connect to
+every other one; all others get Gloo's.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -21,11 +21,12 @@ import torch.distributed as dist
 from objcomm.transport.gloo import GlooLink, keys_left
 from objcomm.transport.link import PEER_LOST, LinkClosed
 from objcomm.transport.local import LocalLink
+from objcomm.transport.mixed import MixedLink
 from objcomm.transport.rendezvous import NO_DOOR, GivenUpError, forget, meet
 from objcomm.world import CONNECT_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from objcomm.transport.link import Connections, Deadline
     from objcomm.transport.rendezvous import MeetingState
@@ -73,28 +74,49 @@ def connect(
             open_doors.enter_context(door)
         met = meet(store, place, size, progress, NO_DOOR if door is None else door.name)
         named = dist.PrefixStore(f"objcomm/{progress.nonce}", store)
-        link: Connections | None = None
-        if door is not None and len(set(met.hosts)) == 1 and NO_DOOR not in met.doors:
-            joining = _Joining(door, met.doors, place, named, deadline, progress)
-            try:
-                sockets = joining.sockets()
-                link = LocalLink(rank, {members[each]: end for each, end in sockets.items()})
-                joining.complete()
-            except OSError:
-                link = None
-                joining.close()
-                named.set(_FAILED, "")
-            except BaseException:
-                joining.close()
-                raise
-        if link is None:
-            link = GlooLink(named, rank, members, met.hosts, deadline)
-    left = [_FAILED, *keys_left(size)] if isinstance(link, GlooLink) else []
+        local = None
+        if door is not None:
+            beside = {
+                each: met.doors[each]
+                for each, host in enumerate(met.hosts)
+                if host == met.hosts[place]
+            }
+            if len(beside) > 1 and NO_DOOR not in beside.values():
+                failed = _failed(met.hosts[place])
+                joining = _Joining(door, beside, place, named, failed, deadline, progress)
+                local = _joined(joining, rank, members)
+    if local is not None and local.size == size:
+        forget(store, progress.nonce, size, ())
+        return local
+    try:
+        far = GlooLink(named, rank, members, met.hosts, deadline)
+    except BaseException:
+        if local is not None:
+            local.abort()
+        raise
+    left = [*map(_failed, set(met.hosts)), *keys_left(size)]
     forget(store, progress.nonce, size, [f"objcomm/{progress.nonce}/{key}" for key in left])
+    return far if local is None else MixedLink(local, far)
+
+
+def _failed(host: int) -> str:
+    """The key that says that ranks of a host can't be connected there."""
+    return f"not local/{host}"
+
+
+def _joined(joining: _Joining, rank: int, members: tuple[int, ...]) -> LocalLink | None:
+    """The link between ranks of this host; None if some two can't be connected."""
+    try:
+        sockets = joining.sockets()
+        link = LocalLink(rank, {members[each]: end for each, end in sockets.items()})
+        joining.complete()
+    except OSError:
+        joining.give_up()
+        return None
+    except BaseException:
+        joining.close()
+        raise
     return link
-
-
-_FAILED = "not local"
 
 
 class _Door:
@@ -154,12 +176,13 @@ class _Guest:
 class _Joining:
     """One rank's way to a socket to each other one; a pair's later rank connects to the other."""
 
-    def __init__(  # noqa: PLR0917  # one caller, and each is of another type
+    def __init__(  # noqa: PLR0917  # one caller, and nearly each is of another type
         self,
         door: _Door,
-        doors: Sequence[str],
+        doors: Mapping[int, str],
         place: int,
         store: dist.Store,
+        failed: str,
         deadline: Deadline,
         progress: MeetingState,
     ) -> None:
@@ -167,9 +190,10 @@ class _Joining:
 
         Args:
             door: this rank's.
-            doors: of all ranks.
-            place: this one's among them.
+            doors: of all ranks of this host, by their places.
+            place: this one's.
             store: where a rank says that it can't.
+            failed: the key under which it does.
             deadline: how long to wait.
             progress: tells whether to.
         """
@@ -177,6 +201,7 @@ class _Joining:
         self._doors = doors
         self._place = place
         self._store = store
+        self._failed = failed
         limit = min(deadline.left(), CONNECT_MAX)
         self._looked_at = time.monotonic()
         self._until = self._looked_at + limit.total_seconds()
@@ -192,8 +217,9 @@ class _Joining:
             OSError: some two ranks can't be connected.
             GivenUpError: nobody waits for them any more.
         """
-        for place in range(self._place):
-            self._call(place)
+        for place in self._doors:
+            if place < self._place:
+                self._call(place)
         self._events.register(self._door.listener, select.POLLIN)
         while len(self._joined) < len(self._doors) - 1:
             self._look()
@@ -220,6 +246,11 @@ class _Joining:
         for each in self._guests.values():  # strangers
             if each.place not in self._joined:
                 each.socket.close()
+
+    def give_up(self) -> None:
+        """Let the others know that no rank gets all of its connections."""
+        self.close()
+        self._store.set(self._failed, "")
 
     def close(self) -> None:
         """Close all that was opened."""
@@ -252,7 +283,7 @@ class _Joining:
             raise GivenUpError
         if now > self._looked_at + _LOOK_SECONDS:
             self._looked_at = now
-            if self._store.check([_FAILED]):
+            if self._store.check([self._failed]):
                 raise ConnectionAbortedError  # another rank could not
         if not events and now > self._until:
             raise TimeoutError
@@ -292,8 +323,8 @@ class _Joining:
         """Whether a rank of this meeting has said its word; one that has come gets an answer."""
         place, _ = _WORD.unpack(guest.said)
         is_caller = guest.place < 0
-        wanted = range(self._place + 1, len(self._doors)) if is_caller else (guest.place,)
-        if place not in wanted or place in self._joined:
+        is_wanted = place > self._place if is_caller else place == guest.place
+        if not is_wanted or place not in self._doors or place in self._joined:
             return False
         if not secrets.compare_digest(guest.said, self._word(place, self._place)):
             return False

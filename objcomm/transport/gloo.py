@@ -85,7 +85,6 @@ class GlooLink:
         needs_last_byte_apart: it does not wake a receive that is being filled. So a receiver waits
             for the last byte first, which is posted until all before it has come.
         is_interruptible: its waits are torch's, in C++.
-        sharing: it copies all.
         ahead: with more pieces than that posted no receipt could leave: 1 GiB arrived in 9 s on a
             busy machine, and so did all its receipts.
     """
@@ -93,7 +92,6 @@ class GlooLink:
     kind = "Gloo"
     needs_last_byte_apart = True
     is_interruptible = False
-    sharing = None
     ahead = 4
 
     def __init__(
@@ -148,6 +146,9 @@ class GlooLink:
         self._flow = flow(before, size - 1)
         if len(set(self.hosts)) > 1:
             notice_outages(before, deadline.settings.lost_after)
+
+    def sharing_with(self, peer: int) -> None:
+        """See ``Link``: it copies all."""
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
         """See ``Link``."""

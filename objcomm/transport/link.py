@@ -118,11 +118,10 @@ class Link(Protocol):
     is_interruptible: bool
     ahead: int
 
-    @property
-    def sharing(self) -> "Sharing | None":
-        """How large memory is handed over without a copy for each receiver.
+    def sharing_with(self, peer: int) -> "Sharing | None":
+        """How large memory is handed over to a rank, and by it, without a copy for each receiver.
 
-        None where the ranks are not all on one host.
+        None where it is not; a pair's two ranks, and all that a link joins on one host, say alike.
         """
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:

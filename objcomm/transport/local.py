@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import select
 import socket
@@ -40,6 +41,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from objcomm.codecs.buffers import writable
+from objcomm.config import FOREVER_SECONDS
 from objcomm.transport.link import (
     LANE_BITS,
     PEER_LOST,
@@ -51,10 +53,11 @@ from objcomm.transport.link import (
 from objcomm.transport.share import FILES_MAX, Share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     from objcomm.transport.link import Borrowed
+    from objcomm.transport.threads import ThreadPool
 
 # Kind and tag; length of the message; number of the offer, or of messages taken.
 _HEADER = Struct("<IIQQ")
@@ -327,9 +330,8 @@ class LocalLink:
             each.socket.setblocking(False)  # noqa: FBT003  # its one parameter
             self._events.register(each.socket, _READS)
 
-    @property
-    def sharing(self) -> Self:
-        """See ``Link``. No attribute: with a circle of its own its sockets would stay open."""
+    def sharing_with(self, peer: int) -> Self:  # noqa: ARG002  # all are on this host
+        """See ``Link``."""
         return self
 
     def __del__(self) -> None:
@@ -497,6 +499,48 @@ class LocalLink:
     def _check_free(self) -> None:
         if self._is_owned_here():
             raise LinkError(_IN_A_HANDLER)
+
+    def joins(self, peer: int) -> bool:
+        """Whether a rank is one of those to which it has a socket."""
+        return peer in self._connections
+
+    def has_begun(self, pending: Pending) -> bool:
+        """Whether a transfer is one of such a link's."""
+        return isinstance(pending, _Transfer)
+
+    def needs_a_mover(self) -> bool:
+        """Whether what has begun here may end only while somebody moves it.
+
+        The receives that stand ready for first messages need nobody before they are waited for.
+        """
+        return any(
+            each.outgoing
+            or each.offered
+            or each.held
+            or each.taken
+            or each.filled is not None
+            or any(tag >> LANE_BITS for tag in tuple(each.posted))
+            for each in self._connections.values()
+        )
+
+    @contextlib.contextmanager
+    def moved_by(self, movers: ThreadPool) -> Iterator[None]:
+        """A block that waits elsewhere, while a thread moves all that there is here."""
+        self._check_free()
+        end = _Transfer(_NOTHING)
+        # Without one more thread the block waits until its own limit at most.
+        with contextlib.suppress(RuntimeError):
+            movers.submit(functools.partial(self._move_until, end))
+        try:
+            yield
+        finally:
+            with self._lock:
+                end.end()
+                self._wake_mover()
+
+    def _move_until(self, end: _Transfer) -> None:
+        with contextlib.suppress(LinkError):  # whoever waits for its connection is told
+            self._await(end, time.monotonic() + FOREVER_SECONDS)
 
     # ------------------------------------------------------------------ who moves
 

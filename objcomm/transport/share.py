@@ -18,12 +18,12 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
+import torch
+
 from objcomm.codecs.buffers import view, writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
 #: Files of one share.
 FILES_MAX = 33
@@ -74,6 +74,7 @@ class Share:
 
     Attributes:
         descriptors: the files', in order.
+        flats: the members of one that is being filled, see ``with_room``.
     """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
@@ -83,7 +84,9 @@ class Share:
             descriptors: they are this object's from now on.
         """
         self.descriptors = list(descriptors)
+        self.flats: list[torch.Tensor] = []
         self._sizes = [0] * len(self.descriptors)
+        self._written: list[mmap.mmap] = []
 
     def __del__(self) -> None:
         self.close()
@@ -106,10 +109,49 @@ class Share:
             while at < len(content):
                 piece = content[at : at + _WRITTEN_AT_ONCE_NBYTES]
                 at += os.pwrite(share.descriptors[file], piece, start + at)
-        for each in share.descriptors:
-            fcntl.fcntl(each, _F_ADD_SEALS, _SEALS)
-        share.is_sealed()
+        share.seal()
         return share
+
+    @classmethod
+    def with_room(cls, sizes: Sequence[int]) -> Share:
+        """A new one for members of so many bytes, which are yet to come into its ``flats``.
+
+        Raises:
+            OSError: the system has no such files, or no memory for them.
+        """
+        share = cls(())
+        where = places(sizes)
+        ends = dict.fromkeys(range(len(where)), 0)
+        for (file, start), nbytes in zip(where, sizes, strict=True):
+            ends[file] = start + nbytes
+        files = [share._opened(end) for end in filter(None, ends.values())]
+        share.flats = [
+            files[file][start : start + nbytes]
+            for (file, start), nbytes in zip(where, sizes, strict=True)
+        ]
+        return share
+
+    def _opened(self, nbytes: int) -> torch.Tensor:
+        """One more file, to be written."""
+        self.descriptors.append(_new_file())
+        # All of it now: who writes where the system has no more memory is ended by SIGBUS.
+        os.posix_fallocate(self.descriptors[-1], 0, nbytes)
+        self._written.append(mmap.mmap(self.descriptors[-1], nbytes))
+        # A tensor, and each slice of it, keeps the object that it was made of.
+        return torch.frombuffer(self._written[-1], dtype=torch.uint8)
+
+    def seal(self) -> None:
+        """Let nobody change it any more; the memory of ``flats`` is gone, whoever still has some.
+
+        Raises:
+            OSError: the system is still at work on it.
+        """
+        self.flats.clear()
+        while self._written:
+            self._written.pop().close()
+        for each in self.descriptors:
+            fcntl.fcntl(each, _F_ADD_SEALS, _SEALS)
+        self.is_sealed()
 
     def is_sealed(self) -> bool:
         """Whether nobody can change it, or shorten it; to be asked first of one that came."""

@@ -48,6 +48,7 @@ class Message:
         arrived: the head as it came, on a receiver.
         signer: what its content is to be held against, on a receiver with a key.
         refusal: why this rank will not decode it.
+        is_open: whether ``open_body`` was called.
     """
 
     header: Header
@@ -57,6 +58,7 @@ class Message:
     arrived: bytearray | None = None
     signer: Signer | None = None
     refusal: ObjcommError | None = None
+    is_open: bool = False
 
     @property
     def head(self) -> bytearray:
@@ -197,6 +199,7 @@ def open_body(
     """
     header, body = message.header, memoryview(message.body)
     rows = unpack_table(header, body)
+    message.is_open = True
     if not rows:
         return
     at = header.buffer_count * ROW_NBYTES + header.meta_nbytes

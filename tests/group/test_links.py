@@ -1,16 +1,23 @@
 """Each link against its contract, between real processes."""
 
+from datetime import timedelta
+from unittest import mock
+
 import pytest
+import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm.transport import rendezvous
 from objcomm.transport.connect import connect
 from objcomm.transport.gloo import GlooLink
-from objcomm.transport.link import Connections, Deadline
+from objcomm.transport.link import Connections, Deadline, payload_tag
 from objcomm.transport.local import LocalLink
+from objcomm.transport.mixed import MixedLink
 from objcomm.transport.rendezvous import MeetingState
 from tests.contracts import Death, check_link
 from tests.ranks import ranks
+from tests.waits import PATIENCE_S
 from tests.workers import here
 
 
@@ -36,23 +43,71 @@ def test_unix_sockets_keep_the_contract_of_links_when_a_peer_dies(step: Death) -
     check_link(local_link, here().rank, here().world_size, step)
 
 
+@ranks(3, 4)
+def test_a_link_of_both_keeps_the_contract_of_links() -> None:
+    check_link(mixed_link, here().rank, here().world_size)
+
+
+@pytest.mark.parametrize("step", Death)
+@ranks(3, expect_dead={1})
+def test_a_link_of_both_keeps_the_contract_of_links_when_a_peer_dies(step: Death) -> None:
+    check_link(mixed_link, here().rank, here().world_size, step)
+
+
+@pytest.mark.parametrize("step", Death)
+@ranks(4, expect_dead={1})
+def test_a_link_of_both_keeps_it_when_a_peer_on_another_host_dies(step: Death) -> None:
+    check_link(lambda members: mixed_link(members, hosts=2), here().rank, 4, step)
+
+
+@ranks(3)
+def test_who_waits_for_another_host_moves_what_is_under_way_on_its_own() -> None:
+    link = mixed_link((0, 1, 2))
+    large, tag = torch.ones(30 << 20, dtype=torch.uint8), payload_tag(0, 5)
+    word = torch.zeros(1, dtype=torch.uint8)
+    if here().rank == 0:  # waits for rank 2 alone, which waits for rank 1
+        sent = link.send(large, 1, tag)
+        link.wait(link.recv(word, 2, tag), timedelta(seconds=PATIENCE_S))
+        link.wait(sent, timedelta(seconds=PATIENCE_S))
+    elif here().rank == 1:
+        room = torch.zeros_like(large)
+        link.wait(link.recv(room, 0, tag), timedelta(seconds=PATIENCE_S))
+        assert torch.equal(room, large)
+        link.wait(link.send(word, 2, tag), timedelta(seconds=PATIENCE_S))
+    else:
+        link.wait(link.recv(word, 1, tag), timedelta(seconds=PATIENCE_S))
+        link.wait(link.send(word, 0, tag), timedelta(seconds=PATIENCE_S))
+    link.abort()
+
+
 def gloo_link(members: tuple[int, ...]) -> Connections:
     """A link of these ranks that no group uses."""
-    return _link(members, is_local=False)
+    return _link(members, GlooLink)
 
 
 def local_link(members: tuple[int, ...]) -> Connections:
     """The same over Unix sockets."""
-    return _link(members, is_local=True)
+    return _link(members, LocalLink)
 
 
-def _link(members: tuple[int, ...], *, is_local: bool) -> Connections:
+def mixed_link(members: tuple[int, ...], hosts: int = 0) -> Connections:
+    """The same, as if every third rank were on another host, or so many hosts took turns."""
+    host = here().rank % hosts if hosts else here().rank // 2
+    beside = [each for each in members if (each % hosts if hosts else each // 2) == host]
+    kind: type[Connections] = MixedLink
+    if len(beside) in {1, len(members)}:
+        kind = GlooLink if len(beside) == 1 else LocalLink
+    with mock.patch.object(rendezvous, "machine", return_value=f"host{host}"):
+        return _link(members, kind)
+
+
+def _link(members: tuple[int, ...], kind: type[Connections]) -> Connections:
     store = dist.PrefixStore(
         f"test_links/{members}",
         dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no public way to ask
     )
     rank = here().rank
-    with objcomm.configure(local=is_local):
+    with objcomm.configure(local=kind is not GlooLink):
         link = connect(store, rank, members, Deadline(20), MeetingState(rank, members))
-    assert isinstance(link, LocalLink if is_local else GlooLink)
+    assert type(link) is kind
     return link

@@ -9,6 +9,7 @@ _SHARING = ("tests/group/test_sharing.py",)
 _LOCAL = "objcomm/transport/local.py"
 _SHARE = "objcomm/transport/share.py"
 _TRANSFERS = "objcomm/algorithms/transfers.py"
+_EXCHANGE = "objcomm/algorithms/exchange.py"
 _CONNECT = "objcomm/transport/connect.py"
 
 MUTANTS = (
@@ -104,8 +105,8 @@ MUTANTS = (
     Mutant(
         "one-ranks-no-unheard",
         _CONNECT,
-        "and NO_DOOR not in met.doors:",
-        "and met.doors:",
+        "if len(beside) > 1 and NO_DOOR not in beside.values():",
+        "if len(beside) > 1:",
         "a rank that has turned the link off is waited for there",
         _RANKS,
     ),
@@ -208,8 +209,8 @@ MUTANTS = (
     Mutant(
         "no-copy-where-nothing-can-be-shared",
         _TRANSFERS,
-        "self._copied(loan) if share is None",
-        "[_with_memory(each) for each in loan.buffers] if share is None",
+        "filled = self._copied(loan)",
+        "filled = [with_memory(each) for each in loan.buffers]",
         "where the system gives no shared memory no large object arrives",
         _SHARING,
     ),
@@ -223,9 +224,9 @@ MUTANTS = (
     ),
     Mutant(
         "handed-over-before-all-take-it",
-        _TRANSFERS,
-        "        are_ready()\n        for peer in peers if flats else ():\n",
-        "        for peer in peers if flats else ():\n",
+        _EXCHANGE,
+        "            copies.append(share_of(message.following_on_host))\n            words()\n",
+        "            copies.append(share_of(message.following_on_host))\n",
         "a rank has its object and goes on, though another one has refused it",
         _SHARING,
     ),

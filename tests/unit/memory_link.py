@@ -1,8 +1,9 @@
 """A link between threads of one process, so that the routes can be tried at any world size."""
 
+import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,15 @@ from objcomm.algorithms.transfers import Meter
 from objcomm.config import Settings
 from objcomm.observe.history import CallRecord
 from objcomm.transport.lane import Lane
-from objcomm.transport.link import PEER_LOST, Deadline, DeviceLink, LinkClosed, LinkTimeout
+from objcomm.transport.link import (
+    PEER_LOST,
+    Deadline,
+    DeviceLink,
+    LinkClosed,
+    LinkTimeout,
+    Sharing,
+)
+from objcomm.transport.share import Share
 from objcomm.wire.admission import Gate
 from objcomm.wire.header import BLANK, EVERYONE, Header, Operation
 
@@ -26,11 +35,11 @@ class Wire:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: deque[torch.Tensor] = deque()
+        self._sent: deque[Any] = deque()
         self._posted: deque[Arrival] = deque()
 
-    def put(self, flat: torch.Tensor) -> None:
-        self._meet(self._sent, flat)
+    def put(self, sent: Any) -> None:
+        self._meet(self._sent, sent)
 
     def post(self, arrival: "Arrival") -> None:
         self._meet(self._posted, arrival)
@@ -53,10 +62,17 @@ class Wire:
 
 
 class Wires:
-    """What all ranks' links share."""
+    """What all ranks' links share.
 
-    def __init__(self, size: int, hosts: Sequence[int] = ()) -> None:
+    Attributes:
+        size: number of ranks.
+        hosts: of each of them.
+        sharing: those hosts whose ranks hand large memory over to each other.
+    """
+
+    def __init__(self, size: int, hosts: Sequence[int] = (), sharing: Collection[int] = ()) -> None:
         self.size = size
+        self.sharing = sharing
         self.hosts = tuple(hosts or [0] * size)
         self._lock = threading.Lock()
         self._wires: dict[tuple[int, int, int], Wire] = defaultdict(Wire)
@@ -113,6 +129,27 @@ class Arrival:
         return self._is_over.is_set() and not self._has_failed
 
 
+class Handover(Arrival):
+    """See ``objcomm.transport.link.Borrowed``.
+
+    Attributes:
+        came: what was handed over, as its sender has it.
+    """
+
+    def __init__(self, nbytes: int, peer: int) -> None:
+        super().__init__(torch.empty(0, dtype=torch.uint8))
+        self.peer = peer
+        self.number = 0
+        self.share: Share | None = None
+        self.came: Sequence[torch.Tensor] = ()
+        self._nbytes = nbytes
+
+    def fill(self, sent: Any) -> None:
+        self.share, self.came = sent
+        assert sum(each.numel() for each in self.came) == self._nbytes
+        self._is_over.set()
+
+
 class Departure:
     """A send, which is always done."""
 
@@ -132,7 +169,6 @@ class MemoryLink:
     kind = "memory"
     needs_last_byte_apart = True
     is_interruptible = False
-    sharing = None
     ahead = 4
     device = torch.device("cpu")
     may_send_nothing = False  # that costs a message, which no route should
@@ -159,6 +195,33 @@ class MemoryLink:
             wire.end()
             self._check(peer)
         return arrival
+
+    def sharing_with(self, peer: int) -> Sharing | None:
+        """See ``Link``."""
+        host = self.hosts[self.rank]
+        return self if host == self.hosts[peer] and host in self._wires.sharing else None
+
+    def send_share(
+        self, share: Share | None, flats: Sequence[torch.Tensor], peer: int, tag: int
+    ) -> Departure:
+        """See ``Sharing``: each receiver closes descriptors of its own."""
+        self._check(peer)
+        theirs = None if share is None else Share([os.dup(each) for each in share.descriptors])
+        assert theirs is None or theirs.is_sealed()
+        self._wires.between(self.rank, peer, tag).put((theirs, [each.clone() for each in flats]))
+        return Departure()
+
+    def recv_share(self, nbytes: int, peer: int, tag: int) -> Handover:
+        """See ``Sharing``."""
+        handover = Handover(nbytes, peer)
+        self._wires.between(peer, self.rank, tag).post(handover)
+        return handover
+
+    def recv_instead(self, borrowed: Any, flats: Sequence[torch.Tensor]) -> Departure:
+        """See ``Sharing``."""
+        for flat, came in zip(flats, borrowed.came, strict=True):
+            flat.copy_(came)
+        return Departure()
 
     def wait(self, pending: Arrival | Departure, limit: timedelta) -> None:
         """See ``Link``."""

@@ -116,6 +116,7 @@ def test_content_that_was_changed_is_not_decoded() -> None:
         got.check()
     large = message_of(sending, is_large=True)
     got = receiving.open(sending.gate.head_of(large), 1)
+    receiving.make_room(got, 1)
     got.large[0].flat.zero_()
     with pytest.raises(AuthenticationError):
         got.check()

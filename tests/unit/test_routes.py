@@ -1,7 +1,7 @@
 """Every pattern of traffic at world sizes that no test machine has, over a link between threads."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -71,9 +71,14 @@ def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
     assert wires[0].left_over() == 0
 
 
-def run(size: int, body: Callable[[Exchange], Any], hosts: Sequence[int] = ()) -> list[Any]:
+def run(
+    size: int,
+    body: Callable[[Exchange], Any],
+    hosts: Sequence[int] = (),
+    sharing: Collection[int] = (),
+) -> list[Any]:
     """Run one operation on every rank; nothing may be left on the wires."""
-    wires = Wires(size, hosts)
+    wires = Wires(size, hosts, sharing)
 
     def on_rank(rank: int) -> Any:
         exchange = exchange_on(MemoryLink(wires, rank), new_lane())

@@ -1,0 +1,99 @@
+"""Groups on several hosts, of which each joins its own ranks: here one machine plays them all."""
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+
+import objcomm
+from objcomm import TransportError
+from objcomm.transport import rendezvous
+from objcomm.transport.share import Share
+from tests.group.helpers import assert_group_works, error_in, subgroup
+from tests.group.test_connect import kind_of
+from tests.group.test_sharing import CALLS, at_root, pss_nbytes, table
+from tests.ranks import ON_ONE_HOST, ranks
+from tests.same import assert_same
+from tests.waits import PATIENCE_S
+from tests.workers import here
+
+_UNIX, _GLOO, _BOTH = "Unix sockets", "Gloo", "Unix sockets within a host, and Gloo"
+
+
+@contextmanager
+def on_hosts(*hosts: int) -> Iterator[None]:
+    """Every rank must enter: what connects inside does so as if each were on its host."""
+    with mock.patch.object(rendezvous, "machine", return_value=f"host{hosts[here().rank]}"):
+        yield
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 0), (0, 1, 1)], ids=str)
+@ranks(3, environment=ON_ONE_HOST)
+def test_a_rank_has_the_links_that_it_needs(hosts: Sequence[int]) -> None:
+    with on_hosts(*hosts), subgroup(0, 1, 2) as group:
+        assert_group_works(group)
+        is_alone = hosts.count(hosts[here().rank]) == 1
+        assert kind_of(group) == (_GLOO if is_alone else _BOTH)
+
+
+@pytest.mark.parametrize("rank", range(4))
+@ranks(4, environment=ON_ONE_HOST)
+def test_where_a_rank_has_no_door_its_host_uses_gloo_and_the_others_do_not(rank: int) -> None:
+    hosts = (0, 1, 0, 1)
+    refusal = objcomm.configure(local=False) if here().rank == rank else nullcontext()
+    with on_hosts(*hosts), refusal, subgroup(0, 1, 2, 3) as group:
+        assert_group_works(group)
+        assert kind_of(group) == (_GLOO if hosts[here().rank] == hosts[rank] else _BOTH)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@ranks(3, 4, environment=ON_ONE_HOST)
+def test_each_operation_carries_what_it_should(name: str) -> None:
+    with on_hosts(0, 0, 1, 1):
+        for _ in range(2):
+            got, want = CALLS[name](here().rank, here().world_size)
+            assert_same(got, want, sharing=False)
+        assert_group_works()
+
+
+@pytest.mark.parametrize("refused", ["of", "with_room"])
+@ranks(4, environment=ON_ONE_HOST)
+def test_a_host_without_memory_to_share_copies(refused: str) -> None:
+    with on_hosts(0, 0, 1, 1), mock.patch.object(Share, refused, side_effect=OSError("refused")):
+        assert_same(objcomm.broadcast(at_root(table(0))), table(0), sharing=False)
+        assert_group_works()
+
+
+@ranks(4, environment=ON_ONE_HOST)
+def test_each_host_holds_one_copy() -> None:
+    """Of what comes to it from another one; and none once nobody has it."""
+    sent = torch.arange(8 << 20)
+    with on_hosts(0, 1, 1, 1):
+        objcomm.broadcast(at_root(torch.arange(1 << 20))).sum()  # what a first call needs besides
+        before = pss_nbytes()
+        got = objcomm.broadcast(at_root(sent))
+        assert int(got.sum()) == int(sent.sum())
+        if here().rank == 2:
+            got[0] = -1  # nobody else sees that
+        gained = objcomm.all_gather(pss_nbytes() - before)
+        assert sum(gained[1:]) < 1.3 * sent.nbytes  # in copies: 3
+        assert int(got[0]) == (-1 if here().rank == 2 else 0)
+        del got
+        gc.collect()
+        objcomm.barrier()
+        assert sum(objcomm.all_gather(pss_nbytes() - before)[1:]) < 0.1 * sent.nbytes
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 0)], ids=str)
+@ranks(4, expect_dead={1}, environment=ON_ONE_HOST)
+def test_the_death_of_a_rank_is_heard_on_every_host(hosts: Sequence[int]) -> None:
+    with on_hosts(*hosts):
+        assert_group_works()
+        if here().rank == 1:
+            os._exit(1)
+        error = error_in(TransportError, lambda: objcomm.barrier(timeout=PATIENCE_S))
+    assert error.peers == (1,)

@@ -1,0 +1,105 @@
+"""What ranks of a host hand over to each other, in groups of one host and of several."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from objcomm.algorithms import routes
+from objcomm.algorithms.exchange import Exchange
+from objcomm.transport.share import Share
+from objcomm.wire.message import Message
+from tests.unit.memory_link import MemoryLink
+from tests.unit.test_routes import LARGE_NBYTES, content_of, expected, message_of, run
+
+#: The host of each rank, and the hosts whose ranks share.
+SPREADS: dict[str, tuple[list[int], set[int]]] = {
+    "one host": ([0] * 4, {0}),
+    "two hosts": ([0, 0, 1, 1, 1], {0, 1}),
+    "in turns": ([0, 1, 0, 1, 0, 1, 0], {0, 1}),
+    "only the second": ([0, 0, 1, 1], {1}),
+    "only the first": ([0, 0, 0, 1, 1, 1], {0}),
+    "three, and one has one rank": ([0, 0, 1, 2, 2], {0, 2}),
+    "six": ([rank // 2 for rank in range(12)], set(range(6))),
+}
+
+
+def broadcast_from(root: int, shape: str) -> Callable[[Exchange], Message]:
+    return lambda exchange: routes.broadcast(
+        exchange, message_of(root, shape) if exchange.rank == root else None, root
+    )
+
+
+@pytest.mark.parametrize("shape", ["inline", "buffers", "both"])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_broadcast_reaches_every_rank_whole(spread: str, shape: str) -> None:
+    hosts, sharing = SPREADS[spread]
+    for root in {0, 1, len(hosts) - 1}:
+        for message in run(len(hosts), broadcast_from(root, shape), hosts, sharing):
+            assert content_of(message) == expected(root, shape)
+
+
+@pytest.mark.parametrize("refused", ["of", "with_room"])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_and_so_it_does_where_there_is_no_memory_to_share(spread: str, refused: str) -> None:
+    hosts, sharing = SPREADS[spread]
+    with mock.patch.object(Share, refused, side_effect=OSError("no memory")):
+        for message in run(len(hosts), broadcast_from(1, "both"), hosts, sharing):
+            assert content_of(message) == expected(1, "both")
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_large_member_goes_once_to_each_host_and_over_no_connection_within(spread: str) -> None:
+    hosts, sharing = SPREADS[spread]
+    sent: dict[tuple[int, int], int] = {}
+    send = MemoryLink.send
+
+    def counting(link: MemoryLink, flat: Any, peer: int, tag: int = -1) -> Any:
+        way = hosts[link.rank], hosts[peer]
+        sent[way] = sent.get(way, 0) + (flat.numel() if flat.numel() > 100_000 else 0)
+        return send(link, flat, peer, tag)
+
+    with mock.patch.object(MemoryLink, "send", counting):
+        run(len(hosts), broadcast_from(0, "buffers"), hosts, sharing)
+    for host in set(hosts):
+        copies = 0 if host in sharing else hosts.count(host) - 1
+        assert sent.get((host, host), 0) == pytest.approx(copies * LARGE_NBYTES, rel=0.01)
+        came = sum(nbytes for (_, to), nbytes in sent.items() if to == host) - copies * LARGE_NBYTES
+        assert came == pytest.approx((host != hosts[0]) * LARGE_NBYTES, abs=0.01 * LARGE_NBYTES)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_every_other_pattern_works_as_well(spread: str) -> None:
+    hosts, sharing = SPREADS[spread]
+    size = len(hosts)
+    everybody = [expected(rank, "both") for rank in range(size)]
+
+    def gather(exchange: Exchange) -> list[Message] | None:
+        return routes.gather(exchange, message_of(exchange.rank, "both"), 1)
+
+    _, gathered, *others = run(size, gather, hosts, sharing)
+    assert [content_of(each) for each in gathered] == everybody
+    assert not any(others)
+
+    def all_gather(exchange: Exchange) -> list[Message]:
+        return routes.all_gather(exchange, message_of(exchange.rank, "both"))
+
+    for got in run(size, all_gather, hosts, sharing):
+        assert [content_of(each) for each in got] == everybody
+
+    def scatter(exchange: Exchange) -> Message:
+        copies = [message_of(1, "both") for _ in range(size)]
+        return routes.scatter(exchange, copies if exchange.rank == 1 else None, 1)
+
+    assert [content_of(each) for each in run(size, scatter, hosts, sharing)] == [
+        everybody[1]
+    ] * size
+
+    def all_to_all(exchange: Exchange) -> list[Message]:
+        return routes.all_to_all(exchange, [message_of(exchange.rank, "buffers")] * size)
+
+    for got in run(size, all_to_all, hosts, sharing):
+        assert [content_of(each) for each in got] == [
+            expected(rank, "buffers") for rank in range(size)
+        ]
