@@ -191,7 +191,7 @@ class configure:  # noqa: N801  # used as a function and as a context
             because it or its network has failed: see the guide on failures. Held by the
             connections that are made afterwards. At first 60; ``math.inf`` for the system's own
             limits. On Linux only.
-        local: whether groups whose ranks all share a host use Unix sockets and shared memory
+        local: whether ranks that share a host use Unix sockets and shared memory
             instead of Gloo, for the connections that are made afterwards. One rank that says
             False decides for its group. At first False, unless the environment has
             ``OBJCOMM_LOCAL=1``. On Linux only.

@@ -68,6 +68,18 @@ def test_a_host_without_memory_to_share_copies(refused: str) -> None:
         assert_group_works()
 
 
+@pytest.mark.parametrize("refusing", range(1, 4))
+@ranks(4, environment=ON_ONE_HOST)
+def test_no_rank_has_what_one_of_any_host_refuses(refusing: int) -> None:
+    most = 1 << 20 if here().rank == refusing else 1 << 30
+    with (
+        on_hosts(0, 0, 1, 1),
+        objcomm.configure(max_nbytes=most),
+        pytest.raises(objcomm.ObjcommError, match="limit"),
+    ):
+        objcomm.broadcast(at_root(torch.arange(500_000)))
+
+
 @ranks(4, environment=ON_ONE_HOST)
 def test_each_host_holds_one_copy() -> None:
     """Of what comes to it from another one; and none once nobody has it."""

@@ -6,7 +6,11 @@ _UNIT = ("tests/unit/test_local_link.py",)
 _RANKS = ("tests/group/test_connect.py",)
 _SHARES = ("tests/unit/test_share.py",)
 _SHARING = ("tests/group/test_sharing.py",)
+_LINKS = ("tests/group/test_links.py",)
+_HOSTS = ("tests/group/test_several_hosts.py",)
+_BY_SHARE = ("tests/unit/test_routes_by_share.py",)
 _LOCAL = "objcomm/transport/local.py"
+_MIXED = "objcomm/transport/mixed.py"
 _SHARE = "objcomm/transport/share.py"
 _TRANSFERS = "objcomm/algorithms/transfers.py"
 _EXCHANGE = "objcomm/algorithms/exchange.py"
@@ -253,5 +257,45 @@ MUTANTS = (
         "                pass\n",
         "what a signal's handler has moved nobody tells the wait that it has interrupted",
         _UNIT,
+    ),
+    Mutant(
+        "nobody-moves-while-all-wait-elsewhere",
+        _MIXED,
+        "elif not self._local.needs_a_mover():",
+        "elif pending is not None:",
+        "what is under way on a host stands still while a rank waits for another host",
+        _LINKS,
+    ),
+    Mutant(
+        "each-link-tells-of-all",
+        _MIXED,
+        "(peer for peer in far if not self._local.joins(peer))",
+        "far",
+        "a peer on this host is named twice",
+        _LINKS,
+    ),
+    Mutant(
+        "sent-and-handed-over",
+        _EXCHANGE,
+        "far = [child for child in children if child not in beside]",
+        "far = list(children)",
+        "a rank that is handed the memory is sent its content as well",
+        _BY_SHARE,
+    ),
+    Mutant(
+        "no-memory-where-nothing-can-be-shared",
+        _EXCHANGE,
+        "message.replace(message.on_host, [with_memory(each) for each in message.on_host])",
+        "pass",
+        "a host whose system gives no memory to share gets no large object from another one",
+        _BY_SHARE,
+    ),
+    Mutant(
+        "told-before-those-beside-it",
+        _EXCHANGE,
+        "words = self.words_of([*far, *beside])",
+        "words = self.words_of(far)",
+        "a rank has its object, though one of another host has refused it",
+        _HOSTS,
     ),
 )
