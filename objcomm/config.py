@@ -193,7 +193,7 @@ class configure:  # noqa: N801  # used as a function and as a context
             limits. On Linux only.
         local: whether ranks that share a host use Unix sockets and shared memory
             instead of Gloo, for the connections that are made afterwards. One rank that says
-            False decides for its group. At first False, unless the environment has
+            False decides for its host's ranks. At first False, unless the environment has
             ``OBJCOMM_LOCAL=1``. On Linux only.
         everywhere: also for threads that have set no options, whenever they were started. The
             last one to say so counts.

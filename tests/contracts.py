@@ -357,14 +357,13 @@ def _die(link: Connections, step: Death) -> None:
     if step is Death.NOT_SENDING:
         link.wait(link.recv(_filled(0, 1), 0, tag), _LIMIT)
     elif step is Death.TAKING:
-        room = torch.zeros(_HUGE_NBYTES, dtype=torch.uint8)
-        posted = [link.recv(piece, 0, tag) for piece in _cut(link, room)]
-        threading.Thread(target=link.wait, args=(posted[-1], _LIMIT), daemon=True).start()
-        while not room[0]:
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            room, waiting = _begun_to_come(link, 0, tag)
+            if _is_half_way(room):
+                os.kill(os.getpid(), signal.SIGKILL)
+            waiting.join()
     elif step is Death.SENDING:
-        _wait_for_all(link, _sent(link, 0, tag))
+        _send_without_end(link, 0, tag)
     elif step is Death.DONE:
         link.wait(link.send(_filled(link.rank, 1), 0, tag), _LIMIT)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -393,20 +392,20 @@ def _survive(link: Connections, victim: int, step: Death, pid: int) -> None:
             with pytest.raises(LinkClosed):
                 link.wait(each, _LIMIT)
     elif step is Death.TAKING:
-        sent = _sent(link, victim, tag)
         with _aborted_when_closed(link, victim), pytest.raises(LinkClosed):
-            link.wait_apart(lambda: _wait_for_all(link, sent))
+            _send_without_end(link, victim, tag)
     elif step is Death.SENDING:
-        room = torch.zeros(_HUGE_NBYTES, dtype=torch.uint8)
-        pending = [link.recv(piece, victim, tag) for piece in _cut(link, room)]
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(link.wait, pending[-1], _LIMIT)
-            while not room[0]:
-                pass
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(LinkClosed):
-                waiting.result()
-        assert not room[-1]  # else it was killed too late
+        room, waiting = _begun_to_come(link, victim, tag)
+        os.kill(pid, signal.SIGSTOP)
+        while not _is_half_way(room):
+            os.kill(pid, signal.SIGCONT)
+            waiting.join()
+            room, waiting = _begun_to_come(link, victim, tag)
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+        waiting.join()
+        assert isinstance(waiting.error, LinkClosed)
+        assert not room[-1]
     elif step is Death.DONE:
         room = _filled(0, 1)
         taken = link.recv(room, victim, tag)
@@ -417,6 +416,43 @@ def _survive(link: Connections, victim: int, step: Death, pid: int) -> None:
     _check_closed(link, [victim])
     assert list(link.closed_by()) == [victim]
     link.abort()
+
+
+class _Waiting(threading.Thread):
+    """Waits for the last one of some transfers, all of which it keeps meanwhile.
+
+    Attributes:
+        error: how that has ended, once it has.
+    """
+
+    def __init__(self, link: Link, pending: Sequence[Pending]) -> None:
+        super().__init__(daemon=True)
+        self._link = link
+        self._pending = pending
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Wait."""
+        try:
+            self._link.wait(self._pending[-1], _LIMIT)
+        except LinkClosed as error:
+            self.error = error
+
+
+def _begun_to_come(link: Link, peer: int, tag: int) -> tuple[torch.Tensor, _Waiting]:
+    """The room for a transfer that takes long, of which bytes are there; and who waits for it."""
+    room = torch.zeros(_HUGE_NBYTES, dtype=torch.uint8)
+    posted = [link.recv(piece, peer, tag) for piece in _cut(link, room)]
+    waiting = _Waiting(link, posted)
+    waiting.start()
+    while not room[0]:
+        pass
+    return room, waiting
+
+
+def _is_half_way(room: torch.Tensor) -> bool:
+    """Whether more is to come than any buffers hold: a busy machine may give nobody time to see."""
+    return not room[-_LARGE_NBYTES]
 
 
 @contextlib.contextmanager
@@ -437,6 +473,12 @@ def _sent(link: Link, peer: int, tag: int) -> list[Pending]:
     """A transfer that takes long, begun as its receiver wants it."""
     flat = _filled(link.rank, _HUGE_NBYTES)
     return [link.send(piece, peer, tag) for piece in _cut(link, flat)]
+
+
+def _send_without_end(link: Link, peer: int, tag: int) -> None:
+    """One transfer after another: a process may not have died in the middle of the first."""
+    while True:
+        link.wait_apart(lambda: _wait_for_all(link, _sent(link, peer, tag)))
 
 
 def _cut(link: Link, flat: torch.Tensor) -> list[torch.Tensor]:

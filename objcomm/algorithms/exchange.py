@@ -131,7 +131,7 @@ class Exchange(Transfers):
         # Each rank posts the receive for a rank's next first message when it has taken one, so that
         # the link hears of that before its own next first message.
         are_heads = len(self._sends) == sum(self._heads_to.values())
-        return are_heads and all(
+        return (are_heads and not self._has_handed_over) and all(
             (count == 1 and peer in self._asked)
             or (count <= self._heads_from.get(peer, 0) and peer in self._lane.answering)
             for peer, count in self._heads_to.items()
@@ -371,13 +371,20 @@ class Exchange(Transfers):
             share = Share.with_room([buffer.flat.numel() for buffer in message.on_host])
         if share is None:
             message.replace(message.on_host, [with_memory(each) for each in message.on_host])
-        flats = message.following_on_host if share is None else share.flats
-        pieces = [piece for flat in flats for piece in flat.split(place[2])]
-        self._relay(pieces, place, share, words)
-        if share is not None:
-            self.hand_over()  # none of it may be written to any more, nor be under way
+            self._relay(self._pieces(message, place[2]), place, message, words)
+            return None
+        # No variable may keep a piece: its memory goes before this call does.
+        self._relay(
+            [piece for flat in share.flats for piece in flat.split(place[2])], place, share, words
+        )
+        self.hand_over()  # none of it may be written to any more, nor be under way
+        try:
             share.seal()
-            message.replace(message.on_host, taken_out(message.on_host, share))
+        except OSError:
+            own = [with_memory(each) for each in message.on_host]
+            message.replace(message.on_host, taken_out(own, share))
+            return None
+        message.replace(message.on_host, taken_out(message.on_host, share))
         return share
 
     def _is_noticed(self, message: Message) -> bool:

@@ -151,6 +151,7 @@ class Transfers:
         self._result_tag = result_tag(lane, sequence)
         self._sends: list[tuple[Pending, int, torch.Tensor, object]] = []
         self._milestones: list[list[_Milestone]] = []
+        self._has_handed_over = False
 
     def ended(self, pieces: list[torch.Tensor]) -> Unit:
         """The same bytes, cut so that who waits for them hears of a peer's end.
@@ -318,6 +319,7 @@ class Transfers:
             except LinkError as error:  # given up
                 raise self._naming(error, (self.entry.awaits,)) from error
         self._sends.clear()
+        self._has_handed_over = True
 
     def are_asked_for(self) -> bool:
         """Whether the link is certain to know that the peers take all that was sent."""

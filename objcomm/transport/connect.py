@@ -202,7 +202,8 @@ class _Joining:
         self._place = place
         self._store = store
         self._failed = failed
-        limit = min(deadline.left(), CONNECT_MAX)
+        # Half of it: ranks of other hosts wait meanwhile for this one to connect over Gloo.
+        limit = min(deadline.left(), CONNECT_MAX) / 2
         self._looked_at = time.monotonic()
         self._until = self._looked_at + limit.total_seconds()
         self._progress = progress

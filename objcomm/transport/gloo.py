@@ -15,6 +15,8 @@ All that is peculiar to Gloo stands here, as of torch 2.13; ``link`` says it wit
 - A message leaves its rank after the peer's word that it has posted the receive. A receiver whose
   memory is too short for it aborts its process.
 - A receive counts what has come for it: a second wait for one that has ended has no end.
+- A receive that is being filled must be kept: if its work is gone, nothing is read any more from
+  that connection, its end included, and Gloo's thread spins.
 - While bytes stand before it, its thread reads on with the connection locked, and nothing leaves.
 - A receive from any source is woken neither by a death nor by an abort, and there is no probe; so
   there is none in ``link``.

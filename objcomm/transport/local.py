@@ -513,34 +513,66 @@ class LocalLink:
 
         The receives that stand ready for first messages need nobody before they are waited for.
         """
-        return any(
-            each.outgoing
-            or each.offered
-            or each.held
-            or each.taken
-            or each.filled is not None
-            or any(tag >> LANE_BITS for tag in tuple(each.posted))
-            for each in self._connections.values()
-        )
+        self._check_free()
+        with self._lock:
+            return any(
+                each.outgoing
+                or each.offered
+                or each.held
+                or each.taken
+                or each.filled is not None
+                or any(tag >> LANE_BITS for tag in each.posted)
+                for each in self._connections.values()
+            )
 
     @contextlib.contextmanager
-    def moved_by(self, movers: ThreadPool) -> Iterator[None]:
-        """A block that waits elsewhere, while a thread moves all that there is here."""
-        self._check_free()
+    def moved_by(self, threads: ThreadPool) -> Iterator[None]:
+        """A block that waits elsewhere, while another thread moves all that there is here.
+
+        Raises:
+            LinkError: this process can start no more threads.
+        """
         end = _Transfer(_NOTHING)
-        # Without one more thread the block waits until its own limit at most.
-        with contextlib.suppress(RuntimeError):
-            movers.submit(functools.partial(self._move_until, end))
         try:
+            _submit(threads, functools.partial(self._move_until, end))
             yield
         finally:
-            with self._lock:
-                end.end()
-                self._wake_mover()
+            self._let_go_on(end)
+
+    def is_moved_here(self) -> bool:
+        """Whether the calling thread runs a signal's handler, which has interrupted the mover."""
+        return self._mover == threading.get_ident()
+
+    def move_during(self, wait: Callable[[], None], threads: ThreadPool) -> None:
+        """Let another thread do ``wait``, as the calling one is the only one to move meanwhile.
+
+        Raises:
+            LinkError: what ``wait`` raises; or this process can start no more threads.
+        """
+        end, errors = _Transfer(_NOTHING), deque[BaseException]()
+
+        def wait_there() -> None:
+            try:
+                wait()
+            except BaseException as error:  # noqa: BLE001  # raised by the thread that asked
+                errors.append(error)
+            finally:
+                self._let_go_on(end)
+
+        _submit(threads, wait_there)
+        self._await(end, time.monotonic() + FOREVER_SECONDS)
+        if errors:
+            raise errors.pop()
 
     def _move_until(self, end: _Transfer) -> None:
         with contextlib.suppress(LinkError):  # whoever waits for its connection is told
             self._await(end, time.monotonic() + FOREVER_SECONDS)
+
+    def _let_go_on(self, awaited: _Transfer) -> None:
+        """Let who waits for what another thread does go on."""
+        with self._lock:
+            awaited.end()
+            self._wake_mover()
 
     # ------------------------------------------------------------------ who moves
 
@@ -1084,6 +1116,13 @@ class LocalLink:
         connection.filling = connection.filled = None
         for each in left:
             each.end(reason)
+
+
+def _submit(threads: ThreadPool, job: Callable[[], None]) -> None:
+    try:
+        threads.submit(job)
+    except RuntimeError as error:
+        raise LinkError(f"this process can start no more threads ({error})") from error
 
 
 def _has_ended(end: socket.socket) -> bool:

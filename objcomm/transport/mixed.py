@@ -2,11 +2,13 @@
 
 The link of one host has no thread: whoever waits moves it. Who waits for another host sleeps in
 Gloo's code, so a thread moves this host's link meanwhile; where nothing can be under way there, as
-after small messages, none is needed.
+after small messages, none is needed. A signal's handler may have interrupted the one that moves:
+then another thread does what the handler waits for.
 """
 
 from __future__ import annotations  # torch may be built without distributed
 
+import functools
 from typing import TYPE_CHECKING
 
 from objcomm.transport.threads import ThreadPool
@@ -46,7 +48,7 @@ class MixedLink:
         """
         self._local = local
         self._far = far
-        self._movers = ThreadPool()
+        self._threads = ThreadPool()
         self.rank = far.rank
         self.size = far.size
         self.hosts = far.hosts
@@ -70,10 +72,13 @@ class MixedLink:
         """See ``Link``."""
         if self._local.has_begun(pending):
             self._local.wait(pending, limit)
+        elif self._local.is_moved_here():
+            wait = functools.partial(self._far.wait, pending, limit)
+            self._local.move_during(wait, self._threads)
         elif not self._local.needs_a_mover():
             self._far.wait(pending, limit)
         else:
-            with self._local.moved_by(self._movers):
+            with self._local.moved_by(self._threads):
                 self._far.wait(pending, limit)
 
     def is_done(self, pending: Pending) -> bool:
@@ -83,7 +88,11 @@ class MixedLink:
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``."""
-        self._far.wait_apart(wait)
+        if self._local.is_moved_here():
+            apart = functools.partial(self._far.wait_apart, wait)
+            self._local.move_during(apart, self._threads)
+        else:
+            self._far.wait_apart(wait)
 
     def move(self) -> None:
         """See ``Link``."""
@@ -99,7 +108,7 @@ class MixedLink:
             self._local.abort()
         finally:
             self._far.abort()
-            self._movers.close()
+            self._threads.close()
 
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""

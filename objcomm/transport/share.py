@@ -121,10 +121,10 @@ class Share:
         """
         share = cls(())
         where = places(sizes)
-        ends = dict.fromkeys(range(len(where)), 0)
-        for (file, start), nbytes in zip(where, sizes, strict=True):
-            ends[file] = start + nbytes
-        files = [share._opened(end) for end in filter(None, ends.values())]
+        # Of each file the last one counts.
+        ends = {file: start + nbytes for (file, start), nbytes in zip(where, sizes, strict=True)}
+        files = [share._opened(end) for end in ends.values()]
+        share._sizes = list(ends.values())
         share.flats = [
             files[file][start : start + nbytes]
             for (file, start), nbytes in zip(where, sizes, strict=True)
@@ -135,8 +135,12 @@ class Share:
         """One more file, to be written."""
         self.descriptors.append(_new_file())
         # All of it now: who writes where the system has no more memory is ended by SIGBUS.
-        os.posix_fallocate(self.descriptors[-1], 0, nbytes)
-        self._written.append(mmap.mmap(self.descriptors[-1], nbytes))
+        for at in range(0, nbytes, _WRITTEN_AT_ONCE_NBYTES):
+            os.posix_fallocate(self.descriptors[-1], at, min(nbytes - at, _WRITTEN_AT_ONCE_NBYTES))
+        memory = mmap.mmap(self.descriptors[-1], nbytes)
+        # What a forked process could write to can't be sealed.
+        memory.madvise(mmap.MADV_DONTFORK)
+        self._written.append(memory)
         # A tensor, and each slice of it, keeps the object that it was made of.
         return torch.frombuffer(self._written[-1], dtype=torch.uint8)
 
@@ -144,7 +148,7 @@ class Share:
         """Let nobody change it any more; the memory of ``flats`` is gone, whoever still has some.
 
         Raises:
-            OSError: the system is still at work on it.
+            OSError: another process may write to it, as one does that was forked in between.
         """
         self.flats.clear()
         while self._written:

@@ -2,7 +2,9 @@
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -13,7 +15,7 @@ import objcomm
 from objcomm import TransportError
 from objcomm.transport import rendezvous
 from objcomm.transport.share import Share
-from tests.group.helpers import assert_group_works, error_in, subgroup
+from tests.group.helpers import assert_group_works, error_in, hear, say, subgroup
 from tests.group.test_connect import kind_of
 from tests.group.test_sharing import CALLS, at_root, pss_nbytes, table
 from tests.ranks import ON_ONE_HOST, ranks
@@ -60,7 +62,7 @@ def test_each_operation_carries_what_it_should(name: str) -> None:
         assert_group_works()
 
 
-@pytest.mark.parametrize("refused", ["of", "with_room"])
+@pytest.mark.parametrize("refused", ["of", "with_room", "seal"])
 @ranks(4, environment=ON_ONE_HOST)
 def test_a_host_without_memory_to_share_copies(refused: str) -> None:
     with on_hosts(0, 0, 1, 1), mock.patch.object(Share, refused, side_effect=OSError("refused")):
@@ -98,6 +100,42 @@ def test_each_host_holds_one_copy() -> None:
         gc.collect()
         objcomm.barrier()
         assert sum(objcomm.all_gather(pss_nbytes() - before)[1:]) < 0.1 * sent.nbytes
+
+
+@ranks(3, environment=ON_ONE_HOST)
+def test_a_signals_handler_may_call_what_waits_for_another_host() -> None:
+    """It runs on the thread that moves its host's link, which can't sleep in Gloo meanwhile."""
+    large = bytes(3 << 20)
+
+    def meet() -> None:
+        with objcomm.lane("of the handler"):
+            assert objcomm.all_gather(large) == [large] * 3
+
+    with on_hosts(0, 0, 1):
+        assert_group_works()
+        meet()
+        pids = objcomm.all_gather(os.getpid())
+        if here().rank == 0:
+            with handled(signal.SIGUSR1, meet):
+                say("rank 0 is about to wait")
+                assert objcomm.broadcast(None, src=1) == "last"
+        else:
+            if here().rank == 1:
+                hear("rank 0 is about to wait")
+                time.sleep(0.3)  # sooner the signal strikes before the wait, which is no trouble
+                os.kill(pids[0], signal.SIGUSR1)
+            meet()
+            assert objcomm.broadcast("last", src=1) == "last"
+
+
+@contextmanager
+def handled(number: int, handle: Callable[[], None]) -> Iterator[None]:
+    """A block in which a signal calls this, on the main thread."""
+    before = signal.signal(number, lambda *_: handle())
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 0)], ids=str)

@@ -298,4 +298,28 @@ MUTANTS = (
         "a rank has its object, though one of another host has refused it",
         _HOSTS,
     ),
+    Mutant(
+        "handler-keeps-the-turn",
+        _MIXED,
+        "        if self._local.is_moved_here():\n            apart",
+        "        if not self._local:\n            apart",
+        "a handler's call waits for threads that wait for the thread that it has interrupted",
+        _HOSTS,
+    ),
+    Mutant(
+        "forked-process-keeps-a-writable-mapping",
+        _SHARE,
+        "memory.madvise(mmap.MADV_DONTFORK)",
+        "memory.madvise(mmap.MADV_NORMAL)",
+        "a process that is forked while a large object comes keeps it from being sealed",
+        _SHARES,
+    ),
+    Mutant(
+        "unsealed-memory-ends-the-call",
+        _EXCHANGE,
+        "        except OSError:\n            own =",
+        "        except ZeroDivisionError:\n            own =",
+        "where memory can't be sealed no object arrives",
+        _BY_SHARE,
+    ),
 )

@@ -40,7 +40,7 @@ def test_a_broadcast_reaches_every_rank_whole(spread: str, shape: str) -> None:
             assert content_of(message) == expected(root, shape)
 
 
-@pytest.mark.parametrize("refused", ["of", "with_room"])
+@pytest.mark.parametrize("refused", ["of", "with_room", "seal"])
 @pytest.mark.parametrize("spread", SPREADS)
 def test_and_so_it_does_where_there_is_no_memory_to_share(spread: str, refused: str) -> None:
     hosts, sharing = SPREADS[spread]

@@ -250,3 +250,51 @@ def test_a_process_without_room_says_so_and_loses_nothing() -> None:
         assert torch.frombuffer(share.mapped((0, 0), 10 << 20), dtype=torch.uint8).sum() == 10 << 20
         """
     )
+
+
+@given(_LENGTHS, st.booleans())
+def test_members_that_come_later_come_back_as_they_were(
+    lengths: list[int],
+    are_files_small: bool,  # noqa: FBT001  # drawn
+) -> None:
+    with patch.object(share_module, "_FILE_MIN_NBYTES", 5000 if are_files_small else 64 << 20):
+        share = Share.with_room(lengths)
+        sent = [counting(nbytes, at) for at, nbytes in enumerate(lengths)]
+        for flat, each in zip(share.flats, sent, strict=True):
+            flat.copy_(each)
+        share.seal()
+        assert share.is_sealed()
+        assert not share.flats
+        for each, place in zip(sent, places(lengths), strict=True):
+            assert torch.equal(mapped(share, each.numel(), place), each)
+
+
+def test_what_is_being_written_is_no_mapping_of_a_forked_process() -> None:
+    share = Share.with_room([100_000])
+    share.flats[0].fill_(7)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # as a loader's worker, which lives for long
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    try:
+        share.seal()
+        assert mapped(share, 100_000).eq(7).all()
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+def test_what_another_process_can_write_to_is_not_sealed_but_can_be_read() -> None:
+    share = Share.with_room([100_000])
+    share.flats[0].fill_(7)
+    other = mmap.mmap(share.descriptors[0], 100_000)
+    with pytest.raises(OSError, match="busy"):
+        share.seal()
+    assert not share.is_sealed()
+    room = counting(100_000)
+    share.read_into(room, (0, 0))
+    assert room.eq(7).all()
+    other.close()
