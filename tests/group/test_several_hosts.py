@@ -110,6 +110,7 @@ def test_a_signals_handler_may_call_what_waits_for_another_host() -> None:
     def meet() -> None:
         with objcomm.lane("of the handler"):
             assert objcomm.all_gather(large) == [large] * 3
+            assert objcomm.broadcast(at_root(large)) == large
 
     with on_hosts(0, 0, 1):
         assert_group_works()
