@@ -1,5 +1,7 @@
 """Names, ports and listeners: what is reached, how failures are named, and that waits end."""
 
+import contextlib
+import json
 import socket
 import threading
 import time
@@ -19,6 +21,8 @@ from objcomm.bootstrap.doctor.host import (
 from objcomm.bootstrap.doctor.links import Listener, contact, contacts
 
 HERE = "127.0.0.1"
+#: Long ago: there is no more patience than for a host.
+NEVER = 0.0
 
 
 def peer(port: int, address: str = HERE) -> Peer:
@@ -45,7 +49,7 @@ def test_a_call_that_takes_too_long_is_left_behind() -> None:
 
 def test_a_listener_is_reached_and_its_clock_is_ours() -> None:
     with Listener(HERE, "token") as listener:
-        found = contact(peer(listener.port), 60.0)
+        found = contact(peer(listener.port), 60.0, NEVER)
     assert found.peer == 3
     assert not found.problem
     assert abs(found.ahead_seconds) <= found.margin_seconds
@@ -61,20 +65,20 @@ def test_another_clock_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(time, "time", told)
     with Listener(HERE, "token") as listener:
-        found = contact(peer(listener.port), 60.0)
+        found = contact(peer(listener.port), 60.0, NEVER)
     assert abs(found.ahead_seconds - ahead) <= found.margin_seconds
 
 
 def test_many_are_reached_at_once_and_in_order() -> None:
     with Listener(HERE, "token") as listener:
-        found = contacts([peer(listener.port)] * 40, 60.0)
+        found = contacts([peer(listener.port)] * 40, 60.0, 0.0)
     assert [each.problem for each in found] == [""] * 40
-    assert contacts([], 60.0) == ()
+    assert contacts([], 60.0, 60.0) == ()
 
 
 def test_another_token_is_another_program() -> None:
     with Listener(HERE, "other") as listener:
-        assert contact(peer(listener.port), 60.0).problem == "another program answered"
+        assert contact(peer(listener.port), 60.0, NEVER).problem == "another program answered"
 
 
 def test_another_protocol_is_another_program() -> None:
@@ -87,19 +91,38 @@ def test_another_protocol_is_another_program() -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        found = contact(peer(server.getsockname()[1]), 60.0)
+        found = contact(peer(server.getsockname()[1]), 60.0, NEVER)
         answering.join()
     assert found.problem == "another program answered"
 
 
 def test_a_closed_port_refuses_and_a_silent_one_does_not_answer() -> None:
-    assert contact(peer(closed_port()), 60.0).problem == "connection refused"
+    assert contact(peer(closed_port()), 60.0, NEVER).problem == "connection refused"
     with socket.create_server((HERE, 0)) as mute:
-        assert contact(peer(mute.getsockname()[1]), 0.05).problem == "no answer"
+        assert contact(peer(mute.getsockname()[1]), 0.05, NEVER).problem == "no answer"
+
+
+def test_a_rank_may_answer_later_than_its_host() -> None:
+    with socket.create_server((HERE, 0)) as server:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # who came has left, or nobody comes any more
+                while True:
+                    visitor, _ = server.accept()
+                    time.sleep(0.2)
+                    with visitor:
+                        visitor.sendall(json.dumps(["token", time.time()]).encode())
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        found = contact(peer(server.getsockname()[1]), 0.05, time.monotonic() + 60.0)
+        server.shutdown(socket.SHUT_RDWR)
+        answering.join()
+    assert not found.problem
 
 
 def test_who_does_not_listen_is_not_tried() -> None:
-    assert contact(peer(1, address=""), 60.0).problem == "it does not listen"
+    assert contact(peer(1, address=""), 60.0, NEVER).problem == "it does not listen"
 
 
 def test_a_listener_leaves_no_thread_and_no_port() -> None:

@@ -36,13 +36,15 @@ def no_new_threads(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupted(*, after: bool) -> Iterator[None]:
-    """Ctrl-C comes right before, or after, a call is handed over to another thread."""
-    submit = ThreadPool.submit
+    """Ctrl-C comes right before, or after, this thread hands a call over to another one."""
+    submit, here_only = ThreadPool.submit, threading.get_ident()
 
     def interrupt(pool: ThreadPool, job: Callable[[], None]) -> None:
-        if after:
+        is_here = threading.get_ident() == here_only  # what was handed over may go on at once
+        if after or not is_here:
             submit(pool, job)
-        raise KeyboardInterrupt
+        if is_here:
+            raise KeyboardInterrupt
 
     with mock.patch.object(ThreadPool, "submit", interrupt):
         yield

@@ -40,7 +40,7 @@ class Limits:
 
     Attributes:
         meet: until all ranks must have come.
-        attempt: to reach one rank.
+        attempt: to reach one rank's host.
         reach: to reach all.
         look: to look up names.
         connect: to make a group.
@@ -258,14 +258,15 @@ class _Rank:
         ordered = sorted(ranks)
         mine = ordered.index(self._place.rank)
         wanted = [ranks[ordered[place]] for place in peers_of(mine, len(ordered))]
-        made = contacts(wanted, self._limits.attempt)
+        limits = self._limits
+        made = contacts(wanted, limits.attempt, limits.reach - limits.attempt)
         if roll.looker != self._place.rank:
             return Contacts(made)
         callers: dict[str, int] = {}
         for rank in ordered:
             if ranks[rank].caller:
                 callers.setdefault(ranks[rank].caller, rank)
-        return Contacts(made, lookups(callers, self._limits.look))
+        return Contacts(made, lookups(callers, limits.look))
 
     def _links(self, roll: Roll) -> MeasuredLinks:
         machines = [peer.machine for peer in sorted(roll.peers, key=lambda peer: peer.rank)]

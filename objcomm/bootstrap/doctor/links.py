@@ -148,32 +148,36 @@ class Listener:
                     visitor.sendall(json.dumps([self._token, time.time()]).encode())
 
 
-def contacts(peers: Sequence[Peer], seconds: float) -> tuple[Reachable, ...]:
+def contacts(peers: Sequence[Peer], seconds: float, patience: float) -> tuple[Reachable, ...]:
     """Try to reach other ranks, several at once.
 
     Args:
         peers: whom.
-        seconds: how long to wait for each.
+        seconds: how long to wait for each one's host.
+        patience: how long to wait for all, where their hosts have let this rank in.
     """
     if not peers:
         return ()
+    until = time.monotonic() + patience
     with ThreadPoolExecutor(min(_AT_ONCE, len(peers)), "objcomm-doctor") as pool:
-        return tuple(pool.map(lambda peer: contact(peer, seconds), peers))
+        return tuple(pool.map(lambda peer: contact(peer, seconds, until), peers))
 
 
-def contact(peer: Peer, seconds: float) -> Reachable:
+def contact(peer: Peer, seconds: float, until: float) -> Reachable:
     """Try to reach one rank.
 
     Args:
         peer: which.
-        seconds: how long to wait for it.
+        seconds: how long to wait for its host, whose system answers however busy it is.
+        until: how long to wait for itself, if that is longer, in seconds of ``time.monotonic``: of
+            two cores with twenty threads to run, one gave no answer within three seconds.
     """
     if not peer.address:
         return Reachable(peer.rank, "it does not listen")
     clock = Clock()
     for _ in range(_ROUNDS):
         try:
-            found = _clock(peer, seconds)
+            found = _clock(peer, seconds, until)
         except OSError as error:
             return Reachable(peer.rank, reason_of(error))
         except ValueError:
@@ -182,7 +186,7 @@ def contact(peer: Peer, seconds: float) -> Reachable:
     return Reachable(peer.rank, "", clock.ahead_seconds, clock.margin_seconds)
 
 
-def _clock(peer: Peer, seconds: float) -> Clock:
+def _clock(peer: Peer, seconds: float, until: float) -> Clock:
     """Bounds of a rank's clock: it told the time after it was asked and before that was heard.
 
     Raises:
@@ -191,6 +195,7 @@ def _clock(peer: Peer, seconds: float) -> Clock:
     """
     asked = time.time()
     with connect(peer.address, peer.port, seconds) as connection:
+        connection.settimeout(max(seconds, until - time.monotonic()))
         token, told = _heard(connection)
     heard = time.time()
     if token != peer.token or not isinstance(told, float) or not math.isfinite(told):
