@@ -1,0 +1,109 @@
+"""Where the system refuses what the link of one host is made of, a call is slower and no more."""
+
+import errno
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import objcomm
+from objcomm import TransportError
+from tests.confined import MEMFD_CREATE, no_descriptors, refuse
+from tests.group.helpers import assert_group_works, error_in, subgroup
+from tests.group.test_connections_to_the_store import over_tcp
+from tests.group.test_sharing import CALLS
+from tests.ranks import ON_ONE_HOST, ranks
+from tests.same import assert_same
+from tests.workers import here
+
+ROOT = Path(__file__).parents[2]
+
+
+def carried(*names: str) -> list[tuple[Any, Any]]:
+    """What some operations return, and what they should."""
+    return [CALLS[name](here().rank, here().world_size) for name in names]
+
+
+@pytest.mark.parametrize("reason", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
+@ranks(3, environment=ON_ONE_HOST)
+def test_a_sandbox_may_refuse_memory_to_share(reason: int) -> None:
+    """To one rank, as its sender and its receiver."""
+    if here().rank == 1:
+        refuse(MEMFD_CREATE, reason)
+        with pytest.raises(OSError, match=os.strerror(reason)):
+            os.memfd_create("refused")
+    for got, want in carried("broadcast", "all_gather", "scatter"):
+        assert_same(got, want, sharing=False)
+    assert_group_works()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@ranks(2, environment=ON_ONE_HOST)
+def test_a_rank_may_have_no_descriptor_left(rank: int) -> None:
+    names = ("broadcast", "all_gather", "sendrecv")
+    carried(*names)  # what a first one opens
+    with no_descriptors() if here().rank == rank else nullcontext():
+        results = carried(*names)
+    for got, want in results:
+        assert_same(got, want, sharing=False)
+    assert_group_works()
+
+
+@pytest.mark.parametrize("left", [0, 4])
+@ranks(2, joined=False, environment=ON_ONE_HOST)
+def test_who_can_open_too_few_descriptors_is_named_and_a_new_group_works(left: int) -> None:
+    """Too few for any link; with some more it has one, and torch's own files need some."""
+    with over_tcp():
+        objcomm.barrier()
+        with subgroup(0, 1) as group, no_descriptors(left) if here().rank else nullcontext():
+            error = error_in(TransportError, lambda: objcomm.barrier(group=group))
+        assert error.peers == (1,)
+        assert "could not connect" in error.reason
+        with subgroup(0, 1) as group:
+            assert_group_works(group)
+
+
+_HIDDEN = """
+import os, sys
+from multiprocessing import get_context
+import torch, torch.distributed as dist
+import objcomm
+
+def work(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    got = objcomm.broadcast(torch.full((500_000,), 7) if rank == 0 else None)
+    told = objcomm.all_gather({"rank": rank, "sum": int(got.sum())})
+    assert told == [{"rank": each, "sum": 3_500_000} for each in range(2)], told
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    assert not os.path.exists("/proc/self")
+    processes = [get_context("fork").Process(target=work, args=(r, sys.argv[1])) for r in range(2)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join()
+    print([each.exitcode for each in processes])
+"""
+
+
+def test_a_sandbox_may_hide_proc(tmp_path: Path) -> None:
+    """Where there is nothing to read of processes, sockets and namespaces."""
+    program = tmp_path / "hidden.py"
+    program.write_text(_HIDDEN, encoding="utf-8")
+    hide = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    run = 'mount -t tmpfs none /proc && exec "$@"'
+    done = subprocess.run(
+        [*hide, run, "sh", sys.executable, str(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=400,  # only a hang takes so long
+        cwd=ROOT,
+        env={**os.environ, **ON_ONE_HOST, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.stdout == "[0, 0]\n", done.stderr
