@@ -111,7 +111,7 @@ class Settings:
     @property
     def is_local(self) -> bool:
         """Whether ranks of one host may have a link of their own."""
-        return os.environ.get("OBJCOMM_LOCAL", "") == "1" if self.local is None else self.local
+        return os.environ.get("OBJCOMM_LOCAL", "") != "0" if self.local is None else self.local
 
 
 class _Process:
@@ -191,10 +191,10 @@ class configure:  # noqa: N801  # used as a function and as a context
             because it or its network has failed: see the guide on failures. Held by the
             connections that are made afterwards. At first 60; ``math.inf`` for the system's own
             limits. On Linux only.
-        local: whether ranks that share a host use Unix sockets and shared memory
-            instead of Gloo, for the connections that are made afterwards. One rank that says
-            False decides for its host's ranks. At first False, unless the environment has
-            ``OBJCOMM_LOCAL=1``. On Linux only.
+        local: whether ranks that share a host use Unix sockets and shared memory instead of Gloo,
+            for the connections that are made afterwards. One rank that says False decides for its
+            host's ranks. At first True, unless the environment has ``OBJCOMM_LOCAL=0``. On Linux
+            only.
         everywhere: also for threads that have set no options, whenever they were started. The
             last one to say so counts.
 

@@ -14,21 +14,12 @@ import pytest
 
 from tests.workers import Order, Pool, Report
 
-__all__ = [
-    "ON_ONE_HOST",
-    "OVER_GLOO",
-    "close_pools",
-    "ranks",
-    "run_on_fresh_ranks",
-    "run_on_ranks",
-    "solo",
-]
+__all__ = ["OVER_GLOO", "close_pools", "ranks", "run_on_fresh_ranks", "run_on_ranks", "solo"]
 
 Body = Callable[..., None]
 
-#: The ``environment`` of tests of what is peculiar to Gloo's link, and to that of one host.
+#: The ``environment`` of tests of what is peculiar to Gloo's link.
 OVER_GLOO = {"OBJCOMM_LOCAL": "0"}
-ON_ONE_HOST = {"OBJCOMM_LOCAL": "1"}
 
 DEADLINE_S = 120.0  # only a hang takes so long, even beside two other suites
 

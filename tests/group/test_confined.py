@@ -16,7 +16,7 @@ from tests.confined import MEMFD_CREATE, no_descriptors, refuse
 from tests.group.helpers import assert_group_works, error_in, subgroup
 from tests.group.test_connections_to_the_store import over_tcp
 from tests.group.test_sharing import CALLS
-from tests.ranks import ON_ONE_HOST, ranks
+from tests.ranks import ranks
 from tests.same import assert_same
 from tests.workers import here
 
@@ -29,7 +29,7 @@ def carried(*names: str) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("reason", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3, disposable=True)
 def test_a_sandbox_may_refuse_memory_to_share(reason: int) -> None:
     """To one rank, as its sender and its receiver."""
     if here().rank == 1:
@@ -42,7 +42,7 @@ def test_a_sandbox_may_refuse_memory_to_share(reason: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@ranks(2, environment=ON_ONE_HOST)
+@ranks(2, disposable=True)
 def test_a_rank_may_have_no_descriptor_left(rank: int) -> None:
     names = ("broadcast", "all_gather", "sendrecv")
     carried(*names)  # what a first one opens
@@ -54,7 +54,7 @@ def test_a_rank_may_have_no_descriptor_left(rank: int) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 4])
-@ranks(2, joined=False, environment=ON_ONE_HOST)
+@ranks(2, joined=False)
 def test_who_can_open_too_few_descriptors_is_named_and_a_new_group_works(left: int) -> None:
     """Too few for any link; with some more it has one, and torch's own files need some."""
     with over_tcp():
@@ -103,7 +103,7 @@ def test_a_sandbox_may_hide_proc(tmp_path: Path) -> None:
         text=True,
         timeout=400,  # only a hang takes so long
         cwd=ROOT,
-        env={**os.environ, **ON_ONE_HOST, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert done.stdout == "[0, 0]\n", done.stderr

@@ -17,7 +17,7 @@ from objcomm.calls.group import resolve
 from objcomm.transport import connect
 from tests.faults.victim import sockets
 from tests.group.helpers import assert_group_works, error_in, subgroup, tell_all
-from tests.ranks import ON_ONE_HOST, OVER_GLOO, ranks
+from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until
 from tests.workers import here
 
@@ -50,7 +50,7 @@ def _socket_of(descriptor: int) -> Iterator[socket.socket | None]:
         yield end
 
 
-@ranks(2, 4, environment=ON_ONE_HOST)
+@ranks(2, 4)
 def test_ranks_of_one_host_need_no_network_and_no_thread() -> None:
     assert_joined_by(_UNIX)
     with subgroup(*range(here().world_size)) as group:
@@ -82,7 +82,7 @@ def test_the_environment_turns_it_off() -> None:
         assert_joined_by(_UNIX)
 
 
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3)
 def test_one_rank_that_turns_it_off_decides_for_all() -> None:
     with objcomm.configure(local=False) if here().rank == 1 else nullcontext():
         assert_joined_by(_GLOO)
@@ -99,7 +99,7 @@ LACKING = {
 
 @pytest.mark.parametrize("lacking", LACKING)
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3)
 def test_where_one_rank_cannot_all_use_gloo_and_nothing_is_left(lacking: str, rank: int) -> None:
     assert_joined_by(_UNIX)
     before = len(sockets())
@@ -121,7 +121,7 @@ def test_where_one_rank_cannot_all_use_gloo_and_nothing_is_left(lacking: str, ra
     ],
     ids=["nothing", "one byte", "rank 0", "no rank", "no proof", "much"],
 )
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3)
 def test_strangers_get_nothing_and_hold_nobody_up(word: bytes) -> None:
     """They come before any rank does, say something, and stay."""
     strangers = []
@@ -146,7 +146,7 @@ def test_strangers_get_nothing_and_hold_nobody_up(word: bytes) -> None:
                 assert each.recv(1) == b""  # nothing was said to it
 
 
-@ranks(3, expect_dead={1}, environment=ON_ONE_HOST)
+@ranks(3, expect_dead={1})
 def test_a_rank_that_dies_while_all_connect_is_named() -> None:
     objcomm.barrier()
     group = dist.new_group([0, 1, 2])

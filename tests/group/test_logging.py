@@ -74,11 +74,11 @@ def test_records_say_rank_world_size_and_group() -> None:
     for record in handler.records:
         assert (record.name, record.levelno) == ("objcomm", logging.DEBUG)
         assert (vars(record)["rank"], vars(record)["world_size"]) == (here().rank, 3)
-    assert "3 ranks connected over Gloo, on 1 host(s)" in world.getMessage()
+    assert "3 ranks connected over Unix sockets, on 1 host(s)" in world.getMessage()
     assert world.module == "mesh"
     assert len(others) == (here().rank > 0)
     for record in others:
-        assert "2 ranks connected over Gloo" in record.getMessage()
+        assert "2 ranks connected over Unix sockets" in record.getMessage()
         assert vars(record)["group"] not in ("", vars(world)["group"])
 
 

@@ -18,7 +18,7 @@ from objcomm.transport.share import Share
 from tests.group.helpers import assert_group_works, error_in, hear, say, subgroup
 from tests.group.test_connect import kind_of
 from tests.group.test_sharing import CALLS, at_root, pss_nbytes, table
-from tests.ranks import ON_ONE_HOST, ranks
+from tests.ranks import ranks
 from tests.same import assert_same
 from tests.waits import PATIENCE_S
 from tests.workers import here
@@ -34,7 +34,7 @@ def on_hosts(*hosts: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 0), (0, 1, 1)], ids=str)
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3, disposable=True)
 def test_a_rank_has_the_links_that_it_needs(hosts: Sequence[int]) -> None:
     with on_hosts(*hosts), subgroup(0, 1, 2) as group:
         assert_group_works(group)
@@ -43,7 +43,7 @@ def test_a_rank_has_the_links_that_it_needs(hosts: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-@ranks(4, environment=ON_ONE_HOST)
+@ranks(4, disposable=True)
 def test_where_a_rank_has_no_door_its_host_uses_gloo_and_the_others_do_not(rank: int) -> None:
     hosts = (0, 1, 0, 1)
     refusal = objcomm.configure(local=False) if here().rank == rank else nullcontext()
@@ -53,7 +53,7 @@ def test_where_a_rank_has_no_door_its_host_uses_gloo_and_the_others_do_not(rank:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@ranks(3, 4, environment=ON_ONE_HOST)
+@ranks(3, 4, disposable=True)
 def test_each_operation_carries_what_it_should(name: str) -> None:
     with on_hosts(0, 0, 1, 1):
         for _ in range(2):
@@ -63,7 +63,7 @@ def test_each_operation_carries_what_it_should(name: str) -> None:
 
 
 @pytest.mark.parametrize("refused", ["of", "with_room", "seal"])
-@ranks(4, environment=ON_ONE_HOST)
+@ranks(4, disposable=True)
 def test_a_host_without_memory_to_share_copies(refused: str) -> None:
     with on_hosts(0, 0, 1, 1), mock.patch.object(Share, refused, side_effect=OSError("refused")):
         assert_same(objcomm.broadcast(at_root(table(0))), table(0), sharing=False)
@@ -71,7 +71,7 @@ def test_a_host_without_memory_to_share_copies(refused: str) -> None:
 
 
 @pytest.mark.parametrize("refusing", range(1, 4))
-@ranks(4, environment=ON_ONE_HOST)
+@ranks(4, disposable=True)
 def test_no_rank_has_what_one_of_any_host_refuses(refusing: int) -> None:
     most = 1 << 20 if here().rank == refusing else 1 << 30
     with (
@@ -82,7 +82,7 @@ def test_no_rank_has_what_one_of_any_host_refuses(refusing: int) -> None:
         objcomm.broadcast(at_root(torch.arange(500_000)))
 
 
-@ranks(4, environment=ON_ONE_HOST)
+@ranks(4, disposable=True)
 def test_each_host_holds_one_copy() -> None:
     """Of what comes to it from another one; and none once nobody has it."""
     sent = torch.arange(8 << 20)
@@ -102,7 +102,7 @@ def test_each_host_holds_one_copy() -> None:
         assert sum(objcomm.all_gather(pss_nbytes() - before)[1:]) < 0.1 * sent.nbytes
 
 
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3, disposable=True)
 def test_a_signals_handler_may_call_what_waits_for_another_host() -> None:
     """It runs on the thread that moves its host's link, which can't sleep in Gloo meanwhile."""
     large = bytes(3 << 20)
@@ -140,7 +140,7 @@ def handled(number: int, handle: Callable[[], None]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 0)], ids=str)
-@ranks(4, expect_dead={1}, environment=ON_ONE_HOST)
+@ranks(4, expect_dead={1})
 def test_the_death_of_a_rank_is_heard_on_every_host(hosts: Sequence[int]) -> None:
     with on_hosts(*hosts):
         assert_group_works()

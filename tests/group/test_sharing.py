@@ -20,7 +20,7 @@ from objcomm.transport.share import Share
 from objcomm.wire import message
 from tests.group.helpers import assert_group_works
 from tests.open_files import open_files
-from tests.ranks import ON_ONE_HOST, OVER_GLOO, ranks
+from tests.ranks import OVER_GLOO, ranks
 from tests.same import assert_same
 from tests.workers import here
 
@@ -71,7 +71,7 @@ CALLS: dict[str, Callable[[int, int], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@ranks(2, 3, long=[4], environment=ON_ONE_HOST)
+@ranks(2, 3, long=[4])
 def test_each_operation_hands_over_what_it_should(name: str) -> None:
     got, want = CALLS[name](here().rank, here().world_size)
     assert_same(got, want, sharing=False)
@@ -85,7 +85,7 @@ def test_they_do_the_same_over_gloo(name: str) -> None:
     assert_same(got, want, sharing=False)
 
 
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3)
 def test_what_a_receiver_writes_nobody_else_sees() -> None:
     mine: Any = objcomm.broadcast(at_root(torch.arange(500_000)))
     if here().rank == 1:
@@ -107,7 +107,7 @@ def pss_nbytes() -> int:
     return int(found[1]) << 10
 
 
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3, disposable=True)
 def test_a_host_holds_one_copy() -> None:
     """Of what every rank reads; and none once nobody has it."""
     sent = torch.arange(8 * _MIB)
@@ -125,7 +125,7 @@ def test_a_host_holds_one_copy() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3)
 def test_a_system_without_such_files_copies(name: str) -> None:
     """It may refuse them, as a sandbox does, or have no memory for one; on some ranks only."""
     refusing = patch.object(os, "memfd_create", side_effect=OSError("refused"))
@@ -139,7 +139,7 @@ def test_a_system_without_such_files_copies(name: str) -> None:
     assert_group_works()
 
 
-@ranks(2, environment=ON_ONE_HOST)
+@ranks(2)
 def test_a_process_with_no_room_for_mappings_copies() -> None:
     with patch.object(Share, "mapped", side_effect=OSError("no room")):
         got = objcomm.all_gather(table(here().rank))
@@ -147,7 +147,7 @@ def test_a_process_with_no_room_for_mappings_copies() -> None:
     assert_group_works()
 
 
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3, disposable=True)
 def test_memory_that_is_too_short_is_refused_by_all() -> None:
     """As of a sender with a defect: who maps too much would be killed by its first look."""
 
@@ -160,7 +160,7 @@ def test_memory_that_is_too_short_is_refused_by_all() -> None:
             objcomm.broadcast(at_root(torch.arange(500_000)))
 
 
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3, disposable=True)
 def test_no_rank_has_what_another_one_refuses() -> None:
     most = 1 << 20 if here().rank == 2 else 1 << 30
     with objcomm.configure(max_nbytes=most), pytest.raises(objcomm.ObjcommError, match="limit"):
@@ -168,7 +168,7 @@ def test_no_rank_has_what_another_one_refuses() -> None:
 
 
 @pytest.mark.parametrize("name", ["broadcast", "scatter"])
-@ranks(3, environment=ON_ONE_HOST)
+@ranks(3, disposable=True)
 def test_no_rank_has_what_another_one_has_no_memory_for(name: str) -> None:
     """It says so before the others get theirs."""
     no_memory = patch.object(message, "allocate", side_effect=WireError("no memory, by design"))
@@ -179,7 +179,7 @@ def test_no_rank_has_what_another_one_has_no_memory_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@ranks(2, environment=ON_ONE_HOST)
+@ranks(2)
 def test_a_python_without_such_files_copies(name: str) -> None:
     """One that was built on an old system."""
     with patch.object(os, "memfd_create"):
@@ -189,7 +189,7 @@ def test_a_python_without_such_files_copies(name: str) -> None:
     assert_group_works()
 
 
-@ranks(2, environment=ON_ONE_HOST)
+@ranks(2)
 def test_threads_hand_over_side_by_side() -> None:
     """Each on its lane, in both directions at once."""
 
@@ -206,7 +206,7 @@ def test_threads_hand_over_side_by_side() -> None:
     assert_group_works()
 
 
-@ranks(2, environment=ON_ONE_HOST)
+@ranks(2)
 def test_nothing_stays_open() -> None:
     objcomm.all_gather(torch.arange(500_000))
     gc.collect()
