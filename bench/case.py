@@ -13,6 +13,7 @@ from bench.peers import Peer
 Bind = Callable[[Peer, Any], Callable[[], object]]
 
 SECONDS = "seconds"
+PROCESSOR_SECONDS = "processor_seconds"
 JUDGED_WORLD = 4
 SMALL = 150  # samples of a call that takes microseconds
 LARGE = 9  # samples of a call that takes tenths of a second
@@ -58,7 +59,8 @@ class Case:
         peers: names from ``peers.PEERS``, in the report's order.
         worlds: the world sizes it is tried at.
         measure: ``"time"``, or a measure of ``bench.memory``, each in processes of its own.
-        samples: calls per peer, or fresh sets of processes where it is not about time.
+        samples: how often each peer is measured; in fresh processes where it is not about time.
+        in_a_row: calls in one sample of a time, during which each rank goes on as soon as it may.
         targets: what objcomm's figures must reach.
     """
 
@@ -69,6 +71,7 @@ class Case:
     worlds: tuple[int, ...]
     measure: str
     samples: int
+    in_a_row: int
     targets: tuple[Target, ...]
 
 
@@ -81,13 +84,14 @@ def case(
     worlds: tuple[int, ...] = (2, 4, 8),
     measure: str = "time",
     samples: int = SMALL,
+    in_a_row: int = 1,
     targets: tuple[Target, ...] = (),
 ) -> Callable[[Bind], Bind]:
     """Declare the decorated function a benchmark; its name is the operation's."""
 
     def declare(bind: Bind) -> Bind:
         name = bind.__name__
-        CASES.append(Case(name, bind, payloads, peers, worlds, measure, samples, targets))
+        CASES.append(Case(name, bind, payloads, peers, worlds, measure, samples, in_a_row, targets))
         return bind
 
     return declare

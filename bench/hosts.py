@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from bench import machine
+from bench.case import SECONDS
 from bench.measure import Ruler, alternate
 from bench.payloads import MIB
 from bench.peers import PEERS, Peer
@@ -132,11 +133,11 @@ def be_a_rank(folder: Path) -> None:
         mine = np.full(case.nbytes // 8, rank, dtype=np.int64)
         calls = {each: case.bind(peer, peer.prepare(mine)) for each, peer in peers.items()}
         received = {each: _received_by(call, ruler) for each, call in calls.items()}
-        seconds = alternate(calls, _SAMPLES, 0, ruler)
+        times = alternate(calls, _SAMPLES, 0, ruler)
         row = {
             "call": name,
             "nbytes": case.nbytes,
-            "seconds": {each: summary.median for each, summary in seconds.items()},
+            "seconds": {each: found[SECONDS].median for each, found in times.items()},
             "received": received,
         }
         if rank == 0:

@@ -1,8 +1,9 @@
 """Time: how long a call takes its slowest rank, with all peers tried in turn.
 
 Peers alternate sample by sample, so a machine that slows down slows all of them. A barrier on a
-group that no peer uses precedes each sample. Letting the ranks sleep to one agreed instant
-instead was tried: with more ranks than cores they then start no closer together.
+group that no peer uses precedes each sample, which is one call or some in a row. Letting the
+ranks sleep to one agreed instant instead was tried: with more ranks than cores they then start no
+closer together.
 """
 
 import gc
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from bench.case import PROCESSOR_SECONDS, SECONDS
 
 Call = Callable[[], object]
 
@@ -103,40 +106,62 @@ class Ruler:
 
 
 def alternate(
-    calls: Mapping[str, Call], samples: int, warm_up: int, ruler: Ruler
-) -> dict[str, Summary]:
+    calls: Mapping[str, Call], samples: int, warm_up: int, ruler: Ruler, in_a_row: int = 1
+) -> dict[str, dict[str, Summary]]:
     """Measure all calls in turn.
 
     Every rank must call this with the same names, in the same order.
 
     Args:
         calls: per peer, the operation; what it returns is freed outside the measured time.
-        samples: measured calls per peer.
-        warm_up: earlier calls per peer that are not counted.
+        samples: measured samples per peer.
+        warm_up: earlier samples per peer that are not counted.
         ruler: starts the ranks together.
+        in_a_row: calls in one sample.
 
     Returns:
-        Per peer, the seconds of the slowest rank per call; the same on every rank.
+        Per peer, the seconds of the slowest rank per call, and where they are several in a row
+        those of the processor that the busiest rank has had; the same on every rank.
     """
-    durations: dict[str, list[float]] = {peer: [] for peer in calls}
+    taken: dict[str, dict[str, list[float]]] = {
+        peer: {SECONDS: [], PROCESSOR_SECONDS: []} if in_a_row > 1 else {SECONDS: []}
+        for peer in calls
+    }
     gc.collect()
     gc.freeze()  # what lives now is not searched before each sample
     gc.disable()
     try:
         for peer in turns(list(calls), warm_up + samples):
             gc.collect()
-            durations[peer].append(_one_call(calls[peer], ruler))
+            ruler.start_together()
+            if in_a_row > 1:
+                seconds, busy = _several_calls(calls[peer], in_a_row)
+                taken[peer][PROCESSOR_SECONDS].append(busy)
+            else:
+                seconds = _one_call(calls[peer])
+            taken[peer][SECONDS].append(seconds)
     finally:
         gc.enable()
         gc.unfreeze()
     return {
-        peer: summarise(slowest(ruler.of_all_ranks(taken[warm_up:])))
-        for peer, taken in durations.items()
+        peer: {
+            metric: summarise(slowest(ruler.of_all_ranks(samples[warm_up:])))
+            for metric, samples in by_metric.items()
+        }
+        for peer, by_metric in taken.items()
     }
 
 
-def _one_call(call: Call, ruler: Ruler) -> float:
-    ruler.start_together()
+def _several_calls(call: Call, count: int) -> tuple[float, float]:
+    """The seconds of one of them, and those of the processor."""
+    started, busy = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        call()
+    seconds, busy = time.perf_counter() - started, time.process_time() - busy
+    return seconds / count, busy / count
+
+
+def _one_call(call: Call) -> float:
     wait = call.begin() if isinstance(call, Beside) else None
     measured = call.call if isinstance(call, Beside) else call
     started = time.perf_counter()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench import plot
-from bench.case import SECONDS
+from bench.case import PROCESSOR_SECONDS, SECONDS
 from bench.measure import Record
 from bench.peers import PEERS
 from bench.results import OURS, Judgement, Loss, Results
@@ -78,6 +78,7 @@ _METRICS = {
     "root mistakes": "wrong results, rank 0",
     "others mistakes": "wrong results, worst other rank",
     "import_seconds": "import time",
+    PROCESSOR_SECONDS: "processor time of the busiest rank",
 }
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import bench.suites  # noqa: F401  # declares the cases
 from bench import measure
-from bench.case import CASES, SECONDS, Case, chosen
+from bench.case import CASES, Case, chosen
 from bench.launch import DEADLINE_SECONDS, RANK_VARIABLE, ROWS, Plan
 from bench.payloads import PAYLOADS, same
 from bench.peers import PEERS, Peer
@@ -85,12 +85,15 @@ def _time_case(
     calls = {name: case.bind(peer, peer.prepare(mine)) for name, peer in peers.items()}
     _check_agreement(calls, peers)
     samples = _SMOKE_SAMPLES if plan.smoke else case.samples
-    summaries = measure.alternate(calls, samples, warm_up=1 + samples // 10, ruler=ruler)
+    summaries = measure.alternate(
+        calls, samples, warm_up=1 + samples // 10, ruler=ruler, in_a_row=case.in_a_row
+    )
     return [
         measure.Record(
-            case.operation, payload, plan.world, name, SECONDS, *summary, smoke=plan.smoke
+            case.operation, payload, plan.world, name, metric, *summary, smoke=plan.smoke
         )
-        for name, summary in summaries.items()
+        for name, by_metric in summaries.items()
+        for metric, summary in by_metric.items()
     ]
 
 

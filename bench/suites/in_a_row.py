@@ -1,0 +1,79 @@
+"""Small calls one after another, as a training loop makes them: no rank waits for no reason.
+
+Who has sent goes on to the next call, so that a figure is what a call costs, not how long it takes
+to wake ranks that sleep. The peers have their turns of some calls each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.case import PROCESSOR_SECONDS, Target, case
+from bench.payloads import Tally
+from bench.peers import Peer
+
+_IN_A_ROW = 30
+_SAMPLES = 40
+
+
+def _at_most(against: str, by_world: dict[int, float]) -> tuple[Target, ...]:
+    return tuple(Target(most, against, world=world) for world, most in by_world.items())
+
+
+_SMALL = _at_most("torch", {2: 0.15, 4: 0.08, 8: 0.06})
+
+
+@case(
+    "config dict, 1 KiB",
+    in_a_row=_IN_A_ROW,
+    samples=_SAMPLES,
+    targets=(
+        *_at_most("torch", {2: 0.15, 4: 0.12, 8: 0.12}),
+        *_at_most("raw", {2: 0.60, 4: 0.40, 8: 0.35}),
+        Target(60e-6, 1, unit="seconds", metric=PROCESSOR_SECONDS, world=2),
+    ),
+)
+def broadcasts(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Share rank 0's object."""
+    return lambda: peer.broadcast(mine)
+
+
+@case("small dict", in_a_row=_IN_A_ROW, samples=_SAMPLES, targets=_SMALL)
+def gathers(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Collect every rank's object on rank 0."""
+    return lambda: peer.gather(mine)
+
+
+@case("small dict", in_a_row=_IN_A_ROW, samples=_SAMPLES, targets=_SMALL)
+def all_gathers(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Collect every rank's object on every rank."""
+    return lambda: peer.all_gather(mine)
+
+
+@case("small custom object", in_a_row=_IN_A_ROW, samples=_SAMPLES, targets=_SMALL)
+def all_reduces(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Merge every rank's object."""
+    return lambda: peer.all_reduce(mine, Tally.merge)
+
+
+@case(
+    "nothing",
+    peers=("objcomm", "torch", "mpi4py"),
+    in_a_row=_IN_A_ROW,
+    samples=_SAMPLES,
+    targets=_at_most("torch", {2: 0.35, 4: 0.25, 8: 0.25}),
+)
+def barriers(peer: Peer, _mine: Any) -> Callable[[], object]:
+    """Wait for every rank."""
+    return peer.barrier
+
+
+@case(
+    "small dict",
+    worlds=(2,),
+    in_a_row=_IN_A_ROW,
+    samples=_SAMPLES,
+    targets=_at_most("torch", {2: 0.20}),
+)
+def messages_there_and_back(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Send rank 0's object to rank 1 and back."""
+    return lambda: peer.there_and_back(mine)
