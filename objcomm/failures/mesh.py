@@ -301,7 +301,7 @@ class Mesh:
         Waits for the store half a second at most. What it returns is what this rank raises.
         """
         if self.verdict is not None:
-            return self.verdict
+            return self.stop(self.verdict)
         if not self.nonce:
             return self.stop(proposal)
         return self.stop(self._posted(proposal, lambda board: self.settle_on(board, proposal)))
@@ -364,31 +364,35 @@ class Mesh:
     def stop(self, verdict: Verdict, board: Board | None = None) -> Verdict:
         """Close the connections because of a verdict that is known to the other ranks.
 
-        The first one holds; it is returned.
+        The first one holds; it is returned. Whoever returns finds them closed, also where another
+        thread has just come first: what this rank then says of its error must not be overtaken by
+        what it had begun to send.
 
         Args:
             verdict: why; one that the store was too slow for is known here only.
             board: given on the board's own thread, where that may do no further job.
         """
         with self._lock:
-            if self.verdict is not None:
-                return self.verdict
-            self.verdict = verdict
-            self._progress.is_over = True
-            # Not the mesh itself: a job that waits would keep its connections open.
-            blocks = frozenset(self.blocks)
-            job = partial(_acknowledge, self.nonce, self.rank, self.members, blocks, verdict)
-            if self.nonce and board is None:
-                # Before a call wakes: the next mesh may remove what it finds of this one.
-                self.board_thread.submit(job)
-            if self.link is None:
-                self._connected.set_exception(verdict.error(FIRST_USE))
-                self._connected.exception()  # taken: nobody may be waiting for it
+            standing = self.verdict
+            if standing is None:
+                self.verdict = verdict
+                self._progress.is_over = True
+                # Not the mesh itself: a job that waits would keep its connections open.
+                blocks = frozenset(self.blocks)
+                job = partial(_acknowledge, self.nonce, self.rank, self.members, blocks, verdict)
+                if self.nonce and board is None:
+                    # Before a call wakes: the next mesh may remove what it finds of this one.
+                    self.board_thread.submit(job)
+                if self.link is None:
+                    self._connected.set_exception(verdict.error(FIRST_USE))
+                    self._connected.exception()  # taken: nobody may be waiting for it
         # A generator may be closed while the interpreter ends: torch would abort the process then,
         # and its end closes the connections.
-        if self.link is not None and not sys.is_finalizing():
+        if self.link is not None and not self.is_closed and not sys.is_finalizing():
             self.link.abort()
             self.is_closed = True
+        if standing is not None:
+            return standing
         if self.nonce and board is not None:
             job(board)
         log.log(

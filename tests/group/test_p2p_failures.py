@@ -3,17 +3,20 @@
 import gc
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DecodeError, TransportError, TransportTimeout
+from objcomm.transport.local import LocalLink
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,
@@ -251,6 +254,32 @@ def test_an_interrupted_send_of_something_large_is_told(call: str) -> None:
         if here().rank == 1:
             assert objcomm.recv(0) == LARGE
         tell_all("taken", "")
+    assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_who_is_interrupted_has_closed_its_connections_however_slow_another_thread_is() -> None:
+    """The thread that asks the store closes them, too; its caller does not wait for it for long."""
+    assert_pair_works()
+    if here().rank == 0:
+        is_told, close = threading.Event(), LocalLink.abort
+
+        def late(link: LocalLink) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                is_told.wait(60.0)
+            close(link)
+
+        when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with mock.patch.object(LocalLink, "abort", late):
+            with pytest.raises(KeyboardInterrupt):
+                objcomm.send(LARGE, 1)
+            tell_all("interrupted", "")
+            tell_all("heard", "")
+            is_told.set()
+    else:
+        tell_all("interrupted", "")
+        error_in(TransportError, lambda: objcomm.recv(0))
+        tell_all("heard", "")
     assert_group_works()
 
 

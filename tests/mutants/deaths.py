@@ -295,4 +295,12 @@ MUTANTS = (
         "a forked process that shuts down crashes",
         ("tests/group/test_surroundings.py",),
     ),
+    Mutant(
+        "closed-by-another-thread-later",
+        "objcomm/failures/mesh.py",
+        "if self.link is not None and not self.is_closed and",
+        "if standing is None and self.link is not None and",
+        "a message arrives whole whose sender has raised KeyboardInterrupt before",
+        ("tests/group/test_p2p_failures.py",),
+    ),
 )
