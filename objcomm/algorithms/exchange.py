@@ -24,11 +24,12 @@ from objcomm.algorithms.transfers import (
     taken_out,
     with_memory,
 )
-from objcomm.codecs.buffers import view
+from objcomm.codecs.buffers import empty, view
 from objcomm.observe.history import CallRecord
 from objcomm.transport.lane import Lane, StandingReceive, absent
 from objcomm.transport.link import Deadline, Link, LinkError, head_tag
 from objcomm.transport.share import Share
+from objcomm.transport.workspace import Workspace, part_nbytes
 from objcomm.wire.admission import Gate
 from objcomm.wire.header import EVERYONE, Header
 from objcomm.wire.message import Message, open_body
@@ -288,6 +289,39 @@ class Exchange(Transfers):
         place = parent, children, chunk_nbytes = self._place(sum(f.numel() for f in flats), root)
         self._relay([piece for flat in flats for piece in flat.split(chunk_nbytes)], place, flats)
         self.confirm([] if parent is None else [parent], children)
+
+    def workspace(self) -> Workspace | None:
+        """Memory in which all ranks read what each writes; None where they share no host.
+
+        Or where the system has no such memory for one of them. Every rank calls this in the same
+        operation. The first time on a lane they hand it to each other.
+        """
+        others = list(self._others())
+        if any(self._link.sharing_with(peer) is None for peer in others):
+            return None
+        if not self._lane.has_asked:
+            self._lane.has_asked = True
+            self._lane.workspace = self._new_workspace(others)
+        return self._lane.workspace
+
+    def _new_workspace(self, others: Sequence[int]) -> Workspace | None:
+        nbytes = part_nbytes(self.size)
+        own, memories = None, []
+        with contextlib.suppress(OSError):
+            own = Share.fixed(nbytes)
+        parts = {**self.swap(own, others), self.rank: own}
+        with contextlib.suppress(OSError, ValueError):
+            memories = [
+                share.common(nbytes, is_own=rank == self.rank)
+                for rank, share in sorted(parts.items())
+                if share is not None
+            ]
+        has_all = torch.tensor([len(memories) == self.size], dtype=torch.uint8)
+        told = [(peer, self.arriving(empty(1), peer, is_ended=False)) for peer in others]
+        for peer in others:
+            self.send_flat(has_all, peer, is_ended=False)
+        have_all = [bool(each.wait(peer).item()) for peer, each in told]
+        return Workspace(memories) if has_all.item() and all(have_all) else None
 
     def _place(self, nbytes: int, root: int) -> "_Place":
         """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""

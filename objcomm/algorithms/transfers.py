@@ -271,11 +271,38 @@ class Transfers:
         share = loan.borrowed.share
         if share is None:
             filled = self._copied(loan)
+        elif not share.is_final():
+            raise WireError("what was handed over could still be changed by its sender")
         else:
             filled = taken_out(loan.buffers, share)
             share.close()
         self._meter.moved(sum(each.flat.numel() for each in filled))
         return filled
+
+    def swap(self, share: Share | None, peers: Sequence[int]) -> dict[int, Share | None]:
+        """Give some ranks of this host a share, and get theirs; all of them call this.
+
+        Args:
+            share: this rank's; None if it has none.
+            peers: the others.
+
+        Raises:
+            TransportError: one of them is gone.
+        """
+        token = [empty(1)]  # a share stands for content, which is sent where there is none
+        self.share(token, peers, share)
+        given: dict[int, Share | None] = {}
+        for peer in peers:
+            sharing = self._sharing(peer)
+            try:
+                borrowed = sharing.recv_share(1, peer, self._payload_tag)
+                self._wait(borrowed, peer)
+                given[peer] = borrowed.share
+                if borrowed.share is None:
+                    self._wait(sharing.recv_instead(borrowed, [empty(1)]), peer)
+            except LinkError as error:
+                raise self._naming(error, (peer,)) from error
+        return given
 
     def _copied(self, loan: "Loan") -> list[Buffer]:
         """The same over the link, where the system has nothing to share."""

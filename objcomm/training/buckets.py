@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from objcomm.algorithms import routes, tensor_reduction
 from objcomm.algorithms.exchange import Exchange
+from objcomm.algorithms.parts import Combine, Part
 from objcomm.algorithms.tensor_reduction import reduce_on_device
 from objcomm.calls.call import Call
 from objcomm.codecs.buffers import COPIED_MAX_NBYTES
@@ -510,8 +511,8 @@ class _Moving:
         ]
         _averaging(rule, flat.dtype)(operands, flat)
 
-    def _part(self, rule: Rule, flat: torch.Tensor) -> tensor_reduction.Part:
-        return tensor_reduction.Part(
+    def _part(self, rule: Rule, flat: torch.Tensor) -> Part:
+        return Part(
             operand=flat,
             result=flat,  # which the averages may share with an operand
             dtype=flat.dtype,
@@ -523,7 +524,7 @@ class _Moving:
         )
 
 
-def _averaging(rule: Rule, dtype: torch.dtype) -> tensor_reduction.Combine:
+def _averaging(rule: Rule, dtype: torch.dtype) -> Combine:
     if rule is Rule.GRADIENTS:
         return elementwise.average
     wide = elementwise.wide_dtype("mean", dtype, None)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from objcomm.observe.history import CallRecord
     from objcomm.transport.threads import SerialExecutor, TicketQueue
+    from objcomm.transport.workspace import Workspace
 
 
 #: The lane of threads that take turns: it has no owner but whoever's turn it is.
@@ -52,6 +53,8 @@ class Lane:
         asking: those of them that are certain to take this rank's next first message: each has sent
             one of its own since it took the last.
         owes: whether its thread has yet to raise the verdict that ended the link.
+        workspace: of ranks that all share a host, once they have asked for one.
+        has_asked: whether they have; there may be none.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class Lane:
         self.answering: set[int] = set()
         self.asking: set[int] = set()
         self.owes = True
+        self.workspace: Workspace | None = None
+        self.has_asked = False
         self.past: deque[CallRecord] = deque(maxlen=_PAST)
         self._standing: dict[int, StandingReceive] = {}
 

@@ -984,8 +984,8 @@ class LocalLink:
             self._refuse(connection, "an offer that may not be made")
             return
         share = descriptors.popleft() if is_shared else None
-        if share is not None and not share.is_sealed():
-            self._refuse(connection, "memory that it could change")
+        if share is not None and not share.is_fixed():
+            self._refuse(connection, "memory that it could shorten")
             return
         connection.offers[number] = nbytes
         if share is not None:

@@ -32,9 +32,10 @@ _FILE_MIN_NBYTES = 64 << 20
 
 # Of <linux/fcntl.h>: Python has names for them only where it was built on a new system.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-# Against more seals, shrinking, growing and writing: what can be written to cannot be trusted, and
-# what can shrink ends a reader by SIGBUS.
-_SEALS = 1 | 2 | 4 | 8
+# Against more seals, shrinking and growing: what can shrink ends a reader by SIGBUS.
+_FIXED = 1 | 2 | 4
+# And against writing: what can be written to can't be judged once for all.
+_FINAL = _FIXED | 8
 # Ctrl-C is heard between two writes.
 _WRITTEN_AT_ONCE_NBYTES = 64 << 20
 
@@ -134,15 +135,18 @@ class Share:
     def _opened(self, nbytes: int) -> torch.Tensor:
         """One more file, to be written."""
         self.descriptors.append(_new_file())
-        # All of it now: who writes where the system has no more memory is ended by SIGBUS.
-        for at in range(0, nbytes, _WRITTEN_AT_ONCE_NBYTES):
-            os.posix_fallocate(self.descriptors[-1], at, min(nbytes - at, _WRITTEN_AT_ONCE_NBYTES))
+        self._allocate(nbytes)
         memory = mmap.mmap(self.descriptors[-1], nbytes)
         # What a forked process could write to can't be sealed.
         memory.madvise(mmap.MADV_DONTFORK)
         self._written.append(memory)
         # A tensor, and each slice of it, keeps the object that it was made of.
         return torch.frombuffer(self._written[-1], dtype=torch.uint8)
+
+    def _allocate(self, nbytes: int) -> None:
+        """Have memory for the last file: who writes where there is no more is ended by SIGBUS."""
+        for at in range(0, nbytes, _WRITTEN_AT_ONCE_NBYTES):
+            os.posix_fallocate(self.descriptors[-1], at, min(nbytes - at, _WRITTEN_AT_ONCE_NBYTES))
 
     def seal(self) -> None:
         """Let nobody change it any more; the memory of ``flats`` is gone, whoever still has some.
@@ -154,23 +158,43 @@ class Share:
         while self._written:
             self._written.pop().close()
         for each in self.descriptors:
-            fcntl.fcntl(each, _F_ADD_SEALS, _SEALS)
-        self.is_sealed()
+            fcntl.fcntl(each, _F_ADD_SEALS, _FINAL)
+        self.is_fixed()
 
-    def is_sealed(self) -> bool:
-        """Whether nobody can change it, or shorten it; to be asked first of one that came."""
-        for each in self.descriptors:
-            try:
-                if fcntl.fcntl(each, _F_GET_SEALS) & _SEALS != _SEALS:
-                    return False
-            except OSError:  # it is another kind of file
-                return False
-            # Huge pages are mapped in whole ones, past the end of what there is room for.
-            if os.fstatvfs(each).f_bsize != mmap.PAGESIZE:
-                return False
+    @classmethod
+    def fixed(cls, nbytes: int) -> Share:
+        """A new one of so many bytes, which nobody can shorten, and its maker goes on to change.
+
+        Raises:
+            OSError: as ``with_room``.
+        """
+        share = cls((_new_file(),))
+        share._allocate(nbytes)
+        fcntl.fcntl(share.descriptors[0], _F_ADD_SEALS, _FIXED)
+        share.is_fixed()
+        return share
+
+    def is_fixed(self) -> bool:
+        """Whether nobody can make it shorter; to be asked first of one that came."""
+        if not self._are_sealed(_FIXED):
+            return False
+        # Huge pages are mapped in whole ones, past the end of what there is room for.
+        if any(os.fstatvfs(each).f_bsize != mmap.PAGESIZE for each in self.descriptors):
+            return False
         # Only now: before, they could have been made shorter.
         self._sizes = [os.fstat(each).st_size for each in self.descriptors]
         return True
+
+    def is_final(self) -> bool:
+        """Whether nobody can change it either."""
+        return self._are_sealed(_FINAL)
+
+    def _are_sealed(self, seals: int) -> bool:
+        try:
+            found = [fcntl.fcntl(each, _F_GET_SEALS) for each in self.descriptors]
+        except OSError:  # it is another kind of file
+            return False
+        return all(each & seals == seals for each in found)
 
     def close(self) -> None:
         """Need it no more; what was mapped stays."""
@@ -188,18 +212,23 @@ class Share:
             ValueError: there is no such part.
             OSError: there is no room for it in this process.
         """
-        file, start = self._checked(place, nbytes)
-        # Python's own way to map a file keeps a descriptor for each mapping. So this is memory
-        # without a file first, with the file's pages then put in its place.
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        address = view(memory).data_ptr()
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED
-        if _map(address, nbytes, _PROTECTION, flags, file, start) == _FAILED:
-            number = ctypes.get_errno()
-            # Where it was there may be nothing now, and then soon somebody else's memory.
-            _map(address, nbytes, _PROTECTION, flags | mmap.MAP_ANONYMOUS, -1, 0)
-            raise OSError(number, os.strerror(number))
-        return memory
+        return _mapped(*self._checked(place, nbytes), nbytes, _PROTECTION, mmap.MAP_PRIVATE)
+
+    def common(self, nbytes: int, *, is_own: bool) -> torch.Tensor:
+        """The first file as all see it; only its maker may write there.
+
+        Args:
+            nbytes: how long it is.
+            is_own: whether this process is its maker. Others are ended by SIGSEGV if they write.
+
+        Raises:
+            ValueError: it is shorter.
+            OSError: as ``mapped``.
+        """
+        protection = _PROTECTION if is_own else mmap.PROT_READ
+        memory = _mapped(*self._checked((0, 0), nbytes), nbytes, protection, mmap.MAP_SHARED)
+        memory.madvise(mmap.MADV_DONTFORK)  # a forked process has no part in it
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def read_into(self, flat: torch.Tensor, place: Place) -> None:
         """Copy a member into memory that exists.
@@ -227,6 +256,20 @@ class Share:
         if not 0 <= start <= start + nbytes <= self._sizes[file]:
             raise ValueError(f"bytes {start} to {start + nbytes} of {self._sizes[file]}")
         return self.descriptors[file], start
+
+
+def _mapped(file: int, start: int, nbytes: int, protection: int, flags: int) -> mmap.mmap:
+    """A part of a file in memory; Python's own way keeps a descriptor for each mapping."""
+    # So this is memory without a file first, with the file's pages then put in its place.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = view(memory).data_ptr()
+    if _map(address, nbytes, protection, flags | _MAP_FIXED, file, start) == _FAILED:
+        number = ctypes.get_errno()
+        # Where it was there may be nothing now, and then soon somebody else's memory.
+        nothing = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _map(address, nbytes, _PROTECTION, nothing, -1, 0)
+        raise OSError(number, os.strerror(number))
+    return memory
 
 
 def _new_file() -> int:

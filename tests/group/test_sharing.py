@@ -161,6 +161,17 @@ def test_memory_that_is_too_short_is_refused_by_all() -> None:
 
 
 @ranks(3, disposable=True)
+def test_memory_that_its_sender_could_change_is_refused_by_all() -> None:
+    def open_to_change(flats: list[torch.Tensor]) -> Share:
+        return Share.fixed(flats[0].nbytes)
+
+    with patch.object(transfers, "Share") as defective:
+        defective.of = open_to_change
+        with pytest.raises(objcomm.ObjcommError, match="could still be changed by its sender"):
+            objcomm.broadcast(at_root(torch.arange(500_000)))
+
+
+@ranks(3, disposable=True)
 def test_no_rank_has_what_another_one_refuses() -> None:
     most = 1 << 20 if here().rank == 2 else 1 << 30
     with objcomm.configure(max_nbytes=most), pytest.raises(objcomm.ObjcommError, match="limit"):

@@ -207,7 +207,7 @@ class MemoryLink:
         """See ``Sharing``: each receiver closes descriptors of its own."""
         self._check(peer)
         theirs = None if share is None else Share([os.dup(each) for each in share.descriptors])
-        assert theirs is None or theirs.is_sealed()
+        assert theirs is None or theirs.is_fixed()
         self._wires.between(self.rank, peer, tag).put((theirs, [each.clone() for each in flats]))
         return Departure()
 

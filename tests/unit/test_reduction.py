@@ -1,15 +1,20 @@
 """Large tensors combined by all ranks, over a link between threads, and the arithmetic on them."""
 
 import functools
+import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from objcomm.algorithms import tensor_reduction
-from objcomm.algorithms.tensor_reduction import Part
+from objcomm.algorithms.parts import Part, batches
 from objcomm.collectives.reduction import elementwise
 from objcomm.transport.link import result_tag
+from objcomm.transport.share import Share
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane, on_every_rank
 
 NUMELS = [0, 1, 5, 20_000, 40_000, 200_001, 3, 700_000]
@@ -41,10 +46,13 @@ def part(rank: int, numel: int, present: tuple[int, ...], *, is_taker: bool) -> 
     ("size", "root"),
     [(2, None), (2, 0), (2, 1), (3, None), (3, 1), (8, 0), (8, None), (13, None), (13, 1)],
 )
-def test_every_part_is_combined_whoever_has_it(size: int, root: int | None) -> None:
+@pytest.mark.parametrize("sharing", [(), (0,)], ids=["sent", "in a workspace"])
+def test_every_part_is_combined_whoever_has_it(
+    size: int, root: int | None, sharing: tuple[int, ...]
+) -> None:
     everyone = tuple(range(size))
     presents = [everyone, (size - 1,), everyone[::2], everyone]
-    wires = Wires(size)
+    wires = Wires(size, sharing=sharing)
 
     def on_rank(rank: int) -> list[Part]:
         exchange = exchange_on(MemoryLink(wires, rank), new_lane())
@@ -87,6 +95,86 @@ def test_the_work_is_divided_and_no_byte_goes_twice() -> None:
         results = sum(count for count, tag in link.sent if tag == result_tag(0, 0))
         assert sent <= nbytes * 2 * (size - 1) / size * 1.01 + 100
         assert results == pytest.approx(nbytes / size * (size - 1), rel=0.01)
+
+
+def test_ranks_of_one_host_send_each_other_words_only() -> None:
+    size = 3
+    wires = Wires(size, sharing=(0,))
+    links = [MemoryLink(wires, rank) for rank in range(size)]
+
+    def on_rank(rank: int) -> tuple[int, int]:
+        lane = new_lane()
+        for _ in range(2):
+            exchange = exchange_on(links[rank], lane)
+            parts = [part(rank, 1_000_000, tuple(range(size)), is_taker=True)]
+            tensor_reduction.reduce_tensors(exchange, parts, None)
+            exchange.finish()
+        return exchange.sent_nbytes, exchange.received_nbytes
+
+    costs = on_every_rank(size, on_rank)
+    assert all(count == 1 for link in links for count, _ in link.sent)
+    assert sum(sent for sent, _ in costs) > 4_000_000 * (size - 1)  # it counts what others read
+    assert wires.left_over() == 0
+
+
+def test_where_one_rank_has_no_memory_to_share_all_send() -> None:
+    wires = Wires(3, sharing=(0,))
+    links = [MemoryLink(wires, rank) for rank in range(3)]
+
+    def on_rank(rank: int) -> Part:
+        exchange = exchange_on(links[rank], new_lane())
+        mine = part(rank, 1_000_000, (0, 1, 2), is_taker=True)
+        tensor_reduction.reduce_tensors(exchange, [mine], None)
+        exchange.finish()
+        return mine
+
+    fixed = Share.fixed
+
+    def refused(nbytes: int) -> Share:
+        if next(calls) == 1:
+            raise OSError("refused")
+        return fixed(nbytes)
+
+    calls = itertools.count()
+    with mock.patch.object(Share, "fixed", refused):
+        on_ranks = on_every_rank(3, on_rank)
+    want = sum((operand(i, 1_000_000) for i in range(3)), torch.zeros(1_000_000).int())
+    assert all(each.result is not None and torch.equal(each.result, want) for each in on_ranks)
+    assert sum(count for count, _ in links[0].sent) > 1_000_000
+
+
+_ITEMS = st.tuples(
+    st.sampled_from([(torch.int8, torch.float64), (torch.float32,) * 2, (torch.bool,) * 2]),
+    st.integers(0, 300_000),
+)
+
+
+@given(
+    items=st.lists(_ITEMS, max_size=12),
+    size=st.integers(1, 9),
+    most=st.integers(1, 1 << 14).map((64).__mul__),
+)
+def test_batches_have_every_element_once_and_room_for_their_pieces(
+    items: list[tuple[tuple[torch.dtype, torch.dtype], int]], size: int, most: int
+) -> None:
+    parts = [
+        Part(None, None, *dtypes, numel, (0,), lambda *_: None, dtypes) for dtypes, numel in items
+    ]
+    cut = batches(parts, size, most)
+    assert [batch.owner for batch in cut] == [at % size for at in range(len(cut))]
+    assert all(sum(piece.room_nbytes for piece in batch.pieces) <= most for batch in cut)
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for batch in cut:
+        for piece in batch.pieces:
+            assert piece.numel == sum(stop - start for _, start, stop in piece.spans)
+            assert len({each.kind for each, _, _ in piece.spans}) == 1
+            for each, start, stop in piece.spans:
+                spans.setdefault(id(each), []).append((start, stop))
+    for each in parts:
+        found = sorted(span for span in spans.get(id(each), []) if span[0] < span[1])
+        ends = [0, *(stop for _, stop in found)]
+        assert [start for start, _ in found] == ends[:-1]
+        assert ends[-1] == each.numel
 
 
 def test_nothing_travels_for_nothing() -> None:

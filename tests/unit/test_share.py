@@ -70,7 +70,7 @@ def test_a_member_keeps_little_of_what_came_with_it(lengths: list[int]) -> None:
 
 def test_nobody_can_change_it_any_more() -> None:
     share = Share.of([counting(5000)])
-    assert share.is_sealed()
+    assert share.is_final()
     (file,) = share.descriptors
     for change in (
         lambda: os.pwrite(file, b"x", 0),
@@ -94,7 +94,7 @@ def test_what_its_maker_could_change_is_not_sealed(seals: int | None) -> None:
     else:
         descriptor = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    assert not Share([descriptor]).is_sealed()
+    assert not Share([descriptor]).is_final()
 
 
 def test_of_what_came_only_what_was_sealed_counts() -> None:
@@ -104,7 +104,7 @@ def test_of_what_came_only_what_was_sealed_counts() -> None:
     share = Share([descriptor])
     os.ftruncate(descriptor, 5000)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 1 | 2 | 4 | 8)
-    assert share.is_sealed()
+    assert share.is_fixed()
     with pytest.raises(ValueError, match="of 5000"):
         share.mapped((0, 0), 100_000)
     with pytest.raises(ValueError, match="of 5000"):
@@ -115,7 +115,7 @@ def test_what_can_only_be_written_is_refused() -> None:
     share = Share.of([counting(5000)])
     (file,) = share.descriptors
     other = Share([os.open(f"/proc/self/fd/{file}", os.O_WRONLY)])
-    assert other.is_sealed()
+    assert other.is_fixed()
     with pytest.raises(ValueError, match="Bad file descriptor"):
         other.read_into(torch.zeros(5000, dtype=torch.uint8), (0, 0))
     with pytest.raises(OSError, match="denied"):
@@ -263,7 +263,7 @@ def test_members_that_come_later_come_back_as_they_were(
         for flat, each in zip(share.flats, sent, strict=True):
             flat.copy_(each)
         share.seal()
-        assert share.is_sealed()
+        assert share.is_final()
         assert not share.flats
         for each, place in zip(sent, places(lengths), strict=True):
             assert torch.equal(mapped(share, each.numel(), place), each)
@@ -293,7 +293,7 @@ def test_what_another_process_can_write_to_is_not_sealed_but_can_be_read() -> No
     other = mmap.mmap(share.descriptors[0], 100_000)
     with pytest.raises(OSError, match="busy"):
         share.seal()
-    assert not share.is_sealed()
+    assert not share.is_final()
     room = counting(100_000)
     share.read_into(room, (0, 0))
     assert room.eq(7).all()

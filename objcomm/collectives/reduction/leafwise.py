@@ -14,6 +14,7 @@ import torch
 
 from objcomm.algorithms import routes, tensor_reduction
 from objcomm.algorithms.exchange import Exchange
+from objcomm.algorithms.parts import Part
 from objcomm.algorithms.tensor_reduction import reduce_on_device
 from objcomm.calls.call import Call
 from objcomm.codecs.nesting import Budget, Spread, weight_of
@@ -429,8 +430,8 @@ class TreeReduction:
         descriptions = [each for _, each in structures.leaves_of(structure)]
         own = structures.aligned(structure, self._own)
         rooms = {}
-        on_host: list[tensor_reduction.Part] = []
-        on_device: list[tensor_reduction.Part] = []
+        on_host: list[Part] = []
+        on_device: list[Part] = []
         for at, ranks in answer.following:
             about = tensors_of(descriptions[at])
             if about is None:
@@ -447,7 +448,7 @@ class TreeReduction:
 
     def _part(
         self, about: Tensors, own: Any, ranks: tuple[int, ...], where: torch.device
-    ) -> tuple[tensor_reduction.Part, tuple[Any, torch.device | str]]:
+    ) -> tuple[Part, tuple[Any, torch.device | str]]:
         op = self._operator.name
         device: torch.device | str = about.device_type
         operand = None
@@ -459,7 +460,7 @@ class TreeReduction:
             result, flat = room_for(about, op, where)
         wide = elementwise.wide_dtype(op, about.dtype, self._options.dtype)
         dtype = elementwise.operand_dtype(op, about.dtype)
-        part = tensor_reduction.Part(
+        part = Part(
             operand,
             flat,
             dtype,
