@@ -26,7 +26,7 @@ from tests.faults.plan import Case, Fault, Phase
 
 Strike = Callable[[], None]
 
-_SEND_SHARE = LocalLink.send_share
+_HANDOVERS = (LocalLink.send_share, LocalLink.recv_share)
 
 # Some of a payload's bytes move meanwhile, never all of 32 MiB.
 _MOVING_SECONDS = 0.002
@@ -168,7 +168,7 @@ def _after_head(_: Case, strike: Strike) -> Places:
 def _in_payload(_: Case, strike: Strike) -> Places:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def replacement(self: Link, *what: Any) -> Any:
-            if original is _SEND_SHARE:  # who has shared has done all that the others need
+            if original in _HANDOVERS:  # after it this rank has done all that the others need
                 strike()
             pending, tag = original(self, *what), what[-1]
             if tag >> LANE_BITS and tag != POKE_TAG:  # a payload's

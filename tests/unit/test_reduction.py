@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import threading
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objcomm.algorithms import tensor_reduction
-from objcomm.algorithms.parts import Part, batches
+from objcomm.algorithms.parts import Part, Piece, batches
 from objcomm.collectives.reduction import elementwise
 from objcomm.transport.link import result_tag
 from objcomm.transport.share import Share
@@ -27,6 +29,18 @@ def as_made(rank: int, numel: int) -> torch.Tensor:
 operand = functools.cache(as_made)  # what a rank gives; nobody may change it
 
 
+def in_order(operands: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """Another result for another order, or another owner."""
+    into.copy_(functools.reduce(lambda left, right: 31 * left + right, operands))
+
+
+def combined(present: Sequence[int], numel: int) -> torch.Tensor:
+    """What all ranks should have."""
+    into = torch.empty(numel, dtype=torch.int32)
+    in_order([operand(rank, numel) for rank in present], into)
+    return into
+
+
 def part(rank: int, numel: int, present: tuple[int, ...], *, is_taker: bool) -> Part:
     mine = operand(rank, numel) if rank in present else None
     result = torch.full((numel,), -1, dtype=torch.int32) if is_taker else None
@@ -37,7 +51,7 @@ def part(rank: int, numel: int, present: tuple[int, ...], *, is_taker: bool) -> 
         torch.int32,
         numel,
         present,
-        lambda operands, into: elementwise.combine("sum", operands, into, torch.int32),
+        in_order,
         ("int32", present),
     )
 
@@ -68,7 +82,7 @@ def test_every_part_is_combined_whoever_has_it(
     on_ranks = on_every_rank(size, on_rank)
     for at, numel in enumerate(NUMELS):
         present = presents[at % 4]
-        want = sum((operand(i, numel) for i in present), torch.zeros(numel).int())
+        want = combined(present, numel)
         for rank, parts in enumerate(on_ranks):
             if parts[at].result is not None:
                 assert torch.equal(parts[at].result, want), (rank, numel)
@@ -117,7 +131,9 @@ def test_ranks_of_one_host_send_each_other_words_only() -> None:
     assert wires.left_over() == 0
 
 
-def test_where_one_rank_has_no_memory_to_share_all_send() -> None:
+@pytest.mark.parametrize("step", ["fixed", "common"])
+def test_where_one_rank_has_no_memory_to_share_all_send(step: str) -> None:
+    """Or has no room to see the others'."""
     wires = Wires(3, sharing=(0,))
     links = [MemoryLink(wires, rank) for rank in range(3)]
 
@@ -128,19 +144,44 @@ def test_where_one_rank_has_no_memory_to_share_all_send() -> None:
         exchange.finish()
         return mine
 
-    fixed = Share.fixed
+    original = getattr(Share, step)
 
-    def refused(nbytes: int) -> Share:
+    def refused(*given: Any, **options: Any) -> Any:
         if next(calls) == 1:
             raise OSError("refused")
-        return fixed(nbytes)
+        return original(*given, **options)
 
     calls = itertools.count()
-    with mock.patch.object(Share, "fixed", refused):
+    with mock.patch.object(Share, step, refused):
         on_ranks = on_every_rank(3, on_rank)
-    want = sum((operand(i, 1_000_000) for i in range(3)), torch.zeros(1_000_000).int())
+    want = combined(range(3), 1_000_000)
     assert all(each.result is not None and torch.equal(each.result, want) for each in on_ranks)
     assert sum(count for count, _ in links[0].sent) > 1_000_000
+
+
+def test_nobody_goes_on_before_all_have_their_results() -> None:
+    """The next call writes where they are read."""
+    wires = Wires(2, sharing=(0,))
+    has_gone_on = threading.Event()
+    unpack = Piece.unpack
+
+    def slowly(piece: Piece, packed: torch.Tensor) -> None:
+        if threading.current_thread().name == "slow":
+            assert not has_gone_on.wait(0.2)
+        unpack(piece, packed)
+
+    def on_rank(rank: int) -> None:
+        threading.current_thread().name = "slow" if rank else "fast"
+        exchange = exchange_on(MemoryLink(wires, rank), new_lane())
+        mine = part(rank, 300_000, (0, 1), is_taker=True)
+        tensor_reduction.reduce_tensors(exchange, [mine], None)
+        exchange.finish()
+        if rank == 0:
+            has_gone_on.set()
+
+    with mock.patch.object(Piece, "unpack", slowly):
+        on_every_rank(2, on_rank)
+    assert has_gone_on.is_set()
 
 
 _ITEMS = st.tuples(
