@@ -69,6 +69,24 @@ def copies(call: Callable[[], object], mine: Any) -> dict[str, float]:
     }
 
 
+def gained(call: Callable[[], object], mine: Any) -> dict[str, float]:
+    """Memory that this rank has more of, once all have the result and have read it.
+
+    What several processes have in common is divided among them, so that the sum of all ranks' is
+    what the host has less.
+    """
+    del mine
+    gc.collect()
+    before = _pss_nbytes()
+    dist.barrier()
+    result: Any = call()
+    result.sum()
+    dist.barrier()
+    extra = _pss_nbytes() - before
+    dist.barrier()
+    return {"gained_nbytes": float(extra)}
+
+
 def sent(call: Callable[[], object], mine: Any) -> dict[str, float]:
     """Bytes that objcomm says this rank sent, and whether the result equals the payload."""
     before = _sent_nbytes()
@@ -81,7 +99,13 @@ def exact(call: Callable[[], object], mine: Any) -> dict[str, float]:
     return {"mistakes": float(not same(call(), mine))}
 
 
-MEASURES: dict[str, Measure] = {"peak": peak, "copies": copies, "sent": sent, "exact": exact}
+MEASURES: dict[str, Measure] = {
+    "peak": peak,
+    "copies": copies,
+    "gained": gained,
+    "sent": sent,
+    "exact": exact,
+}
 
 
 def _status_nbytes(name: str) -> int:
@@ -90,6 +114,13 @@ def _status_nbytes(name: str) -> int:
         if label == name:
             return int(amount.split()[0]) * 1024
     raise LookupError(f"/proc/self/status has no {name}")
+
+
+def _pss_nbytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError("/proc/self/smaps_rollup has no Pss")
 
 
 def _sent_nbytes() -> float:

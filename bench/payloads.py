@@ -139,6 +139,7 @@ PAYLOADS: dict[str, Callable[[int, int], Any]] = {
     "float": _scalar,
     '{"w": 128 MiB ndarray}': _state(128 * MIB),
     "128 MiB tensor": _tensor(128 * MIB),
+    "256 MiB tensor": _tensor(256 * MIB),
     "8 MiB array per rank": _array(8 * MIB),
     "64 MiB of bytes on rank 1, 1 KiB elsewhere": _skewed(_noise(64 * MIB), _noise(1024)),
     "64 MiB array on rank 1, 1 KiB elsewhere": _skewed(_array(64 * MIB), _array(1024)),

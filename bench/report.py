@@ -62,6 +62,8 @@ _METHOD = """\
   `VmHWM`, reset before the call, less `VmRSS` then. Fresh memory is page faults with huge pages
   switched off, so it counts what was allocated and freed again. Memory elsewhere is what Gloo was
   given that lies neither in the payload nor in the result: a staging copy, even a recycled one.
+  The host's gain is by what all ranks' own share of its memory (Pss) has grown, once each has read
+  its result.
 - **Import time** is that of `import objcomm` where torch is imported already, in fresh
   interpreters that alternate with ones that import torch alone. Both find compiled bytecode.
 """
@@ -77,6 +79,9 @@ _METRICS = {
     "others sent_nbytes": "bytes sent, most of another rank",
     "root mistakes": "wrong results, rank 0",
     "others mistakes": "wrong results, worst other rank",
+    "root gained_nbytes": "memory gained, rank 0",
+    "others gained_nbytes": "memory gained, most of another rank",
+    "host gained_nbytes": "memory gained, all ranks of the host",
     "import_seconds": "import time",
     PROCESSOR_SECONDS: "processor time of the busiest rank",
 }

@@ -123,10 +123,18 @@ def _in_own_processes(plan: Plan, ruler: measure.Ruler) -> Iterator[dict[str, fl
     ruler.start_together()
     figures = MEASURES[case.measure](call, mine)
     everyone = ruler.of_all_ranks(list(figures.values()))
-    yield {f"root {metric}": everyone[0][at] for at, metric in enumerate(figures)} | {
-        f"others {metric}": max(rank[at] for rank in everyone[1:])
-        for at, metric in enumerate(figures)
-    }
+    yield (
+        {f"root {metric}": everyone[0][at] for at, metric in enumerate(figures)}
+        | {
+            f"others {metric}": max(rank[at] for rank in everyone[1:])
+            for at, metric in enumerate(figures)
+        }
+        | {
+            f"host {metric}": sum(rank[at] for rank in everyone)
+            for at, metric in enumerate(figures)
+            if case.measure == "gained"
+        }
+    )
 
 
 def _shrink(plan: Plan) -> int:

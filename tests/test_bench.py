@@ -181,7 +181,8 @@ def test_a_smoke_run_at_world_two_measures_every_peer_and_reports(tmp_path: Path
 
 def test_a_smoke_run_of_the_memory_cases_finds_no_wrong_result(tmp_path: Path) -> None:
     figures = tmp_path / "figures.jsonl"
-    _bench("memory", "--world", "2", "--smoke", "--peers", "objcomm", "--json", str(figures))
+    peers = ["--peers", "objcomm", "objcomm over Gloo"]
+    _bench("memory", "--world", "2", "--smoke", *peers, "--json", str(figures))
     rows = [json.loads(line) for line in figures.read_text().splitlines()][1:]
     by_metric = {row["metric"]: row["median"] for row in rows}
     assert by_metric["others mistakes"] == 0

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.case import LARGE, Target, case
-from bench.payloads import COPIED_NBYTES
+from bench.payloads import COPIED_NBYTES, MIB
 from bench.peers import Peer
 
 _OF_THE_ARRAY = "× the array"
@@ -30,23 +30,39 @@ _OF_THE_ARRAY = "× the array"
     targets=(Target(0, against=1, unit="wrong results", metric="others mistakes", world=2),),
 )
 @case(
-    "100 MB array",
+    "256 MiB tensor",
     peers=("objcomm", "torch"),
+    measure="gained",
+    samples=2,
+    targets=tuple(
+        Target(1.1, 256 * MIB, "× 256 MiB", metric="host gained_nbytes", world=world)
+        for world in (2, 4, 8)
+    ),
+)
+@case(
+    "100 MB array",
+    peers=("objcomm over Gloo", "torch"),
     worlds=(2,),
     measure="copies",
     samples=2,
-    targets=(
-        Target(0.02, COPIED_NBYTES, _OF_THE_ARRAY, metric="root fresh_nbytes", world=2),
-        Target(0, COPIED_NBYTES, _OF_THE_ARRAY, metric="root elsewhere_nbytes", world=2),
-        Target(1.02, COPIED_NBYTES, _OF_THE_ARRAY, metric="others fresh_nbytes", world=2),
-        Target(0, COPIED_NBYTES, _OF_THE_ARRAY, metric="others elsewhere_nbytes", world=2),
+    targets=tuple(
+        Target(most, COPIED_NBYTES, _OF_THE_ARRAY, metric=metric, world=2, peer="objcomm over Gloo")
+        for metric, most in {
+            "root fresh_nbytes": 0.02,
+            "root elsewhere_nbytes": 0,
+            "others fresh_nbytes": 1.02,
+            "others elsewhere_nbytes": 0,
+        }.items()
     ),
 )
 @case(
     "128 MiB tensor",
     peers=("objcomm", "torch", "raw", "raw warm", "mpi4py"),
     samples=LARGE,
-    targets=(Target(0.35, against="torch"), Target(1.15, against="raw")),
+    targets=(
+        Target(0.35, against="torch"),
+        *(Target(most, "raw", world=world) for world, most in {2: 0.9, 4: 0.5, 8: 0.3}.items()),
+    ),
 )
 @case(
     '{"w": 128 MiB ndarray}',

@@ -47,7 +47,10 @@ def gather(peer: Peer, mine: Any) -> Callable[[], object]:
     "8 MiB array per rank",
     peers=_ARRAY_PEERS,
     samples=LARGE,
-    targets=(Target(0.30, against="torch"), Target(0.70, against="raw")),
+    targets=(
+        Target(0.30, against="torch"),
+        *(Target(most, "raw", world=world) for world, most in {2: 0.5, 4: 0.25, 8: 0.2}.items()),
+    ),
 )
 @case(
     "small dict",

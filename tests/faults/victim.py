@@ -6,6 +6,7 @@ Wraps what sends and receives, from outside: objcomm has no hooks for this.
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -74,7 +75,8 @@ def strike_for(
         elif case.fault is Fault.DISCONNECTED:
             shut(mesh_sockets, store_port)
         elif case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: of one to the process another thread may hear first.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             tell("resumed")
 
     return strike
