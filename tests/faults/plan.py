@@ -112,6 +112,7 @@ class Case(NamedTuple):
         nbytes: what each rank contributes.
         library: ``"objcomm"``, or ``"torch"`` for its own object collectives.
         asked_phase: the phase of the table's row; not every operation has a payload.
+        is_over_gloo: whether ranks of one host may not have a link of their own.
     """
 
     operation: str
@@ -123,6 +124,7 @@ class Case(NamedTuple):
     nbytes: int = LARGE_NBYTES
     library: str = "objcomm"
     asked_phase: Phase = Phase.BEFORE
+    is_over_gloo: bool = False
 
     @property
     def limit_seconds(self) -> float:
@@ -188,8 +190,12 @@ class Case(NamedTuple):
         role = "root " * (self.operation in ROOTED and self.root == self.victim)
         size = "small" if self.nbytes == SMALL_NBYTES else "large"
         return (
-            f"{self.operation}-{self.fault.name}-{self.phase.name}-"
-            f"{role}{self.victim} of {self.world_size}-{size}".replace(" ", "_").lower()
+            (
+                f"{self.operation}-{self.fault.name}-{self.phase.name}-"
+                f"{role}{self.victim} of {self.world_size}-{size}{'-over Gloo' * self.is_over_gloo}"
+            )
+            .replace(" ", "_")
+            .lower()
         )
 
 
@@ -283,8 +289,12 @@ def in_torch(case: Case) -> Case | None:
 
 
 def suite_cases() -> Iterator[Case]:
-    """All that the suite tries, each case once: the table, and what it has no row for."""
-    yield from {str(case): case for case in chain(tabled(), _QUICK, _LONG)}.values()
+    """All that the suite tries, each case once: the table, and what it has no row for.
+
+    Over Gloo, which joins hosts, what the quick tests try over the link of one host.
+    """
+    over_gloo = (case._replace(is_over_gloo=True) for case in quick_cases())
+    yield from {str(case): case for case in chain(tabled(), _QUICK, _LONG, over_gloo)}.values()
 
 
 def quick_cases() -> Iterator[Case]:

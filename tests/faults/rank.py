@@ -41,6 +41,7 @@ from tests.faults.plan import (
 from tests.faults.victim import armed, sockets, strike_for
 from tests.group.helpers import when_main_thread_waits
 from tests.group.operations import OPERATIONS, ROOTED, first
+from tests.ranks import OVER_GLOO
 from tests.waits import PATIENCE_S, wait_until
 
 #: Torch's object collectives take no limit for one call, so the group gets one that is not long.
@@ -90,6 +91,8 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path, *, is_patient:
     """
     if is_patient:
         _be_patient(case)
+    if case.is_over_gloo:
+        os.environ.update(OVER_GLOO)
     with log.open("wb") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.ranks import OVER_GLOO
 from tests.soak import launch
 
 pytestmark = pytest.mark.long
@@ -20,15 +21,22 @@ _TURNS_BETWEEN = 200
 _BROADCASTS = 3000
 _WARM_UP = 4  # measurements of the broadcasts
 
+LINKS = pytest.mark.parametrize("environment", [{}, OVER_GLOO], ids=["one host's link", "Gloo"])
+
 
 def test_two_threads_may_be_the_first_to_use_two_groups() -> None:
     outcome = launch.run_on_ranks(2, "first_uses.first_uses", {"count": 20}, seconds=_LIMIT_SECONDS)
     assert not outcome.failures, _texts(outcome)
 
 
-def test_random_operations_give_what_the_model_says_and_leave_nothing_behind() -> None:
+@LINKS
+def test_random_operations_give_what_the_model_says_and_leave_nothing_behind(
+    environment: dict[str, str],
+) -> None:
     given = {"seed": 1, "turns": _TURNS, "checkpoint": _TURNS_BETWEEN}
-    outcome = launch.run_on_ranks(4, "run.soak", given, seconds=_LIMIT_SECONDS)
+    outcome = launch.run_on_ranks(
+        4, "run.soak", given, seconds=_LIMIT_SECONDS, environment=environment
+    )
     assert not outcome.failures, _texts(outcome)
     last = outcome.figures[0][-1]
     assert last.turns > 1000
@@ -38,9 +46,14 @@ def test_random_operations_give_what_the_model_says_and_leave_nothing_behind() -
     assert not _grown(outcome, warm_up)
 
 
-def test_every_one_of_many_broadcasts_arrives_and_leaves_nothing_behind() -> None:
+@LINKS
+def test_every_one_of_many_broadcasts_arrives_and_leaves_nothing_behind(
+    environment: dict[str, str],
+) -> None:
     given = {"count": _BROADCASTS}
-    outcome = launch.run_on_ranks(2, "broadcasts.broadcasts", given, seconds=_LIMIT_SECONDS)
+    outcome = launch.run_on_ranks(
+        2, "broadcasts.broadcasts", given, seconds=_LIMIT_SECONDS, environment=environment
+    )
     assert not outcome.failures, _texts(outcome)
     assert outcome.figures[0][-1].turns == _BROADCASTS
     assert not _grown(outcome, _WARM_UP)

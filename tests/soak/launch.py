@@ -38,6 +38,7 @@ def run_on_ranks(
     *,
     seconds: float,
     watch: Callable[[list[list[Figures]]], None] = lambda _: None,
+    environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Call a function of this package on every rank; the store lives in this process.
 
@@ -48,11 +49,12 @@ def run_on_ranks(
         arguments: its own.
         seconds: how long it should take; it is given some to spare.
         watch: called with the figures so far, about every second.
+        environment: variables to set for the ranks.
     """
     # The master's own socket must outlive the ranks.
     store = loopback_store()
     module, _, name = function.partition(".")
-    pool = Pool(world_size, joined=False)
+    pool = Pool(world_size, joined=False, environment=environment)
     with tempfile.TemporaryDirectory(prefix="objcomm-soak-") as folder, _watching(folder, watch):
         placed = {"port": store.port, "record": folder, **arguments}
         try:
