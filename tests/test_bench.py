@@ -155,6 +155,13 @@ def test_the_page_says_what_is_met_missed_and_lost() -> None:
     assert "| gather | small dict | 4 | time | mpi4py | 3.00 |" in written
 
 
+def test_the_page_tells_the_mean_ratio_to_mpi4py_of_small_calls_in_a_row() -> None:
+    rows = [_row("objcomm", 4.0, operation="gathers"), _row("mpi4py", 1.0, operation="gathers")]
+    rows += [_row("objcomm", 9.0, operation="barriers"), _row("mpi4py", 1.0, operation="barriers")]
+    written = page(Results.of([_ABOUT, *rows]))
+    assert "Small calls in a row × mpi4py's, geometric mean: with 4 ranks 6.00." in written
+
+
 def test_smoke_figures_are_marked_and_never_judged() -> None:
     rows = [_row("objcomm", 0.1, smoke=True), _row("torch", 1.0, smoke=True)]
     results = Results.of([_ABOUT, *rows])

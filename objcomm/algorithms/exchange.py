@@ -290,14 +290,16 @@ class Exchange(Transfers):
         self._relay([piece for flat in flats for piece in flat.split(chunk_nbytes)], place, flats)
         self.confirm([] if parent is None else [parent], children)
 
-    def workspace(self) -> Workspace | None:
+    def workspace(self, nbytes: int) -> Workspace | None:
         """Memory in which all ranks read what each writes; None where they share no host.
 
-        Or where the system has no such memory for one of them. Every rank calls this in the same
-        operation. The first time on a lane they hand it to each other.
+        Or where so many bytes are not worth it, or the system has no such memory for one of them.
+        Every rank calls this in the same operation, or none does. The first time on a lane they
+        hand it to each other.
         """
         others = list(self._others())
-        if any(self._link.sharing_with(peer) is None for peer in others):
+        is_worth_it = nbytes >= SHARED_MIN_NBYTES
+        if not is_worth_it or any(self._link.sharing_with(peer) is None for peer in others):
             return None
         if not self._lane.has_asked:
             self._lane.has_asked = True

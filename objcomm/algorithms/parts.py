@@ -101,7 +101,7 @@ class Piece:
             part.operand[start:stop] for part, start, stop in self.spans if part.operand is not None
         ]
         if len(operands) == 1:
-            _copy(operands[0], packed)
+            copy(operands[0], packed)
         elif operands:
             torch.cat(operands, out=packed)
         return packed
@@ -112,7 +112,7 @@ class Piece:
             part.result[start:stop] for part, start, stop in self.spans if part.result is not None
         ]
         if len(results) == 1:
-            _copy(packed, results[0])
+            copy(packed, results[0])
         elif results:
             sizes = [stop - start for _, start, stop in self.spans]
             torch.split_with_sizes_copy(packed, sizes, out=results)
@@ -198,7 +198,7 @@ def _bags(parts: Sequence[Part], limit: int) -> list[Piece]:
     return [bag for bag in bags if bag.numel]
 
 
-def _copy(flat: torch.Tensor, into: torch.Tensor) -> None:
+def copy(flat: torch.Tensor, into: torch.Tensor) -> None:
     """Copy bytes on the calling thread alone; torch's own copies may start threads."""
     ctypes.memmove(into.data_ptr(), flat.data_ptr(), flat.nbytes)
 

@@ -7,7 +7,9 @@ reads as the protocol. What a message means is the callers' business.
 import math
 from collections.abc import Sequence
 
-from objcomm.algorithms import topology
+import torch
+
+from objcomm.algorithms import shared_relay, topology
 from objcomm.algorithms.exchange import Exchange
 from objcomm.errors import WireError
 from objcomm.wire.header import Status
@@ -41,6 +43,15 @@ def broadcast(exchange: Exchange, message: Message | None, root: int) -> Message
     exchange.relay_rest(message, root)
     exchange.accelerators().broadcast(message, root, is_root=parent is None)
     return message
+
+
+def relay(exchange: Exchange, flats: Sequence[torch.Tensor], root: int) -> None:
+    """Bytes that all ranks have agreed on, none empty, from ``root``'s memory into others'."""
+    workspace = exchange.workspace(sum(flat.numel() for flat in flats))
+    if workspace is None:
+        exchange.relay(flats, root)
+    else:
+        shared_relay.relay(exchange, flats, root, workspace)
 
 
 def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Message] | None:

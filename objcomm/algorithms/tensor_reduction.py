@@ -31,8 +31,6 @@ from objcomm.wire.message import compose
 _BATCH_MAX_NBYTES = 1 << 20
 # For so many of its batches an owner has memory for the operands that arrive.
 _AHEAD = 3
-# From so many bytes on ranks of one host read each other's memory.
-_SHARED_MIN_NBYTES = 1 << 20
 
 
 def reduce_tensors(exchange: Exchange, parts: Iterable[Part], root: int | None) -> None:
@@ -44,11 +42,10 @@ def reduce_tensors(exchange: Exchange, parts: Iterable[Part], root: int | None) 
         root: the only rank that gets results; every rank if None.
     """
     own = list(parts)
-    if nbytes_of(own) >= _SHARED_MIN_NBYTES:
-        workspace = exchange.workspace()
-        if workspace is not None:
-            shared_reduction.reduce_tensors(exchange, own, root, workspace)
-            return
+    workspace = exchange.workspace(nbytes_of(own))
+    if workspace is not None:
+        shared_reduction.reduce_tensors(exchange, own, root, workspace)
+        return
     cut = batches(own, exchange.size, _BATCH_MAX_NBYTES)
     if cut:
         _Run(exchange, cut, root).run()

@@ -463,7 +463,7 @@ class _Moving:
         shared = [flat.view(torch.uint8) for bucket, flat in flats if bucket.rule is Rule.SHARE]
         averaged = [(bucket.rule, flat) for bucket, flat in flats if bucket.rule is not Rule.SHARE]
         if shared:
-            self._exchange.relay(shared, self._call.root)
+            routes.relay(self._exchange, shared, self._call.root)
         tensor_reduction.reduce_tensors(
             self._exchange, itertools.starmap(self._part, averaged), None
         )

@@ -12,8 +12,8 @@ import torch
 # 64 KiB 0.87, 128 KiB 0.59, 256 KiB 0.44, 512 KiB 0.46, 1 MiB 0.49.
 _SLOT_MAX_NBYTES = 512 << 10
 _NBYTES_MAX = 8 << 20
-# One is read while the other is written.
-_TURNS = 2
+#: One is read while the other is written.
+TURNS = 2
 _ALIGNMENT = 64
 
 
@@ -22,6 +22,7 @@ class Workspace:
 
     Attributes:
         slot_nbytes: of each slot.
+        turn_nbytes: of all of one rank's slots in a turn.
     """
 
     def __init__(self, memories: Sequence[torch.Tensor]) -> None:
@@ -32,6 +33,7 @@ class Workspace:
         """
         self._memories = memories
         self.slot_nbytes = slot_nbytes(len(memories))
+        self.turn_nbytes = (len(memories) + 1) * self.slot_nbytes
 
     def operand(self, turn: int, rank: int, owner: int) -> torch.Tensor:
         """Where a rank writes what ``owner`` reads in a turn, and ``slot_nbytes`` there."""
@@ -41,18 +43,22 @@ class Workspace:
         """Where ``owner`` writes what all read."""
         return self._slot(turn, owner, len(self._memories))
 
+    def turn(self, turn: int, rank: int) -> torch.Tensor:
+        """All slots of a rank in a turn: where it writes what all read."""
+        start = turn % TURNS * self.turn_nbytes
+        return self._memories[rank][start : start + self.turn_nbytes]
+
     def _slot(self, turn: int, rank: int, number: int) -> torch.Tensor:
-        at = turn % _TURNS * (len(self._memories) + 1) + number
-        start = at * self.slot_nbytes
-        return self._memories[rank][start : start + self.slot_nbytes]
+        start = number * self.slot_nbytes
+        return self.turn(turn, rank)[start : start + self.slot_nbytes]
 
 
 def slot_nbytes(size: int) -> int:
     """Bytes of a slot among so many ranks."""
-    fair = _NBYTES_MAX // (_TURNS * (size + 1))
+    fair = _NBYTES_MAX // (TURNS * (size + 1))
     return min(_SLOT_MAX_NBYTES, fair // _ALIGNMENT * _ALIGNMENT)
 
 
 def part_nbytes(size: int) -> int:
     """Bytes of one rank's part."""
-    return _TURNS * (size + 1) * slot_nbytes(size)
+    return TURNS * (size + 1) * slot_nbytes(size)

@@ -13,7 +13,7 @@ from torch.nn import Parameter, ParameterList
 
 import objcomm
 from objcomm import TransportError
-from objcomm.algorithms import shared_reduction
+from objcomm.algorithms import shared_reduction, shared_relay
 from objcomm.algorithms.exchange import Exchange
 from objcomm.transport.share import Share
 from tests.group.helpers import assert_group_works, error_in
@@ -81,6 +81,25 @@ def test_gradients_are_averaged_in_place() -> None:
             assert each.grad is not None
             assert each.grad.data_ptr() == place
             assert torch.equal(each.grad, torch.full_like(each, (size - 1) / 2 + turn))
+
+
+@pytest.mark.parametrize("src", [0, 1])
+@ranks(2, 3)
+def test_a_model_is_copied_from_one_rank_to_all_others(src: int) -> None:
+    """In pieces of other lengths than its tensors, the last of which is short."""
+
+    def model(owner: int) -> ParameterList:
+        numels = [1, 700_001, 3, 2_000_000, 130_000, 1_234_567]
+        return ParameterList([Parameter(torch.arange(float(n)) + owner) for n in numels])
+
+    mine, want = model(here().rank), model(src)
+    places = [each.data_ptr() for each in mine]
+    with mock.patch.object(shared_relay, "relay", wraps=shared_relay.relay) as used:
+        objcomm.broadcast_model(mine, src=src)
+    assert used.called
+    assert [each.data_ptr() for each in mine] == places
+    assert_same([each.detach() for each in mine], [each.detach() for each in want])
+    assert_group_works()
 
 
 @ranks(3, disposable=True)
