@@ -225,6 +225,7 @@ class BoardThread:
         self.addresses: set[Any] = set()
         self.processes = Processes()
         self._farewell = DESTROYED
+        self._is_over = False
         self.clients = Clients()
         self.clients_of_groups = Clients()
         self._heard: dict[str, tuple[Verdict | None, float]] = {}
@@ -278,8 +279,8 @@ class BoardThread:
         self._heard.pop(key, None)
 
     def _forget_if_over(self) -> None:
-        """Let go of jobs that came when the thread had ended: they hold meshes, and so sockets."""
-        if not self._thread.is_alive():
+        """Let go of jobs that came when the last was done: they hold meshes, and so sockets."""
+        if self._is_over or not self._thread.is_alive():  # a forked child has no such thread
             self._take_all(lambda _: None)
 
     def _take_all(self, take: Callable[[Callable[[Board], object]], None]) -> None:
@@ -301,6 +302,13 @@ class BoardThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._is_over = True
+            self._forget_if_over()
+
+    def _serve(self) -> None:
         store, self._store = self._store, None
         if store is None:
             return

@@ -81,7 +81,8 @@ class Watchdog(threading.Thread):
         # Also those whose world has gone, until their threads have ended.
         self.board_threads: weakref.WeakSet[BoardThread] = weakref.WeakSet()
         self._fallbacks: list[tuple[float, Callable[[], object]]] = []
-        self._investigating: set[BoardThread] = set()
+        # Weak: a question that comes when the world has just gone is never asked, nor done with.
+        self._investigating: weakref.WeakSet[BoardThread] = weakref.WeakSet()
         self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
         self._expiring = weakref.WeakKeyDictionary[BoardThread, deque[Waiting]]()
         self._looked_at = 0.0

@@ -38,7 +38,7 @@ from tests.faults.plan import (
     expected,
     limit_of,
 )
-from tests.faults.victim import armed, sockets, strike_for
+from tests.faults.victim import armed, ends_of, sockets, strike_for
 from tests.group.helpers import when_main_thread_waits
 from tests.group.operations import OPERATIONS, ROOTED, first
 from tests.ranks import OVER_GLOO
@@ -81,7 +81,7 @@ class Left(NamedTuple):
     """What a process finds left behind after it has destroyed its groups."""
 
     threads: list[str]
-    sockets: int
+    sockets: list[str]
 
 
 def take_part(case: Case, rank: int, pipe: Connection, log: Path, *, is_patient: bool) -> None:
@@ -344,9 +344,10 @@ def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left
 
 def _left(baseline: set[str]) -> Left:
     threads = [each.name for each in threading.enumerate() if each.name.startswith("objcomm")]
-    own = 2 if "objcomm-watch" in threads else 0  # its pair of sockets, one for each process
     others = [name for name in threads if name != "objcomm-watch"]
-    return Left(others, max(0, len(sockets() - baseline) - own))
+    # That one has a pair of sockets, which have no names; it is there once for each process.
+    stayed = sorted(ends_of(sockets() - baseline), key=bool)
+    return Left(others, stayed[2 if "objcomm-watch" in threads else 0 :])
 
 
 _STEPS: dict[str, Callable[[Case, int, dist.Store, set[str]], Any]] = {

@@ -173,7 +173,7 @@ def _check_that_nothing_is_left(outcome: Outcome) -> None:
     case = outcome.case
     for rank, left in outcome.left.items():
         assert left.threads == [], rank
-        assert left.sockets == 0 or (case.is_stores_host and rank == case.victim), rank
+        assert left.sockets == [] or (case.is_stores_host and rank == case.victim), rank
     assert set(outcome.left) == set(case.living)
     # A counter of questions stays as long as the store; a rank that was killed takes nothing back.
     dead = {f"where/{case.victim}"} if case.fault in DEADLY else set()

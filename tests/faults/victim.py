@@ -38,6 +38,19 @@ def sockets() -> set[str]:
     return {target for _, target in _descriptors() if target.startswith("socket:")}
 
 
+def ends_of(targets: set[str]) -> list[str]:
+    """Of each of ``targets`` that is still open, its two ends; nothing where it has no name."""
+    found = []
+    for descriptor, target in _descriptors():
+        if target in targets:
+            with socket.socket(fileno=os.dup(descriptor)) as end:
+                name, peer = end.getsockname(), None
+                with suppress(OSError):  # it listens, or the other end has closed
+                    peer = end.getpeername()
+                found.append(name and f"{name} to {peer}")
+    return found
+
+
 def _descriptors() -> Iterator[tuple[int, str]]:
     for path in list(Path("/proc/self/fd").iterdir()):
         with suppress(FileNotFoundError):  # the one that listed them

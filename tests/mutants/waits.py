@@ -159,6 +159,22 @@ MUTANTS = (
         ("tests/group/test_desync.py",),
     ),
     Mutant(
+        "question-keeps-a-world",
+        "objcomm/failures/watchdog.py",
+        "self._investigating: weakref.WeakSet[BoardThread] = weakref.WeakSet()",
+        "self._investigating: set[BoardThread] = set()",
+        "a question that comes when its world has just gone keeps a connection to the store",
+        ("tests/unit/test_bulletin.py",),
+    ),
+    Mutant(
+        "job-after-the-last-is-kept",
+        "objcomm/failures/noticeboard.py",
+        "            self._is_over = True\n            self._forget_if_over()",
+        "            pass",
+        "what is asked while the board's thread says farewell keeps its mesh",
+        ("tests/unit/test_bulletin.py",),
+    ),
+    Mutant(
         "lane-shared-by-threads",
         "objcomm/failures/channel.py",
         "if lane is None or lane.owner is not threading.current_thread():",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from objcomm.failures.liveness import Processes
 from objcomm.failures.noticeboard import Board, BoardThread
+from objcomm.failures.watchdog import _watchdogs
 from tests.waits import PATIENCE_S
 
 
@@ -20,13 +21,18 @@ class Held:
     """Something that can be watched."""
 
 
-def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path) -> None:
-    worlds = ["alive"]
-    store = dist.FileStore(str(tmp_path / "store"), 1)
+def beginning(folder: Path, worlds: list[str]) -> BoardThread:
+    """One whose world lives as long as there is something in ``worlds``."""
+    store = dist.FileStore(str(folder / "store"), 1)
     answer: Any = None
-    board_thread = BoardThread(
+    return BoardThread(
         store, 0, 1, describe=answer, is_needed=lambda _: bool(worlds), is_cut_off=lambda _: False
     )
+
+
+def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path) -> None:
+    worlds = ["alive"]
+    board_thread = beginning(tmp_path, worlds)
     may_end = threading.Event()
     done: list[Any] = []
     board_thread.submit(lambda _: done.append(may_end.wait()))
@@ -42,6 +48,43 @@ def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path
     gc.collect()
     assert watched() is None
     assert done == [True, "told"]
+
+
+def test_what_comes_during_the_last_word_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaks, may_end = threading.Event(), threading.Event()
+
+    def leave(_: Board, _word: str) -> None:
+        speaks.set()
+        may_end.wait(PATIENCE_S)
+
+    monkeypatch.setattr(Board, "leave", leave)
+    board_thread = beginning(tmp_path, [])
+    assert speaks.wait(PATIENCE_S)
+    held = Held()
+    watched = weakref.ref(held)
+    done: list[Any] = []
+    board_thread.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # a default
+    del held
+    may_end.set()
+    board_thread.close(PATIENCE_S, "its program has ended")
+    assert watched() is None
+    assert not done
+
+
+def test_a_question_after_the_end_of_a_world_keeps_nothing_of_it(tmp_path: Path) -> None:
+    # What it would keep is a connection to the store.
+    board_thread = beginning(tmp_path, [])
+    board_thread.close(PATIENCE_S, "its program has ended")
+    watched = weakref.ref(board_thread)
+    gc.disable()
+    try:
+        _watchdogs.watchdog()._ask(board_thread, lambda _: None)  # noqa: SLF001  # as a look does
+        del board_thread
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 class Vanishing:
