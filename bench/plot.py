@@ -84,14 +84,14 @@ def draw(results: Results, folder: Path) -> bool:
 
 def _picture(bars: Mapping[str, float], colours: _Colours) -> Iterator[str]:
     height = _HEAD + _ROW * len(bars) + _FOOT
-    title = f"time of objcomm as a share of torch's object collective, {JUDGED_WORLD} ranks, Gloo"
+    title = f"time of objcomm as a share of torch's object collective, {JUDGED_WORLD} ranks"
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'role="img" font-family="system-ui, sans-serif" font-size="13" fill="{colours.text}">'
     )
     yield f"<title>{escape(title)}</title>"
     yield f'<text x="{_MARGIN}" y="16" font-weight="600">Time, as a share of torch\'s</text>'
-    note = f"{JUDGED_WORLD} ranks, one machine, Gloo; the farther left of 1, the faster"
+    note = f"{JUDGED_WORLD} ranks, one machine, torch over Gloo; the farther left of 1, the faster"
     yield f'<text x="{_MARGIN}" y="33" font-size="12" fill="{colours.faint}">{note}</text>'
     left, scale = _axis(bars)
     for tick in _TICKS:

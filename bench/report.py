@@ -204,11 +204,11 @@ def _targets(found: list[Judgement]) -> str:
         for one in found
     ]
     head = ["operation", "payload", "world", "what", "measured", "at most", ""]
-    reasons = [
+    reasons = dict.fromkeys(  # one may hold for several worlds
         f"- {one.record.operation} of {one.record.payload}: {one.target.why_missed}\n"
         for one in found
         if one.target.why_missed and not one.is_met
-    ]
+    )
     summary = f"{len(found) - missed} of {len(found)} met.\n\n"
     return summary + _table(head, rows) + "".join(["\n", *reasons] if reasons else [])
 

@@ -78,9 +78,8 @@ _OF_THE_ARRAY = "× the array"
             0.40,
             against="torch",
             why_missed=(
-                "Python of four ranks shares two cores. A bare send and receive took 299 µs in a "
-                "run of its own, 463 µs with 80 µs of Python added on each rank, objcomm 611 µs, "
-                "torch 2,443 µs (its median varies most: 1.6 ms in the run shown here)."
+                "Python of four ranks shares two cores, and each waits for all before the next "
+                "peer's turn, so that all must be woken; see broadcasts, without that."
             ),
         ),
     ),
