@@ -43,11 +43,11 @@ def ends_of(targets: set[str]) -> list[str]:
     found = []
     for descriptor, target in _descriptors():
         if target in targets:
-            with socket.socket(fileno=os.dup(descriptor)) as end:
-                name, peer = end.getsockname(), None
-                with suppress(OSError):  # it listens, or the other end has closed
-                    peer = end.getpeername()
-                found.append(name and f"{name} to {peer}")
+            found.append("")
+            # Closed meanwhile, or without another end.
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
+                found[-1] = str(end.getsockname() or "")
+                found[-1] += f" to {end.getpeername()}" * bool(found[-1])
     return found
 
 
