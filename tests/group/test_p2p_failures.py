@@ -30,7 +30,7 @@ from tests.group.helpers import (
 )
 from tests.group.pairs import LARGE, assert_pair_works
 from tests.group.watched import patiently
-from tests.ranks import ranks
+from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until, within
 from tests.workers import here
 
@@ -367,7 +367,7 @@ def test_a_death_ends_what_waits_for_that_rank(
         objcomm.send("yes", 0)
 
 
-@ranks(2, expect_dead=[1])
+@ranks(2, expect_dead=[1], environment=OVER_GLOO)
 @pytest.mark.parametrize("src", [1, None])
 def test_a_death_between_head_and_payload(src: int | None) -> None:
     pids = [int(pid) for pid in tell_all("pid", str(os.getpid()))]
@@ -380,6 +380,17 @@ def test_a_death_between_head_and_payload(src: int | None) -> None:
     assert found.nbytes > len(LARGE)
     say("probed")
     await_death(pids[1])
+    assert error_in(TransportError, lambda: objcomm.recv(src)).peers == (1,)
+
+
+@ranks(2, expect_dead=[1])
+@pytest.mark.parametrize("src", [1, None])
+def test_a_death_before_the_memory_of_a_message_is_handed_over(src: int | None) -> None:
+    """Where it was handed over the message is here, though its sender has died since."""
+    assert_pair_works()
+    if here().rank == 1:
+        with mock.patch.object(LocalLink, "send_share", side_effect=lambda *_: die()):
+            objcomm.send(LARGE, 0)
     assert error_in(TransportError, lambda: objcomm.recv(src)).peers == (1,)
 
 
