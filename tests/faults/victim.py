@@ -123,11 +123,14 @@ def armed(case: Case, strike: Strike) -> Iterator[None]:
         yield
         return
     struck: list[float] = []
+    # Another thread that comes there must not do meanwhile what the case says is never done.
+    lock = threading.RLock()
 
     def once() -> None:
-        if not struck:
-            struck.append(time.monotonic())
-            strike()
+        with lock:
+            if not struck:
+                struck.append(time.monotonic())
+                strike()
 
     places = trap(case, once)
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
