@@ -64,6 +64,12 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def default_group() -> Any:
+    """The group of all ranks; None before ``init_process_group``, and where torch has none."""
+    members = getattr(dist, "GroupMember", None)
+    return None if members is None else members.WORLD
+
+
 def is_nobody(group: GroupLike) -> bool:
     """Whether ``group=`` is what a rank outside of a group has in its place."""
     return isinstance(group, int) and group == NOBODY

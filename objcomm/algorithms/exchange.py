@@ -92,6 +92,7 @@ class Exchange(Transfers):
         self._lane = lane
         self.gate = gate
         self._head_tag = head_tag(lane.number)
+        self._heads_left = 0  # of those sent, so many were not over at once
         self._heads_to: dict[int, int] = {}
         self._heads_from: dict[int, int] = {}
         self._asked: set[int] = set()
@@ -105,9 +106,9 @@ class Exchange(Transfers):
         self, message: Message, peers: Iterable[int], destination: int = EVERYONE
     ) -> None:
         """Begin to send the first part of ``message`` to some ranks, or for one rank alone."""
-        flat = torch.frombuffer(self.gate.head_of(message, destination), dtype=torch.uint8)
+        flat = self._link.over(self.gate.head_of(message, destination))
         for peer in peers:
-            self._send(flat, peer, self._head_tag, message)
+            self._heads_left += self._send(flat, peer, self._head_tag, message)
             self._heads_to[peer] = self._heads_to.get(peer, 0) + 1
             if peer in self._lane.asking:
                 self._lane.asking.discard(peer)
@@ -131,7 +132,7 @@ class Exchange(Transfers):
         """See ``Transfers``."""
         # Each rank posts the receive for a rank's next first message when it has taken one, so that
         # the link hears of that before its own next first message.
-        are_heads = len(self._sends) == sum(self._heads_to.values())
+        are_heads = len(self._sends) == self._heads_left
         return (are_heads and not self._has_handed_over) and all(
             (count == 1 and peer in self._asked)
             or (count <= self._heads_from.get(peer, 0) and peer in self._lane.answering)

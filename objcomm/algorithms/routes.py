@@ -40,8 +40,9 @@ def broadcast(exchange: Exchange, message: Message | None, root: int) -> Message
     else:
         exchange.rounds += 1
     exchange.send_head(message, children)
-    exchange.relay_rest(message, root)
-    exchange.accelerators().broadcast(message, root, is_root=parent is None)
+    if not message.is_all_head:
+        exchange.relay_rest(message, root)
+        exchange.accelerators().broadcast(message, root, is_root=parent is None)
     return message
 
 

@@ -19,11 +19,13 @@ from objcomm.codecs.buffers import Buffer, allocate, empty, over
 from objcomm.errors import TransportError, TransportTimeout, WireError
 from objcomm.observe.history import CallRecord
 from objcomm.transport.link import (
+    RECEIPT,
     Borrowed,
     Deadline,
     Link,
     LinkError,
     LinkTimeout,
+    Memory,
     Pending,
     Sharing,
     payload_tag,
@@ -145,13 +147,24 @@ class Transfers:
         self._link = link
         self._deadline = deadline
         self._meter = NOBODY if meter is None else meter
-        sequence = entry.header.sequence
-        self._payload_tag = payload_tag(lane, sequence)
-        self._receipt_tag = receipt_tag(lane, sequence)
-        self._result_tag = result_tag(lane, sequence)
-        self._sends: list[tuple[Pending, int, torch.Tensor, object]] = []
+        self._lane_number = lane
+        self._sends: list[tuple[Pending, int, Memory, object]] = []
         self._milestones: list[list[_Milestone]] = []
         self._has_handed_over = False
+
+    # What is small needs none of these.
+
+    @property
+    def _payload_tag(self) -> int:
+        return payload_tag(self._lane_number, self.entry.header.sequence)
+
+    @property
+    def _receipt_tag(self) -> int:
+        return receipt_tag(self._lane_number, self.entry.header.sequence)
+
+    @property
+    def _result_tag(self) -> int:
+        return result_tag(self._lane_number, self.entry.header.sequence)
 
     def ended(self, pieces: list[torch.Tensor]) -> Unit:
         """The same bytes, cut so that who waits for them hears of a peer's end.
@@ -328,24 +341,26 @@ class Transfers:
         that can be abandoned, by a thread of the link's, unless what was sent is certain to have
         been handed to the system.
         """
-        for row in itertools.zip_longest(*self._milestones):
-            for milestone in filter(None, row):
-                for pending, peer, _ in milestone.receipts:
-                    self._wait(pending, peer)
-                self._meter.moved(milestone.nbytes)
-        self._milestones.clear()
+        if self._milestones:
+            for row in itertools.zip_longest(*self._milestones):
+                for milestone in filter(None, row):
+                    for pending, peer, _ in milestone.receipts:
+                        self._wait(pending, peer)
+                    self._meter.moved(milestone.nbytes)
+            self._milestones.clear()
         self.hand_over()
 
     def hand_over(self) -> None:
         """Wait until the peers have all that was sent, before this rank waits elsewhere."""
-        if not self._sends or (self.are_asked_for() and self._link.is_flowing()):
-            self._await_sends()
-        else:
-            try:
-                self._link.wait_apart(self._await_sends)
-            except LinkError as error:  # given up
-                raise self._naming(error, (self.entry.awaits,)) from error
-        self._sends.clear()
+        if self._sends:
+            if self.are_asked_for() and self._link.is_flowing():
+                self._await_sends()
+            else:
+                try:
+                    self._link.wait_apart(self._await_sends)
+                except LinkError as error:  # given up
+                    raise self._naming(error, (self.entry.awaits,)) from error
+            self._sends.clear()
         self._has_handed_over = True
 
     def are_asked_for(self) -> bool:
@@ -395,17 +410,21 @@ class Transfers:
         self._wait_backwards(pendings, peer)
         self._meter.moved(nbytes_of([unit]))
 
-    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: object) -> None:
+    def _send(self, flat: Memory, peer: int, tag: int, owner: object) -> bool:
+        """Begin to send; whether that is not over at once."""
         try:
             pending = self._link.send(flat, peer, tag)
         except LinkError as error:
             raise self._naming(error, (peer,)) from error
+        self.sent_nbytes += 0 if tag & RECEIPT else flat.nbytes
+        if pending is None:
+            return False
         # The memory must outlive the transfer, so its owner is kept beside it.
         self._sends.append((pending, peer, flat, owner))
-        self.sent_nbytes += flat.numel() if tag != self._receipt_tag else 0
+        return True
 
     def _post(self, peer: int, flat: torch.Tensor, tag: int) -> Pending:
-        self.received_nbytes += flat.numel() if tag != self._receipt_tag else 0
+        self.received_nbytes += 0 if tag & RECEIPT else flat.numel()
         try:
             return self._link.recv(flat, peer, tag)
         except LinkError as error:

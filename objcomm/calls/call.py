@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from objcomm.algorithms import routes
-from objcomm.algorithms.device import DevicePath
 from objcomm.algorithms.exchange import Exchange
 from objcomm.calls.absence import acts_alone
 from objcomm.calls.group import resolve, solo_group
@@ -34,7 +33,7 @@ from objcomm.config import (
 from objcomm.errors import CollectiveError, DecodeError, ObjcommError, WireError
 from objcomm.observe.history import CallRecord, call_site
 from objcomm.observe.progress import bar_for
-from objcomm.observe.tracing import Span, span
+from objcomm.observe.tracing import Span, begun, span
 from objcomm.transport.threads import SerialExecutor
 from objcomm.wire.admission import Gate
 from objcomm.wire.failure_message import (
@@ -45,7 +44,15 @@ from objcomm.wire.failure_message import (
     failures_in,
     raise_together,
 )
-from objcomm.wire.header import Flag, Header, Operation, Status, fingerprint, shown
+from objcomm.wire.header import (
+    Flag,
+    Header,
+    Operation,
+    Status,
+    fingerprint,
+    operation_name,
+    shown,
+)
 from objcomm.wire.message import Message, compose
 
 if TYPE_CHECKING:
@@ -229,7 +236,7 @@ class Call:
         """
         self._began = time.perf_counter()
         self.call_site = call_site()
-        self.name = name or operation.name.lower()
+        self.name = name or operation_name(operation)
         whole = resolve(group)
         self.root = whole.root(self.name, global_root, group_root)
         self._coding = Coding(codec, device, accept, allow)
@@ -248,8 +255,9 @@ class Call:
         self._claim = threading.Lock() if async_op else None
         root = self.root if has_root else -1
         if self.size > 1:
-            must_agree += "\0confirm" * confirm + "\0check" * self._coding.settings.is_checked
-            self._turn = self._begin(operation, root, must_agree, is_paced=progress)
+            is_met = self._coding.settings.is_checked
+            must_agree += "\0confirm" * confirm + "\0check" * is_met
+            self._turn = self._begin(operation, root, must_agree, is_paced=progress, is_met=is_met)
             self._turn.is_confirmed = confirm
         else:
             number, place = self._group.recorder.history.next_number(), self.call_site
@@ -257,7 +265,7 @@ class Call:
             self._record(CallRecord(header, self.name, self._coding.codec_name))
 
     def _begin(
-        self, operation: Operation, root: int, must_agree: str, *, is_paced: bool
+        self, operation: Operation, root: int, must_agree: str, *, is_paced: bool, is_met: bool
     ) -> Watched:
         """Take the next number on this thread's lane, last of all that can go wrong."""
         try:
@@ -266,7 +274,7 @@ class Call:
             self._group.recorder.attach(error)
             raise
         self._lane = lane
-        path = DevicePath(self._group.device_link)
+        path = self._group.device_path
         is_staged = self.device is not None and self.device.type == path.linked
         header = Header(
             status=Status.VALUE,
@@ -294,7 +302,6 @@ class Call:
         lane.sequence += 1
         lane.past.append(entry)
         self._record(entry)
-        is_met = self._coding.settings.is_checked
         meeting = compose(header, header.name.encode()) if is_met else None
         return Watched(mesh, lane, exchange, self._deadline, meeting)
 
@@ -388,7 +395,8 @@ class Call:
         own = self._own_error
         if own is not None and not failures:
             failures = {self.rank: failure_of(own, self.rank, self.call_site)}
-        raise_together(self.name, failures, own, self.rank)
+        if failures:
+            raise_together(self.name, failures, own, self.rank)
 
     def decode(self, message: Message) -> Any:
         """The object in a message that carries one.
@@ -479,8 +487,7 @@ class Call:
         if not self._is_mine():
             raise CancelledError  # Ctrl-C: its caller has concluded it, and has no work to ask
         try:
-            self._span = span(self.name)
-            self._span.__enter__()
+            self._span = begun(self.name)
             result = rests.pop()()
         except BaseException as error:
             self._conclude(error)
@@ -507,8 +514,7 @@ class Call:
             except BaseException as error:  # Ctrl-C: the others wait for a call of this number
                 self._conclude(error)
                 raise
-        self._span = span(self.name)
-        self._span.__enter__()
+        self._span = begun(self.name)
         return self
 
     def __exit__(

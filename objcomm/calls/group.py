@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from objcomm.algorithms.device import device_link
+from objcomm.algorithms.device import DevicePath, device_link
 from objcomm.config import GroupLike, Timeout, seconds_of, whole_number
 from objcomm.environment import local_rank_in, unjoined_in
 from objcomm.errors import UsageError
@@ -25,8 +25,15 @@ from objcomm.failures.verdict import Verdict
 from objcomm.failures.watchdog import check_running
 from objcomm.observe.recorder import recorder_of
 from objcomm.transport.lane import IN_TURNS, Lane
-from objcomm.transport.link import Deadline, DeviceLink
-from objcomm.world import TIMEOUT_SECONDS, group_for_call, is_initialized, rank, timeout_of
+from objcomm.transport.link import Deadline
+from objcomm.world import (
+    TIMEOUT_SECONDS,
+    default_group,
+    group_for_call,
+    is_initialized,
+    rank,
+    timeout_of,
+)
 
 _lane_name: ContextVar[str] = ContextVar("objcomm_lane", default="")
 
@@ -82,6 +89,8 @@ class Group:
         Raises:
             UsageError: both were given, or there is no such rank in this group.
         """
+        if group_rank is None and global_rank is None:
+            return 0
         if global_rank is not None and group_rank is not None:
             raise UsageError(f"{operation}: give a global rank or a group rank, not both")
         if group_rank is not None:
@@ -89,8 +98,6 @@ class Group:
             if not 0 <= rank < self.size:
                 raise UsageError(f"{operation}: a group of {self.size} has no rank {rank}")
             return rank
-        if global_rank is None:
-            return 0
         rank = _index(operation, global_rank)
         if rank not in self.ranks:
             raise UsageError(
@@ -174,7 +181,7 @@ class Group:
             UsageError: it was forked from the one that made the group, or its interpreter is
                 shutting down.
         """
-        if self.is_of_the_parent:
+        if self._pid != os.getpid():
             raise UsageError(
                 f"{operation}: a forked process cannot use its parent's connections; "
                 "call objcomm from the process that called init_process_group"
@@ -182,9 +189,9 @@ class Group:
         check_running(operation)
 
     @functools.cached_property
-    def device_link(self) -> DeviceLink | None:
-        """What joins the ranks' accelerators."""
-        return device_link(self._own())
+    def device_path(self) -> DevicePath:
+        """What joins the ranks' accelerators, if anything does."""
+        return DevicePath(device_link(self._own()))
 
     @property
     def verdict(self) -> Verdict | None:
@@ -370,7 +377,10 @@ def resolve(group: GroupLike) -> Group:
             mesh of several dimensions, or no group at all.
         NotInGroupError: this rank is no member.
     """
-    process_group = group_for_call(group)
+    # Whoever has a world is in it, so there is nothing to ask.
+    process_group = default_group() if group is None else None
+    if process_group is None:
+        process_group = group_for_call(group)
     return _groups.solo if process_group is None else _groups.of(process_group)
 
 

@@ -13,7 +13,7 @@ from objcomm.errors import TransportError
 from objcomm.failures.mesh import Mesh, end_by_loss, local
 from objcomm.failures.verdict import Cause, Verdict, proposal_for, regions
 from objcomm.failures.watchdog import check_running, end_elsewhere, hurry, interruptible
-from objcomm.observe.tracing import Span, span
+from objcomm.observe.tracing import Span, begun
 from objcomm.transport.lane import Lane
 from objcomm.transport.link import Deadline
 from objcomm.wire.failure_message import failure_of
@@ -57,9 +57,8 @@ class Watched:
         self._lane = lane
         self._entry = exchange.entry
         self._deadline = deadline
-        self._interruptible = interruptible(
-            mesh, exchange.is_interruptible and not exchange.device.linked
-        )
+        is_by_itself = exchange.is_interruptible and not exchange.device.linked
+        self._interruptible = None if is_by_itself else interruptible(mesh)
         self._span: Span | None = None
 
     @property
@@ -76,13 +75,13 @@ class Watched:
             end_elsewhere(verdict, lane.owner)
             raise verdict.error(entry.operation, self.exchange.header.position)
         entry.regions = regions.get()
-        self._deadline.apply(entry)
+        seconds = self._deadline.apply(entry)
         lane.begin(entry)
         try:
-            hurry(self._deadline.seconds_left)
-            self._interruptible.__enter__()
-            self._span = span("transfer")
-            self._span.__enter__()
+            hurry(seconds)
+            if self._interruptible is not None:
+                self._interruptible.__enter__()
+            self._span = begun("transfer")
             if self._meeting is not None:
                 routes.all_meet(self.exchange, self._meeting)
                 self._meeting = None
@@ -142,7 +141,8 @@ class Watched:
             if shown is not None:
                 shown.__exit__(None, None, None)
         finally:
-            self._interruptible.__exit__(None, None, None)
+            if self._interruptible is not None:
+                self._interruptible.__exit__(None, None, None)
             self._deadline.pause()
 
     def _raise_verdict(self, error: BaseException) -> None:

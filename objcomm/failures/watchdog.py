@@ -471,23 +471,22 @@ def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> N
 class interruptible:  # noqa: N801  # used as a function, like contextlib's
     """While entered, Ctrl-C ends ``mesh`` within moments; nothing on other threads.
 
-    Where it ends the wait by itself there is nothing to do either, and the watchdog must not: who
-    was interrupted may be in the next call, with another mesh, when it gets its turn.
+    Not for a wait that it ends by itself: who was interrupted may be in the next call, with another
+    mesh, when the watchdog gets its turn.
 
     A wake-up descriptor that was set before (asyncio sets one) is served meanwhile and put back
     afterwards.
     """
 
-    __slots__ = ("_ends_by_itself", "_mesh", "_outer", "_watchdog")
+    __slots__ = ("_mesh", "_outer", "_watchdog")
 
-    def __init__(self, mesh: Mesh, ends_by_itself: bool) -> None:  # noqa: FBT001  # its one caller has it as a fact
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._ends_by_itself = ends_by_itself
         self._watchdog: Watchdog | None = None
         self._outer: Mesh | None = None
 
     def __enter__(self) -> None:
-        if not self._ends_by_itself and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             self._watchdog = _watchdogs.watchdog()
             self._outer, self._watchdog.target = self._watchdog.target, self._mesh
             if self._outer is None:

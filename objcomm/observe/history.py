@@ -189,15 +189,14 @@ class History:
 def call_site() -> str:
     """The innermost ``file:line`` outside of objcomm."""
     frame = sys._getframe(1)  # noqa: SLF001  # inspect.stack() reads source files: a thousand times slower
-    while frame.f_back is not None and _is_inner(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        is_inner = module.startswith("objcomm.") and not module.startswith("objcomm.demo")
+        # contextlib stands between a ``with`` and a block that is a generator.
+        if not is_inner and module != "contextlib":
+            break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _is_inner(module: str) -> bool:
-    if module == "contextlib":  # between a ``with`` and a block that is a generator
-        return True
-    return module.startswith("objcomm.") and not module.startswith("objcomm.demo")
 
 
 @dataclass(frozen=True, slots=True)

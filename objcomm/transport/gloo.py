@@ -40,6 +40,7 @@ from objcomm.transport.link import (
     LinkClosed,
     LinkError,
     LinkTimeout,
+    Memory,
     Pending,
 )
 from objcomm.transport.sockets import flow, is_outage, notice_outages, open_sockets
@@ -152,14 +153,18 @@ class GlooLink:
     def sharing_with(self, peer: int) -> None:
         """See ``Link``: it copies all."""
 
-    def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+    def over(self, raw: bytearray) -> torch.Tensor:
+        """See ``Link``: it takes nothing but tensors."""
+        return torch.frombuffer(raw, dtype=torch.uint8)
+
+    def send(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         try:
             return _begun(self._mesh.send, flat, self._places[peer], tag)
         except RuntimeError as error:
             raise _ended(error) from error
 
-    def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+    def recv(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         try:
             return _begun(self._mesh.recv, flat, self._places[peer], tag)
@@ -271,7 +276,7 @@ def is_cut_off(group: dist.ProcessGroup, peer: int) -> bool:
     return False
 
 
-def _begun(begin: Callable[..., Pending], flat: torch.Tensor, place: int, tag: int) -> Pending:
+def _begun(begin: Callable[..., Pending], flat: Memory, place: int, tag: int) -> Pending:
     """Begin a transfer that ``torch.profiler`` does not see.
 
     Of one that it sees, the time of its end is written into the profiler's memory, even when the

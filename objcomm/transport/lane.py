@@ -6,8 +6,6 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-import torch
-
 from objcomm.transport.link import Link, LinkClosed, Pending, head_tag
 from objcomm.wire.header import WINDOW_NBYTES
 
@@ -153,7 +151,7 @@ class StandingReceive:
 
     def __init__(self, link: Link, peer: int, tag: int) -> None:
         self.raw = bytearray(WINDOW_NBYTES)
-        self._flat = torch.frombuffer(self.raw, dtype=torch.uint8)
+        self._flat = link.over(self.raw)
         self._link = link
         self._peer = peer
         self._tag = tag

@@ -23,7 +23,8 @@ from objcomm.transport.share import Share
 LANE_BITS = 12
 _SEQUENCE_BITS = 16
 _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
-_RECEIPT = _PAYLOAD << 1
+#: All of ``receipt_tag``'s have this bit, and no others.
+RECEIPT = _PAYLOAD << 1
 _RESULT = _PAYLOAD << 2
 _LEAST_SECONDS = 0.01
 _GRACE_SECONDS = 2.0
@@ -41,7 +42,7 @@ def payload_tag(lane: int, sequence: int) -> int:
 
 def receipt_tag(lane: int, sequence: int) -> int:
     """The tag of what says that a payload has arrived."""
-    return _RECEIPT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
+    return RECEIPT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
 
 
 def result_tag(lane: int, sequence: int) -> int:
@@ -78,8 +79,12 @@ class LinkClosed(LinkError):
     """
 
 
-#: A transfer under way. What it is, only the link knows that began it: each gives its own.
+#: A transfer under way. What it is, only the link knows that began it: each gives its own. None is
+#: one that is over.
 Pending = Any
+
+#: What a link moves: a flat ``uint8`` tensor, or what ``Link.over`` has made of bytes.
+Memory = torch.Tensor | memoryview
 
 
 class Link(Protocol):
@@ -124,11 +129,14 @@ class Link(Protocol):
         None where it is not; a pair's two ranks, and all that a link joins on one host, say alike.
         """
 
-    def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+    def over(self, raw: bytearray) -> Memory:
+        """Bytes in the form that costs this link the least; the two share their memory."""
+
+    def send(self, flat: Memory, peer: int, tag: int) -> Pending:
         """Begin to send; returns at once, whether or not the peer has asked for it.
 
         Args:
-            flat: ``uint8`` and contiguous; it must live, and may not change, before the end.
+            flat: contiguous; it must live, and may not change, before the end.
             peer: to whom; never this rank.
             tag: 31 bits, of those that the functions of this module give.
 
@@ -136,7 +144,7 @@ class Link(Protocol):
             LinkClosed: the connection is known to have ended; else the wait says so.
         """
 
-    def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+    def recv(self, flat: Memory, peer: int, tag: int) -> Pending:
         """Begin to receive into ``flat``; returns at once. As ``send``.
 
         Raises:
@@ -318,13 +326,18 @@ class Deadline:
         self.seconds = max(self.seconds, seconds)
         self._left = max(self._left, seconds)
 
-    def apply(self, entry: CallRecord) -> None:
-        """Count what is left, and let the watchdog know that ``entry`` waits, and until when."""
+    def apply(self, entry: CallRecord) -> float:
+        """Count what is left, and let the watchdog know that ``entry`` waits, and until when.
+
+        Returns:
+            How many seconds that are.
+        """
         now = entry.waits_since = time.monotonic()
         self._end = entry.waits_until = now + self._left
         entry.limit_seconds = self.seconds
         entry.report_at = now + self.settings.report_after
         entry.has_expired = False  # that was an earlier wait of the same call
+        return self._left
 
     def pause(self) -> None:
         """End a wait that ``apply`` began; the next one has what is left."""

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from datetime import timedelta
 
-    import torch
-
     from objcomm.transport.gloo import GlooLink
-    from objcomm.transport.link import Pending, Sharing
+    from objcomm.transport.link import Memory, Pending, Sharing
     from objcomm.transport.local import LocalLink
 
 
@@ -60,17 +58,21 @@ class MixedLink:
         """See ``Link``."""
         return self._local if self._local.joins(peer) else None
 
-    def send(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+    def over(self, raw: bytearray) -> Memory:
+        """See ``Link``: as Gloo takes it, and so may this host's."""
+        return self._far.over(raw)
+
+    def send(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         return self._to(peer).send(flat, peer, tag)
 
-    def recv(self, flat: torch.Tensor, peer: int, tag: int) -> Pending:
+    def recv(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         return self._to(peer).recv(flat, peer, tag)
 
     def wait(self, pending: Pending, limit: timedelta) -> None:
         """See ``Link``."""
-        if self._local.has_begun(pending):
+        if pending is None or self._local.has_begun(pending):
             self._local.wait(pending, limit)
         elif self._local.is_moved_here():
             wait = functools.partial(self._far.wait, pending, limit)
@@ -83,7 +85,7 @@ class MixedLink:
 
     def is_done(self, pending: Pending) -> bool:
         """See ``Link``."""
-        of = self._local if self._local.has_begun(pending) else self._far
+        of = self._local if pending is None or self._local.has_begun(pending) else self._far
         return of.is_done(pending)
 
     def wait_apart(self, wait: Callable[[], None]) -> None:

@@ -94,6 +94,9 @@ class Operation(IntEnum):
 
 _BARRIER = int(Operation.BARRIER)
 
+# To ask a member for its name, and make it small, takes ten times as long.
+_NAMES = {int(operation): operation.name.lower() for operation in Operation}
+
 
 class Status(IntEnum):
     """What the bytes after the header are."""
@@ -169,7 +172,33 @@ class Header(NamedTuple):
     @property
     def is_all_head(self) -> bool:
         """Whether nothing follows the message's first part."""
-        return self.is_inline and not self.payload_nbytes
+        return not self.payload_nbytes and HEADER_NBYTES + self.body_nbytes <= WINDOW_NBYTES
+
+    def with_content(
+        self, status: int, codec: str, sizes: tuple[int, int, int, int], body_checksum: int
+    ) -> "Header":
+        """The same of other content, by position: ``_replace`` takes twice as long.
+
+        Args:
+            status: what it is.
+            codec: its codec.
+            sizes: from ``buffer_count`` to ``payload_nbytes``.
+            body_checksum: of its body.
+        """
+        return Header(
+            status,
+            *self[1:10],
+            codec,
+            self.call_site,
+            *sizes,
+            self.tag,
+            self.destination,
+            self.number,
+            self.digest,
+            self.signature,
+            body_checksum,
+            self.name,
+        )
 
     def pack(self, sign: Callable[[bytes], bytes] | None = None) -> bytes:
         """Lay the header out in ``HEADER_NBYTES`` bytes.
@@ -274,7 +303,7 @@ def unpack_table(header: Header, body: memoryview) -> list[SizeRow]:
 
 def fingerprint(text: str) -> int:
     """A number of 32 bits for ``text``, the same in every process. Empty text gives 0."""
-    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+    return zlib.crc32(text.encode("utf-8", "surrogatepass")) if text else 0
 
 
 def shown(must_agree: str) -> str:
@@ -285,10 +314,7 @@ def shown(must_agree: str) -> str:
 
 def operation_name(operation: int) -> str:
     """The public name of an operation's number."""
-    try:
-        return Operation(operation).name.lower()
-    except ValueError:
-        return f"operation {operation}"
+    return _NAMES.get(operation) or f"operation {operation}"
 
 
 def check_same_call(mine: Header, theirs: Header, sender: int) -> None:

@@ -126,7 +126,12 @@ class Message:
 
 
 def compose(
-    header: Header, meta: bytes | bytearray, buffers: Sequence[Buffer] = (), **changed: Any
+    header: Header,
+    meta: bytes | bytearray,
+    buffers: Sequence[Buffer] = (),
+    *,
+    status: int | None = None,
+    codec: str | None = None,
 ) -> Message:
     """Make a message to send.
 
@@ -134,7 +139,8 @@ def compose(
         header: who sends what; its sizes and checksum are filled in here.
         meta: the codec's own bytes.
         buffers: the codec's buffers.
-        changed: further fields in which the message's header differs from ``header``.
+        status: what it is; as the header says if None.
+        codec: the codec's name; likewise.
     """
     if not buffers:
         body = bytearray(meta)
@@ -150,13 +156,11 @@ def compose(
         body = bytearray().join([pack_table(rows), meta, *small])
         large = _large(rows, buffers)
         payload_nbytes = sum(row.nbytes for row in rows if not row.is_packed)
-    complete = header._replace(
-        buffer_count=len(buffers),
-        meta_nbytes=len(meta),
-        body_nbytes=len(body),
-        payload_nbytes=payload_nbytes,
-        body_checksum=zlib.crc32(body),
-        **changed,
+    complete = header.with_content(
+        header.status if status is None else status,
+        header.codec if codec is None else codec,
+        (len(buffers), len(meta), len(body), payload_nbytes),
+        zlib.crc32(body),
     )
     return Message(complete, body, buffers, large)
 
@@ -174,10 +178,11 @@ def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
     Raises:
         WireError: it was cut off, or there is no memory for it.
     """
-    if len(raw) < header.head_nbytes:  # one of several heads in a bundle
+    head_nbytes = header.head_nbytes
+    if len(raw) < head_nbytes:  # one of several heads in a bundle
         raise WireError(f"{header.position} sent a message that was cut off")
     # A copy, and the only one: the memory that it arrived in is used again.
-    head = bytearray(memoryview(raw)[: header.head_nbytes])
+    head = bytearray(memoryview(raw)[:head_nbytes])
     if header.is_inline:
         return Message(header, memoryview(head)[HEADER_NBYTES:], arrived=head)
     return Message(header, room(header.body_nbytes), arrived=head)

@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         "small-sends-waited-for-in-place",
         "objcomm/algorithms/transfers.py",
-        "        if not self._sends or (self.are_asked_for() and self._link.is_flowing()):\n",
-        "        if self.sent_nbytes < 1 << 20:\n",
+        "            if self.are_asked_for() and self._link.is_flowing():\n",
+        "            if self.sent_nbytes < 1 << 20:\n",
         "a small send to a rank that has reset its connection is waited for without end",
         ("tests/group/test_liveness.py", "tests/unit/test_flow.py"),
     ),

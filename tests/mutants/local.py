@@ -171,9 +171,17 @@ MUTANTS = (
         _UNIT,
     ),
     Mutant(
+        "sends-under-way-not-waited-for",
+        _LOCAL,
+        "        return None if transfer.is_over and not transfer.reason else transfer\n",
+        "        return None\n",
+        "memory that has not been sent is used again",
+        _UNIT,
+    ),
+    Mutant(
         "a-lost-descriptor-is-not-noticed",
         _LOCAL,
-        "        if rights or flags & socket.MSG_CTRUNC:\n",
+        "        if rights or flags & _TRUNCATED:\n",
         "        if rights:\n",
         "a rank that has no more descriptors ends its connections",
         _UNIT,

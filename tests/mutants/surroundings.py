@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "receipts-counted",
         "objcomm/algorithms/transfers.py",
-        "self.received_nbytes += flat.numel() if tag != self._receipt_tag else 0",
+        "self.received_nbytes += 0 if tag & RECEIPT else flat.numel()",
         "self.received_nbytes += flat.numel()",
         "a rank counts more bytes as received than the others sent",
         ("tests/group/test_memory.py",),

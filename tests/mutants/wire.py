@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "cut-head-taken",
         "objcomm/wire/message.py",
-        "if len(raw) < header.head_nbytes:",
+        "if len(raw) < head_nbytes:",
         "if not raw:",
         "the last head of a bundle may be cut off",
         ("tests/unit/test_fuzz.py",),

@@ -181,14 +181,18 @@ class MemoryLink:
         self._wires = wires
         self._is_aborted = False
 
-    def send(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Departure:
+    def over(self, raw: bytearray) -> torch.Tensor:
+        """See ``Link``."""
+        return torch.frombuffer(raw, dtype=torch.uint8)
+
+    def send(self, flat: Any, peer: int, tag: int = -1) -> Departure:
         assert flat.numel() > 0 or self.may_send_nothing, "a message without need"
         self._check(peer)
         self.sent.append((flat.numel(), tag))
         self._wires.between(self.rank, peer, tag).put(flat.clone())
         return Departure()
 
-    def recv(self, flat: torch.Tensor, peer: int, tag: int = -1) -> Arrival:
+    def recv(self, flat: Any, peer: int, tag: int = -1) -> Arrival:
         arrival, wire = Arrival(flat), self._wires.between(peer, self.rank, tag)
         wire.post(arrival)
         if self.is_closed(peer):  # after it was posted: it may have been closed meanwhile
