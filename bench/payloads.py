@@ -50,6 +50,10 @@ def _result(rank: int, _shrink: int) -> dict[str, Any]:
     return {"rank": rank, "correct": 1797 + rank, "loss": 0.25 / (rank + 1), "split": "test"}
 
 
+def _results(_rank: int, shrink: int) -> list[dict[str, Any]]:
+    return [_result(number, 1) for number in range(10_000 // shrink)]
+
+
 def _tally(rank: int, _shrink: int) -> Tally:
     return Tally({f"class_{label}": label * rank + 1 for label in range(10)}, seen=rank)
 
@@ -135,6 +139,7 @@ PAYLOADS: dict[str, Callable[[int, int], Any]] = {
     "nothing": lambda _rank, _shrink: None,
     "config dict, 1 KiB": _config,
     "small dict": _result,
+    "10,000 small dicts": _results,
     "small custom object": _tally,
     "float": _scalar,
     '{"w": 128 MiB ndarray}': _state(128 * MIB),

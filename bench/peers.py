@@ -77,6 +77,12 @@ class Peer(Protocol):
     def there_and_back(self, obj: Any) -> Any:
         """Send rank 0's object to rank 1, which sends it back, as messages of two ranks."""
 
+    def requests(self, objs: Any) -> Any:
+        """Two ranks' objects, a message each: receives begun, then sends, then waited for.
+
+        Where a peer can't begin them: sent and received one by one.
+        """
+
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         """``all_reduce`` with an operator that costs more than a message."""
 
@@ -135,6 +141,13 @@ class _Objcomm:
         got = objcomm.recv(0)
         objcomm.send(got, 0, codec=self._codec)
         return got
+
+    def requests(self, objs: Any) -> Any:
+        other = 1 - self.rank
+        coming = [objcomm.irecv(other) for _ in objs]
+        going = [objcomm.isend(obj, other, codec=self._codec) for obj in objs]
+        objcomm.wait_all(going)
+        return objcomm.wait_all(coming)
 
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         return objcomm.all_reduce(obj, objcomm.Op(merge, slow=True), codec=self._codec)
@@ -199,6 +212,9 @@ class _InTurn(_Objcomm):
 
     def all_gather_in_flight(self, obj: Any) -> Any:
         return self.all_gather(obj)
+
+    def requests(self, objs: Any) -> Any:
+        return [self.there_and_back(obj) for obj in objs]
 
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         return self.all_reduce(obj, merge)
@@ -283,6 +299,9 @@ class _Torch:
             self._api.recv_object_list(box, src=0)
             self._api.send_object_list(box, dst=0)
         return box[0]
+
+    def requests(self, objs: Any) -> Any:
+        return [self.there_and_back(obj) for obj in objs]
 
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         return self.all_reduce(obj, merge)
@@ -423,6 +442,9 @@ class _Raw:
             dist.send(box, 0)
         return box
 
+    def requests(self, objs: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("its objects are one tensor")
+
     def all_reduce_slowly(self, obj: torch.Tensor, merge: Merge) -> torch.Tensor:
         return self.all_reduce(obj, merge)
 
@@ -521,6 +543,14 @@ class _Mpi4py:
         got = self._comm.recv(source=0)
         self._comm.send(got, dest=0)
         return got
+
+    def requests(self, objs: Any) -> Any:
+        other = 1 - self.rank
+        coming = [self._comm.irecv(source=other) for _ in objs]
+        going = [self._comm.isend(obj, dest=other) for obj in objs]
+        for request in going:
+            request.wait()
+        return [request.wait() for request in coming]
 
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         return self.all_reduce(obj, merge)

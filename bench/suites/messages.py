@@ -40,3 +40,15 @@ from bench.peers import Peer
 def there_and_back(peer: Peer, mine: Any) -> Callable[[], object]:
     """Send rank 0's object to rank 1 and back: two messages."""
     return lambda: peer.there_and_back(mine)
+
+
+@case(
+    "10,000 small dicts",
+    peers=("objcomm", "objcomm in turn", "torch", "mpi4py"),
+    worlds=(2,),
+    samples=3,
+    targets=(Target(3.0, against="objcomm in turn", world=2),),
+)
+def requests(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Begin a receive and a send of each small dict, and wait for all; in turn, send them back."""
+    return lambda: peer.requests(mine)

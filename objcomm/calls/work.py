@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import itertools
 import os
 import threading
 import time
@@ -18,14 +19,13 @@ import torch
 
 from objcomm.config import FOREVER_SECONDS, seconds_of
 from objcomm.errors import UsageError, text_of
-from objcomm.transport.threads import SerialExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
     from types import TracebackType
 
     from objcomm.config import Timeout
-    from objcomm.transport.threads import ThreadPool
+    from objcomm.transport.threads import SerialExecutor
 
 
 T = TypeVar("T")
@@ -178,9 +178,9 @@ class Work(Generic[T_co]):
         finally:
             del self, body
 
-    def carry_out_on(self, line: SerialExecutor | ThreadPool, body: Callable[[], T_co]) -> None:
+    def carry_out_on(self, line: SerialExecutor, body: Callable[[], T_co]) -> None:
         """The same on another thread, with this thread's context, modes and CUDA stream."""
-        self._line = line if isinstance(line, SerialExecutor) else None
+        self._line = line
         try:
             line.submit(self.job(body))
         except BaseException:  # Ctrl-C, or there can be no more threads
@@ -245,6 +245,10 @@ class Work(Generic[T_co]):
         )
 
 
+# Of thousands of works so many say which thread waits for them: that would be done at each end.
+_NOTED_MAX = 64
+
+
 def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[Work[T]]:
     """Give each work when it has ended, the first to end first.
 
@@ -272,11 +276,12 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
     del each
     ended = futures.as_completed(by_future, seconds)
     while True:
-        with _awaiting(by_future.values() if seconds is None else ()):
+        noted = itertools.islice(by_future.values(), _NOTED_MAX if seconds is None else 0)
+        with _awaiting(noted):
             future = next(ended, None)
         if future is None:
             return
-        yield by_future[future]
+        yield by_future.pop(future)
 
 
 def _limit_of(name: str, timeout: Timeout) -> float | None:

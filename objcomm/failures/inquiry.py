@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, MutableSet, Sequence
 from typing import TypeVar
 
@@ -41,10 +41,29 @@ def wait_snapshot(meshes: Iterable[Mesh], asked: int) -> WaitSnapshot:
         _state(mesh, lane, entry)
         for mesh in in_order
         for lane in tuple(mesh.lanes.values())
-        for entry in (lane.waits() or (None,))
+        for entry in (of_each_kind(lane.waits()) or (None,))
     ]
     main = threading.main_thread().ident or 0
     return WaitSnapshot(asked, main, tuple(lanes), is_single=_is_single())
+
+
+def of_each_kind(entries: Iterable[CallRecord]) -> list[CallRecord]:
+    """Of one lane's calls that no thread waits for, the first that waits for the same.
+
+    Whatever is found of it holds for the others; a thousand of them must not keep anybody busy.
+    """
+    found: dict[object, CallRecord] = {}
+    for entry in entries:
+        waiter = (entry.caller or entry).waiter
+        kind = (
+            (entry.awaits, entry.is_served, entry.has_own_limit, entry.regions)
+            if not waiter and entry.header.sequence != MEETING
+            else id(entry)
+        )
+        known = found.setdefault(kind, entry)
+        if entry.waits_since < known.waits_since:
+            found[kind] = entry
+    return list(found.values())
 
 
 def _is_single() -> bool:
@@ -153,13 +172,25 @@ _MOST_NAMED = 8
 _MOST_LEARNED = 8
 
 
+def first_of_each_kind(waiting: Sequence[Waiting]) -> list[Waiting]:
+    """As ``of_each_kind``, of several lanes."""
+    lanes: defaultdict[tuple[Mesh, Lane], list[CallRecord]] = defaultdict(list)
+    for mesh, lane, entry in waiting:
+        lanes[mesh, lane].append(entry)
+    return [
+        (mesh, lane, entry)
+        for (mesh, lane), entries in lanes.items()
+        for entry in of_each_kind(entries)
+    ]
+
+
 def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
     """For each call that waits: has anybody ended it, and can it ever end?"""
     asked = board.ask()
     mine = wait_snapshot(meshes, asked)
     board.publish(mine)
     for mesh, lane, entry in waiting:
-        if mesh.verdict is not None or entry not in lane.waits():
+        if mesh.verdict is not None or not lane.has_waiting(entry):
             continue
         _learn(board, mesh, entry)
         entry.first_asked = entry.first_asked or asked
@@ -223,7 +254,10 @@ def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
 
 
 def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
-    """End the mesh if another rank has said so, or has failed in a block around this call."""
+    """End the mesh if another rank has said so, or has failed in a block around this call.
+
+    What can be withdrawn ends by itself, with all that waits in the same blocks.
+    """
     posted = board.look(mesh.nonce) if mesh.nonce else None
     if posted is not None:
         mesh.settle_on(board, posted)
@@ -231,7 +265,9 @@ def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
     for region in entry.regions:
         posted = posted or board.look(region)
     if posted is not None:
-        end(board, mesh, entry, posted)
+        for each in [each for lane in tuple(mesh.lanes.values()) for each in lane.waits()]:
+            if each.regions == entry.regions:
+                end(board, mesh, each, posted)
     return posted is not None
 
 
@@ -279,7 +315,7 @@ def _look_for_conflict(
         conflict.is_told or conflict.is_of_one_lane or suspected == calls
     )
     entry.suspicion = (mine.asked, calls) if calls else None
-    if conflict is not None and is_sure and entry in lane.waits():
+    if conflict is not None and is_sure and lane.has_waiting(entry):
         verdict = _desync(mesh, conflict)
         if not conflict.is_of_one_lane:
             board.tell_circle(conflict)
@@ -321,7 +357,12 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
 
     def concerned() -> set[int]:
         waiting.extend(_taken(expiring))
-        waiting[:] = [each for each in waiting if _still_waits(board, *each)]
+        # Those of one lane that wait in the same blocks are told the same.
+        told: dict[object, bool] = {}
+        for mesh, lane, entry in waiting:
+            if _still_waits(mesh, lane, entry) and (mesh, entry.regions) not in told:
+                told[mesh, entry.regions] = _heed(board, mesh, entry)
+        waiting[:] = [each for each in waiting if _still_waits(*each)]
         now = time.monotonic()
         return _ranks_of(
             (mesh, lane, entry)
@@ -353,7 +394,7 @@ def end_late(
     """
     withdraw = entry.withdraw  # first: what follows the wait may have none
     # A later wait of the same call has a limit that has yet to be seen to pass.
-    if entry not in lane.waits() or not entry.has_expired:
+    if not lane.has_waiting(entry) or not entry.has_expired:
         return
     if withdraw is not None:
         withdraw(verdict)
@@ -396,7 +437,7 @@ def report(
         is_told = lane.order is None and any(
             rank < mesh.rank and has_come(mesh, lane, entry, known[rank]) for rank in known
         )
-        if mesh.verdict is None and entry in lane.waits() and not is_told:
+        if mesh.verdict is None and lane.has_waiting(entry) and not is_told:
             _warn(mesh, entry, timeout_verdict(mesh, lane, entry, known))
 
 
@@ -405,7 +446,7 @@ def report_silence(waiting: Sequence[Waiting], told: threading.Event) -> None:
     if told.is_set():
         return
     for mesh, lane, entry in waiting:
-        if mesh.verdict is None and entry in lane.waits():
+        if mesh.verdict is None and lane.has_waiting(entry):
             _warn(mesh, entry, timeout_verdict(mesh, lane, entry, None))
 
 
@@ -473,8 +514,8 @@ def _taken(expiring: deque[Waiting]) -> list[Waiting]:
     return [expiring.popleft() for _ in range(len(expiring))]
 
 
-def _still_waits(board: Board, mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
-    return mesh.verdict is None and entry in lane.waits() and not _heed(board, mesh, entry)
+def _still_waits(mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
+    return mesh.verdict is None and lane.has_waiting(entry)
 
 
 def timeout_verdict(

@@ -182,9 +182,10 @@ class Watchdog(threading.Thread):
         overdue: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
         expired: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
         late: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
+        ended: dict[object, bool] = {}
         for mesh, lane, entry in self._waiting():
             waited = now - entry.waits_since
-            if is_look and waited >= OVERDUE_SECONDS and self._has_ended_in_vain(mesh, entry):
+            if is_look and waited >= OVERDUE_SECONDS and self._is_in_vain(mesh, entry, ended):
                 continue
             if now >= entry.waits_until:
                 expired[mesh.board_thread].append((mesh, lane, entry))
@@ -200,11 +201,11 @@ class Watchdog(threading.Thread):
             self._look_for_senders()
             self._move_links()
         for board_thread, waiting in overdue.items():
-            self._investigate(board_thread, waiting)
+            self._investigate(board_thread, inquiry.first_of_each_kind(waiting))
         for board_thread, waiting in expired.items():
             self._expire(board_thread, waiting)
         for board_thread, waiting in late.items():
-            self._report(board_thread, waiting)
+            self._report(board_thread, inquiry.first_of_each_kind(waiting))
         self._end_overdue(now)
 
     def _end_overdue(self, now: float) -> None:
@@ -255,6 +256,13 @@ class Watchdog(threading.Thread):
                 with logged("what is under way could not be moved"):
                     # Ctrl-C may have struck between the verdict and the end of the connections.
                     (link.move if mesh.verdict is None else link.abort)()
+
+    def _is_in_vain(self, mesh: Mesh, entry: CallRecord, known: dict[object, bool]) -> bool:
+        """``_has_ended_in_vain``, asked once for a thousand calls that wait for the same."""
+        kind = mesh, entry.awaits, entry.regions
+        if kind not in known:
+            known[kind] = self._has_ended_in_vain(mesh, entry)
+        return known[kind]
 
     def _has_ended_in_vain(self, mesh: Mesh, entry: CallRecord) -> bool:
         """End a mesh, if one of its calls waits for a process that has ended."""
@@ -326,11 +334,13 @@ class Watchdog(threading.Thread):
         expiring = self._expiring.setdefault(board_thread, deque())
         expiring.extend(each for each in waiting if inquiry.patience(each[2]))
         board_thread.submit(lambda board: inquiry.expire(board, meshes, expiring))
+        here: WaitSnapshot | None = None
         for mesh, lane, entry in waiting:
             entry.has_expired = True
             seconds, answers = _EXPIRY_SECONDS, None
             if inquiry.is_brief(entry):  # nobody else need know
-                seconds, answers = inquiry.patience(entry), {mesh.rank: wait_snapshot(meshes, 0)}
+                here = here or wait_snapshot(meshes, 0)
+                seconds, answers = inquiry.patience(entry), {mesh.rank: here}
             verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
             end = functools.partial(inquiry.end_late, mesh, lane, entry, verdict)
             self._fall_back(seconds, end)

@@ -1,13 +1,17 @@
 """One point-to-point call on this rank: a send, or a receive, and what the two have in common.
 
 A send is encoded, queues for its receiver, and is transmitted. A receive asks for a message, waits,
-takes it in and decodes it.
+takes it in and decodes it. Those that nobody waits for wait without a thread: a send in the queue,
+or offered to its receiver, and a receive in the mailbox. What ends such a wait hands the rest over
+to a thread that does one after another.
 """
 
+import contextvars
 import functools
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self, cast
 
@@ -28,13 +32,14 @@ from objcomm.observe.tracing import Span, span
 from objcomm.p2p.mailbox import Arrived, RecvRequest
 from objcomm.p2p.peer import Pair, peers_of
 from objcomm.transport.lane import Lane
-from objcomm.transport.threads import Ticket
+from objcomm.transport.threads import Alarm, SerialQueue, Ticket
 from objcomm.wire.admission import Gate
 from objcomm.wire.failure_message import failure_message, failure_of, failures_in, raise_together
-from objcomm.wire.header import Header, Operation
+from objcomm.wire.header import Flag, Header, Operation
 from objcomm.wire.message import Message
 
 _TAG_MAX = (1 << 32) - 1
+_OFFERED = int(Flag.OFFERED)  # an IntFlag's ``&`` costs 0.7 µs
 
 
 class P2PCall:
@@ -103,6 +108,10 @@ class P2PCall:
         self.entry.has_own_limit = timeout is not None and self._deadline.seconds < FOREVER_SECONDS
         self._exchange: Exchange | None = None
         self._own_error: BaseException | None = None
+        self._ended_by: BaseException | None = None
+        self._rest: list[Callable[[], None]] = []  # of a work: what is to be done at its end
+        self._alarm: Alarm | None = None
+        self._is_wait_over = False
         self._span: Span | None = None
         self._has_begun = False
         self._claim = threading.Lock()
@@ -129,6 +138,29 @@ class P2PCall:
         self._own_error = None  # its traceback holds the caller's object
         cost = (0, 0, 0) if self._exchange is None else self._exchange.cost
         self.group.recorder.conclude(self.entry, error, self._began, cost)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Do the rest of a work on this thread; if there is an error, it is what the work raises.
+
+        Args:
+            error: without a traceback: that would hold the work, and so the error itself.
+        """
+        self._ended_by = error
+        del error  # as in ``Work.carry_out_here``
+        if self._rest:
+            # In no variable: an error's traceback would hold that, and so the work.
+            self._rest.pop()()
+
+    def _limit(self, seconds: float, end: Callable[[], object]) -> None:
+        """Have ``end`` called after so long, unless the wait is over by then."""
+        self._alarm = self._peers.limits.set(seconds, end)
+        if self._is_wait_over:
+            self._peers.limits.cancel(self._alarm)
+
+    def _lift_limit(self) -> None:
+        self._is_wait_over = True
+        if self._alarm is not None:
+            self._peers.limits.cancel(self._alarm)
 
     def __enter__(self) -> Self:
         self.begin()
@@ -179,6 +211,13 @@ class Send(P2PCall):
 
     operation = Operation.SEND
 
+    # Of a work.
+    _steps: list[Callable[[], None]]  # what is to be done when its turn comes
+    _is_brief = True  # that waits for nobody: nothing follows the head, or stays for now
+    _refusal: RuntimeError | None = None
+    _offered: tuple[Mesh, Lane, Exchange] | None = None
+    _halves: Iterator[int]  # the head was sent, and the receiver takes the message
+
     def run(self, obj: object) -> None:
         """Send, and return when the message was taken."""
         pair = self._pair()
@@ -189,32 +228,124 @@ class Send(P2PCall):
         with self, Ticket(pair.order) as place:
             self.entry.waiter = threading.get_ident()
             message = self._message(obj)
+            self._deadline.restart()
             place.take()
             self._transmit(pair, place, message)
 
-    def launch(self, obj: object) -> Work[None]:
-        """Encode, and let another thread do the rest; ``obj`` may not change before its end."""
+    def launch(self, obj: object, *, is_kept: bool = True) -> Work[None]:
+        """Encode, and let other threads do the rest; ``obj`` may not change before its end.
+
+        Args:
+            obj: what to send.
+            is_kept: whether what follows the head of a large message stays here until the receiver
+                says that it takes it: that costs two ranks a word, and no thread meanwhile.
+        """
         pair = self._pair()
         if pair is None:
             return self.work().carry_out_here(lambda: self.run(obj))
         self.begin()
-        place = Ticket(pair.order)
+        place = Ticket(pair.order, lambda: self._hand_over(pair))
         try:
             message = self._message(obj)
-            place.take()
             work = self.work()
-            work.carry_out_on(self._peers.pool, lambda: self._go_on(pair, place, message))
+            if message.is_all_head or not is_kept:
+                self._is_brief = message.is_all_head
+                self._steps = [functools.partial(self._finish, None)]
+                self._rest = [work.job(lambda: self._go_on(pair, place, message))]
+            else:
+                header = message.header
+                message.header = header._replace(flags=header.flags | Flag.OFFERED)
+                # The rest's own context can't be entered twice.
+                context = contextvars.copy_context()
+                offer = functools.partial(self._offer, pair, place, message)
+                self._steps = [functools.partial(context.run, offer)]
+                self._halves = itertools.count()
+                self._rest = [work.job(lambda: self._go_on_offered(pair, place, message))]
+            self._deadline.restart()
+            place.take()
+            if not place.turn.is_set():
+                self._limit(self._deadline.seconds_left, lambda: self._give_up(pair))
         except BaseException as error:  # Ctrl-C, or there can be no more threads
             if self.claim():
+                self._lift_limit()
                 place.leave()
+                self._steps.clear()
+                self._rest.clear()
                 self.conclude(error)
             raise
+        if self._refusal is not None:
+            work.disown()
+            raise self._refusal
         return work
 
-    def _go_on(self, pair: Pair, place: Ticket, message: Message) -> None:
+    def _hand_over(self, pair: Pair) -> None:
+        """Its turn has come, as some thread knows that must not do the rest: another one does."""
+        line = pair.departing if self._is_brief else self._peers.pool
+        try:
+            line.submit(self._begin_step)
+        except RuntimeError as error:
+            if self.claim():
+                self._refusal = error.with_traceback(None)
+                self._steps.clear()
+                self._finish(self._refusal)
+
+    def _begin_step(self) -> None:
         if self.claim():
-            with self, place:
-                self._transmit(pair, place, message)
+            self._lift_limit()
+            self._steps.pop()()
+
+    def _give_up(self, pair: Pair) -> None:
+        """Its limit has passed before its turn has come."""
+        if self.claim():
+            self._steps.clear()
+            self._finish(TransportTimeout(self._name, (pair.peer,), self._deadline.seconds))
+
+    def _go_on(self, pair: Pair, place: Ticket, message: Message) -> None:
+        with self, place:
+            if self._ended_by is not None:
+                raise self._ended_by
+            self._transmit(pair, place, message)
+
+    def _offer(self, pair: Pair, place: Ticket, message: Message) -> None:
+        """Send the head of a message; the rest waits, without a thread, for the receiver's word."""
+        is_awaited = False
+        try:
+            with place:
+                mesh, lane, exchange = self._entered(pair, place)
+                offers, number = pair.offers(mesh), lane.sequence
+                self._offered = mesh, lane, exchange
+                with Watched(mesh, lane, exchange, self._deadline):
+                    offers.put(number, lambda: self._take_up(pair))
+                    is_awaited = True
+                    self._send_head(lane, exchange, message)
+                self._deadline.apply(self.entry)
+                lane.begin(self.entry)
+        except BaseException as error:  # noqa: BLE001  # raised where somebody waits
+            self._ended_by = error.with_traceback(None)
+            if not is_awaited or offers.withdraw(number):
+                self._take_up(pair)
+        self._take_up(pair)
+
+    def _take_up(self, pair: Pair) -> None:
+        """The head was sent, or the receiver takes the message: the rest follows both."""
+        if next(self._halves):
+            rest = functools.partial(self._finish, self._ended_by)
+            try:
+                pair.leaving.submit(rest)
+            except RuntimeError:  # there can be no more threads: this one does it
+                rest()
+
+    def _go_on_offered(self, pair: Pair, place: Ticket, message: Message) -> None:
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            self._deadline.pause()
+            offered[1].end(self.entry)
+        with self, place:
+            if self._ended_by is not None:
+                raise self._ended_by
+            mesh, lane, exchange = cast("tuple[Mesh, Lane, Exchange]", offered)
+            with Watched(mesh, lane, exchange, self._deadline):
+                exchange.send_rest(message, [pair.peer])
 
     def _pair(self) -> Pair | None:
         """This rank and the receiver; None if they are the same.
@@ -251,25 +382,37 @@ class Send(P2PCall):
 
     def _transmit(self, pair: Pair, place: Ticket, message: Message) -> None:
         """Send, after whatever was to be sent before; leaves the place when the next may begin."""
-        self._deadline.restart()
-        is_its_turn = place.enter(self._deadline.seconds_left)
-        if not is_its_turn or self._deadline.has_passed:  # those before waited for the receiver
-            raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
-        mesh, lane = pair.enter(self._deadline, self.entry)
-        exchange = self._joined(mesh, lane, lane.sequence)
+        mesh, lane, exchange = self._entered(pair, place)
         with Watched(mesh, lane, exchange, self._deadline):
-            lane.sequence += 1
-            header = exchange.header
-            message.header = message.header._replace(
-                lane=header.lane, group=header.group, sequence=header.sequence
-            )
-            exchange.rounds += 1
-            exchange.send_head(message, [pair.peer], destination=pair.peer)
+            self._send_head(lane, exchange, message)
             exchange.send_rest(message, [pair.peer])
             place.leave()  # this one ends when it was taken
         if self._own_error is not None:
             rank, own = self.group.rank, self._own_error
             raise_together(self._name, {rank: self._failure_of(own)}, own, rank)
+
+    def _entered(self, pair: Pair, place: Ticket) -> tuple[Mesh, Lane, Exchange]:
+        """The connection and this message's traffic, when its turn has come.
+
+        Raises:
+            TransportTimeout: those before waited for the receiver, or it did not come.
+            ObjcommError: what has ended the connection.
+        """
+        is_its_turn = place.enter(self._deadline.seconds_left)
+        if not is_its_turn or self._deadline.has_passed:
+            raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
+        mesh, lane = pair.enter(self._deadline, self.entry)
+        return mesh, lane, self._joined(mesh, lane, lane.sequence)
+
+    def _send_head(self, lane: Lane, exchange: Exchange, message: Message) -> None:
+        """Number the message, and begin to send its first part."""
+        lane.sequence += 1
+        header, peer = exchange.header, exchange.header.root
+        message.header = message.header._replace(
+            lane=header.lane, group=header.group, sequence=header.sequence
+        )
+        exchange.rounds += 1
+        exchange.send_head(message, [peer], destination=peer)
 
 
 # A limit that is short is for finding a message. What has begun to come, and would take the
@@ -283,9 +426,6 @@ class Receive(P2PCall):
     operation = Operation.RECV
 
     _lanes: Sequence[Lane] = ()  # on which the watchdog sees it wait
-    _timer: threading.Timer | None = None
-    _is_wait_over = False
-    _jobs: list[Callable[[], None]]  # of a work: what is to be done after the wait
 
     def run(self) -> Any:
         """Wait for a message; returns its object."""
@@ -296,14 +436,14 @@ class Receive(P2PCall):
         """Ask for a message; when it has come another thread takes it in."""
         self.begin()
         work = self.work()
-        request = RecvRequest(self.peer, self.tag, on_end=self._hand_over)
-        self._jobs = [work.job(lambda: self._rest(request))]
+        request = RecvRequest(self.peer, self.tag, on_end=lambda: self._hand_over(request))
+        self._rest = [work.job(lambda: self._go_on(request))]
         try:
             self._ask(request)
         except BaseException as error:
             if self.claim():
                 self._peers.mailbox.cancel(request)
-                self._finish(error.with_traceback(None))  # it would hold the work, and so itself
+                self._finish(error.with_traceback(None))
             if not isinstance(error, Exception):  # Ctrl-C
                 work.disown()
                 raise
@@ -312,37 +452,35 @@ class Receive(P2PCall):
         finally:
             del work  # as in ``Work.carry_out_here``
 
-    def _hand_over(self) -> bool:
-        """The wait is over, as some thread knows that must not wait itself: another one goes on.
+    def _hand_over(self, request: RecvRequest) -> bool:
+        """The wait is over, as some thread knows that must not do the rest: another one goes on.
 
         Returns:
             False if there can be no more threads: the work has ended so, the message is left.
         """
         try:
-            self._peers.pool.submit(self._go_on)
+            self._line_for(request.arrival).submit(self._end)
         except RuntimeError as error:
             if self.claim():
-                self._finish(error.with_traceback(None))  # as in ``launch``
+                self._finish(error.with_traceback(None))
                 return False
         return True
 
-    def _go_on(self) -> None:
+    def _line_for(self, arrival: Arrived | None) -> SerialQueue:
+        """Who takes a message in; one that has not come whole may take its time."""
+        if arrival is None or arrival.is_whole:
+            return self._peers.ending
+        return self._peers.pair(self.group, arrival.peer).arriving
+
+    def _end(self) -> None:
         if self.claim():
             self._finish(None)
 
-    def _finish(self, error: BaseException | None) -> None:
-        """Do the rest on this thread; if there is an error, it is to raise that in the work."""
-        self._own_error = error
-        del error  # as there
-        if self._jobs:
-            # In no variable: an error's traceback would hold that, and so the work.
-            self._jobs.pop()()
-
-    def _rest(self, request: RecvRequest) -> Any:
+    def _go_on(self, request: RecvRequest) -> Any:
         with self:
             self._end_wait()
-            if self._own_error is not None:
-                raise self._own_error
+            if self._ended_by is not None:
+                raise self._ended_by
             return self.take_in(self._found(request))
 
     def awaited(self, *, is_probe: bool = False) -> Arrived:
@@ -415,7 +553,9 @@ class Receive(P2PCall):
         hurry(self._deadline.seconds)
         mailbox.ask(request)  # from now on the wait may be over, on another thread
         if not admitted:  # from this rank itself: no lane, no watchdog
-            self._limit(request)
+            seconds = self._deadline.seconds
+            late = Verdict.of(Cause.TIMEOUT, ranks=(self.group.rank,), seconds=seconds)
+            self._limit(seconds, functools.partial(self._withdraw, request, late))
         for pair, mesh, lane in admitted:
             ended = pair.listen(mesh, lane)
             if ended is not None:
@@ -437,16 +577,6 @@ class Receive(P2PCall):
         peers = range(self.group.size) if self.peer is None else [self.peer]
         return [self._peers.pair(self.group, peer) for peer in peers if peer != self.group.rank]
 
-    def _limit(self, request: RecvRequest) -> None:
-        seconds = self._deadline.seconds
-        late = Verdict.of(Cause.TIMEOUT, ranks=(self.group.rank,), seconds=seconds)
-        self._timer = threading.Timer(seconds, self._withdraw, (request, late))
-        self._timer.daemon = True
-        self._timer.name = "objcomm-limit"
-        self._timer.start()
-        if self._is_wait_over:
-            self._timer.cancel()
-
     def _withdraw(self, request: RecvRequest, verdict: Verdict) -> None:
         if request.src is None and verdict.cause is Cause.TIMEOUT:
             others = tuple(rank for rank in range(self.group.size) if rank != self.group.rank)
@@ -454,9 +584,7 @@ class Receive(P2PCall):
         self._peers.mailbox.withdraw(request, verdict)
 
     def _end_wait(self) -> None:
-        self._is_wait_over = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._lift_limit()
         # The history keeps the entry, and this would keep the message.
         self.entry.withdraw = _ignore
         for lane in self._lanes:
@@ -494,6 +622,7 @@ class Receive(P2PCall):
         exchange = self._joined(mesh, lane, header.sequence)
         exchange.rounds += 1
         exchange.received_nbytes += len(arrival.raw)
+        is_offered = bool(header.flags & _OFFERED)
         if header.is_all_head:
             message = exchange.adopt(arrival.raw, header)
         else:
@@ -502,9 +631,19 @@ class Receive(P2PCall):
             self._deadline.leave(_TRANSFER_SECONDS)
             with Watched(mesh, lane, exchange, self._deadline):
                 message = exchange.adopt(arrival.raw, header)
+                if is_offered:
+                    self._tell_taken(arrival.peer, mesh, exchange)
                 exchange.recv_rest([(arrival.peer, message)])
         raise_together(self._name, failures_in([message]), None, self.group.rank)
         return self._coding.decode(message)
+
+    def _tell_taken(self, peer: int, mesh: Mesh, exchange: Exchange) -> None:
+        """Let the sender know that its message is taken."""
+        offers = self._peers.pair(self.group, peer).offers(mesh)
+        number = exchange.header.sequence
+        word = offers.take(number, self.entry, self._deadline, exchange.gate)
+        exchange.sent_nbytes += word.sent_nbytes
+        word.finish()
 
 
 class _Signal:

@@ -1,21 +1,23 @@
 """Messages from rank to rank that have come to one rank of a group, and who waits for them.
 
 Pure matching, no traffic: a message goes to the first request that admits its sender and its tag,
-and of several messages that a request admits it takes the one that came first.
+and of several messages that a request admits it takes the one that came first. Neither search is
+longer where there are thousands.
 """
 
 from __future__ import annotations  # torch may be built without distributed
 
-import bisect
+import heapq
 import itertools
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from objcomm.failures.verdict import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from objcomm.failures.mesh import Mesh
     from objcomm.failures.verdict import Verdict
@@ -89,6 +91,7 @@ class RecvRequest:
         among: who may serve it; None if not known yet. That another one is gone is no news to it.
         arrival: what was found.
         verdict: why nothing will come.
+        number: the mailbox's own, in the order in which requests were put; -1 before that.
     """
 
     def __init__(
@@ -114,11 +117,8 @@ class RecvRequest:
         self.among: frozenset[int] | None = None
         self.arrival: Arrived | None = None
         self.verdict: Verdict | None = None
+        self.number = -1
         self._on_end = on_end
-
-    def admits(self, peer: int, tag: int) -> bool:
-        """Whether a message will do."""
-        return self.src in (None, peer) and self.tag in (None, tag)
 
     def counts_on(self, peer: int) -> bool:
         """Whether it takes any rank's message, and was put when this one could still send."""
@@ -128,6 +128,57 @@ class RecvRequest:
         """Let its maker know that it has ended; returns whether a message can be taken."""
         on_end, self._on_end = self._on_end, _nothing  # it may hold this request
         return on_end() is not False
+
+
+#: A sender and a tag; None for any.
+_Pattern = tuple[int | None, int | None]
+
+
+def _patterns(peer: int, tag: int) -> tuple[_Pattern, ...]:
+    """Those of all requests that admit a message."""
+    return (peer, tag), (peer, None), (None, tag), (None, None)
+
+
+class _Numbered(Protocol):
+    number: int
+
+
+N = TypeVar("N", bound=_Numbered)
+
+
+class _Shelves(Generic[N]):
+    """What waits, in the order of its numbers, and under each pattern by itself."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[_Pattern, OrderedDict[int, N]] = {}
+
+    def put(self, each: N, patterns: tuple[_Pattern, ...]) -> None:
+        """Put something where its number belongs, which is behind all others as a rule."""
+        for pattern in patterns:
+            shelf = self._shelves.setdefault(pattern, OrderedDict())
+            is_behind = not shelf or next(reversed(shelf)) < each.number
+            shelf[each.number] = each
+            if not is_behind:
+                self._shelves[pattern] = OrderedDict(sorted(shelf.items()))
+
+    def take(self, each: N, patterns: tuple[_Pattern, ...]) -> bool:
+        """Take it out again; returns whether it was there."""
+        is_here = False
+        for pattern in patterns:
+            shelf = self._shelves.get(pattern)
+            is_here |= shelf is not None and shelf.pop(each.number, None) is not None
+            if shelf is not None and not shelf:
+                del self._shelves[pattern]
+        return is_here
+
+    def under(self, *patterns: _Pattern) -> Iterator[N]:
+        """All that stands under some patterns, in order."""
+        shelves = [self._shelves[each].values() for each in patterns if each in self._shelves]
+        return iter(shelves[0]) if len(shelves) == 1 else heapq.merge(*shelves, key=_number)
+
+    def all(self) -> Iterator[N]:
+        """All that stands under one pattern only, in order."""
+        return self.under(*self._shelves)
 
 
 class Mailbox:
@@ -144,8 +195,9 @@ class Mailbox:
         self._sources: dict[int, object] = {}
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._arrived: list[Arrived] = []
-        self._requests: list[RecvRequest] = []
+        self._arrived = _Shelves[Arrived]()
+        self._requests = _Shelves[RecvRequest]()
+        self._asking: dict[int | None, int] = {}  # how many requests name a sender, or none
         self._kept_nbytes: dict[int, int] = {}
         self._credited: set[int] = set()  # who may send one message more than there is room for
 
@@ -190,7 +242,9 @@ class Mailbox:
         with self._changed:
             is_over = request.verdict is not None or self._serve(request)
             if not is_over:
-                self._requests.append(request)
+                request.number = next(self._numbers)
+                self._requests.put(request, ((request.src, request.tag),))
+                self._asking[request.src] = self._asking.get(request.src, 0) + 1
                 self._changed.notify_all()
         if is_over:
             self._tell(request)
@@ -227,15 +281,17 @@ class Mailbox:
         with self._changed:
             if arrival.is_dead:
                 return []
-            met = [each for each in self._requests if each.admits(arrival.peer, arrival.tag)]
-            takers = [each for each in met if not each.is_probe]
+            served: list[RecvRequest] = []
             # Probes that asked before the taker see it; those behind would see it gone.
-            served = met[: met.index(takers[0]) + 1] if takers else met
+            for request in self._requests.under(*_patterns(arrival.peer, arrival.tag)):
+                served.append(request)
+                if not request.is_probe:
+                    break
             for request in served:
-                self._requests.remove(request)
+                self._remove(request)
                 request.arrival = arrival
-            if not takers:
-                bisect.insort(self._arrived, arrival, key=_number)
+            if not served or served[-1].is_probe:
+                self._arrived.put(arrival, _patterns(arrival.peer, arrival.tag))
                 self._count(arrival, len(arrival.raw))
             return served
 
@@ -256,9 +312,8 @@ class Mailbox:
             self.give_back(request.arrival)
 
     def _remove(self, request: RecvRequest) -> bool:
-        is_waiting = request in self._requests
-        if is_waiting:
-            self._requests.remove(request)
+        is_waiting = self._requests.take(request, ((request.src, request.tag),))
+        self._asking[request.src] = self._asking.get(request.src, 0) - is_waiting
         return is_waiting
 
     def fail(self, peer: int, source: object, verdict: Verdict, *, is_for_any: bool) -> None:
@@ -277,20 +332,21 @@ class Mailbox:
         with self._changed:
             if self._sources.get(peer) is not source:
                 return
-            lost = [each for each in self._arrived if each.peer == peer and each.is_lost(verdict)]
+            here = self._arrived.under((peer, None))
+            lost = [each for each in here if each.is_lost(verdict)]
             for arrival in lost:
                 self._take(arrival)
             self._changed.notify_all()  # the connection's own thread, which may wait for room
             self._expected.discard(peer)
             ended = [
                 each
-                for each in self._requests
+                for each in self._requests.all()
                 if each.src == peer
                 or (is_for_any and each.counts_on(peer))
                 or (each.src is None and not self._expected)
             ]
             for request in ended:
-                self._requests.remove(request)
+                self._remove(request)
                 request.verdict = verdict
         for request in ended:
             request.tell()
@@ -303,21 +359,16 @@ class Mailbox:
             self._credited.discard(peer)
 
     def _is_full(self, peer: int) -> bool:
-        is_wanted = peer in self._credited
-        is_wanted |= any(each.src in (None, peer) for each in self._requests)
+        is_wanted = peer in self._credited or self._asking.get(peer) or self._asking.get(None)
         return self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and not is_wanted
 
     def _first(self, request: RecvRequest) -> Arrived | None:
         # A connection ends on another thread: one that has just ended may not be told of yet.
-        found = (
-            each
-            for each in self._arrived
-            if request.admits(each.peer, each.tag) and not each.is_dead
-        )
-        return next(found, None)
+        here = self._arrived.under((request.src, request.tag))
+        return next((each for each in here if not each.is_dead), None)
 
     def _take(self, arrival: Arrived) -> None:
-        self._arrived.remove(arrival)
+        self._arrived.take(arrival, _patterns(arrival.peer, arrival.tag))
         self._count(arrival, -len(arrival.raw))
         self._changed.notify_all()
 
@@ -325,8 +376,8 @@ class Mailbox:
         self._kept_nbytes[arrival.peer] = self._kept_nbytes.get(arrival.peer, 0) + nbytes
 
 
-def _number(arrival: Arrived) -> int:
-    return arrival.number
+def _number(each: _Numbered) -> int:
+    return each.number
 
 
 def _nothing() -> None:

@@ -348,7 +348,7 @@ def sendrecv(
         global_peer=src,
         group_peer=group_src,
     )
-    sending = outgoing.launch(obj)
+    sending = outgoing.launch(obj, is_kept=False)
     try:
         received = incoming.run()
     except ObjcommError as error:

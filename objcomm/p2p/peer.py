@@ -7,33 +7,169 @@ neither a probe nor a receive from any source.
 
 from __future__ import annotations  # torch may be built without distributed
 
+import contextlib
 import threading
 import weakref
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+from objcomm.algorithms.device import DevicePath
+from objcomm.algorithms.exchange import Exchange
 from objcomm.config import FOREVER_SECONDS, Settings, settings
 from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, UsageError
 from objcomm.failures.mesh import Mesh, end_by_loss
 from objcomm.failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
 from objcomm.failures.watchdog import expect
+from objcomm.observe.history import CallRecord
 from objcomm.p2p.mailbox import Arrived, Mailbox
+from objcomm.transport.lane import Lane
 from objcomm.transport.link import Deadline, LinkError
-from objcomm.transport.threads import OnceThread, ThreadPool, TicketQueue
+from objcomm.transport.threads import (
+    AlarmClock,
+    OnceThread,
+    SerialQueue,
+    ThreadPool,
+    TicketQueue,
+)
 from objcomm.wire.admission import Gate
 from objcomm.wire.header import Header, Operation
+from objcomm.wire.message import compose
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from objcomm.calls.group import Group
     from objcomm.failures.channel import Channel
-    from objcomm.failures.mesh import Mesh
-    from objcomm.observe.history import CallRecord
-    from objcomm.transport.lane import Lane
 
 
 _LOOK_SECONDS = 0.5
 _LISTENER = "objcomm-listen"
+
+# Of the lane on which two ranks tell each other what they take. The other one has 0.
+_TAKE_LANE = 1
+
+
+class Offers:
+    """Messages that one of two ranks has offered, over one connection, and the other one takes.
+
+    What follows the head of such a message stays with its sender, and no thread waits there until
+    the receiver says that it takes it: whoever waits for a connection's bytes waits for one
+    message only, and the receiver may take the last one first. That word has a lane of its own, so
+    that it comes through where the other one is full of messages that nobody takes.
+    """
+
+    def __init__(self, mesh: Mesh, peer: int, pool: ThreadPool) -> None:
+        """Begin.
+
+        Args:
+            mesh: the connection; the two have met.
+            peer: the other rank.
+            pool: lends a thread as long as this rank has offered something.
+        """
+        self.mesh = mesh
+        self._peer = peer
+        self._pool = pool
+        self._settings = settings()
+        self._lane = Lane("taken", _TAKE_LANE, threading.current_thread(), TicketQueue())
+        self._lock = threading.Lock()
+        self._offered: dict[int, Callable[[], object]] = {}
+        self._is_heard = False
+
+    def put(self, number: int, on_end: Callable[[], object]) -> None:
+        """Offer a message.
+
+        Args:
+            number: the message's; its head is sent after this.
+            on_end: called once, on a thread of the pool, when the other rank takes the message, or
+                when the connection has ended. Must not raise.
+
+        Raises:
+            RuntimeError: this process can start no more threads; nothing was offered.
+        """
+        with self._lock:
+            self._offered[number] = on_end
+            try:
+                if not self._is_heard:
+                    self._pool.submit(self._hear)
+            except BaseException:
+                del self._offered[number]
+                raise
+            self._is_heard = True
+
+    def withdraw(self, number: int) -> bool:
+        """Take an offer back; returns whether it stood: ``on_end`` is never called then."""
+        with self._lock:
+            return self._offered.pop(number, None) is not None
+
+    def take(self, number: int, call: CallRecord, deadline: Deadline, gate: Gate) -> Exchange:
+        """Begin to tell the other rank that its message is taken.
+
+        Args:
+            number: the message's.
+            call: takes it.
+            deadline: the call's.
+            gate: the call's.
+
+        Returns:
+            What has begun, for the caller to finish.
+
+        Raises:
+            ObjcommError: the connection has ended.
+        """
+        with self._lock:
+            header = Header(
+                operation=Operation.TAKE,
+                sender=self.mesh.rank,
+                root=self._peer,
+                lane=_TAKE_LANE,
+                group=self.mesh.number,
+                sequence=self._lane.sequence,
+                call_site=call.header.call_site,
+                tag=number,
+            )
+            exchange = Exchange(
+                link=self.mesh.connections_for(call.operation),
+                lane=self._lane,
+                entry=CallRecord(header, call.operation),
+                deadline=deadline,
+                gate=gate,
+                device=DevicePath(None),
+            )
+            exchange.send_head(compose(header, b""), [self._peer], destination=self._peer)
+            self._lane.sequence += 1
+        return exchange
+
+    def _hear(self) -> None:
+        """Until all that was offered is taken, or the connection has ended."""
+        with _ends_settled(self.mesh, self._peer):
+            link = self.mesh.connections_for("send")
+            standing = self._lane.standing(link, self._peer)
+            while self._is_any_offered():
+                standing.wait(timedelta(seconds=FOREVER_SECONDS))
+                header = _judged(
+                    self.mesh, self._lane, self._peer, standing.raw, self._settings, Operation.TAKE
+                )
+                self._lane.taken += 1
+                self._end([header.tag])
+                standing.renew()  # the other one may have left after this word
+        if self.mesh.verdict is not None:
+            with self._lock:
+                self._is_heard = False
+                left = list(self._offered)
+            self._end(left)
+
+    def _is_any_offered(self) -> bool:
+        with self._lock:
+            self._is_heard = bool(self._offered) and self.mesh.verdict is None
+            return self._is_heard
+
+    def _end(self, numbers: list[int]) -> None:
+        with self._lock:
+            ended = [self._offered.pop(number, None) for number in numbers]
+        for on_end in ended:
+            if on_end is not None:  # else it was withdrawn
+                on_end()
 
 
 class Pair:
@@ -42,22 +178,30 @@ class Pair:
     Attributes:
         peer: the other rank.
         order: of what this rank sends.
+        departing: sends what nobody waits to send, when its turn has come.
+        leaving: sends what follows the heads of offered messages, when they are taken.
+        arriving: takes in what nobody waits to take in, and has not come whole.
     """
 
-    def __init__(self, channel: Channel, peer: int, rank: int, mailbox: Mailbox) -> None:
+    def __init__(self, channel: Channel, peer: int, rank: int, peers: Peers) -> None:
         """Begin.
 
         Args:
             channel: joins the two.
             peer: the other rank, within the group like ``rank``.
             rank: this one.
-            mailbox: the group's on this rank.
+            peers: the group's on this rank.
         """
         self.peer = peer
         self.order = TicketQueue()
+        self.departing = SerialQueue(peers.pool)
+        self.leaving = SerialQueue(peers.pool)
+        self.arriving = SerialQueue(peers.pool)
+        self._pool = peers.pool
+        self._offers: Offers | None = None
         self._channel = channel
         self._rank = rank
-        self._mailbox = mailbox
+        self._mailbox = peers.mailbox
         self._lock = threading.Lock()
         self._current: Mesh | None = None
         self._listener = OnceThread(_LISTENER)
@@ -138,6 +282,16 @@ class Pair:
             _fail(self._mailbox, self.peer, mesh, mesh.verdict)
         return None if is_current else mesh.verdict
 
+    def offers(self, mesh: Mesh) -> Offers:
+        """What the two have offered each other over a connection on which they have met."""
+        with self._lock:
+            found = self._offers
+            if found is None or found.mesh is not mesh:
+                found = Offers(mesh, self.peer, self._pool)
+                if self._current is mesh:  # else it has ended, and so has all that is offered
+                    self._offers = found
+            return found
+
     def absolve(self, verdict: Verdict) -> None:
         """A call has raised a verdict: the next one need not."""
         mesh = self._channel.mesh
@@ -150,12 +304,16 @@ class Peers:
 
     Attributes:
         mailbox: those that have come here.
-        pool: threads for calls that end in any order.
+        pool: threads for calls that nobody waits for; so many for a pair, however many calls.
+        ending: ends receives that nobody waits for, of what is here whole.
+        limits: ends calls whose limits pass where the watchdog does not see them wait.
     """
 
     def __init__(self, group: Group) -> None:
         self.mailbox = Mailbox(group.rank, group.size)
         self.pool = ThreadPool()
+        self.ending = SerialQueue(self.pool)
+        self.limits = AlarmClock("objcomm-limit")
         self._lock = threading.Lock()
         self._pairs: dict[int, Pair] = {}  # by the other rank
 
@@ -170,7 +328,7 @@ class Peers:
         if pair is None:
             channel = group.channel((min(peer, group.rank), max(peer, group.rank)))
             with self._lock:
-                made = Pair(channel, peer, group.rank, self.mailbox)
+                made = Pair(channel, peer, group.rank, self)
                 pair = self._pairs.setdefault(peer, made)
         return pair
 
@@ -202,7 +360,7 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
 ) -> None:
     """Until the connection ends, and what has come over it is taken in; keeps no group alive."""
     expect(mesh, threading.current_thread())
-    try:
+    with _ends_settled(mesh, peer):
         link = mesh.connections_for("recv")
         told = mesh.met_too_late(blocks)
         if told is not None:  # what comes is not for who still waits in the block
@@ -214,7 +372,7 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
         while True:  # until no more comes
             mailbox.await_room(peer, lambda: mesh.verdict is not None, _LOOK_SECONDS)
             standing.wait(timedelta(seconds=FOREVER_SECONDS))
-            header = _judged(mesh, lane, peer, standing.raw, chosen)
+            header = _judged(mesh, lane, peer, standing.raw, chosen, Operation.SEND)
             raw = bytes(memoryview(standing.raw)[: header.head_nbytes])
             nbytes = header.head_nbytes + header.payload_nbytes
             nbytes += 0 if header.is_inline else header.body_nbytes
@@ -223,6 +381,15 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
             finally:  # the peer may have left after this message: its right
                 lane.taken += 1
                 mailbox.deliver(Arrived(peer, header.tag, nbytes, header, raw, mesh, lane))
+    if mesh.verdict is not None:
+        _fail(mailbox, peer, mesh, mesh.verdict)
+
+
+@contextlib.contextmanager
+def _ends_settled(mesh: Mesh, peer: int) -> Iterator[None]:
+    """A block on a thread of objcomm's own: what ends it ends the connection, and is told."""
+    try:
+        yield
     except ObjcommError as error:
         mesh.settle(proposal_for(error, mesh.rank))
     except LinkError as error:
@@ -230,11 +397,11 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
         end_by_loss(mesh, lost)
     except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
         mesh.settle(proposal_for(error, mesh.rank))
-    if mesh.verdict is not None:
-        _fail(mailbox, peer, mesh, mesh.verdict)
 
 
-def _judged(mesh: Mesh, lane: Lane, peer: int, raw: bytearray, chosen: Settings) -> Header:
+def _judged(  # noqa: PLR0917  # as above
+    mesh: Mesh, lane: Lane, peer: int, raw: bytearray, chosen: Settings, operation: Operation
+) -> Header:
     """The header of what arrived.
 
     Raises:
@@ -244,7 +411,7 @@ def _judged(mesh: Mesh, lane: Lane, peer: int, raw: bytearray, chosen: Settings)
     current = settings()
     gate = Gate(chosen if current.secret is None else current, mesh.session, mesh.rank)
     expected = Header(
-        operation=Operation.SEND,
+        operation=operation,
         sender=peer,
         root=mesh.rank,
         lane=lane.number,

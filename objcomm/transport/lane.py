@@ -103,6 +103,10 @@ class Lane:
         entry = self.entry
         return [*self.p2p_calls.copy(), *([] if entry is None else [entry])]
 
+    def has_waiting(self, entry: CallRecord) -> bool:
+        """Whether a call waits just now."""
+        return entry is self.entry or entry in self.p2p_calls
+
     @property
     def is_busy(self) -> bool:
         """Whether a call waits on it, or is in flight."""

@@ -3,9 +3,11 @@
 Also who comes first, where several threads want one thing.
 """
 
+import heapq
 import queue
 import threading
-from collections import deque
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -28,7 +30,8 @@ class TicketQueue:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._places: deque[Ticket] = deque()
+        self._places: OrderedDict[Ticket, None] = OrderedDict()
+        self._admission = threading.Lock()
 
     @property
     def waiting(self) -> int:
@@ -38,16 +41,33 @@ class TicketQueue:
     def append(self, place: "Ticket") -> None:
         """Put a place behind all others."""
         with self._lock:
-            self._places.append(place)
-            self._places[0].turn.set()
+            self._places[place] = None
+        self._admit()
 
     def remove(self, place: "Ticket") -> None:
         """Let those behind go on without it; nothing happens if it is not there."""
         with self._lock:
-            if place in self._places:
-                self._places.remove(place)
-            if self._places:
-                self._places[0].turn.set()
+            self._places.pop(place, None)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Tell the first one that its turn has come, unless it has heard.
+
+        In a loop, and by one thread at a time: of a thousand places each may be left as its turn
+        comes, and whoever leaves one comes here.
+        """
+        while (first := self._first_untold()) is not None:
+            if not self._admission.acquire(blocking=False):
+                return  # who is at it looks once more
+            try:
+                first.begin_turn()
+            finally:
+                self._admission.release()
+
+    def _first_untold(self) -> "Ticket | None":
+        with self._lock:
+            first = next(iter(self._places), None)
+        return None if first is None or first.turn.is_set() else first
 
 
 class Ticket:
@@ -59,14 +79,27 @@ class Ticket:
         turn: set when all that were taken before have been left.
     """
 
-    def __init__(self, order: TicketQueue) -> None:
-        """Begin; nothing is taken yet, so that nobody can be interrupted between the two."""
+    def __init__(self, order: TicketQueue, on_turn: Callable[[], object] | None = None) -> None:
+        """Begin; nothing is taken yet, so that nobody can be interrupted between the two.
+
+        Args:
+            order: in which it is a place.
+            on_turn: called when its turn comes, where no thread waits for that: on whichever
+                thread, perhaps more than once.
+        """
         self._order = order
+        self._on_turn = on_turn
         self.turn = threading.Event()
 
     def take(self) -> None:
         """Queue behind all places that were taken before."""
         self._order.append(self)
+
+    def begin_turn(self) -> None:
+        """Its turn has come; the order's own business."""
+        if self._on_turn is not None:
+            self._on_turn()
+        self.turn.set()
 
     def enter(self, seconds: float) -> bool:
         """Wait so long for its turn; returns whether it has come."""
@@ -195,6 +228,53 @@ class ThreadPool:
                 if self._is_closed:
                     return
                 self._idle += 1
+
+
+# A thread that only computes keeps the interpreter from others for 5 ms, such as those that move
+# bytes: with this pause between two jobs
+_PAUSE_SECONDS = 50e-6
+
+
+class SerialQueue:
+    """Does jobs one after another, on a thread that a pool lends as long as there are any.
+
+    Where Ctrl-C strikes as a thread is lent there may be two for a while.
+    """
+
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._has_thread = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do ``job``, which must not raise, after all jobs before it.
+
+        Raises:
+            RuntimeError: this process can start no more threads.
+        """
+        with self._lock:
+            self._jobs.append(job)
+            if self._has_thread:
+                return
+            try:
+                self._pool.submit(self._run)
+            except BaseException:
+                self._jobs.remove(job)
+                raise
+            self._has_thread = True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._has_thread = False
+                    return
+                job = self._jobs.popleft()
+            job()
+            del job  # it holds the caller's objects
+            if self._jobs:
+                time.sleep(_PAUSE_SECONDS)
 
 
 class Apart:
@@ -350,3 +430,77 @@ def are_executors_busy() -> bool:
     return any(
         isinstance(each, _SerialThread) and not each.line.is_idle for each in threading.enumerate()
     )
+
+
+class Alarm:
+    """Something to be done at a certain time.
+
+    Attributes:
+        at: when, in seconds of ``time.monotonic``.
+        ring: does it; None where it is not wanted any more.
+    """
+
+    __slots__ = ("at", "ring")
+
+    def __init__(self, at: float, ring: Callable[[], object]) -> None:
+        self.at = at
+        self.ring: Callable[[], object] | None = ring
+
+    def __lt__(self, other: "Alarm") -> bool:
+        return self.at < other.at
+
+
+class AlarmClock:
+    """Does things at their times, on one thread, which comes with the first and goes when idle."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._alarms: list[Alarm] = []
+        self._unwanted = 0
+        self._thread: threading.Thread | None = None
+
+    def set(self, seconds: float, ring: Callable[[], object]) -> Alarm:
+        """Have ``ring`` called after so long; it must neither raise nor wait.
+
+        Raises:
+            RuntimeError: this process can start no more threads.
+        """
+        alarm = Alarm(time.monotonic() + seconds, ring)
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            heapq.heappush(self._alarms, alarm)
+            if self._alarms[0] is alarm:
+                self._changed.notify_all()
+        return alarm
+
+    def cancel(self, alarm: Alarm) -> None:
+        """Forget an alarm, and let go of what it would do; once is enough."""
+        with self._changed:
+            self._unwanted += alarm.ring is not None
+            alarm.ring = None
+            if 2 * self._unwanted > len(self._alarms):
+                self._alarms = [each for each in self._alarms if each.ring is not None]
+                heapq.heapify(self._alarms)
+                self._unwanted = 0
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: bool(self._alarms), _LINGER_SECONDS):
+                    self._thread = None
+                    return
+                seconds = self._alarms[0].at - time.monotonic()
+                if seconds > 0:
+                    self._changed.wait(seconds)
+                    continue
+                alarm = heapq.heappop(self._alarms)
+                ring, alarm.ring = alarm.ring, None
+                self._unwanted -= ring is None
+            if ring is not None:
+                ring()
+            del alarm, ring  # it holds the caller's objects

@@ -90,6 +90,7 @@ class Operation(IntEnum):
     EAGER_SYNC_GRADIENTS = 44
     EAGER_SYNC_MODEL = 45
     ZERO_FIRST = 46
+    TAKE = 47  # the answer to a SEND that was offered
 
 
 _BARRIER = int(Operation.BARRIER)
@@ -113,6 +114,7 @@ class Flag(IntFlag):
     STAGED = 1  # large members in CPU memory travel over the device link as well
     ACKNOWLEDGEMENT = 2  # of the round that ``confirm=True`` adds
     PACED = 4  # each piece that follows the head has a receipt
+    OFFERED = 8  # its sender waits for a TAKE before it sends the rest, or has ended
 
 
 class Header(NamedTuple):

@@ -438,3 +438,32 @@ def test_any_sequence_gives_what_a_simple_model_gives(
     while (left := ask(box, None, None)).ends:
         assert left.got == model.messages.pop(0)[2]
     assert model.messages == []
+
+
+def test_a_search_looks_at_no_more_where_there_are_thousands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+
+    def counted(each: Arrived) -> bool:
+        looks.append(each.number)
+        return False
+
+    monkeypatch.setattr(Arrived, "is_dead", property(counted))
+    count = 2000
+    box = filled(*[arrival(1, tag, tag) for tag in range(count)])
+    for tag in reversed(range(count)):
+        assert ask(box, 1 if tag % 2 else None, tag).got == tag
+    waiting = [ask(box, 1) for _ in range(count)]
+    for number in range(count):
+        box.deliver(arrival(1, 0, number))
+    assert [each.got for each in waiting] == list(range(count))
+    assert len(looks) <= 4 * count
+
+
+def test_a_request_that_was_never_put_takes_no_others_place() -> None:
+    box = Mailbox(0, 2)
+    first = ask(box, 1)
+    box.cancel(Asked(1).request)
+    box.deliver(arrival(1, 0, "a"))
+    assert first.got == "a"

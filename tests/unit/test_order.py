@@ -12,7 +12,15 @@ from unittest import mock
 import pytest
 
 from objcomm.transport import threads as module
-from objcomm.transport.threads import Apart, OnceThread, ThreadPool, Ticket, TicketQueue
+from objcomm.transport.threads import (
+    AlarmClock,
+    Apart,
+    OnceThread,
+    SerialQueue,
+    ThreadPool,
+    Ticket,
+    TicketQueue,
+)
 from tests.waits import PATIENCE_S, wait_until
 
 
@@ -216,3 +224,116 @@ def test_the_error_of_a_wait_is_freed_with_its_last_user() -> None:
         wait_until(lambda: gone() is None, "what the wait held to be freed")
     finally:
         gc.enable()
+
+
+def test_places_that_are_left_as_their_turns_come_may_be_thousands() -> None:
+    order, turns = TicketQueue(), list[int]()
+    first = placed(order)
+    places: list[Ticket] = []
+
+    def begin(number: int) -> None:
+        turns.append(number)
+        places[number].leave()
+
+    for number in range(5000):
+        places.append(Ticket(order, partial(begin, number)))
+        places[-1].take()
+    assert turns == []
+    first.leave()
+    assert turns == list(range(5000))
+    assert order.waiting == 0
+
+
+def test_a_turn_that_comes_to_nobody_else_is_told_while_another_is_being_told() -> None:
+    order = TicketQueue()
+    begun, go_on, told = threading.Event(), threading.Event(), threading.Event()
+
+    def begin_slowly() -> None:
+        begun.set()
+        go_on.wait(PATIENCE_S)
+
+    slow, next_one = Ticket(order, begin_slowly), Ticket(order, told.set)
+    teller = threading.Thread(target=slow.take)
+    teller.start()
+    begun.wait(PATIENCE_S)
+    next_one.take()
+    slow.leave()
+    assert not told.is_set()
+    go_on.set()
+    teller.join(PATIENCE_S)
+    assert told.is_set()
+
+
+def test_a_queue_does_its_jobs_in_order_on_a_thread_that_is_lent() -> None:
+    pool = ThreadPool()
+    line, done, threads = SerialQueue(pool), list[int](), set[int]()
+
+    def job(number: int) -> None:
+        done.append(number)
+        threads.add(threading.get_ident())
+
+    for turn in range(3):
+        for number in range(100):
+            line.submit(partial(job, 100 * turn + number))
+        wait_until(lambda turn=turn: len(done) == 100 * turn + 100, "all jobs")  # type: ignore[misc]  # a default
+        wait_until(lambda: not pool.under_way, "the thread to be given back")
+    assert done == list(range(300))
+    assert len(threads) <= 3
+
+
+def test_a_queue_without_a_thread_takes_no_job_and_serves_the_next() -> None:
+    line, done = SerialQueue(ThreadPool()), threading.Event()
+    with (
+        mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no threads")),
+        pytest.raises(RuntimeError),
+    ):
+        line.submit(pytest.fail)
+    line.submit(done.set)
+    assert done.wait(PATIENCE_S)
+
+
+class Held:
+    """Something that can be watched."""
+
+
+def test_alarms_ring_in_the_order_of_their_times_on_one_thread() -> None:
+    clock, rung, over = AlarmClock("of a test"), list[tuple[int, int]](), threading.Event()
+
+    def ring(number: int) -> None:
+        rung.append((number, threading.get_ident()))
+
+    clock.set(0.06, over.set)
+    for number in (3, 1, 2):
+        clock.set(0.01 * number, partial(ring, number))
+    assert over.wait(PATIENCE_S)
+    assert [number for number, _ in rung] == [1, 2, 3]
+    assert len({thread for _, thread in rung}) == 1
+
+
+def test_an_alarm_that_is_cancelled_never_rings_and_holds_nothing() -> None:
+    clock, held, rung = AlarmClock("of a test"), Held(), threading.Event()
+    gone = weakref.ref(held)
+    alarms = [clock.set(1000.0, partial(pytest.fail, str(held))) for _ in range(1000)]
+    alarms.append(clock.set(0.05, partial(pytest.fail, str(held))))
+    alarms.append(clock.set(1000.0, partial(str, held)))
+    del held
+    for alarm in alarms:
+        clock.cancel(alarm)
+        clock.cancel(alarm)
+    assert gone() is None
+    clock.set(0.1, rung.set)  # after the one that must not ring
+    assert rung.wait(PATIENCE_S)
+    assert len(clock._alarms) <= 1  # noqa: SLF001  # there is no public way
+
+
+def test_a_clock_without_alarms_has_no_thread_and_gets_another() -> None:
+    with mock.patch.object(module, "_LINGER_SECONDS", 0.01):
+        clock = AlarmClock("ending clock")
+        for _ in range(3):
+            rung = threading.Event()
+            clock.set(0.001, rung.set)
+            assert rung.wait(PATIENCE_S)
+            wait_until(
+                lambda: not [each for each in threading.enumerate() if each.name == "ending clock"],
+                "its thread to end",
+            )

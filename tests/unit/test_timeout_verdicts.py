@@ -33,3 +33,16 @@ def test_what_a_rank_answered_before_it_was_stopped_is_no_answer(stopped: set[in
     verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
     assert verdict.silent == ((1,) if stopped else ())
     assert [each.rank for each in verdict.positions] == ([0] if stopped else [0, 1])
+
+
+def test_of_a_thousand_waits_of_one_kind_one_is_looked_at() -> None:
+    def entry(number: int, awaits: int = 1) -> CallRecord:
+        made = CallRecord(header_of(0, operation=Operation.RECV), "recv")
+        made.awaits, made.waits_since = awaits, 1000.0 - number
+        return made
+
+    entries = [entry(number) for number in range(1000)]
+    others, waited = entry(0, awaits=2), entry(0)
+    waited.waiter = MAIN
+    found = inquiry.of_each_kind([*entries, others, waited])
+    assert found == [entries[-1], others, waited]  # the one that waits longest

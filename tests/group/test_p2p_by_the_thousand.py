@@ -1,0 +1,241 @@
+"""Messages from rank to rank by the thousand: few threads, and each waits for its own end."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError, TransportError, TransportTimeout
+from objcomm.failures import watchdog
+from objcomm.failures.watchdog import board_thread_of
+from objcomm.p2p import mailbox
+from tests.group.helpers import (
+    assert_group_works,
+    error_in,
+    hear,
+    say,
+    subgroup,
+    tell_all,
+    when_main_thread_waits,
+)
+from tests.group.pairs import LARGE, assert_pair_works, left, right
+from tests.ranks import OVER_GLOO, ranks
+from tests.waits import PATIENCE_S
+from tests.workers import here
+
+#: A pair's listener, its jobs of three kinds, the word that an offered message is taken, and what
+#: the process has anyway: with Gloo a thread for each wait for a send that may miss an end.
+FEW_THREADS = 16
+
+
+@contextlib.contextmanager
+def few_threads() -> Iterator[list[int]]:
+    """No more than a few threads are started in this block, however many requests there are."""
+    start, started = threading.Thread.start, list[int]()
+    before = threading.active_count()
+    most = [before]
+
+    def counted(thread: threading.Thread) -> None:
+        started.append(1)
+        start(thread)
+        most.append(threading.active_count())
+
+    with mock.patch.object(threading.Thread, "start", counted):
+        yield most
+    assert max(most) <= before + FEW_THREADS
+
+
+@ranks(2, 3)
+def test_a_thousand_requests_share_a_few_threads() -> None:
+    count = 1000
+    with few_threads():
+        receiving = [objcomm.irecv(left()) for _ in range(count)]
+        sending = [objcomm.isend(number, right()) for number in range(count)]
+        assert objcomm.wait_all(receiving) == list(range(count))
+        objcomm.wait_all(sending)
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_thousand_requests_of_tags_of_their_own_end_in_any_order() -> None:
+    count = 1000
+    with few_threads():
+        receiving = {tag: objcomm.irecv(left(), tag=tag) for tag in range(count)}
+        sending = [objcomm.isend(tag, right(), tag=tag) for tag in reversed(range(count))]
+        assert {tag: work.wait() for tag, work in receiving.items()} == dict(
+            enumerate(range(count))
+        )
+        assert sum(work.result() is None for work in objcomm.as_completed(sending)) == count
+
+
+@ranks(1, 2)
+def test_a_thousand_receives_of_a_ranks_own_messages_keep_their_limits() -> None:
+    own = here().rank
+    with few_threads():
+        works: list[Any] = [objcomm.irecv(own, timeout=0.2) for _ in range(300)]
+        late = [objcomm.irecv(own, tag=1) for _ in range(300)]
+        for work in works:
+            with pytest.raises(TransportTimeout):
+                work.wait(PATIENCE_S)
+    for number in range(300):
+        objcomm.send(number, own, tag=1)
+    assert objcomm.wait_all(late) == list(range(300))
+
+
+def _large_in_reverse(count: int) -> None:
+    """The last one is received first, and its sender waits for that before all others."""
+    objects = [bytes([number % 251]) * (40_000 + 997 * number) for number in range(count)]
+    if here().rank == 0:
+        with few_threads():
+            works = [objcomm.isend(obj, 1, tag=tag) for tag, obj in enumerate(objects)]
+            works[-1].wait()
+            assert not works[0].done()
+            objcomm.send("the last one was taken", 1, tag=count)
+            objcomm.wait_all(works)
+    else:
+        assert objcomm.recv(0, tag=count - 1) == objects[-1]
+        assert objcomm.recv(0, tag=count) == "the last one was taken"
+        with few_threads():
+            coming = [objcomm.irecv(0, tag=tag) for tag in reversed(range(count - 1))]
+            assert objcomm.wait_all(coming) == objects[-2::-1]
+    assert_pair_works()
+    assert_group_works()
+
+
+@ranks(2)
+def test_large_messages_without_number_are_taken_in_any_order() -> None:
+    _large_in_reverse(150)
+
+
+@ranks(2, environment=OVER_GLOO)
+def test_so_they_are_over_gloo() -> None:
+    _large_in_reverse(60)
+
+
+@ranks(4)
+def test_a_subgroup_takes_large_messages_in_any_order() -> None:
+    with subgroup(1, 3) as group:
+        if here().rank in {1, 3}:
+            works = [
+                objcomm.isend(
+                    bytes(50_000 + tag), group_dst=1 - dist.get_rank(group), tag=tag, group=group
+                )
+                for tag in range(5)
+            ]
+            for tag in reversed(range(5)):
+                assert len(objcomm.recv(tag=tag, group=group)) == 50_000 + tag
+            objcomm.wait_all(works)
+        tell_all("subgroup", "")
+
+
+@ranks(2)
+def test_a_large_message_is_taken_where_the_way_back_is_full() -> None:
+    """Rank 1 takes nothing of rank 0's until rank 0 has taken its own."""
+    count = 80
+    if here().rank == 0:
+        assert objcomm.recv(1) == "go on"
+        works = [objcomm.isend((number, bytes(30_000)), 1, tag=1) for number in range(count)]
+        assert objcomm.recv(1, tag=7) == LARGE
+        objcomm.wait_all(works)
+    else:
+        with mock.patch.object(mailbox, "_KEPT_MAX_NBYTES", 1 << 20):
+            objcomm.send("go on", 0)
+            objcomm.isend(LARGE, 0, tag=7).wait()
+            assert [objcomm.recv(0, tag=1)[0] for _ in range(count)] == list(range(count))
+
+
+# What goes wrong
+
+
+@ranks(2, disposable=True)
+def test_each_send_in_the_queue_keeps_its_own_limit() -> None:
+    if here().rank == 0:
+        first = objcomm.isend("first", 1)  # the two have not met
+        second: Any = objcomm.isend("second", 1, timeout=0.3)
+        large: Any = objcomm.isend(LARGE, 1, timeout=0.3)
+        third = objcomm.isend("third", 1)
+        for work in (second, large):
+            error = error_in(TransportTimeout, partial(work.wait, PATIENCE_S))
+            assert (error.missing, error.seconds) == ((1,), 0.3)
+        assert not first.done()
+        tell_all("two limits have passed", "")
+        objcomm.wait_all([first, third])
+    else:
+        tell_all("two limits have passed", "")
+        assert [objcomm.recv(0), objcomm.recv(0)] == ["first", "third"]
+    assert_pair_works()
+    assert_group_works()
+
+
+@ranks(2)
+def test_what_was_offered_and_never_taken_ends_at_its_limit() -> None:
+    with subgroup(0, 1) as group:
+        assert_pair_works(group)
+        if here().rank == 0:
+            works: list[Any] = [
+                objcomm.isend(LARGE, 1, tag=tag, timeout=0.5 if tag == 3 else None, group=group)
+                for tag in range(5)
+            ]
+            for work in works:
+                error = error_in(TransportTimeout, partial(work.wait, PATIENCE_S))
+                assert error.missing == (1,)
+            say("all have ended")
+        else:
+            hear("all have ended")
+            error_in(TransportError, lambda: objcomm.recv(0, group=group))
+        assert_group_works(group)
+    assert_group_works()
+
+
+@ranks(2, expect_dead=[1])
+def test_a_death_ends_all_requests() -> None:
+    assert_pair_works()
+    if here().rank == 1:
+        hear("rank 0 waits")
+        os._exit(3)
+    works: list[Any] = [objcomm.irecv(1, tag=tag) for tag in range(200)]
+    works += [objcomm.isend(LARGE[:50_000], 1, tag=tag) for tag in range(50)]
+    when_main_thread_waits(lambda: say("rank 0 waits"))
+    with few_threads():
+        for work in works:
+            assert error_in(TransportError, partial(work.wait, PATIENCE_S)).peers == (1,)
+
+
+@ranks(2)
+def test_a_block_that_fails_elsewhere_ends_all_of_its_receives() -> None:
+    works: list[Any] = []
+
+    def fail_or_wait() -> None:
+        if here().rank == 1:
+            hear("rank 0 waits")
+            raise LookupError("of rank 1")
+        works.extend(objcomm.irecv(1, tag=tag) for tag in range(100))
+        when_main_thread_waits(lambda: say("rank 0 waits"))
+        works[0].wait()
+
+    assert_pair_works()
+    with pytest.raises(CollectiveError, match="of rank 1"), objcomm.fail_together():
+        fail_or_wait()
+    for work in works:
+        assert "of rank 1" in str(error_in(CollectiveError, partial(work.wait, PATIENCE_S)))
+    assert_pair_works()
+    assert_group_works()
+
+
+@ranks(2)
+def test_who_looks_after_a_thousand_waits_looks_at_one() -> None:
+    works = [objcomm.irecv(1 - here().rank, tag=tag) for tag in range(1000)]
+    world: Any = dist.group.WORLD
+    told = watchdog._watchdogs.watchdog().snapshot(board_thread_of(world), 1)  # noqa: SLF001  # what others are told
+    assert len(told.lanes) < 10
+    objcomm.barrier()
+    for tag in range(1000):
+        objcomm.send(tag, 1 - here().rank, tag=tag)
+    assert objcomm.wait_all(works) == list(range(1000))
