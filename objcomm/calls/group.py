@@ -76,26 +76,44 @@ class Group:
         """Have ``callback`` called once the group is destroyed and the other ranks know."""
         self._at_end.append(callback)
 
-    def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
-        """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
+    def root(
+        self,
+        operation: str,
+        global_rank: int | None,
+        group_rank: int | None,
+        argument: str = "src",
+    ) -> int:
+        """The group rank that a call means by ``src`` and ``group_src``, or their like.
+
+        Args:
+            operation: what the user has called.
+            global_rank: what was given as a global rank; None for nothing.
+            group_rank: what was given as a rank within the group; likewise.
+            argument: the name of the first; the second has ``group_`` before it.
 
         Raises:
             UsageError: both were given, or there is no such rank in this group.
         """
         if global_rank is not None and group_rank is not None:
-            raise UsageError(f"{operation}: give a global rank or a group rank, not both")
+            raise UsageError(
+                f"{operation}: {argument}={global_rank!r} and group_{argument}={group_rank!r} "
+                "were both given; give one of them"
+            )
         if group_rank is not None:
-            rank = _index(operation, group_rank)
+            rank = _index(operation, f"group_{argument}", group_rank)
             if not 0 <= rank < self.size:
-                raise UsageError(f"{operation}: a group of {self.size} has no rank {rank}")
+                raise UsageError(
+                    f"{operation}: group_{argument}={rank} is not in this group of {self.size}; "
+                    f"ranks within it are 0 to {self.size - 1}"
+                )
             return rank
         if global_rank is None:
             return 0
-        rank = _index(operation, global_rank)
+        rank = _index(operation, argument, global_rank)
         if rank not in self.ranks:
             raise UsageError(
-                f"{operation}: global rank {rank} is not in this group, which has "
-                f"{list(self.ranks)}; a rank within the group goes into group_src= or group_dst="
+                f"{operation}: {argument}={rank} is not in this group, whose global ranks are "
+                f"{list(self.ranks)}; give a rank within the group as group_{argument}="
             )
         return self.ranks.index(rank)
 
@@ -277,7 +295,7 @@ def _nothing() -> None:
     """Stands for a process group that there never was."""
 
 
-def _index(operation: str, rank: object) -> int:
+def _index(operation: str, argument: str, rank: object) -> int:
     """A rank as a number.
 
     Raises:
@@ -285,7 +303,7 @@ def _index(operation: str, rank: object) -> int:
     """
     number = whole_number(rank)
     if number is None:
-        raise UsageError(f"{operation}: {rank!r} is no rank")
+        raise UsageError(f"{operation}: {argument} must be an integer, a rank, not {rank!r}")
     return number
 
 
