@@ -90,6 +90,7 @@ class Operation(IntEnum):
     EAGER_SYNC_GRADIENTS = 44
     EAGER_SYNC_MODEL = 45
     ZERO_FIRST = 46
+    NEW_GROUP = 47
 
 
 _BARRIER = int(Operation.BARRIER)

@@ -259,6 +259,8 @@ def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
     assert_type(objcomm.split("eval", key=-1, group=mesh["dp"], timeout=5), Any)
     assert_type(objcomm.split(None), Any)
     assert_type(objcomm.dup(group=group), Any)
+    assert_type(objcomm.new_group(range(2), group=group, timeout=5), Any)
+    objcomm.new_group("01")  # type: ignore[arg-type]  # wrong on purpose
     assert_type(objcomm.node_group(timeout=timedelta(seconds=3)), Any)
     assert_type(objcomm.all_gather(1, group=objcomm.leaders(group=mesh)), list[int])
 
