@@ -34,7 +34,7 @@ try:
     from objcomm.collectives.reduction.reduce import all_reduce, reduce
     from objcomm.collectives.reduction.scan import exscan, scan
     from objcomm.collectives.scatter import all_to_all, reduce_scatter, scatter
-    from objcomm.collectives.split import dup, leaders, node_group, split
+    from objcomm.collectives.split import dup, leaders, new_group, node_group, split
     from objcomm.config import check, configure
     from objcomm.errors import (
         AuthenticationError,
@@ -174,6 +174,7 @@ __all__ = [
     "main_first",
     "main_only",
     "main_process_only",
+    "new_group",
     "node_first",
     "node_group",
     "once_per_node",

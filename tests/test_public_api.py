@@ -31,7 +31,7 @@ WANTED = {
     "Work", "as_completed", "wait_all",
     "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",
     "Op",
-    "split", "dup", "node_group", "leaders",
+    "split", "dup", "new_group", "node_group", "leaders",
     "run_on_main", "run_once_per_node", "main_process_only", "once_per_node", "main_only",
     "main_first", "zero_first", "node_first", "zero_only", "compute_and_broadcast",
     "rank_prefixed_message",
@@ -110,7 +110,7 @@ def test_the_first_docstring_names_every_room() -> None:
     assert named == rooms - {"__main__"}
 
 
-SUBGROUPS = ["split", "dup", "node_group", "leaders"]
+SUBGROUPS = ["split", "dup", "new_group", "node_group", "leaders"]
 CONTROL = [
     "run_on_main", "run_once_per_node", "main_process_only", "once_per_node", "main_first",
     "node_first", "zero_only",

@@ -104,12 +104,19 @@ def acts_alone(operation: str, ranks: Sequence[int], rank: int) -> bool:
     return False
 
 
-def is_in_order(operation: str, ranks: Sequence[int], rank: int) -> bool:
-    """Whether the first of some ranks runs before the others already, so nobody need wait.
+def is_in_order(operation: str, ranks: Sequence[int], rank: int, first: int = 0) -> bool:
+    """Whether one of some ranks runs before the others already, so nobody need wait.
 
-    Arguments and errors are those of ``acts_alone``.
+    Args:
+        operation: what is called.
+        ranks: the global ranks of its group.
+        rank: this one, within the group.
+        first: the one that shall run before the others, within the group.
+
+    Raises:
+        UsageError: as ``acts_alone``.
     """
-    main = ranks[0]
+    main = ranks[first]
     for region in reversed(_regions.get()):
         missing = region.absent.intersection(ranks)
         if len(ranks) == 1:
@@ -118,7 +125,7 @@ def is_in_order(operation: str, ranks: Sequence[int], rank: int) -> bool:
             continue
         if region.is_local or main in region.earlier:
             return True
-        if rank == 0 and missing <= region.later:
+        if rank == first and missing <= region.later:
             return True
         raise _refused(operation, region, missing, ranks[rank])
     return False

@@ -198,6 +198,7 @@ class Call:
         device: DeviceLike = None,
         global_root: int | None = None,
         group_root: int | None = None,
+        root_argument: str = "src",
         has_root: bool = False,
         must_agree: str = "",
         confirm: bool = False,
@@ -217,6 +218,7 @@ class Call:
             device: where tensors shall arrive.
             global_root: source or destination as a global rank.
             group_root: the same as a rank within the group.
+            root_argument: what the user's own call names ``global_root``, for errors.
             has_root: whether the operation has one.
             must_agree: text that must be the same on all ranks.
             confirm: whether a rank's decode error becomes everybody's.
@@ -238,7 +240,7 @@ class Call:
         self.call_site = call_site()
         self.name = name or operation_name(operation)
         whole = resolve(group)
-        self.root = whole.root(self.name, global_root, group_root)
+        self.root = whole.root(self.name, global_root, group_root, root_argument)
         self._coding = Coding(codec, device, accept, allow)
         self.device = self._coding.device
         self.ranks, self._deadline = whole.ranks, whole.deadline(self.name, timeout)

@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, Literal
@@ -23,9 +23,10 @@ from objcomm.failures.channel import Channel, say_farewell
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import Verdict
 from objcomm.failures.watchdog import check_running
-from objcomm.observe.recorder import recorder_of
+from objcomm.observe.recorder import Recorder, recorder_of
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.link import Deadline
+from objcomm.wire.header import fingerprint
 from objcomm.world import (
     TIMEOUT_SECONDS,
     default_group,
@@ -36,6 +37,8 @@ from objcomm.world import (
 )
 
 _lane_name: ContextVar[str] = ContextVar("objcomm_lane", default="")
+
+_LISTED_MAX = 100  # characters of a list of ranks in a name
 
 
 class Group:
@@ -50,8 +53,17 @@ class Group:
         hosts: where each rank runs, once ``node_group`` has asked; empty before.
     """
 
-    def __init__(self, process_group: Any = None, world: Any = None) -> None:
-        self.recorder = recorder_of(process_group)
+    def __init__(
+        self, process_group: Any = None, world: Any = None, recorder: Recorder | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            process_group: torch's; None for calls that were made without torch.distributed.
+            world: torch's group of all ranks.
+            recorder: given if this is a part of the process group; it has the part's ranks.
+        """
+        self.recorder = recorder_of(process_group) if recorder is None else recorder
         self.name = self.recorder.name
         self.rank = self.recorder.rank
         self.ranks = self.recorder.ranks
@@ -72,6 +84,7 @@ class Group:
         self._near: dict[str, weakref.ref[Any]] = {}  # by the lane's name
         self._turns = threading.Lock()
         self._channels: dict[tuple[int, ...], Channel] = {}  # by those whom they join
+        self._parts: dict[tuple[int, ...], Group] = {}  # by their members
         self._at_end: list[Callable[[], None]] = []
         if process_group is not None:
             # Its end, not this object's: whoever still waits for a message holds this one.
@@ -83,8 +96,20 @@ class Group:
         """Have ``callback`` called once the group is destroyed and the other ranks know."""
         self._at_end.append(callback)
 
-    def root(self, operation: str, global_rank: int | None, group_rank: int | None) -> int:
-        """The group rank that a call's ``src``/``dst`` or ``group_src``/``group_dst`` means.
+    def root(
+        self,
+        operation: str,
+        global_rank: int | None,
+        group_rank: int | None,
+        argument: str = "src",
+    ) -> int:
+        """The group rank that a call means by ``src`` and ``group_src``, or their like.
+
+        Args:
+            operation: what the user has called.
+            global_rank: what was given as a global rank; None for nothing.
+            group_rank: what was given as a rank within the group; likewise.
+            argument: the name of the first; the second has ``group_`` before it.
 
         Raises:
             UsageError: both were given, or there is no such rank in this group.
@@ -92,17 +117,23 @@ class Group:
         if group_rank is None and global_rank is None:
             return 0
         if global_rank is not None and group_rank is not None:
-            raise UsageError(f"{operation}: give a global rank or a group rank, not both")
+            raise UsageError(
+                f"{operation}: {argument}={global_rank!r} and group_{argument}={group_rank!r} "
+                "were both given; give one of them"
+            )
         if group_rank is not None:
-            rank = _index(operation, group_rank)
+            rank = _index(operation, f"group_{argument}", group_rank)
             if not 0 <= rank < self.size:
-                raise UsageError(f"{operation}: a group of {self.size} has no rank {rank}")
+                raise UsageError(
+                    f"{operation}: group_{argument}={rank} is not in this group of {self.size}; "
+                    f"ranks within it are 0 to {self.size - 1}"
+                )
             return rank
-        rank = _index(operation, global_rank)
+        rank = _index(operation, argument, global_rank)
         if rank not in self.ranks:
             raise UsageError(
-                f"{operation}: global rank {rank} is not in this group, which has "
-                f"{list(self.ranks)}; a rank within the group goes into group_src= or group_dst="
+                f"{operation}: {argument}={rank} is not in this group, whose global ranks are "
+                f"{list(self.ranks)}; give a rank within the group as group_{argument}="
             )
         return self.ranks.index(rank)
 
@@ -252,8 +283,44 @@ class Group:
                 channel = self._channels[members] = self._joining(members, self._whole)
         return channel
 
+    def part(self, members: tuple[int, ...]) -> "Group":
+        """Some of the ranks, of which this is one, as a group that needs nobody else.
+
+        What joins them is apart from all else that this group has, and stays for its life, or
+        until an error has broken it.
+
+        Args:
+            members: ranks within this group, in the order that they have in the part; the same on
+                each of them.
+        """
+        with self._lock:
+            part = self._parts.get(members)
+            if part is None or part.is_broken:
+                name = f"{self.name}, a group of {_listed([self.ranks[each] for each in members])}"
+                recorder = self.recorder.among(members, name)
+                part = Group(self.process_group, self._world(), recorder)
+                part.device_path = DevicePath()  # the link joins the whole group's accelerators
+                self._parts[members] = part
+        return part
+
+    @property
+    def parts(self) -> list["Group"]:
+        """The parts that this rank has called for."""
+        with self._lock:
+            return list(self._parts.values())
+
+    @property
+    def process_group(self) -> Any:
+        """Torch's; a part's is the whole one.
+
+        Raises:
+            UsageError: it was destroyed.
+        """
+        return self._own()
+
     def _joining(self, members: tuple[int, ...], whole: Channel | None) -> Channel:
         return Channel(
+            name=self.name,
             process_group=self._own,
             world=self._world,
             ranks=self.ranks,
@@ -262,6 +329,12 @@ class Group:
             history=self.recorder.history,
             whole=whole,
         )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks in their order, as a text that no others have, and that is not too long for a key."""
+    told = ",".join(map(str, ranks))
+    return told if len(told) < _LISTED_MAX else f"{len(ranks)} ranks ({fingerprint(told):016x})"
 
 
 def _living(reference: Callable[[], Any]) -> Any:
@@ -284,7 +357,7 @@ def _nothing() -> None:
     """Stands for a process group that there never was."""
 
 
-def _index(operation: str, rank: object) -> int:
+def _index(operation: str, argument: str, rank: object) -> int:
     """A rank as a number.
 
     Raises:
@@ -292,7 +365,7 @@ def _index(operation: str, rank: object) -> int:
     """
     number = whole_number(rank)
     if number is None:
-        raise UsageError(f"{operation}: {rank!r} is no rank")
+        raise UsageError(f"{operation}: {argument} must be an integer, a rank, not {rank!r}")
     return number
 
 
@@ -350,14 +423,15 @@ class _Groups:
 
     def all(self) -> list[Group]:
         with self._lock:
-            return list(self._known.values())
+            known = list(self._known.values())
+        return [each for group in known for each in (group, *group.parts)]
 
 
 _groups = _Groups()
 
 
 def known_groups() -> list[Group]:
-    """Every group that this process has used and that still lives."""
+    """Every group, or part of one, that this process has used and that still lives."""
     return _groups.all()
 
 
@@ -367,7 +441,7 @@ def solo_group() -> Group:
 
 
 def resolve(group: GroupLike) -> Group:
-    """What ``group=`` means here.
+    """What ``group=`` means here; a group of objcomm's own, such as a part, means itself.
 
     Returns:
         A world of one where torch.distributed is not initialised.
@@ -377,6 +451,8 @@ def resolve(group: GroupLike) -> Group:
             mesh of several dimensions, or no group at all.
         NotInGroupError: this rank is no member.
     """
+    if isinstance(group, Group):
+        return group
     # Whoever has a world is in it, so there is nothing to ask.
     process_group = default_group() if group is None else None
     if process_group is None:

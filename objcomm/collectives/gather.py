@@ -113,6 +113,7 @@ def gather(
         device=device,
         global_root=dst,
         group_root=group_dst,
+        root_argument="dst",
         has_root=True,
         confirm=confirm,
         accept=accept,

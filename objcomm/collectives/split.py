@@ -1,13 +1,14 @@
-"""Process groups made of the ranks of one: by colour, as a copy, by host.
+"""Process groups made of the ranks of one: by colour, as a copy, by host, from a list.
 
 Which ranks form a group is agreed over the wire, and so is whether they have that group already:
 what one rank remembers and another does not would leave one waiting for the other.
 """
 
+import collections
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from objcomm.algorithms import routes
 from objcomm.calls.call import Call
-from objcomm.calls.group import resolve
+from objcomm.calls.group import Group, resolve
 from objcomm.collectives.gather import all_gather_in
 from objcomm.config import GroupLike, Timeout, settings, whole_number
 from objcomm.environment import machine
@@ -184,6 +185,95 @@ def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
     if made is not None:
         resolve(group).near = made
     return made
+
+
+def new_group(
+    ranks: Iterable[SupportsIndex], *, group: GroupLike = None, timeout: Timeout = None
+) -> Any:
+    """Make a group of the ranks in a list; no other rank need call this.
+
+    Every rank in ``ranks`` must call this, with the same list. The others need not; one that does
+    is told at once that it is outside. Each call makes a new group, with the backend and the time
+    limit of ``group``, and connections of its own; ``dist.destroy_process_group`` ends it.
+    ``dist.new_group`` asks every rank of the world instead, in one order.
+
+    The members meet by themselves, so a rank outside may have died. What they agree on travels over
+    connections that the first call for a list makes, and later ones for the same list use again.
+
+    Args:
+        ranks: global ranks, in the order that they have in the new group.
+        group: of which group they are ranks; None for the world.
+        timeout: seconds or timedelta; the limit of ``group`` if None.
+
+    Returns:
+        A ``torch.distributed.ProcessGroup``, which torch's functions take too. On a rank that is
+        not in ``ranks`` ``dist.GroupMember.NON_GROUP_MEMBER``, which every call of objcomm refuses
+        with NotInGroupError. Without torch.distributed None: a world of one.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        NotInGroupError: this rank is no member of ``group``.
+        DesyncError: members gave other lists and wait for each other. Those that do.
+        TransportTimeout: some member did not come. Every member that waited for it.
+        CollectiveError: some member could not connect. Every member; none has the new group then.
+        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks. Ranks in any
+            of these errors count as in the new group.
+
+    Examples:
+        >>> import objcomm
+        >>> ranks = [0]
+        >>> if objcomm.rank() in ranks:
+        ...     readers = objcomm.new_group(ranks)
+        ...     objcomm.all_gather("shard-0.parquet", group=readers)
+        ['shard-0.parquet']
+    """
+    operation = Operation.NEW_GROUP
+    whole = resolve(group)
+    deadline = whole.deadline(operation.name.lower(), timeout)
+    members = _members(ranks, whole)
+    if whole.rank not in members:
+        return NOBODY
+    if not is_initialized():
+        return None
+    part = whole.part(members)
+    word = _Word(None, 0, uuid.uuid4().hex, [])
+    with Call(operation, group=part, timeout=timeout, codec=_CODEC, accept=[_CODEC]) as call:
+        words = _told(call, word)
+    everyone = tuple(range(part.size))
+    return _connected(operation, (everyone, _name(everyone, words)), part, deadline)
+
+
+def _members(ranks: Iterable[SupportsIndex], whole: Group) -> Members:
+    """The ranks in a list of global ones, as ranks within the group.
+
+    Raises:
+        UsageError: they are no such list.
+    """
+    listed = None if isinstance(ranks, (str, bytes)) else _whole_numbers(ranks)
+    if listed is None:
+        raise UsageError(f"new_group: ranks must be a list of global ranks, not {ranks!r}")
+    if not listed:
+        raise UsageError("new_group: ranks=[] names no rank; give those of all members")
+    outside = sorted(set(listed).difference(whole.ranks))
+    if outside:
+        raise UsageError(
+            f"new_group: ranks={listed} has {outside}, which are not in this group; its global "
+            f"ranks are {list(whole.ranks)}"
+        )
+    twice = [rank for rank, times in collections.Counter(listed).items() if times > 1]
+    if twice:
+        raise UsageError(f"new_group: ranks={listed} has {twice} more than once; name each once")
+    return tuple(whole.ranks.index(rank) for rank in listed)
+
+
+def _whole_numbers(values: Iterable[object]) -> list[int] | None:
+    """Whole numbers; None if there is anything else, or if it is nothing to go through."""
+    try:
+        numbers = [whole_number(each) for each in values]
+    except TypeError:
+        return None
+    whole = [each for each in numbers if each is not None]
+    return whole if len(whole) == len(numbers) else None
 
 
 def near_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
@@ -427,14 +517,14 @@ def _made(
 ) -> Any:
     """The new process group, once its members have connected."""
     members, name = plan
-    parent = resolve(group)
+    parent = resolve(group)  # a part of the group for members that come alone
     ranks = [parent.ranks[member] for member in members]
     log.debug("%s makes group %r of ranks %s", operation.name.lower(), name, ranks)
     world = process_group_of(None)
     clients = board_thread_of(world).clients_of_groups
     store = clients.take(store_of(world), settings().lost_after)
     made = create(
-        process_group_of(group),
+        parent.process_group,
         name,
         ranks,
         # Who fails before the others give up can still tell them.

@@ -398,6 +398,7 @@ def _carry_out(
             codec=_CODEC,
             global_root=root,
             group_root=group_root,
+            root_argument="dst" if operation is Operation.GATHER else "src",
             has_root=has_root,
             must_agree=name,
             allow=_safe(weights_only),

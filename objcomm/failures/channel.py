@@ -42,6 +42,7 @@ class Channel:
     def __init__(
         self,
         *,
+        name: str,
         process_group: Callable[[], dist.ProcessGroup],
         world: Callable[[], dist.ProcessGroup],
         ranks: tuple[int, ...],
@@ -53,6 +54,7 @@ class Channel:
         """Begin.
 
         Args:
+            name: the group's, or that of some of its ranks; the same on each of them.
             process_group: the user's group; raises UsageError once it was destroyed.
             world: the group of all ranks.
             ranks: the group's global ranks.
@@ -63,6 +65,7 @@ class Channel:
         """
         self.members = members
         self.global_ranks = tuple(ranks[member] for member in members)
+        self._name = name
         self._process_group = process_group
         self._world = world
         self._ranks = ranks
@@ -221,10 +224,11 @@ class Channel:
             owing = [None if lane.order else lane.owner for lane in lanes if lane.owes]
             left = {each: why for each, why in self._owed.items() if not each or each.is_alive()}
             self._owed = left | dict.fromkeys(owing, ended.verdict)
-        name = self._process_group().group_name
+        group, is_whole = self._process_group(), self._whole is None
+        is_world = is_whole and group is self._world() and self._name == group.group_name
         mesh = Mesh(
-            name=name if self._whole is None else f"{name}, ranks {self._pair}",
-            is_world=self._whole is None and self._process_group() is self._world(),
+            name=self._name if is_whole else f"{self._name}, ranks {self._pair}",
+            is_world=is_world,
             ranks=self._ranks,
             rank=self._rank,
             history=self._history,

@@ -14,6 +14,7 @@ import socket
 import tempfile
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,22 @@ class Recorder:
         self.ranks = (0,) if process_group is None else ranks_of(process_group)
         self.history = History()
         self.counters = Counters()
+
+    def among(self, members: Sequence[int], name: str) -> "Recorder":
+        """One for calls of some of the ranks, whose costs count as the whole group's.
+
+        Args:
+            members: ranks within this group, in their order.
+            name: the same on each of them.
+        """
+        part = Recorder()
+        part.name, part.description, part.counters = name, self.description, self.counters
+        part.rank, part.ranks = (
+            members.index(self.rank),
+            tuple(self.ranks[each] for each in members),
+        )
+        _recorders.add(part)
+        return part
 
     def conclude(
         self,
@@ -129,6 +146,7 @@ class _Recorders:
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, Recorder] = weakref.WeakKeyDictionary()
+        self._parts: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._solo = Recorder()
 
     def of(self, process_group: Any) -> Recorder:
@@ -139,9 +157,13 @@ class _Recorders:
             found = self._known.setdefault(process_group, Recorder(process_group))
         return found
 
+    def add(self, part: Recorder) -> None:
+        self._parts.add(part)
+
     def all(self) -> list[Recorder]:
         groups = [reference() for reference in self._known.keyrefs()]
-        return [self._solo, *(self._known[each] for each in groups if each is not None)]
+        known = (self._known[each] for each in groups if each is not None)
+        return [self._solo, *known, *self._parts.copy()]
 
 
 _recorders = _Recorders()
@@ -153,7 +175,10 @@ def recorder_of(process_group: Any) -> Recorder:
 
 
 def known_recorders() -> list[Recorder]:
-    """Of every group that this process has used and that still lives; first the one of None."""
+    """Of every group, or part of one, that this process has used and that still lives.
+
+    The first one is of calls that were made without torch.distributed.
+    """
     return _recorders.all()
 
 

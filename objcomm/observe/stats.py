@@ -120,7 +120,8 @@ def _by_group() -> dict[tuple[str, str], OperationStats]:
     long as somebody holds it; a sample may stand only once, so they are added up.
     """
     found: dict[tuple[str, str], OperationStats] = {}
-    for each in known_recorders():
+    # A part of a group counts with the whole.
+    for each in {id(each.counters): each for each in reversed(known_recorders())}.values():
         for operation, counted in each.counters.snapshot().items():
             before = found.get((each.name, operation), OperationStats())
             sums = {field: getattr(before, field) + getattr(counted, field) for field in _FIGURES}

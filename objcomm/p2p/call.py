@@ -93,7 +93,8 @@ class P2PCall:
         self.tag = None if tag is None else _tag(self._name, tag)
         self.peer: int | None = None
         if global_peer is not None or group_peer is not None:
-            self.peer = self.group.root(self._name, global_peer, group_peer)
+            argument = "dst" if self.operation is Operation.SEND else "src"
+            self.peer = self.group.root(self._name, global_peer, group_peer, argument)
         acts_alone(self._name, self.group.ranks, self.group.rank)
         header = Header(
             operation=self.operation,

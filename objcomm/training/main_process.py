@@ -1,6 +1,5 @@
 """Familiar helpers around who computes what: one rank for all, or one rank before the others."""
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -122,31 +121,34 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
     post_kwargs: Mapping[str, Any] | None = None,
     run_post_on_main: bool = False,  # noqa: FBT001, FBT002  # SpeechBrain's position for it
     *,
+    rank: int | None = None,
+    group_rank: int | None = None,
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> T:
-    """Run a function on the first rank, and share its result with every rank.
+    """Run a function on the first rank, or another one, and share its result with every rank.
 
     Every rank of ``group`` must call this. In ``func`` calls of objcomm act as in ``main_only``. In
-    ``post_func`` the first rank takes part in no call, unless ``run_post_on_main`` is set: then
-    ranks may talk in it as anywhere.
+    ``post_func`` the rank that ran it takes part in no call, unless ``run_post_on_main`` is set:
+    then ranks may talk in it as anywhere.
 
     Args:
-        func: called once, on the first rank; returns anything that can be encoded.
+        func: called once, on ``rank``; returns anything that can be encoded.
         args: its positional arguments.
         kwargs: its keyword arguments.
         post_func: called on the other ranks, after ``func``, such as a load of what it has made;
             its result is dropped.
         post_args: its positional arguments.
         post_kwargs: its keyword arguments.
-        run_post_on_main: whether the first rank calls ``post_func`` too.
+        run_post_on_main: whether ``rank`` calls ``post_func`` too.
+        rank: global rank of the one that runs ``func``, the same on every rank.
+        group_rank: the same as a rank within the group; give one. Neither: the group's first rank.
         group: who takes part; None for the world.
         timeout: for each of the two waits, seconds or timedelta; the group's own if None. It must
             leave room for ``func``, and again for ``post_func``; it may be longer than the group's.
 
     Returns:
-        What ``func`` returned: the identical object on the first rank, an independent copy
-        elsewhere.
+        What ``func`` returned: the identical object on ``rank``, an independent copy elsewhere.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
@@ -167,16 +169,38 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
     post = None if post_func is None else bound(operation, post_func, post_args, post_kwargs)
     # Whoever cannot decode the result does not come to what follows: all must know.
     confirm = post is not None
-    call = Call(operation, group=group, timeout=timeout, has_root=True, confirm=confirm)
-    is_alone, ranks = call.is_alone, call.ranks
+    call = _computing(operation, rank, group_rank, group, timeout, confirm=confirm)
+    is_alone, runner = call.is_alone, call.ranks[call.root]
     result = _result(call, produce)
     if post is None:
         return result
     if run_post_on_main:
         post_everywhere(operation, post, group, timeout)
     elif not is_alone:
-        post_on_others(operation, post, {ranks[0]}, group, timeout)
+        post_on_others(operation, post, {runner}, group, timeout)
     return result
+
+
+def _computing(
+    operation: Operation,
+    rank: int | None,
+    group_rank: int | None,
+    group: GroupLike,
+    timeout: Timeout,
+    *,
+    confirm: bool = False,
+) -> Call:
+    """The call in which one rank computes for all."""
+    return Call(
+        operation,
+        group=group,
+        timeout=timeout,
+        global_root=rank,
+        group_root=group_rank,
+        root_argument="rank",
+        has_root=True,
+        confirm=confirm,
+    )
 
 
 def _result(call: Call, produce: Callable[[], T]) -> T:
@@ -191,22 +215,31 @@ def _result(call: Call, produce: Callable[[], T]) -> T:
 def main_process_only(function: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
 def main_process_only(
-    *, group: GroupLike = None, timeout: Timeout = None
+    *,
+    rank: int | None = None,
+    group_rank: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def main_process_only(
     function: Callable[P, R] | None = None,
     /,
     *,
+    rank: int | None = None,
+    group_rank: int | None = None,
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function run on the first rank only, with its result on every rank: a decorator.
+    """Make a function run on the first rank only, or another one: a decorator.
 
-    Every rank of ``group`` must call the function. Arguments are used on the first rank alone.
-    Where one such function calls another, or itself, the inner one runs locally.
+    Every rank of ``group`` must call the function, and gets its result. Arguments are used on the
+    rank that runs it alone. Where one such function calls another, or itself, the inner one runs
+    locally.
 
     Args:
         function: what to decorate; ``@main_process_only`` alone, or with options in parentheses.
+        rank: global rank of the one that runs it, the same on every rank.
+        group_rank: the same as a rank within the group; give one. Neither: the group's first rank.
         group: who takes part; None for the world.
         timeout: of each call, seconds or timedelta; the group's own if None. It must leave room
             for the function.
@@ -216,7 +249,7 @@ def main_process_only(
 
     Raises:
         UsageError: it is no function, or one that gives a coroutine or a generator, which cannot
-            be shared. When it is decorated.
+            be shared. When it is decorated. A wrong ``rank`` is told when it is called.
 
     Examples:
         >>> import objcomm
@@ -226,18 +259,15 @@ def main_process_only(
         >>> fibonacci(10)
         55
     """
-    if function is None:
-        return functools.partial(_decorated, group, timeout)
-    return _decorated(group, timeout, function)
-
-
-def _decorated(group: GroupLike, timeout: Timeout, function: Callable[P, R]) -> Callable[P, R]:
     operation = Operation.MAIN_PROCESS_ONLY
 
-    def share(produce: Callable[[], R]) -> R:
-        return _result(Call(operation, group=group, timeout=timeout, has_root=True), produce)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        def share(produce: Callable[[], R]) -> R:
+            return _result(_computing(operation, rank, group_rank, group, timeout), produce)
 
-    return decorated(operation, function, share)
+        return decorated(operation, function, share)
+
+    return decorate if function is None else decorate(function)
 
 
 class main_only:  # noqa: N801  # used as a function, like contextlib's
@@ -383,26 +413,30 @@ class _Ordered(ABC):
 
 
 class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib's
-    """A block that the first rank goes through before the others, which then enter together.
+    """A block that one rank goes through before the others, which then enter together.
 
     Every rank of ``group`` must enter it. Such as: the first rank prepares a dataset and leaves it
-    in a cache, the others find it there. At the end all ranks meet. Where the first rank fails, the
-    others do not run their bodies. Nested blocks, and a block in ``main_only``, need no traffic:
-    the order holds already.
+    in a cache, the others find it there. At the end all ranks meet. Where the one that goes first
+    fails, the others do not run their bodies. Nested blocks of the same order, and a block in
+    ``main_only``, need no traffic: the order holds already.
 
     No call inside can have an answer from ranks that wait: whichever needs one raises UsageError.
     ``zero_first`` is the same under another name, which its errors show.
 
     Args:
+        rank: global rank of the one that goes first, the same on every rank.
+        group_rank: the same as a rank within the group; give one. Neither: the group's first rank.
         group: who takes part; None for the world.
         timeout: for each wait, seconds or timedelta; the group's own if None. It must leave room
-            for the first rank's body, and then for the others'.
+            for the body of the one that goes first, and then for the others'.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, when it is entered.
-        CollectiveError: the body raised on some rank. Every rank: where the first rank failed the
-            others raise when they enter, in all other cases at the end. With each failing rank's
-            type, message and traceback; there from its own exception. Later calls work.
+        UsageError: an argument is wrong, or a block around this one lets another rank go first.
+            Every rank that gave it, when it is entered.
+        CollectiveError: the body raised on some rank. Every rank: where the one that goes first
+            failed the others raise when they enter, in all other cases at the end. With each
+            failing rank's type, message and traceback; there from its own exception. Later calls
+            work.
         ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
 
     Examples:
@@ -414,11 +448,25 @@ class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib
 
     _operation = Operation.MAIN_FIRST
 
+    def __init__(
+        self,
+        *,
+        rank: int | None = None,
+        group_rank: int | None = None,
+        group: GroupLike = None,
+        timeout: Timeout = None,
+    ) -> None:
+        super().__init__(group=group, timeout=timeout)
+        self._rank = rank
+        self._group_rank = group_rank
+
     def _begun(self, group: GroupLike, timeout: Timeout) -> "_Block | None":
         whole = resolve(group)
-        if is_in_order(self._operation.name.lower(), whole.ranks, whole.rank):
+        name = self._operation.name.lower()
+        first = whole.root(name, self._rank, self._group_rank, "rank")
+        if is_in_order(name, whole.ranks, whole.rank, first):
             return None
-        return _Block(self._operation, group, group, timeout)
+        return _Block(self._operation, group, group, timeout, first)
 
 
 class zero_first(main_first):  # noqa: N801  # used as a function, like contextlib's
@@ -481,30 +529,37 @@ class _Block:
     """One entry into such a block on this rank."""
 
     def __init__(
-        self, operation: Operation, near: GroupLike, group: GroupLike, timeout: Timeout
+        self,
+        operation: Operation,
+        near: GroupLike,
+        group: GroupLike,
+        timeout: Timeout,
+        first: int = 0,
     ) -> None:
         """Wait until it is this rank's turn.
 
         Args:
             operation: what the user has called.
-            near: the ranks of which the first goes before the others.
+            near: the ranks of which one goes before the others.
             group: all that meet at the end.
             timeout: in seconds.
+            first: the one that goes before the others, a rank within ``near``.
 
         Raises:
-            CollectiveError: the first rank has failed.
+            CollectiveError: that one has failed.
         """
         self._operation, self._group_like, self._timeout = operation, group, timeout
         self._is_local_first = near is not group
+        self._first = first
         self._call: Call | None = None
         members = resolve(near)
         name = operation.name.lower()
         members.deadline(name, timeout)
-        first, *others = members.ranks
-        region = Region(name, later=frozenset(others))
-        if members.rank > 0:
+        others = frozenset(members.ranks) - {members.ranks[first]}
+        region = Region(name, later=others)
+        if members.rank != first:
             self._wait(near)
-            region = Region(name, earlier=frozenset({first}))
+            region = Region(name, earlier=frozenset({members.ranks[first]}))
         elif others:
             # Begun here, for what is wrong already; the others wait for its message.
             self._call = self._begun(near)
@@ -512,10 +567,16 @@ class _Block:
         self._inside.__enter__()
 
     def _begun(self, near: GroupLike) -> Call:
-        return Call(self._operation, group=near, timeout=self._timeout, has_root=True)
+        return Call(
+            self._operation,
+            group=near,
+            timeout=self._timeout,
+            group_root=self._first,
+            has_root=True,
+        )
 
     def _wait(self, near: GroupLike) -> None:
-        """Wait for the first rank; if it has failed, raise what all raise."""
+        """Wait for the one that goes first; if it has failed, raise what all raise."""
         try:
             with self._begun(near) as call, call.traffic() as exchange:
                 message = routes.broadcast(exchange, None, call.root)
@@ -527,7 +588,7 @@ class _Block:
             call.raise_failures([message])
 
     def end(self, error: BaseException | None) -> None:
-        """Let the others in, if this is the first rank; then meet all."""
+        """Let the others in, if this rank went first; then meet all."""
         self._inside.__exit__(None, None, None)
         if self._call is not None:
             try:

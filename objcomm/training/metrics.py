@@ -109,6 +109,7 @@ def gather_scalar(
         codec=_codec_for(value),
         global_root=dst,
         group_root=group_dst,
+        root_argument="dst",
         has_root=True,
         async_op=async_op,
     ) as call:
@@ -240,6 +241,7 @@ def gather_from_all_ranks(
         device=device,
         global_root=dst,
         group_root=group_dst,
+        root_argument="dst",
         has_root=True,
         confirm=True,
         accept=accept,
@@ -291,6 +293,7 @@ def gather_scalar_from_all_ranks(
         codec=codec,
         global_root=dst,
         group_root=group_dst,
+        root_argument="dst",
         has_root=True,
         confirm=True,
     ) as call:

@@ -91,6 +91,7 @@ class Operation(IntEnum):
     EAGER_SYNC_MODEL = 45
     ZERO_FIRST = 46
     TAKE = 47  # the answer to a SEND that was offered
+    NEW_GROUP = 48
 
 
 _BARRIER = int(Operation.BARRIER)

@@ -67,9 +67,9 @@ def test_long_errors_of_all_ranks_reach_all_ranks() -> None:
 def test_what_is_no_rank_is_refused_before_any_traffic() -> None:
     wrong: list[Any] = [1.0, True, "0"]
     for rank in wrong:
-        with pytest.raises(objcomm.UsageError, match="is no rank"):
+        with pytest.raises(objcomm.UsageError, match="broadcast: group_src must be an int"):
             objcomm.broadcast(1, group_src=rank)
-        with pytest.raises(objcomm.UsageError, match="is no rank"):
+        with pytest.raises(objcomm.UsageError, match="gather: dst must be an integer"):
             objcomm.gather(1, rank)
     assert_group_works()
 

@@ -119,6 +119,85 @@ def test_helpers_know_subgroups_and_sources() -> None:
     assert_group_works()
 
 
+@ranks(1, 3)
+def test_another_rank_than_the_first_may_be_the_one_that_runs_it() -> None:
+    rank, last = here().rank, here().world_size - 1
+    made = object() if rank == last else None
+    named: Any
+    for named in ({"rank": last}, {"group_rank": last}):
+        for share in (SHARES["run_on_main"], SHARES["main_process_only"]):
+            assert share(lambda: here().rank, **named) == last
+            assert (share(lambda: kept_or(made), **named) is made) == (rank == last)
+        ran: list[str] = []
+        objcomm.run_on_main(ran.append, ["func"], None, ran.append, ["post"], **named)
+        assert ran == (["func"] if rank == last else ["post"])
+        both: Any = {"post_func": ran.append, "post_args": ["post"], "run_post_on_main": True}
+        objcomm.run_on_main(int, **both, **named)
+        assert ran[1:] == ["post"]
+    for name in ("run_on_main", "main_process_only"):
+        raised_together(
+            partial(SHARES[name], partial(fail, OSError("disk full")), rank=last),
+            last,
+            operation=name,
+        )
+        assert_group_works()
+
+
+def kept_or(made: object) -> object:
+    return "of another rank" if made is None else made
+
+
+@ranks(4)
+def test_rank_is_global_and_group_rank_counts_within_a_subgroup() -> None:
+    named: Any
+    with subgroup(1, 3) as pair:
+        if here().rank in {1, 3}:
+            for named in ({"rank": 3}, {"group_rank": 1}):
+                assert objcomm.run_on_main(lambda: here().rank, group=pair, **named) == 3
+                on_last = objcomm.main_process_only(group=pair, **named)(lambda: here().rank)
+                assert on_last() == 3
+            with pytest.raises(UsageError, match=r"run_on_main: rank=0 is not in this group.*1, 3"):
+                objcomm.run_on_main(int, rank=0, group=pair)
+            assert_group_works(pair)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", ["run_on_main", "main_process_only", "main_first", "zero_first"])
+def test_a_rank_that_there_is_not_is_refused_before_any_traffic(name: str) -> None:
+    size = here().world_size
+
+    def call(**named: Any) -> None:
+        if name in SHARES:
+            SHARES[name](pytest.fail, **named)
+            return
+        with getattr(objcomm, name)(**named):
+            pytest.fail("it was entered")
+
+    for named, told in (
+        ({"rank": size}, rf"{name}: rank={size} is not in this group"),
+        ({"group_rank": size}, rf"{name}: group_rank={size} is not in this group of {size}"),
+        ({"rank": "main"}, rf"{name}: rank must be an integer, a rank, not 'main'"),
+        ({"group_rank": 0.0}, rf"{name}: group_rank must be an integer, a rank, not 0\.0"),
+        ({"rank": 0, "group_rank": 0}, rf"{name}: rank=0 and group_rank=0 were both given"),
+    ):
+        if here().rank == 0:  # nobody else need hear of it
+            with pytest.raises(UsageError, match=told):
+                call(**named)
+    assert_group_works()
+
+
+@ranks(3)
+@pytest.mark.parametrize("name", ["run_on_main", "main_process_only"])
+def test_ranks_that_name_another_one_are_told_so(name: str) -> None:
+    def call() -> None:
+        SHARES[name](int, rank=2 if here().rank == 1 else 1)
+        objcomm.barrier()  # where it did not wait
+
+    with pytest.raises(objcomm.DesyncError, match="other roots"):
+        call()
+    assert_group_works()
+
+
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("name", ["run_on_main", "run_once_per_node"])
 def test_what_comes_after(name: str) -> None:

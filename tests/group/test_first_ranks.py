@@ -41,6 +41,76 @@ def test_the_first_rank_goes_first(name: str) -> None:
     assert_group_works()
 
 
+@ranks(1, 3)
+@pytest.mark.parametrize("block", [objcomm.main_first, objcomm.zero_first])
+def test_another_rank_than_the_first_may_go_first(block: Any) -> None:
+    rank, last = here().rank, here().world_size - 1
+    is_prepared = here().folder / block.__name__
+    waiting = [f"{block.__name__} {other}" for other in range(last)]
+    if rank < last:
+        when_main_thread_waits(lambda: here().store("order").set(waiting[rank], ""))
+    for named in ({"rank": last}, {"group_rank": last}):
+        with block(**named):
+            if rank == last:
+                for key in waiting:
+                    here().store("order").get(key)
+                assert not is_prepared.exists()
+                is_prepared.touch()
+            else:
+                assert is_prepared.exists()
+        objcomm.barrier()
+        if rank == last:
+            is_prepared.unlink()
+        objcomm.barrier()
+    with block(rank=last), objcomm.main_first(group_rank=last), objcomm.main_only():
+        assert objcomm.broadcast(rank) == rank
+
+    def fails() -> None:
+        with block(rank=last):
+            if rank < last:
+                pytest.fail("it was entered")
+            fail(ValueError("on the last"))
+
+    raised_together(fails, last, operation=block.__name__)
+    assert_group_works()
+
+
+@ranks(4)
+def test_who_goes_first_is_named_within_a_subgroup_too() -> None:
+    rank = here().rank
+    made = here().folder / "made"
+    with subgroup(1, 3) as pair:
+        for named in ({"rank": 3}, {"group_rank": 1}):
+            if rank in {1, 3}:
+                with objcomm.main_first(group=pair, **named):
+                    assert made.exists() == (rank == 1)
+                    made.touch()
+                objcomm.barrier(group=pair)
+                made.unlink(missing_ok=True)
+                objcomm.barrier(group=pair)
+    assert_group_works()
+
+
+@ranks(3)
+def test_a_block_in_another_order_inside_of_a_block_is_refused_on_all() -> None:
+    rank = here().rank
+    for outer, inner in ((0, 2), (2, 0)):
+        with (
+            objcomm.main_first(rank=outer),
+            pytest.raises(UsageError, match=f"global rank {rank} is inside of main_first"),
+            objcomm.main_first(rank=inner),
+        ):
+            pytest.fail("it was entered")
+    assert_group_works()
+
+
+@ranks(2)
+def test_ranks_that_let_others_go_first_are_told_so() -> None:
+    with pytest.raises(objcomm.DesyncError), objcomm.main_first(rank=here().rank):
+        pass
+    assert_group_works()
+
+
 @ranks(2, 4)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_an_error_in_a_block_is_raised_on_all(name: str) -> None:

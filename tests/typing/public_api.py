@@ -198,6 +198,10 @@ def control(config: Config, group: dist.ProcessGroup) -> None:
     assert_type(objcomm.compute_and_broadcast(lambda: config, 1, group=group), Config)
     assert_type(objcomm.compute_and_broadcast(lambda: "a", group_src=1, codec="msgpack"), str)
 
+    assert_type(objcomm.run_on_main(lambda: "a", rank=1), str)
+    assert_type(objcomm.main_process_only(group_rank=1, group=group)(len)("abc"), int)
+    objcomm.run_on_main(len, ["a"], rank="1")  # type: ignore[arg-type]  # wrong on purpose
+
     @objcomm.main_process_only
     def on_main(path: str, *, lr: float = 0.1) -> Config:
         return Config(lr * len(path))
@@ -210,7 +214,11 @@ def control(config: Config, group: dist.ProcessGroup) -> None:
     assert_type(on_node("a", lr=0.2), Config)
     on_main(1)  # type: ignore[arg-type]  # parameters are checked as the function's own
     on_node("a", rate=1)  # type: ignore[call-arg]  # likewise
-    with objcomm.main_first(timeout=3), objcomm.zero_first(group=group), objcomm.node_first():
+    with (
+        objcomm.main_first(rank=1, timeout=3),
+        objcomm.zero_first(group=group),
+        objcomm.node_first(),
+    ):
         assert_type(objcomm.is_main(scope="node"), bool)
     with objcomm.zero_only() as is_zero, objcomm.main_only(group=group) as nothing:
         assert_type(is_zero, bool)
@@ -251,6 +259,8 @@ def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
     assert_type(objcomm.split("eval", key=-1, group=mesh["dp"], timeout=5), Any)
     assert_type(objcomm.split(None), Any)
     assert_type(objcomm.dup(group=group), Any)
+    assert_type(objcomm.new_group(range(2), group=group, timeout=5), Any)
+    objcomm.new_group("01")  # type: ignore[arg-type]  # wrong on purpose
     assert_type(objcomm.node_group(timeout=timedelta(seconds=3)), Any)
     assert_type(objcomm.all_gather(1, group=objcomm.leaders(group=mesh)), list[int])
 

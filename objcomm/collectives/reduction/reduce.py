@@ -353,6 +353,7 @@ def reduce(
         device=device,
         global_root=dst,
         group_root=group_dst,
+        root_argument="dst",
         has_root=True,
         must_agree=operator.name + leafwise.text,
         confirm=confirm,

@@ -1,0 +1,242 @@
+"""new_group: a group of the ranks in a list, which its members make by themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError, DesyncError, NotInGroupError, TransportTimeout, UsageError
+from objcomm.calls.group import resolve
+from tests.group.helpers import (
+    assert_group_works,
+    exit_at_once,
+    hear,
+    say,
+    subgroup,
+    tell_all,
+)
+from tests.group.membership import NOBODY, members
+from tests.ranks import ranks, solo
+from tests.waits import wait_until
+from tests.workers import here
+
+
+@ranks(1, 3)
+def test_the_listed_ranks_form_a_group_that_works() -> None:
+    everyone = list(range(here().world_size))
+    for listed in (everyone, everyone[::-1], everyone[-1:]):
+        group = objcomm.new_group(listed)
+        if here().rank not in listed:
+            assert group == NOBODY
+            with pytest.raises(NotInGroupError):
+                objcomm.barrier(group=group)
+            continue
+        assert isinstance(group, dist.ProcessGroup)
+        assert members(group) == listed
+        assert_group_works(group)
+        assert objcomm.all_gather(here().rank, group=group) == listed
+        tensor = torch.tensor([here().rank])
+        dist.broadcast(tensor, src=listed[-1], group=group)
+        assert tensor.item() == listed[-1]
+        dist.destroy_process_group(group)
+    assert_group_works()
+
+
+@ranks(4)
+def test_members_need_nobody_else_whatever_groups_they_had_before() -> None:
+    rank = here().rank
+    alone = objcomm.split(rank)
+    spare = [objcomm.dup(group=alone) for _ in range(rank)]  # torch counts a process's groups
+    if rank in {1, 3}:
+        groups = [objcomm.new_group(listed) for listed in ([3, 1], [1, 3], [3, 1])]
+        assert [members(each) for each in groups] == [[3, 1], [1, 3], [3, 1]]
+        assert len(set(groups)) == len(groups)
+        for group in groups:
+            assert objcomm.broadcast(rank, group=group) == members(group)[0]
+            assert objcomm.broadcast(rank, 3, group=group) == 3
+            assert_group_works(group)
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+        say(f"made by {rank}")
+    for other in (1, 3):
+        hear(f"made by {other}")  # meanwhile the others make no call
+    for group in spare:
+        dist.destroy_process_group(group)
+    assert_group_works()
+
+
+@ranks(4)
+def test_groups_without_a_common_member_are_made_at_the_same_time() -> None:
+    rank = here().rank
+    pair = objcomm.new_group([rank // 2 * 2, rank // 2 * 2 + 1])
+    assert_group_works(pair)
+    crossed = objcomm.new_group(iter((3 - rank, rank) if rank > 1 else (rank, 3 - rank)))
+    assert members(crossed) == [min(rank, 3 - rank), max(rank, 3 - rank)]
+    assert_group_works(crossed)
+
+
+@ranks(4)
+def test_ranks_are_global_in_a_subgroup_without_rank_zero() -> None:
+    with subgroup(1, 2, 3) as three:
+        if here().rank in {1, 3}:
+            group = objcomm.new_group([3, 1], group=three)
+            assert members(group) == [3, 1]
+            assert_group_works(group)
+            dist.destroy_process_group(group)
+        elif here().rank == 0:
+            with pytest.raises(NotInGroupError):
+                objcomm.new_group([1, 3], group=three)
+            with pytest.raises(UsageError, match=r"\[7\], which are not in this group"):
+                objcomm.new_group([0, 7])
+        if here().rank == 1:
+            with pytest.raises(UsageError, match=r"\[0\], which are not in .* are \[1, 2, 3\]"):
+                objcomm.new_group([0, 1], group=three)
+    assert_group_works()
+
+
+@ranks(1, 2)
+def test_what_is_no_list_of_ranks_is_refused_before_any_traffic() -> None:
+    wrong: list[Any] = ["01", b"01", 1, None, [0.0], [True], ["0"], [[0]], objcomm.rank]
+    for listed in wrong:
+        with pytest.raises(UsageError, match="new_group: ranks must be a list of global ranks"):
+            objcomm.new_group(listed)
+    with pytest.raises(UsageError, match=r"new_group: ranks=\[\] names no rank"):
+        objcomm.new_group([])
+    with pytest.raises(UsageError, match=r"new_group: ranks=\[0, 0\] has \[0\] more than once"):
+        objcomm.new_group([0, 0])
+    with pytest.raises(UsageError, match="new_group: timeout"):
+        objcomm.new_group([0], timeout=0)
+    assert_group_works()
+
+
+@ranks(3)
+@pytest.mark.parametrize("other", [[0, 1], [0, 2, 1]])
+def test_members_with_other_lists_are_told_and_not_left_waiting(other: list[int]) -> None:
+    """Rank 2 awaits others who await it; with the list [0, 1] rank 1 awaits only rank 0."""
+    rank = here().rank
+    listed = other if rank == 0 else [0, 1, 2]
+    with pytest.raises(DesyncError, match="each waits for another") as caught:
+        objcomm.new_group(listed)
+    assert "new_group" in str(caught.value)
+    assert_group_works()
+    assert_group_works(objcomm.new_group([0, 1, 2]))
+
+
+@ranks(3)
+def test_a_member_that_does_not_come_is_named_in_time_and_may_come_later() -> None:
+    parent = objcomm.dup()
+    for turn in range(2):  # at first they have never met
+        if here().rank < 2:
+            with pytest.raises(TransportTimeout) as caught:
+                objcomm.new_group([2, 1, 0], group=parent, timeout=0.3)
+            assert caught.value.operation.startswith("new_group")
+            assert caught.value.missing == (0,)  # in the new group
+        tell_all(f"given up {turn}", "")
+        if turn == 1 and here().rank == 2:  # they had met before: it is told in its next call
+            wait_until(is_cut_off(parent), "the end of the connection")
+            with pytest.raises(objcomm.TransportError):
+                objcomm.new_group([2, 1, 0], group=parent)
+        assert_group_works(objcomm.new_group([2, 1, 0], group=parent))
+    assert_group_works(parent)
+    dist.destroy_process_group(parent)
+
+
+def is_cut_off(parent: Any) -> Callable[[], bool]:
+    """Whether others have closed the connections over which a list's members have met."""
+    (mesh,) = (part._whole.mesh for part in resolve(parent).parts)  # noqa: SLF001  # nothing public has it
+    return lambda: bool(mesh and mesh.link and mesh.link.closed())
+
+
+@ranks(3, expect_dead={1})
+def test_a_member_that_dies_is_named_and_the_others_go_on_without_it() -> None:
+    objcomm.barrier()
+    with pytest.raises(objcomm.TransportError) as caught:
+        exit_at_once() if here().rank == 1 else objcomm.new_group([2, 1, 0])
+    assert caught.value.peers == (1,)
+    with pytest.raises(objcomm.TransportError):
+        objcomm.barrier()
+    group = objcomm.new_group([2, 0])
+    assert objcomm.all_gather(here().rank, group=group) == [2, 0]
+    assert_group_works(group)
+
+
+@ranks(3)
+def test_a_member_that_fails_before_it_comes_ends_the_wait_of_the_others() -> None:
+    def fail() -> None:
+        raise LookupError("no such shard")
+
+    with pytest.raises(CollectiveError) as caught, objcomm.fail_together():
+        fail() if here().rank == 1 else objcomm.new_group([0, 1, 2])
+    assert caught.value.failures[1].message == "no such shard"
+    assert_group_works()
+    assert_group_works(objcomm.new_group([0, 1, 2]))
+
+
+@ranks(3)
+def test_a_member_that_cannot_connect_fails_all_and_nobody_keeps_a_group() -> None:
+    known = len(dist.distributed_c10d._world.pg_map)  # noqa: SLF001  # torch tells nowhere else
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("no more sockets")
+
+    if here().rank > 0:
+        with pytest.MonkeyPatch.context() as patch:
+            if here().rank == 2:
+                patch.setattr("objcomm.collectives.split.create", refuse)
+            with pytest.raises(CollectiveError) as caught:
+                objcomm.new_group([2, 1], timeout=5)  # a FileStore waits for whole seconds
+        assert "no more sockets" in caught.value.failures[0].message
+        assert len(dist.distributed_c10d._world.pg_map) == known  # noqa: SLF001  # likewise
+        assert_group_works(objcomm.new_group([2, 1]))
+    assert_group_works()
+
+
+@ranks(2)
+def test_within_a_region_a_group_of_those_who_are_there_can_be_made() -> None:
+    rank = here().rank
+    with objcomm.main_only():
+        alone = objcomm.new_group([rank])
+        assert objcomm.all_gather(rank, group=alone) == [rank]
+        with pytest.raises(UsageError, match=f"new_group: global rank {rank} is inside of"):
+            objcomm.new_group([0, 1])
+    dist.destroy_process_group(alone)
+    assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_it_is_counted_with_its_parent_and_told_by_the_recorder() -> None:
+    objcomm.new_group([0, 1])
+    objcomm.new_group([1, 0])
+    assert objcomm.stats()["new_group"].calls == 6  # each says who comes, meets, and has connected
+    assert objcomm.stats_to_prometheus().count('calls_total{operation="new_group"') == 1
+    told = {each["name"]: each for each in objcomm.recorder.dump()["groups"]}
+    name = next(each for each in told if each.endswith("a group of 1,0"))
+    assert told[name]["ranks"] == [1, 0]
+    assert told[name]["rank"] == 1 - here().rank
+    assert {each["operation"] for each in told[name]["entries"]} == {"new_group"}
+
+
+@ranks(2)
+def test_a_parents_end_ends_what_its_members_met_over() -> None:
+    parent = objcomm.dup()
+    assert_group_works(objcomm.new_group([1, 0], group=parent))
+    objcomm.barrier()
+    if here().rank == 0:
+        dist.destroy_process_group(parent)
+        hear("told")
+    else:
+        with pytest.raises(objcomm.TransportError):
+            objcomm.new_group([1, 0], group=parent)
+        say("told")
+        dist.destroy_process_group(parent)
+    assert_group_works()
+
+
+@solo()
+def test_without_torch_distributed_it_is_a_world_of_one() -> None:
+    assert objcomm.new_group([0]) is None
+    with pytest.raises(UsageError, match="not in this group"):
+        objcomm.new_group([0, 1])
