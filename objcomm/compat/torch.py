@@ -551,9 +551,10 @@ def patch() -> Patch:
     (``from torch.distributed import all_gather_object``) can't be reached, and stays torch's.
 
     Groups that objcomm can't serve keep torch's functions: those of the backends ``fake``, ``mpi``
-    and ``threaded``, those without a store that other processes reach, and what is no process group
-    at all. So do calls with options that this version does not know. Each rank sees that in what
-    all have been given, so all decide alike.
+    and ``threaded``, those without a store that other processes reach, those that torch's own code
+    makes without ``new_group`` (as ``rpc.init_rpc`` does before there is a world), and what is no
+    process group at all. So do calls with options that this version does not know. Each rank sees
+    that in what all have been given, so all decide alike.
 
     Returns:
         A context manager, at whose end torch's functions come back, whether or not by an error; and
