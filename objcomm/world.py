@@ -69,6 +69,11 @@ def is_nobody(group: GroupLike) -> bool:
     return isinstance(group, int) and group == NOBODY
 
 
+def is_world(process_group: Any) -> bool:
+    """Whether a process group is the one of all ranks."""
+    return process_group is dist.GroupMember.WORLD
+
+
 def process_group_of(group: GroupLike) -> Any:
     """Torch's own object for ``group=``, or None on a rank outside.
 

@@ -23,7 +23,7 @@ from objcomm.failures.channel import Channel, say_farewell
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import Verdict
 from objcomm.failures.watchdog import check_running
-from objcomm.observe.recorder import recorder_of
+from objcomm.observe.recorder import forget_world, recorder_of
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.link import Deadline, DeviceLink
 from objcomm.world import TIMEOUT_SECONDS, group_for_call, is_initialized, rank, timeout_of
@@ -371,7 +371,10 @@ def resolve(group: GroupLike) -> Group:
         NotInGroupError: this rank is no member.
     """
     process_group = group_for_call(group)
-    return _groups.solo if process_group is None else _groups.of(process_group)
+    if process_group is None:
+        forget_world()
+        return _groups.solo
+    return _groups.of(process_group)
 
 
 def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world") -> bool:
