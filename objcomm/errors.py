@@ -400,7 +400,7 @@ class CaughtAs:
     """What ``caught_as`` gives an error besides its own class.
 
     Attributes:
-        kinds: the error's own class, and then the other one.
+        kinds: the error's own class, and then the other ones.
     """
 
     kinds: tuple[type[Any], ...]
@@ -420,7 +420,8 @@ def caught_as(error: E, other: type[Exception]) -> E:
     """
     if isinstance(error, other):
         return error
-    made: E = _made((type(error), other), error.args, vars(error))
+    before = getattr(error, "kinds", (type(error),))
+    made: E = _made((*before, other), error.args, vars(error))
     if error.__cause__ is not None:
         made.__cause__ = error.__cause__
     return made.with_traceback(error.__traceback__)

@@ -33,7 +33,7 @@ from objcomm.collectives.broadcast import broadcast_in
 from objcomm.collectives.gather import all_gather_in, gather_in
 from objcomm.collectives.scatter import one_each, scatter_in
 from objcomm.compat.patching import Patch, Switch
-from objcomm.compat.raising import builtin_base, raising
+from objcomm.compat.raising import builtin_base, raised_in, raising
 from objcomm.config import GroupLike, whole_number
 from objcomm.errors import (
     CollectiveError,
@@ -81,7 +81,7 @@ def _as_torch_raises(error: ObjcommError) -> ObjcommError:
     failing = min(error.failures) if error.own_rank not in error.failures else error.own_rank
     failure, cause = error.failures[failing], error.__cause__
     if isinstance(cause, EncodeError):
-        refused = builtin_base(cause.__cause__)
+        refused = builtin_base(raised_in(cause))
         return error if refused is None else caught_as(error, refused)
     kind = _TORCHS.get(failure.type_name)
     if kind is None:
