@@ -21,12 +21,16 @@ Knows nothing of the other modules. The tree::
     └─ CollectiveError                       one rank or more failed: ``.failures``
 
 Each keeps its facts as attributes and survives pickling, because ``args`` holds exactly what
-``__init__`` takes. Ranks in errors are ranks within the group.
+``__init__`` takes. Ranks in errors are ranks within the group. Where objcomm stands in for another
+library, ``caught_as`` makes an error of the tree one that the other library raised there as well.
 """
 
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+E = TypeVar("E", bound="ObjcommError")
 
 _PAIR = 2
 
@@ -390,6 +394,52 @@ class LaunchError(ObjcommError, RuntimeError):
             if failure.traceback
         )
         return f"launch: {self.name} failed on {summary}{traces}"
+
+
+class CaughtAs:
+    """What ``caught_as`` gives an error besides its own class.
+
+    Attributes:
+        kinds: the error's own class, and then the other ones.
+    """
+
+    kinds: tuple[type[Any], ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.kinds, getattr(self, "args", ()), vars(self))
+
+
+def caught_as(error: E, other: type[Exception]) -> E:
+    """The same error, for programs that catch it as ``other``, which another library raised.
+
+    It is named as before, has the same facts and cause, and pickles.
+
+    Args:
+        error: one of objcomm's own.
+        other: a builtin exception. Its ``__init__`` is not called, for what it takes is not here.
+    """
+    if isinstance(error, other):
+        return error
+    before = getattr(error, "kinds", (type(error),))
+    made: E = _made((*before, other), error.args, vars(error))
+    if error.__cause__ is not None:
+        made.__cause__ = error.__cause__
+    return made.with_traceback(error.__traceback__)
+
+
+def _made(kinds: tuple[type[Any], ...], args: tuple[Any, ...], facts: Mapping[str, Any]) -> Any:
+    kind = _joined(kinds)
+    made = kind.__new__(kind, *args)
+    made.args = args  # an OSError's ``__new__`` leaves them to its ``__init__``
+    vars(made).update(facts)
+    return made
+
+
+@functools.cache
+def _joined(kinds: tuple[type[Any], ...]) -> type[Any]:
+    own = kinds[0]
+    names = {each: vars(own)[each] for each in ("__module__", "__doc__")}
+    return type(own.__name__, (CaughtAs, *kinds), {**names, "kinds": kinds})
 
 
 def name_of(kind: type, attribute: str = "__name__") -> str:

@@ -75,6 +75,11 @@ def is_nobody(group: GroupLike) -> bool:
     return isinstance(group, int) and group == NOBODY
 
 
+def is_world(process_group: Any) -> bool:
+    """Whether a process group is the one of all ranks."""
+    return process_group is dist.GroupMember.WORLD
+
+
 def process_group_of(group: GroupLike) -> Any:
     """Torch's own object for ``group=``, or None on a rank outside.
 
@@ -150,16 +155,19 @@ def is_reachable(group: GroupLike) -> bool:
     """Whether objcomm can join the ranks of ``group=``; the same answer on each of them.
 
     Its ranks meet in the group's store, so they must be processes that share one. True where
-    nothing has to be joined: on a rank outside, and without torch.distributed. False for what is
-    no group.
+    nothing has to be joined: on a rank outside, and for a world of one. False for what is no group,
+    and for one that torch's own code has made without ``new_group``, with a world or without.
     """
     if not is_initialized():
-        return True
+        return group is None
     try:
         process_group = process_group_of(group)
-        if process_group is None or process_group.rank() < 0 or process_group.size() == 1:
+        if process_group is None or process_group.rank() < 0:
             return True
-        if dist.get_backend(process_group) in _UNREACHABLE:
+        backend = dist.get_backend(process_group)
+        if process_group.size() == 1:
+            return True
+        if backend in _UNREACHABLE:
             return False
         store = bare(store_of(process_group))
     except (UsageError, RuntimeError, ValueError):

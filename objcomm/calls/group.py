@@ -23,7 +23,7 @@ from objcomm.failures.channel import Channel, say_farewell
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import Verdict
 from objcomm.failures.watchdog import check_running
-from objcomm.observe.recorder import Recorder, recorder_of
+from objcomm.observe.recorder import Recorder, forget_world, recorder_of
 from objcomm.transport.lane import IN_TURNS, Lane
 from objcomm.transport.link import Deadline
 from objcomm.wire.header import fingerprint
@@ -457,7 +457,10 @@ def resolve(group: GroupLike) -> Group:
     process_group = default_group() if group is None else None
     if process_group is None:
         process_group = group_for_call(group)
-    return _groups.solo if process_group is None else _groups.of(process_group)
+    if process_group is None:
+        forget_world()
+        return _groups.solo
+    return _groups.of(process_group)
 
 
 def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world") -> bool:

@@ -126,7 +126,7 @@ def scatter_in(call: Call, produce: Callable[[], Sequence[T] | None]) -> Callabl
         produce: gives one object per rank on the source; an error travels as that rank's failure.
     """
     if call.is_alone:
-        return lambda: call.alone(lambda: _one_each(call, produce())[0])
+        return lambda: call.alone(lambda: one_each(call, produce())[0])
     own: list[T] = []
     messages = _encode_each(call, produce, own) if call.is_root else None
 
@@ -218,7 +218,7 @@ def all_to_all(
 
 def _all_to_all(call: Call, objs: Sequence[T]) -> Callable[[], list[T]]:
     if call.is_alone:
-        return lambda: call.alone(lambda: [_one_each(call, objs)[0]])
+        return lambda: call.alone(lambda: [one_each(call, objs)[0]])
     own: list[T] = []
     messages = _encode_each(call, lambda: objs, own)
 
@@ -330,7 +330,7 @@ def reduce_scatter(
 
 def _reduce_scatter(call: Call, operator: Operator, objs: Sequence[T]) -> Callable[[], T]:
     if call.is_alone:
-        return lambda: call.alone(lambda: operator.alone(_one_each(call, objs)[0]))
+        return lambda: call.alone(lambda: operator.alone(one_each(call, objs)[0]))
     own: list[Any] = []
     messages = _encode_each(call, lambda: objs, own, operator)
 
@@ -363,7 +363,12 @@ def _folded(call: Call, operator: Operator, arrived: Sequence[Message], own: Any
         return None
 
 
-def _one_each(call: Call, objs: Sequence[T] | None) -> Sequence[T]:
+def one_each(call: Call, objs: Sequence[T] | None) -> Sequence[T]:
+    """What a caller gave for all ranks.
+
+    Raises:
+        UsageError: it is not one object for each.
+    """
     if objs is None or isinstance(objs, str) or len(objs) != call.size:
         given = "None" if objs is None else f"{type(objs).__name__} of {len(objs)}"
         raise UsageError(
@@ -388,7 +393,7 @@ def _encode_each(
     """
     messages = []
     try:
-        each = _one_each(call, produce())
+        each = one_each(call, produce())
         for peer in range(call.size):
             obj = each[peer]
             if peer == call.rank and operator is None:

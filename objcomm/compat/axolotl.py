@@ -2,6 +2,8 @@
 
 ``from objcomm.compat import axolotl as distributed`` is the whole change in code that calls them.
 Each does what the function of objcomm does that its docstring names, with that function's errors.
+What communicates raises them as axolotl did, too: they are also RuntimeErrors, or what this rank's
+own code raised.
 As axolotl's, the functions that communicate join the ranks of a launcher first; unlike axolotl's,
 the ones that only ask never do. ``world_size=`` and ``rank=`` are accepted where axolotl or its
 pages have them, and not needed.
@@ -17,6 +19,7 @@ import torch
 import objcomm
 from objcomm.calls.absence import is_in_order
 from objcomm.calls.group import resolve
+from objcomm.compat.raising import RaisingBlock, as_it_raised, raising
 from objcomm.environment import Placement, local_rank_in, placement_in
 from objcomm.errors import UsageError
 from objcomm.wire.failure_message import named
@@ -153,6 +156,7 @@ def is_distributed() -> bool:
     return get_world_size() > 1
 
 
+@raising(as_it_raised)
 def barrier() -> None:
     """Wait for all ranks, as ``objcomm.barrier``."""
     init_distributed_state()
@@ -181,8 +185,7 @@ def cleanup_distributed() -> None:
     objcomm.shutdown()
 
 
-@contextlib.contextmanager
-def zero_first(is_main: bool) -> Iterator[None]:  # noqa: FBT001  # axolotl's
+def zero_first(is_main: bool) -> contextlib.AbstractContextManager[None]:  # noqa: FBT001  # axolotl's
     """Let the first rank, or that of each host, through a block first; see ``objcomm.main_first``.
 
     Args:
@@ -192,8 +195,13 @@ def zero_first(is_main: bool) -> Iterator[None]:  # noqa: FBT001  # axolotl's
         UsageError: it is true on other ranks. Every rank, before any runs the block.
         CollectiveError: as ``objcomm.main_first``.
     """
+    return RaisingBlock(_begun(is_main=bool(is_main)), as_it_raised)
+
+
+@contextlib.contextmanager
+def _begun(*, is_main: bool) -> Iterator[None]:
     init_distributed_state()
-    with _first(is_main=bool(is_main)):
+    with _first(is_main=is_main):
         yield
 
 
@@ -219,16 +227,17 @@ def _first(*, is_main: bool) -> contextlib.AbstractContextManager[None]:
     )
 
 
-def zero_only() -> objcomm.zero_only:
+def zero_only() -> contextlib.AbstractContextManager[bool]:
     """A block that knows whether it is rank 0's; see ``objcomm.zero_only``.
 
     Axolotl's ran its body on every rank, although it said otherwise. No context manager can skip
     it: write ``with zero_only() as is_zero:`` and put the work under ``if is_zero:``.
     """
     init_distributed_state()
-    return objcomm.zero_only()
+    return RaisingBlock(objcomm.zero_only(), as_it_raised)
 
 
+@raising(as_it_raised)
 def gather_scalar_from_all_ranks(
     fn: Callable[[], T],
     world_size: int = 1,  # noqa: ARG001  # the group knows
@@ -242,6 +251,7 @@ def gather_scalar_from_all_ranks(
     return objcomm.gather_scalar_from_all_ranks(fn)
 
 
+@raising(as_it_raised)
 def gather_from_all_ranks(
     fn: Callable[[], T],
     world_size: int = 1,  # noqa: ARG001  # the group knows
@@ -255,18 +265,21 @@ def gather_from_all_ranks(
     return objcomm.gather_from_all_ranks(fn)
 
 
+@raising(as_it_raised)
 def broadcast_dict(vals: T) -> T:
     """Give rank 0's dict to all ranks, as ``objcomm.broadcast``."""
     init_distributed_state()
     return objcomm.broadcast(vals)
 
 
+@raising(as_it_raised)
 def compute_and_broadcast(fn: Callable[[], T]) -> T:
     """Compute something on rank 0, for all; see ``objcomm.compute_and_broadcast``."""
     init_distributed_state()
     return objcomm.compute_and_broadcast(fn)
 
 
+@raising(as_it_raised)
 def reduce_and_broadcast(fn1: Callable[[], A], fn2: Callable[[list[A]], B]) -> B:
     """Compute something on each rank, then once of all; see ``objcomm.reduce_and_broadcast``."""
     init_distributed_state()

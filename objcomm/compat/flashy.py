@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 import objcomm
 from objcomm.calls.group import is_main
 from objcomm.collectives.reduction.operators import REDUCE_OPS
-from objcomm.errors import UsageError
+from objcomm.compat.raising import RaisingBlock, as_it_raised, raising
+from objcomm.errors import UsageError, caught_as
 from objcomm.world import rank, world_size
 
 __all__ = [
@@ -79,6 +80,7 @@ def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
     return wrapped
 
 
+@raising(as_it_raised)
 def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
     """``objcomm.all_reduce`` of one tensor, into that tensor, which is also returned.
 
@@ -88,7 +90,8 @@ def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
     """
     name = REDUCE_OPS.get(str(op).rpartition(".")[2])
     if name is None:
-        raise UsageError(f"all_reduce: op={op!r} is none of {', '.join(REDUCE_OPS)}")
+        error = UsageError(f"all_reduce: op={op!r} is none of {', '.join(REDUCE_OPS)}")
+        raise caught_as(error, TypeError)
     if name == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(f"all_reduce: the mean of {tensor.dtype} is none; call objcomm.all_reduce")
     result = objcomm.all_reduce(tensor, name)
@@ -96,6 +99,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
         return tensor.copy_(result)
 
 
+@raising(as_it_raised)
 def average_metrics(metrics: Mapping[str, Any], count: float = 1.0) -> dict[str, float]:
     """``objcomm.average_metrics``."""
     return objcomm.average_metrics(metrics, count)
@@ -105,6 +109,7 @@ def average_metrics(metrics: Mapping[str, Any], count: float = 1.0) -> dict[str,
 def average(metrics: Mapping[str, Any], count: float = 1.0) -> dict[str, float]: ...
 @overload
 def average(metrics: Sequence[Any], count: float = 1.0) -> list[float]: ...
+@raising(as_it_raised)
 def average(
     metrics: Mapping[str, Any] | Sequence[Any], count: float = 1.0
 ) -> dict[str, float] | list[float]:
@@ -115,36 +120,43 @@ def average(
     return list(objcomm.average_metrics(numbered, count).values())
 
 
+@raising(as_it_raised)
 def wrap(model: torch.nn.Module) -> torch.nn.Module:
     """``objcomm.wrap``."""
     return objcomm.wrap(model)
 
 
+@raising(as_it_raised)
 def average_tensors(tensors: _Tensors) -> None:
     """``objcomm.average_tensors``."""
     objcomm.average_tensors(tensors)
 
 
+@raising(as_it_raised)
 def broadcast_tensors(tensors: _Tensors, src: int = 0) -> None:
     """``objcomm.broadcast_tensors``."""
     objcomm.broadcast_tensors(tensors, src)
 
 
+@raising(as_it_raised)
 def broadcast_model(model: torch.nn.Module, src: int = 0) -> None:
     """``objcomm.broadcast_model``."""
     objcomm.broadcast_model(model, src)
 
 
+@raising(as_it_raised)
 def sync_gradients(params: _Tensors) -> None:
     """``objcomm.sync_gradients``."""
     objcomm.sync_gradients(params)
 
 
+@raising(as_it_raised)
 def sync_grad(params: _Tensors) -> None:
     """``objcomm.sync_gradients``, as encodec calls it."""
     objcomm.sync_gradients(params)
 
 
+@raising(as_it_raised)
 def sync_buffer(buffers: _Tensors, average: bool = True) -> None:  # noqa: FBT001, FBT002  # encodec's signature
     """``objcomm.sync_buffers``, as encodec calls it."""
     objcomm.sync_buffers(buffers, average=average)
@@ -152,9 +164,10 @@ def sync_buffer(buffers: _Tensors, average: bool = True) -> None:  # noqa: FBT00
 
 def eager_sync_gradients(params: _Tensors) -> AbstractContextManager[None]:
     """``objcomm.eager_sync_gradients``."""
-    return objcomm.eager_sync_gradients(params)
+    return RaisingBlock(objcomm.eager_sync_gradients(params), as_it_raised)
 
 
+@raising(as_it_raised)
 def sync_model(
     model: torch.nn.Module,
     sync_buffers: bool = True,  # noqa: FBT001, FBT002  # flashy's signature
@@ -170,11 +183,13 @@ def eager_sync_model(
     average_buffers: bool = True,  # noqa: FBT001, FBT002  # likewise
 ) -> AbstractContextManager[None]:
     """``objcomm.eager_sync_model``."""
-    return objcomm.eager_sync_model(
+    block = objcomm.eager_sync_model(
         model, sync_buffers=sync_buffers, average_buffers=average_buffers
     )
+    return RaisingBlock(block, as_it_raised)
 
 
+@raising(as_it_raised)
 def loader(
     dataset: Any,
     *args: Any,
@@ -186,17 +201,20 @@ def loader(
     return objcomm.loader(dataset, *args, shuffle=shuffle, klass=klass, **kwargs)
 
 
+@raising(as_it_raised)
 def broadcast_object(obj: Any = None, src: int = 0, device: Any = None) -> Any:
     """``objcomm.broadcast``; ``device`` said where bytes are staged, and has no effect."""
     del device
     return objcomm.broadcast(obj, src)
 
 
+@raising(as_it_raised)
 def share(obj: Any = None, src: int = 0) -> Any:
     """``objcomm.broadcast``, as demucs calls it."""
     return objcomm.broadcast(obj, src)
 
 
+@raising(as_it_raised)
 def barrier() -> None:
     """``objcomm.barrier``."""
     objcomm.barrier()

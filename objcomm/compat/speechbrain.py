@@ -5,27 +5,30 @@ The whole migration is the import::
     from objcomm.compat.speechbrain import if_main_process, run_on_main
 
 Signatures and results are SpeechBrain's. What differs is what was wrong; the page "Migrating" lists
-it. Functions that also stand in ``objcomm`` take ``group=`` and ``timeout=`` here as well.
+it. Errors of what communicates are objcomm's, and also RuntimeErrors, or what this rank's own code
+raised. Functions that also stand in ``objcomm`` take ``group=`` and ``timeout=`` here as well.
 """
 
 import functools
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 
-from objcomm.bootstrap.init import ddp_init_group
+from objcomm.bootstrap import init
 from objcomm.calls.absence import is_confined
 from objcomm.calls.group import is_main, resolve
 from objcomm.collectives.broadcast import barrier
 from objcomm.collectives.reduction.reduce import all_reduce
+from objcomm.compat.raising import as_it_raised, raising
+from objcomm.config import GroupLike, Timeout
 from objcomm.environment import local_rank_in, rank_in
 from objcomm.errors import UsageError
 from objcomm.observe.tracing import keep_eager
-from objcomm.training import once
-from objcomm.training.main_process import ddp_broadcast, main_only, main_process_only, run_on_main
+from objcomm.training import main_process, once
+from objcomm.training.main_process import main_only
 from objcomm.world import is_initialized, rank
 
 __all__ = [
@@ -58,6 +61,49 @@ _BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 
 MainProcessContext = main_only
 OncePerNodeContext = main_only
+
+ddp_broadcast = raising(as_it_raised)(main_process.ddp_broadcast)
+ddp_init_group = raising(as_it_raised)(init.ddp_init_group)
+run_on_main = raising(as_it_raised)(main_process.run_on_main)
+
+
+@overload
+def main_process_only(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def main_process_only(
+    *, group: GroupLike = None, timeout: Timeout = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def main_process_only(
+    function: Callable[P, R] | None = None,
+    /,
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
+    """``objcomm.main_process_only``, whose functions raise as SpeechBrain's did, too.
+
+    Args:
+        function: what to decorate; ``@main_process_only`` alone, or with options in parentheses.
+        group: who takes part; None for the world.
+        timeout: of each call, seconds or timedelta; the group's own if None.
+
+    Raises:
+        UsageError: it is no function, or one that gives a coroutine or a generator. When it is
+            decorated.
+
+    Examples:
+        >>> @main_process_only
+        ... def prepared(name: str) -> str:
+        ...     return f"/scratch/{name}"
+        >>> prepared("speech")
+        '/scratch/speech'
+    """
+
+    def decorate(given: Callable[P, R]) -> Callable[P, R]:
+        shared = main_process.main_process_only(group=group, timeout=timeout)
+        return raising(as_it_raised)(shared(given))
+
+    return decorate if function is None else decorate(function)
 
 
 def rank_prefixed_message(message: str) -> str:
@@ -122,6 +168,7 @@ def infer_device() -> str:
     return "cuda" if local is None else f"cuda:{local}"
 
 
+@raising(as_it_raised)
 def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
     func: Callable[..., Any],
     args: Sequence[Any] | None = None,
@@ -238,6 +285,7 @@ def ddp_prevent_block() -> bool:
     return is_confined() or not is_initialized()
 
 
+@raising(as_it_raised)
 def ddp_barrier() -> None:
     """Wait until every rank has come here; at once inside of ``MainProcessContext`` and its kin.
 
@@ -250,6 +298,7 @@ def ddp_barrier() -> None:
     barrier()
 
 
+@raising(as_it_raised)
 def ddp_all_reduce(communication_object: T, reduce_op: Any) -> T:
     """Combine one object of every rank, such as a tensor, in place; every rank must call this.
 

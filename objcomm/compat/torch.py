@@ -9,7 +9,9 @@ copy; tensors of a CUDA device arrive on the receiver's current one. ``device`` 
 say where and how torch stages bytes; they are accepted and have no effect. Objects travel by the
 pickle codec, whatever ``objcomm.configure`` says of others. With ``weights_only=True``, which torch
 has since 2.15, a rank admits builtin types, tensors, arrays, and what was given to its
-``torch.serialization.add_safe_globals``; what names anything else raises ``ForbiddenTypeError``.
+``torch.serialization.add_safe_globals``; what names anything else raises ``ForbiddenTypeError``. An
+error for a wrong argument, or for an object that can't be pickled, is also of the class that
+torch raises for it, such as ``IndexError``.
 
 Any thread may call, as in torch. The main thread's calls are one sequence, those of all other
 threads a second one, in which they take turns; so a call must come from the main thread on all
@@ -29,10 +31,18 @@ from objcomm.calls.call import Call, Coding
 from objcomm.calls.group import Group, resolve
 from objcomm.collectives.broadcast import broadcast_in
 from objcomm.collectives.gather import all_gather_in, gather_in
-from objcomm.collectives.scatter import scatter_in
+from objcomm.collectives.scatter import one_each, scatter_in
 from objcomm.compat.patching import Patch, Switch
-from objcomm.config import GroupLike
-from objcomm.errors import NotInGroupError, UsageError
+from objcomm.compat.raising import builtin_base, raised_in, raising
+from objcomm.config import GroupLike, whole_number
+from objcomm.errors import (
+    CollectiveError,
+    EncodeError,
+    NotInGroupError,
+    ObjcommError,
+    UsageError,
+    caught_as,
+)
 from objcomm.observe.tracing import keep_eager
 from objcomm.p2p.call import P2PCall, Receive, Send
 from objcomm.wire.header import Operation
@@ -55,7 +65,33 @@ _CODEC = "pickle"
 # Lists must not meet what the program sends by ``objcomm.send``, so they have a tag of their own.
 _TAG = (1 << 32) - 1
 
+#: What torch raises for wrong arguments, by the name that other ranks are told.
+_TORCHS = {each.__name__: each for each in (ValueError, TypeError, IndexError, RuntimeError)}
+_TORCHS[f"{UsageError.__module__}.{UsageError.__qualname__}"] = ValueError
 
+
+def _as_torch_raises(error: ObjcommError) -> ObjcommError:
+    """A failure of one rank's arguments or object, on each rank also what torch raised for it.
+
+    A rank that only heard of it gets what that rank was told as its cause. Where an object can't be
+    pickled only that rank knows what pickle raised.
+    """
+    if not isinstance(error, CollectiveError):
+        return error
+    failing = min(error.failures) if error.own_rank not in error.failures else error.own_rank
+    failure, cause = error.failures[failing], error.__cause__
+    if isinstance(cause, EncodeError):
+        refused = builtin_base(raised_in(cause))
+        return error if refused is None else caught_as(error, refused)
+    kind = _TORCHS.get(failure.type_name)
+    if kind is None:
+        return error
+    if cause is None:
+        error.__cause__ = caught_as(UsageError(failure.message), kind)
+    return caught_as(error, kind)
+
+
+@raising(_as_torch_raises)
 def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     object_list: MutableSequence[Any],
     src: int | None = None,
@@ -113,6 +149,7 @@ def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     )
 
 
+@raising(_as_torch_raises)
 def all_gather_object(
     object_list: MutableSequence[Any],
     obj: object,
@@ -157,6 +194,7 @@ def all_gather_object(
     _carry_out(Operation.ALL_GATHER, name, group, body, has_root=False, weights_only=weights_only)
 
 
+@raising(_as_torch_raises)
 def gather_object(  # noqa: PLR0917  # torch's signature
     obj: object,
     object_gather_list: MutableSequence[Any] | None = None,
@@ -218,6 +256,7 @@ def gather_object(  # noqa: PLR0917  # torch's signature
     )
 
 
+@raising(_as_torch_raises)
 def scatter_object_list(  # noqa: PLR0917  # torch's signature
     scatter_object_output_list: MutableSequence[Any],
     scatter_object_input_list: Sequence[Any] | None = None,
@@ -263,6 +302,8 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
             if scatter_object_input_list is None:
                 return None
             objects = list(_entries(name, scatter_object_input_list))
+            if objects:  # of none at all torch has a ValueError
+                _check_number(call, objects)
             if call.rank < len(objects):  # the source's own is not encoded, so this may fail
                 objects[call.rank] = call.copy(objects[call.rank])
             return objects
@@ -283,6 +324,7 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
     )
 
 
+@raising(_as_torch_raises)
 def send_object_list(  # noqa: PLR0917  # torch's signature
     object_list: Sequence[Any],
     dst: int | None = None,
@@ -325,6 +367,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
     p2p_call.run(list(_entries(name, object_list)))
 
 
+@raising(_as_torch_raises)
 def recv_object_list(  # noqa: PLR0917  # torch's signature
     object_list: MutableSequence[Any],
     src: int | None = None,
@@ -390,6 +433,7 @@ def _carry_out(
     joined = _joined(name, group)
     if joined is None:
         return
+    _check_root(name, joined, root, group_root)
     with (
         joined.in_turns(),
         Call(
@@ -408,6 +452,22 @@ def _carry_out(
         body(call)
 
 
+def _check_root(name: str, joined: Group, root: int | None, group_root: int | None) -> None:
+    """Hold another rank against the group, for what torch raises; the call itself does it again.
+
+    Raises:
+        UsageError: there is no such rank, for which Gloo has a RuntimeError; or it is no number,
+            which is a TypeError there.
+    """
+    try:
+        joined.root(name, root, group_root)
+    except UsageError as error:
+        if root is not None and group_root is not None:
+            raise  # a ValueError, there as here
+        number = whole_number(root if group_root is None else group_root)
+        raise caught_as(error, TypeError if number is None else RuntimeError) from None
+
+
 def _errand(
     kind: type[E],
     name: str,
@@ -422,8 +482,10 @@ def _errand(
     Raises:
         UsageError: an argument is wrong, or the other rank is this one.
     """
-    if _joined(name, group) is None:
+    joined = _joined(name, group)
+    if joined is None:
         return None
+    _check_root(name, joined, peer, group_peer)
     p2p_call = kind(
         group=group,
         timeout=None,
@@ -452,7 +514,7 @@ def _joined(name: str, group: GroupLike) -> Group | None:
     except NotInGroupError:
         warnings.warn(
             f"Running {name} on global rank {rank()} which does not belong to the given group.",
-            stacklevel=4,
+            stacklevel=5,  # above the decorator
         )
         return None
 
@@ -490,9 +552,10 @@ def patch() -> Patch:
     (``from torch.distributed import all_gather_object``) can't be reached, and stays torch's.
 
     Groups that objcomm can't serve keep torch's functions: those of the backends ``fake``, ``mpi``
-    and ``threaded``, those without a store that other processes reach, and what is no process group
-    at all. So do calls with options that this version does not know. Each rank sees that in what
-    all have been given, so all decide alike.
+    and ``threaded``, those without a store that other processes reach, those that torch's own code
+    makes without ``new_group`` (as ``rpc.init_rpc`` does before there is a world), and what is no
+    process group at all. So do calls with options that this version does not know. Each rank sees
+    that in what all have been given, so all decide alike.
 
     Returns:
         A context manager, at whose end torch's functions come back, whether or not by an error; and
@@ -522,7 +585,8 @@ def _entries(name: str, given: Any) -> Sequence[Any]:
         UsageError: it is none.
     """
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise UsageError(f"{name}: give a list of objects, not a {type(given).__name__}")
+        error = UsageError(f"{name}: give a list of objects, not a {type(given).__name__}")
+        raise caught_as(error, TypeError)
     return given
 
 
@@ -533,12 +597,14 @@ def _check_room(call: Call, given: Any) -> None:
         UsageError: it is none, or too short.
     """
     if not isinstance(given, MutableSequence):
-        raise UsageError(f"{call.name}: give a list to fill, not a {type(given).__name__}")
+        error = UsageError(f"{call.name}: give a list to fill, not a {type(given).__name__}")
+        raise caught_as(error, TypeError)
     if len(given) < call.size:
-        raise UsageError(
+        error = UsageError(
             f"{call.name}: the list to fill has {len(given)} entries, but the group {call.size} "
             "ranks; give [None] * world_size"
         )
+        raise caught_as(error, IndexError)
 
 
 def _check_gather_list(call: Call, given: Any) -> None:
@@ -548,7 +614,7 @@ def _check_gather_list(call: Call, given: Any) -> None:
         UsageError: see ``_check_room``; or another rank has one.
     """
     if call.is_root:
-        if given is None:
+        if given is None or (isinstance(given, Sequence) and not given):
             raise UsageError(f"{call.name}: the destination must give object_gather_list=")
         _check_room(call, given)
     elif given:
@@ -556,6 +622,18 @@ def _check_gather_list(call: Call, given: Any) -> None:
             f"{call.name}: only the destination, rank {call.root} of the group, may give "
             "object_gather_list="
         )
+
+
+def _check_number(call: Call, objects: Sequence[Any]) -> None:
+    """Hold the objects to be scattered against the number of ranks.
+
+    Raises:
+        UsageError: there are not as many.
+    """
+    try:
+        one_each(call, objects)
+    except UsageError as error:
+        raise caught_as(error, RuntimeError) from None
 
 
 def _check_output(name: str, given: Any) -> None:
@@ -574,12 +652,14 @@ def _replace_all(name: str, origin: int, box: Any, objects: Any) -> None:
     Raises:
         UsageError: there are not as many.
     """
-    if not isinstance(box, MutableSequence) or len(box) != len(objects):
-        given = f"{len(box)} entries" if isinstance(box, MutableSequence) else type(box).__name__
-        raise UsageError(
+    is_list = isinstance(box, MutableSequence)
+    if not is_list or len(box) != len(objects):
+        given = f"one of {len(box)} entries" if is_list else f"a {type(box).__name__}"
+        error = UsageError(
             f"{name}: rank {origin} of the group sent {len(objects)} objects, but the list to fill "
-            f"is one of {given}; give a list of the same length"
+            f"is {given}; give a list of the same length"
         )
+        raise caught_as(error, RuntimeError if is_list else TypeError)
     _replace(box, objects)
 
 

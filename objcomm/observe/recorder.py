@@ -22,7 +22,14 @@ from objcomm.config import GroupLike, settings
 from objcomm.errors import BrokenGroupError, DesyncError, ObjcommError, TransportError, text_of
 from objcomm.observe.history import DUMP_VERSION, LENGTH, CallRecord, Counters, History
 from objcomm.observe.log import log
-from objcomm.world import group_for_call, rank, ranks_of, world_size
+from objcomm.world import (
+    group_for_call,
+    is_initialized,
+    is_world,
+    rank,
+    ranks_of,
+    world_size,
+)
 
 __all__ = ["dump"]
 
@@ -148,6 +155,7 @@ class _Recorders:
         self._known: weakref.WeakKeyDictionary[Any, Recorder] = weakref.WeakKeyDictionary()
         self._parts: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._solo = Recorder()
+        self._last_world: Counters | None = None  # these outlive it
 
     def of(self, process_group: Any) -> Recorder:
         if process_group is None:
@@ -155,10 +163,24 @@ class _Recorders:
         found = self._known.get(process_group)
         if found is None:
             found = self._known.setdefault(process_group, Recorder(process_group))
+            if is_world(process_group):
+                self._last_world = found.counters
         return found
 
     def add(self, part: Recorder) -> None:
         self._parts.add(part)
+
+    def left_of(self, group: GroupLike) -> Counters | None:
+        if group is None:
+            return self._last_world
+        try:
+            known = self._known.get(group)
+        except TypeError:
+            return None  # what no weak reference can be made to is no group
+        return None if known is None else known.counters
+
+    def forget_world(self) -> None:
+        self._last_world = None
 
     def all(self) -> list[Recorder]:
         groups = [reference() for reference in self._known.keyrefs()]
@@ -172,6 +194,23 @@ _recorders = _Recorders()
 def recorder_of(process_group: Any) -> Recorder:
     """The one of a process group; of calls that were made without torch.distributed for None."""
     return _recorders.of(process_group)
+
+
+def counters_of(group: GroupLike) -> Counters:
+    """Where the calls with this ``group=`` count; once it was destroyed, where they did.
+
+    Raises:
+        UsageError: the environment promises other ranks, but nothing is initialised; or it is a
+            mesh of several dimensions, or no group at all.
+        NotInGroupError: this rank is no member.
+    """
+    left = None if is_initialized() else _recorders.left_of(group)
+    return recorder_of(group_for_call(group)).counters if left is None else left
+
+
+def forget_world() -> None:
+    """A call is made without torch.distributed: what a world has counted before is over."""
+    _recorders.forget_world()
 
 
 def known_recorders() -> list[Recorder]:

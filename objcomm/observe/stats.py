@@ -10,8 +10,8 @@ from typing import Protocol
 from objcomm.config import GroupLike
 from objcomm.errors import UsageError
 from objcomm.observe.history import OperationStats
-from objcomm.observe.recorder import known_recorders, recorder_of
-from objcomm.world import group_for_call, rank
+from objcomm.observe.recorder import counters_of, known_recorders
+from objcomm.world import rank
 
 
 class ScalarWriter(Protocol):
@@ -147,9 +147,12 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
         group: a process group, a one-dimensional device mesh, or None for the world.
 
     Returns:
-        Figures by operation, such as ``stats()["broadcast"].sent_nbytes``.
+        Figures by operation, such as ``stats()["broadcast"].sent_nbytes``. After
+        ``destroy_process_group`` the last ones: those of the world until a call is made without
+        it, those of another group for as long as somebody holds that.
 
     Raises:
+        UsageError: the environment promises other ranks, which have not joined yet.
         NotInGroupError: this rank is no member of ``group``.
 
     Examples:
@@ -159,7 +162,7 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
         >>> objcomm.stats()["barrier"].calls
         1
     """
-    return recorder_of(group_for_call(group)).counters.snapshot()
+    return counters_of(group).snapshot()
 
 
 def reset_stats(group: GroupLike = None) -> None:
@@ -177,4 +180,4 @@ def reset_stats(group: GroupLike = None) -> None:
         >>> objcomm.stats()
         {}
     """
-    recorder_of(group_for_call(group)).counters.clear()
+    counters_of(group).clear()

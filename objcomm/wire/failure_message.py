@@ -15,6 +15,7 @@ import msgpack
 
 from objcomm.codecs.nesting import check_nesting
 from objcomm.errors import (
+    CaughtAs,
     CollectiveError,
     DecodeError,
     ObjcommError,
@@ -90,10 +91,13 @@ def failure_of(error: BaseException, rank: int, call_site: str = "") -> RankFail
             traceback does not reach as far up.
     """
     kind = type(error)
-    name = name_of(kind, "__qualname__")
+    shown = kind
+    if isinstance(error, CaughtAs) and isinstance(error, UsageError):
+        shown = error.kinds[-1]  # so that other ranks' programs can catch it as that, too
+    name = name_of(shown, "__qualname__")
     # Any code of a user's may raise, and even exit: ``__str__``, a metaclass, ``__notes__``.
     with contextlib.suppress(BaseException):
-        name = f"{kind.__module__}.{name}".removeprefix("builtins.")
+        name = f"{shown.__module__}.{name}".removeprefix("builtins.")
     if isinstance(error, CollectiveError):
         message = error.summary  # what it heard from other ranks stands in the traceback
     else:

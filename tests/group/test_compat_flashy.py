@@ -1,7 +1,9 @@
 """flashy's, encodec's and demucs' functions under their own names, with what was wrong cured."""
 
 import math
-from typing import Any
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from objcomm import CollectiveError, UsageError
 from objcomm.compat import flashy as distrib
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks, solo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def use_documented(rank: int, size: int) -> None:
@@ -108,6 +113,50 @@ def test_what_was_wrong_in_flashy_and_its_ancestors_is_cured() -> None:
     # the guard itself waited for ever where a rank had nothing
     with pytest.raises(CollectiveError, match=r"Rank 0 lacks tensor 0"):
         distrib.sync_grad([nn.Parameter(torch.ones(1))] if rank else [])
+    assert_group_works()
+
+
+def _sync_eagerly(model: nn.Module, *, is_bad: bool) -> None:
+    with distrib.eager_sync_model(model):
+        model(torch.ones(1, 2)).sum().backward()
+        if is_bad:
+            raise KeyError("of the block itself")
+
+
+@ranks(3)
+def test_a_program_that_catches_flashys_errors_goes_on_catching_them() -> None:
+    is_last = objcomm.rank() == 2
+    one, two = torch.zeros(1), torch.zeros(1)
+    lists = [one, two] if is_last else [one]
+    model: Any = nn.Linear(3 if is_last else 2, 1)
+    metrics = {"loss": 1.0} | ({"rare": 1.0} if is_last else {})
+    # What flashy's own check, or torch, raised on all ranks or on some.
+    differs: list[Callable[[], object]] = [
+        lambda: distrib.broadcast_tensors(lists),
+        lambda: distrib.average_tensors(lists),
+        lambda: distrib.broadcast_model(model),
+        lambda: distrib.sync_model(model),
+        lambda: distrib.wrap(model),
+        lambda: distrib.average_metrics(metrics),
+    ]
+    for call in differs:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        error: Any = caught.value
+        assert isinstance(error, CollectiveError)
+        assert pickle.loads(pickle.dumps(error)).failures == error.failures  # noqa: S301  # made here
+    for share in (distrib.broadcast_object, distrib.share):
+        with pytest.raises(TypeError if is_last else RuntimeError, match="'lock'") as told:
+            share(threading.Lock(), 2)
+        assert isinstance(told.value, CollectiveError)
+    with pytest.raises(KeyError if is_last else RuntimeError, match="of the block itself"):
+        _sync_eagerly(nn.Linear(2, 1), is_bad=is_last)
+    with pytest.raises(RuntimeError, match="global rank 7") as of_root:
+        distrib.broadcast_tensors([one], 7)
+    with pytest.raises(TypeError, match="BAND") as of_op:
+        distrib.all_reduce(one, dist.ReduceOp.BAND)
+    assert isinstance(of_root.value, UsageError)
+    assert isinstance(of_op.value, UsageError)
     assert_group_works()
 
 

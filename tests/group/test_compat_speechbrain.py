@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import runpy
 import sys
 import threading
@@ -46,6 +47,7 @@ RAISES: dict[str, Callable[[], object]] = {
     "func of run_once_per_node": lambda: sb.run_once_per_node(fail),
     "post_func of run_once_per_node": lambda: sb.run_once_per_node(int, post_func=fail),
     "main_process_only": sb.main_process_only(fail),
+    "main_process_only with options": sb.main_process_only(timeout=60)(fail),
     "once_per_node": sb.once_per_node(fail),
 }
 
@@ -61,6 +63,11 @@ def test_cured_an_error_on_one_rank_leaves_the_others_waiting() -> None:
                 assert list(failures) == [int("post_func of" in where)]
             text = "cannot pickle" if "cannot be sent" in where else "ValueError: no such file"
             assert all(text in each.traceback for each in failures.values())
+            # Where func raised SpeechBrain let that pass; a program may catch it, or torch's error.
+            own = TypeError if "cannot be sent" in where else ValueError
+            raised_here = here().rank in failures or where == "post_func everywhere"
+            assert isinstance(caught.value, own if raised_here else RuntimeError)
+            assert pickle.loads(pickle.dumps(caught.value)).failures == failures  # noqa: S301  # made here
             assert_group_works()
 
 

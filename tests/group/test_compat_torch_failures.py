@@ -1,22 +1,22 @@
 """``objcomm.compat.torch``: what is refused, who is told, and that no list is changed."""
 
 import fractions
+import pickle
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, ForbiddenTypeError, UsageError
+from objcomm import CollectiveError, DesyncError, ForbiddenTypeError, ObjcommError, UsageError
 from objcomm.compat import torch as dist_objects
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks, solo
 from tests.workers import here
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Action = Callable[[], object]
+Action = Callable[[], object]
 
 BAD: Any = threading.Lock()  # no codec takes it
 
@@ -53,6 +53,129 @@ def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
         with pytest.raises(ValueError, match=says):  # torch raises ValueErrors for most of these
             faulty()
     assert box == [None, None, None]
+    assert_group_works()
+
+
+def raised_by(call: Callable[[Any], object], library: object) -> Exception:
+    """What a call of a library's function raises."""
+    try:
+        call(library)
+    except Exception as error:  # noqa: BLE001  # its class is the question
+        return error
+    pytest.fail("it should have raised")
+
+
+@ranks(1)
+def test_in_a_world_of_one_torchs_class_catches_each_error() -> None:
+    # Here torch raises before anybody could wait for this rank, so its own answer can be asked.
+    box: Any = [None]
+    wrong: list[Callable[[Any], object]] = [
+        lambda lib: lib.all_gather_object([], 1),
+        lambda lib: lib.all_gather_object(None, 1),
+        lambda lib: lib.all_gather_object((None,), 1),
+        lambda lib: lib.all_gather_object(box, BAD),
+        lambda lib: lib.broadcast_object_list(None),
+        lambda lib: lib.broadcast_object_list(5),
+        lambda lib: lib.broadcast_object_list(box, 7),
+        lambda lib: lib.broadcast_object_list(box, -1),
+        lambda lib: lib.broadcast_object_list(box, group_src=7),
+        lambda lib: lib.broadcast_object_list(box, "0"),
+        lambda lib: lib.broadcast_object_list(box, 0, group_src=0),
+        lambda lib: lib.gather_object(1),
+        lambda lib: lib.gather_object(1, []),
+        lambda lib: lib.gather_object(1, (None,)),
+        lambda lib: lib.gather_object(1, 5),
+        lambda lib: lib.gather_object(1, box, 7),
+        lambda lib: lib.gather_object(1, None, 7),
+        lambda lib: lib.scatter_object_list([], [1]),
+        lambda lib: lib.scatter_object_list((None,), [1]),
+        lambda lib: lib.scatter_object_list(box),
+        lambda lib: lib.scatter_object_list(box, []),
+        lambda lib: lib.scatter_object_list(box, [1, 2]),
+        lambda lib: lib.scatter_object_list(box, 5),
+        lambda lib: lib.scatter_object_list(box, [1], 7),
+        lambda lib: lib.scatter_object_list(box, [1], 0.5),
+        lambda lib: lib.send_object_list([1]),
+        lambda lib: lib.send_object_list([1], 0),
+        lambda lib: lib.recv_object_list([1], 0),
+    ]
+    for number, call in enumerate(wrong):
+        theirs, ours = raised_by(call, dist), raised_by(call, dist_objects)
+        assert isinstance(ours, ObjcommError), (number, ours)
+        assert isinstance(ours, type(theirs)), (number, theirs, ours)
+        again = pickle.loads(pickle.dumps(ours))  # noqa: S301  # made here
+        assert (type(again), again.args) == (type(ours), ours.args)
+    assert box == [None]
+    assert_group_works()
+
+
+@ranks(3)
+def test_every_rank_can_catch_torchs_class_and_finds_the_cause() -> None:
+    is_last = here().rank == 2
+    out: list[Any] = [None]
+    full: list[Any] = [None] * 3
+    short: Any = out if is_last else full
+    none: Any = None if is_last else full
+    five: Any = 5
+    wrong: list[tuple[type[Exception], str, Action]] = [
+        (IndexError, "has 1 entries", lambda: dist_objects.all_gather_object(short, 1)),
+        (TypeError, "not a NoneType", lambda: dist_objects.all_gather_object(none, 1)),
+        (TypeError, "not a NoneType", lambda: dist_objects.broadcast_object_list(none, 2)),
+        (ValueError, "an entry", lambda: dist_objects.scatter_object_list([], full, 2)),
+        (ValueError, "not a list of 0", lambda: dist_objects.scatter_object_list(out, [], 2)),
+        (RuntimeError, "a list of 2", lambda: dist_objects.scatter_object_list(out, full[:2], 2)),
+        (TypeError, "not a int", lambda: dist_objects.scatter_object_list(out, five, 2)),
+    ]
+    for kind, says, call in wrong:
+        with pytest.raises(kind, match="failed on rank 2") as caught:
+            call()
+        error: Any = caught.value
+        assert isinstance(error, CollectiveError)
+        assert set(error.failures) == {2}
+        assert isinstance(error.__cause__, UsageError)
+        assert isinstance(error.__cause__, kind)
+        assert says in str(error.__cause__)
+        # Only the class that torch raised, or a program would take another branch.
+        others = {ValueError, TypeError, IndexError, RuntimeError} - {kind}
+        assert not any(isinstance(error, each) for each in others)
+        # The rank itself shows its cause; the others have that rank's traceback in the text.
+        assert ("Traceback of rank 2" in str(error)) is not is_last
+    assert (out, full) == ([None], [None] * 3)
+    assert_group_works()
+
+
+@ranks(3)
+def test_what_only_some_ranks_hear_of_they_can_catch_as_torchs_class() -> None:
+    rank = here().rank
+    lists: list[tuple[type[Exception], Any]] = [
+        (IndexError, [None]),
+        (ValueError, []),
+        (ValueError, None),
+        (TypeError, (None, None, None)),
+    ]
+    for kind, given in lists:
+        if rank == 1:
+            with pytest.raises(kind) as caught:
+                dist_objects.gather_object(rank, given, dst=1)
+            assert isinstance(caught.value, CollectiveError)
+        else:
+            dist_objects.gather_object(rank, dst=1)
+    # A list on a wrong rank: the destination hears of it, and can catch it, too.
+    if rank == 0:
+        dist_objects.gather_object(rank, dst=1)
+    else:
+        with pytest.raises(ValueError, match="only the destination") as caught:
+            dist_objects.gather_object(rank, [None] * 3, dst=1)
+        assert isinstance(caught.value.__cause__, UsageError)
+    # What a receiver alone can tell.
+    boxes: list[tuple[type[Exception], Any]] = [(RuntimeError, [None]), (TypeError, (1, 2))]
+    for kind, box in boxes:
+        if rank == 2:
+            with pytest.raises(kind, match="sent 2 objects") as caught:
+                dist_objects.broadcast_object_list(box, 1)
+            assert isinstance(caught.value, UsageError)
+        else:
+            dist_objects.broadcast_object_list([1, 2], 1)
     assert_group_works()
 
 

@@ -2,7 +2,9 @@
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed import all_gather_object as imported_before
 from torch.distributed import distributed_c10d
 
 import objcomm
-from objcomm import CollectiveError, UsageError
+from objcomm import CollectiveError, ObjcommError, UsageError
 from objcomm.compat import torch as dist_objects
 from objcomm.compat.torch import patch
 from tests.group.helpers import assert_group_works, subgroup
@@ -173,6 +175,40 @@ def test_where_objcomm_can_not_serve_torchs_functions_do() -> None:
         assert (boxes, calls()) == (["by torch too"] * 2, 0)
         with pytest.raises(TypeError, match="nonsense"):  # torch's own, too
             dist.all_gather_object(boxes, 1, nonsense=True)  # type: ignore[call-arg]  # wrong on purpose
+
+
+@ranks(2, joined=False, environment={"TP_SOCKET_IFNAME": "lo"})
+def test_a_group_that_torch_made_for_itself_needs_no_world() -> None:
+    from torch.distributed import rpc  # noqa: PLC0415  # only fresh processes need it
+
+    rank = here().rank
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{here().folder}/rpc")
+    with patch():
+        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        assert rpc.rpc_sync(f"rank{1 - rank}", divmod, (7, 2 + rank)) == divmod(7, 2 + rank)
+        rpc.shutdown()
+    assert not objcomm.stats()
+
+
+@ranks(1, 2)
+def test_a_group_that_torch_made_for_itself_is_torchs_beside_a_world() -> None:
+    rank, size = here().rank, here().world_size
+    store = dist.PrefixStore("torch's own", here().store("own"))
+    groups: list[Any] = [
+        dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)),
+        dist.ProcessGroup(store, rank, size),
+    ]
+    before = calls()
+    with patch(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of a group without a name
+        boxes: list[Any] = [None] * size
+        dist.all_gather_object(boxes, rank, groups[0])
+        assert boxes == list(range(size))
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            dist.all_gather_object(boxes, rank, groups[1])
+        assert not isinstance(caught.value, ObjcommError)
+    assert calls() == before
+    assert_group_works()
 
 
 @ranks(2)

@@ -1,5 +1,6 @@
 """Process groups that are made again, and processes that are forked: nothing stale is seen."""
 
+import gc
 import os
 import signal
 import threading
@@ -10,13 +11,13 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import TransportTimeout
+from objcomm import TransportTimeout, UsageError
 from objcomm.observe.recorder import Recorder
 from objcomm.p2p.mailbox import Mailbox
 from objcomm.transport.store import loopback_store
 from tests.group.helpers import assert_group_works, keys_in, outcome_of, tell_all
 from tests.group.watched import patiently
-from tests.ranks import ranks
+from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S
 from tests.workers import here, join
 
@@ -45,6 +46,48 @@ def test_a_process_group_made_again_under_its_name_starts_clean(*, same_store: b
         assert objcomm.stats()["all_gather"].calls == 1
         dist.destroy_process_group()
         forget_torchs_own_keys(f"turn {turn}", place.store(name))
+
+
+@ranks(2, joined=False)
+def test_the_last_figures_outlive_the_group() -> None:
+    place = here()
+    join(place, "rendezvous")
+    objcomm.gather(place.rank, dst=1)
+    pair = dist.new_group([1, 0])
+    objcomm.barrier(group=pair)
+    world, of_pair = objcomm.stats(), objcomm.stats(pair)
+    tell_all("counted", "")
+    dist.destroy_process_group()
+    gc.collect()
+    promise = {"RANK": str(place.rank), "WORLD_SIZE": "2"}
+    with mock.patch.dict(os.environ, promise):
+        for _ in range(2):
+            assert set(world) == {"gather"}
+            assert objcomm.stats() == world
+            with pytest.raises(UsageError, match="promises other ranks"):
+                objcomm.barrier()  # it counts nowhere
+    assert objcomm.stats(pair) == of_pair != {}
+    outsiders: list[Any] = ["pair", dist.GroupMember.NON_GROUP_MEMBER]
+    for group in outsiders:
+        with pytest.raises(UsageError):
+            objcomm.stats(group)
+    objcomm.reset_stats(pair)
+    assert (objcomm.stats(), objcomm.stats(pair)) == (world, {})
+    # A call without a world begins anew, and so does the next world.
+    objcomm.barrier()
+    assert set(objcomm.stats()) == {"barrier"}
+    join(place, "another")
+    assert objcomm.stats() == {}
+    assert_group_works()
+    objcomm.reset_stats()
+    assert objcomm.stats() == {}
+
+
+@solo(environment={"RANK": "0", "WORLD_SIZE": "2"})
+def test_without_any_figures_the_promise_of_other_ranks_is_told() -> None:
+    for call in (objcomm.stats, objcomm.reset_stats):
+        with pytest.raises(UsageError, match="promises other ranks"):
+            call()
 
 
 @ranks(2, joined=False)

@@ -67,7 +67,8 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
 
 
 def _all_errors(root: type[BaseException]) -> list[type[BaseException]]:
-    return [root, *(each for child in root.__subclasses__() for each in _all_errors(child))]
+    children = [each for each in root.__subclasses__() if not issubclass(each, errors.CaughtAs)]
+    return [root, *(each for child in children for each in _all_errors(child))]
 
 
 @pytest.mark.parametrize("cls", _all_errors(errors.ObjcommError), ids=lambda cls: cls.__name__)
@@ -141,6 +142,38 @@ def test_errors_can_be_caught_as_their_builtin_kin() -> None:
             raise error
         with pytest.raises(objcomm.ObjcommError):
             raise error
+
+
+@pytest.mark.parametrize(
+    "other", [ValueError, IndexError, KeyError, RuntimeError, AttributeError, OSError]
+)
+def test_an_error_may_also_be_what_another_library_raised(other: type[Exception]) -> None:
+    cause = KeyError("its cause")
+    error = errors.CollectiveError("gather", {2: _FAILED})
+    error.__cause__, error.own_rank = cause, 2
+    error.add_note("a note")
+    made = errors.caught_as(error, other)
+    assert isinstance(made, errors.CollectiveError)
+    assert isinstance(made, other)
+    assert errors.caught_as(made, other) is made
+    assert made.__cause__ is cause
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        for got in (made, pickle.loads(pickle.dumps(made, protocol)), copy.copy(made)):  # noqa: S301  # made here
+            assert type(got) is type(made)
+            assert vars(got) == vars(error)
+            assert (got.args, got.failures) == (error.args, error.failures)
+            assert str(got).startswith("gather failed on rank 2: builtins.ValueError")
+    # A traceback names it as before.
+    assert (type(made).__module__, type(made).__qualname__) == ("objcomm", "CollectiveError")
+
+
+def test_other_ranks_are_told_the_class_that_a_programs_argument_raised_elsewhere() -> None:
+    argument = errors.caught_as(errors.UsageError("too short"), IndexError)
+    assert failure_of(argument, 1).type_name == "IndexError"
+    assert failure_of(argument, 1).message == "too short"
+    # What a region tells of a call inside stays objcomm's.
+    heard = errors.caught_as(errors.CollectiveError("gather", {2: _FAILED}), IndexError)
+    assert failure_of(heard, 1).type_name == "objcomm.CollectiveError"
 
 
 @pytest.mark.parametrize("name", INDESCRIBABLE)
