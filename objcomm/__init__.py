@@ -10,7 +10,8 @@ What is public stands here. The code stands in rooms, and each imports only from
   ``failures`` see to it that no wait is a silent one.
 - ``calls`` are a group and one call on it; ``collectives`` and ``p2p`` are the operations.
 - ``training`` helps with models, metrics and data; ``bootstrap`` starts ranks and examines hosts.
-- ``compat`` has other libraries' names for all this, and ``demo`` is a program that uses it.
+- ``compat`` has other libraries' names for it, ``run`` runs their programs
+  unchanged, and ``demo`` is a program that uses all this.
 """
 
 import gc

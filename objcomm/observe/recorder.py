@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ __all__ = ["dump"]
 _MOST_FILES = 16
 
 _numbers = itertools.count()
+
+#: What is asked to note each call as well, of whatever group, when it has ended: on the thread that
+#: concludes it. ``objcomm.run`` adds one.
+listeners: list[Callable[[CallRecord], object]] = []
 
 
 class Recorder:
@@ -103,6 +107,8 @@ class Recorder:
             received_nbytes=entry.received_nbytes,
             seconds=seconds,
         )
+        for listen in listeners:
+            listen(entry)
 
     def attach(self, error: ObjcommError) -> None:
         """Give an error what this rank did last on this group.

@@ -1,0 +1,87 @@
+"""``python -m objcomm.run train.py``: runs a program with torch's object collectives replaced.
+
+Puts a folder with a ``sitecustomize`` into ``PYTHONPATH``, and becomes the Python that runs the
+program; there that module has them replaced when torch is imported. So Python itself runs the
+program, and whatever Python the program starts is reached, too. Knows command lines and the
+environment; what is replaced, and what is told of it, ``compat.program`` knows.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+_STARTUP = Path(__file__).with_name("compat") / "startup"
+_NAME = "objcomm.run"
+
+_EPILOG = """\
+Everything else is the program's as it would be without: its arguments, __main__, exit status,
+tracebacks, and the processes that it starts. Each rank is started this way:
+
+  torchrun --nproc-per-node=4 -m objcomm.run train.py --lr 0.1
+  torchrun --nproc-per-node=4 -m objcomm.run -m package.train
+  srun python -m objcomm.run --report train.py
+  python -m objcomm.run -m accelerate.commands.launch train.py
+"""
+
+
+def main() -> NoReturn:
+    """Run the program that this process's command line names, in this process's place."""
+    program, has_report = _parsed(sys.argv[1:])
+    options = _interpreter_options(sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])])
+    paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *paths])
+    os.environ["OBJCOMM_RUN"] = f"{os.getpid()} {int(has_report)} {sys.prefix}"
+    os.execv(sys.executable, [sys.executable, *options, *program])  # noqa: S606  # our own Python, no shell
+
+
+def _parsed(argv: Sequence[str]) -> tuple[Sequence[str], bool]:
+    """The program's part of the command line, as Python takes it, and whether a report is asked.
+
+    Whatever stands behind the script or ``-m`` is the program's, options included.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {_NAME}",
+        usage="%(prog)s [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        description="Runs a program with torch's object collectives replaced by objcomm's, also "
+        "where their names are imported early. Rank 0 says so in one line on standard error.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="tell at the end of each process how many calls it made, what they moved and took, "
+        "and the program's slowest lines",
+    )
+    own = next((at for at, each in enumerate(argv) if not each.startswith("--")), len(argv))
+    if argv[own : own + 1] == ["-h"]:
+        own += 1
+    arguments = parser.parse_args(argv[:own])
+    program = argv[own:]
+    if not program or program == ["-m"]:
+        parser.error("name a script, or a module after -m")
+    if program[0].startswith("-") and not program[0].startswith("-m"):
+        parser.error(f"{program[0]} is no option; name a script, or a module after -m")
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        parser.error(
+            "Python's options -E, -I and -S keep it from reading PYTHONPATH or sitecustomize, by "
+            "which torch's functions are replaced; leave them out"
+        )
+    return program, arguments.report
+
+
+def _interpreter_options(before: Sequence[str]) -> list[str]:
+    """Python's own options, of what stands before the arguments of ``-m objcomm.run``."""
+    *options, last = before
+    if last == _NAME:
+        last = options.pop()  # "-m", or several letters of which that is the last
+    letters = last.removesuffix(_NAME).removesuffix("m")
+    return options if letters == "-" else [*options, letters]
+
+
+if __name__ == "__main__":
+    main()

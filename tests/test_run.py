@@ -1,0 +1,345 @@
+"""Programs under ``python -m objcomm.run``, beside the same programs without it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from objcomm.run import _interpreter_options
+from tests.doctor.job import ROOT, Said, by_command, clean_environment
+
+_RUN = ("-m", "objcomm.run")
+_TOLD = "objcomm.run: "
+_REPLACED = (
+    "in place of torch's all_gather_object, broadcast_object_list, gather_object, "
+    "recv_object_list, scatter_object_list, send_object_list"
+)
+_STARTUP = str(ROOT / "objcomm" / "compat" / "startup")
+
+
+def python(*words: str, **variables: str) -> Said:
+    """How a program ends that Python runs."""
+    return by_command([sys.executable, *words], **variables)
+
+
+def torchrun(size: int, *words: str) -> Said:
+    """How ranks end that torchrun starts."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
+    return python(*launcher, *words)
+
+
+def told(said: Said) -> list[str]:
+    """What objcomm.run says."""
+    lines = said.err.splitlines()
+    return [line.removeprefix(_TOLD) for line in lines if line.startswith(_TOLD)]
+
+
+def own(said: Said) -> str:
+    """What the program itself writes to standard error."""
+    return "".join(
+        line for line in said.err.splitlines(keepends=True) if not line.startswith(_TOLD)
+    )
+
+
+_SURROUNDINGS = """
+import json, os, signal, sys
+
+OF_RUN = {"OBJCOMM_RUN", "PYTHONPATH"}
+sys.stdout.write(json.dumps({
+    "argv": sys.argv,
+    "path": sys.path,
+    "main": [__name__, __file__, __package__, getattr(__spec__, "name", None)],
+    "is_main": vars(sys.modules["__main__"]) is globals(),
+    "options": [str(sys.flags), sys.warnoptions, str(sys._xoptions), sys.stdout.write_through],
+    "environment": {name: value for name, value in os.environ.items() if name not in OF_RUN},
+    "signals": [str(signal.getsignal(each)) for each in signal.valid_signals()],
+    "modules": sorted(set(sys.modules) - {"sitecustomize"}),
+    "input": sys.stdin.read(),
+}))
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-uWerror", "-X", "utf8", "-B")])
+@pytest.mark.parametrize("form", ["script", "module"])
+def test_a_program_finds_all_as_it_would_be(
+    form: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(_SURROUNDINGS)
+    name = (str(tmp_path / "train.py"),) if form == "script" else ("-m", "train")
+    program = (*name, "--report", "-m", "two words", "--", "")
+
+    def surroundings(*words: str) -> object:
+        done = subprocess.run(
+            [sys.executable, *options, *words, *program],
+            env=clean_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+            input="what is piped",
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+    assert surroundings(*_RUN) == surroundings()
+
+
+@pytest.mark.parametrize(
+    ("before", "options"),
+    [
+        (["-m", "objcomm.run"], []),
+        (["-mobjcomm.run"], []),
+        (["-um", "objcomm.run"], ["-u"]),
+        (["-X", "dev", "-OOmobjcomm.run"], ["-X", "dev", "-OO"]),
+        (["-W", "error", "-m", "objcomm.run"], ["-W", "error"]),
+    ],
+)
+def test_pythons_own_options_are_handed_on(before: list[str], options: list[str]) -> None:
+    assert _interpreter_options(before) == options
+
+
+_ENDINGS = """
+import os, signal, sys
+from torch.distributed import all_gather_object, destroy_process_group, init_process_group
+
+init_process_group("gloo", store=__import__("torch").distributed.HashStore(), rank=0, world_size=1)
+gathered = [None]
+all_gather_object(gathered, os.environ.get("OBJCOMM_RUN", "") != "")
+destroy_process_group()
+
+
+def end(way):
+    if way == "exit":
+        sys.exit(3)
+    if way == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    if way == "error":
+        try:
+            {}["key"]
+        except KeyError as error:
+            raise ValueError("of the program's own") from error
+
+
+end(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "status"),
+    [
+        ("error", 1),
+        ("interrupt", -signal.SIGINT),
+        pytest.param("exit", 3, marks=pytest.mark.long),
+        pytest.param("return", 0, marks=pytest.mark.long),
+    ],
+)
+def test_a_program_ends_as_it_would_and_its_figures_are_told(
+    way: str, status: int, tmp_path: Path
+) -> None:
+    """Without a launcher, and with its process group destroyed."""
+    program = tmp_path / "train.py"
+    program.write_text(_ENDINGS)
+    plain = python(str(program), way)
+    run = python(*_RUN, "--report", str(program), way)
+    assert (run.status, run.out, own(run)) == (plain.status, plain.out, plain.err)
+    assert run.status == status
+    replaced, head, *lines = told(run)
+    assert replaced.endswith(_REPLACED)
+    assert re.fullmatch(
+        r"rank 0 of 1 \(process \d+\): [\d.]+ s of [\d.]+ s in torch's object collectives", head
+    )
+    cost = r" +1 call  +0\.\d{3} s  sent +0 B  received +0 B"
+    assert re.fullmatch(rf"  all_gather_object {cost}", lines[0])
+    assert lines[1] == "slowest lines:"
+    assert re.fullmatch(rf"  {re.escape(str(program))}:7  all_gather_object {cost}", lines[2])
+    assert len(lines) == 3
+
+
+_RANKS = """
+import sys
+import objcomm  # before torch, which it imports
+from torch.distributed import all_gather_object, broadcast_object_list, gather_object
+import torch.distributed as dist
+from torch.distributed import checkpoint
+
+
+class Settings:  # of __main__, where its pickle says that it stands
+    def __init__(self, rank):
+        self.rank = rank
+
+
+objcomm.init("gloo")
+rank = dist.get_rank()
+gathered = [None] * 3
+for _ in range(4):
+    all_gather_object(gathered, Settings(rank))
+assert [type(each) for each in gathered] == [Settings] * 3
+assert [each.rank for each in gathered] == [0, 1, 2]
+others = dist.new_group([1, 2])
+if rank > 0:
+    given = ["from the last"] if rank == 2 else [None]
+    broadcast_object_list(given, src=2, group=others)
+    assert given == ["from the last"]
+    box = [None, None] if rank == 2 else None
+    gather_object(rank, box, dst=2, group=others)
+    assert box == ([1, 2] if rank == 2 else None)
+checkpoint.save({"step": 7}, checkpoint_id=sys.argv[1])
+assert objcomm.all_gather(rank) == [0, 1, 2]  # the program's own call, which is no part of this
+calls = {name: of.calls for name, of in objcomm.stats(others if rank else None).items()}
+assert calls.get("gather_object") == (1 if rank else 2), calls
+objcomm.shutdown()
+sys.stdout.write(f"rank {rank} is done\\n")
+"""
+
+
+def test_ranks_of_torchrun_make_their_calls_through_objcomm(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(_RANKS)
+    run = torchrun(3, *_RUN, "--report", str(program), str(tmp_path / "checkpoint"))
+    assert run.status == 0, run.err
+    assert sorted(run.out.splitlines()) == [f"rank {rank} is done" for rank in range(3)]
+    lines = told(run)
+    assert [line for line in lines if line.endswith(_REPLACED)] == [lines[0]]
+    titles = [line.split(" (")[0] for line in lines if line.startswith("rank ")]
+    assert sorted(titles) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+    text = "\n".join(lines)
+    assert len(re.findall(r"\n  all_gather_object +4 calls  .*  sent +[\d.]+ KB  rec", text)) == 3
+    # One of them, on all ranks, is the checkpoint's.
+    assert len(re.findall(r"\n  broadcast_object_list +1 call ", text)) == 1
+    assert len(re.findall(r"\n  broadcast_object_list +2 calls", text)) == 2
+    assert not re.search(r"\n  (all_gather|barrier) ", text)
+    # What torch's checkpoints call is told by the line of the program that saves one.
+    saving = _RANKS.splitlines().index('checkpoint.save({"step": 7}, checkpoint_id=sys.argv[1])')
+    assert len(re.findall(rf"\n  {program}:{saving + 1}  gather_object +2 calls", text)) == 3
+
+
+def test_the_page_shows_what_is_told(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "migrating" / "unchanged.md").read_text()
+    (program,) = re.findall(r"^```python .*?\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(program)
+    (shown,) = re.findall(
+        r"^\$ (?:torchrun .* train.py)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
+    )
+    with contextlib.chdir(tmp_path):
+        run = torchrun(2, *_RUN, "--report", "train.py")
+    assert run.status == 0, run.err
+
+    def without_times(lines: list[str]) -> list[str]:
+        return sorted(re.sub(r"process \d+|[\d.]+ s\b", "…", line) for line in lines)
+
+    assert without_times(told(run)) == without_times(told(Said(0, "", shown)))
+
+
+_SPAWNING = """
+import sys
+import torch
+from torch import multiprocessing
+from torch.distributed import all_gather_object
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, at):
+        return at * at
+
+
+def train(rank, path, settings):
+    import objcomm
+
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    gathered = [None, None]
+    all_gather_object(gathered, (rank, settings))
+    assert [each for each, _ in gathered] == [0, 1]
+    assert {type(each) for _, each in gathered} == {Squares}
+    calls = objcomm.stats()["all_gather_object"].calls
+    dist.destroy_process_group()
+    sys.stdout.write(f"rank {rank}: {calls}\\n")
+
+
+if __name__ == "__main__":
+    multiprocessing.spawn(train, (sys.argv[1], Squares()), nprocs=2)
+    loader = DataLoader(Squares(), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    sys.stdout.write(f"{[int(each) for each in loader]}\\n")
+"""
+
+
+def test_processes_that_a_program_spawns_are_reached(tmp_path: Path) -> None:
+    """Both ranks take part, or one would wait in objcomm for another that is in torch."""
+    program = tmp_path / "train.py"
+    program.write_text(_SPAWNING)
+    run = python(*_RUN, "--report", str(program), str(tmp_path / "store"))
+    assert run.status == 0, run.err
+    *ranks, squares = run.out.splitlines()
+    assert sorted(ranks) == ["rank 0: 1", "rank 1: 1"]
+    assert squares == "[0, 1, 4, 9]"
+    titles = [line.split(" (")[0] for line in told(run) if line.startswith("rank ")]
+    # Both ranks, then the program itself, which made no call; no word of the loader's worker.
+    assert sorted(titles[:2]) == ["rank 0 of 2", "rank 1 of 2"]
+    assert titles[2:] == ["rank 0 of 1"]
+    assert re.search(r"\): no call of torch's object collectives in [\d.]+ s$", told(run)[-1])
+    assert sum(line.endswith(_REPLACED) for line in told(run)) == 1
+
+
+@pytest.mark.long  # five processes import torch
+def test_one_command_before_a_launcher_reaches_its_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import objcomm\nobjcomm.init('gloo')\n"
+        "import torch.distributed as dist\nbox = [None, None]\n"
+        "dist.all_gather_object(box, 1)\n"
+        "assert objcomm.stats()['all_gather_object'].calls == 1\nobjcomm.shutdown()\n"
+    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run = python(*_RUN, *launcher, str(program))
+    assert run.status == 0, run.err
+    assert len(told(run)) == 1
+
+
+def test_another_sitecustomize_is_still_read(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("IS_READ = True\n")
+    path = os.pathsep.join([_STARTUP, str(tmp_path)])
+    program = "import sitecustomize, sys; print(sitecustomize.IS_READ, sys.path[1])"
+    assert python("-c", program, PYTHONPATH=path).out == f"True {tmp_path}\n"
+    (tmp_path / "sitecustomize.py").write_text("import missing_from_all\n")
+    assert "missing_from_all" in python("-c", "", PYTHONPATH=path).err
+
+
+@pytest.mark.parametrize(("prefix", "count"), [(sys.prefix, 1), ("/another/environment", 0)])
+def test_a_python_of_another_environment_is_let_be(prefix: str, count: int) -> None:
+    program = "import sys; print([type(each).__name__ for each in sys.meta_path].count('_Finder'))"
+    run = python("-c", program, PYTHONPATH=_STARTUP, OBJCOMM_RUN=f"1 0 {prefix}")
+    assert (run.status, run.out, run.err) == (0, f"{count}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*_RUN, "--report"), "name a script, or a module after -m"),
+        ((*_RUN, "-m"), "name a script, or a module after -m"),
+        ((*_RUN, "-c", "print()"), "-c is no option; name a script, or a module after -m"),
+        ((*_RUN, "--rep", "train.py"), "unrecognized arguments: --rep"),
+        (("-E", *_RUN, "train.py"), "Python's options -E, -I and -S keep it from"),
+    ],
+)
+def test_a_wrong_command_line_is_told(words: tuple[str, ...], message: str) -> None:
+    run = python(*words)
+    assert run.status == 2
+    assert message in run.err
+
+
+def test_help_says_how_ranks_are_started() -> None:
+    run = python(*_RUN, "--help")
+    assert run.status == 0
+    assert "torchrun --nproc-per-node=4 -m objcomm.run train.py" in run.out
+    assert python(*_RUN, "-h").out == run.out
