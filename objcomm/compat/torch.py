@@ -301,9 +301,7 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
             _check_output(name, scatter_object_output_list)
             given = scatter_object_input_list
             objects = _one_each(call, None if given is None else _entries(name, given))
-            objects[call.rank] = call.copy(
-                objects[call.rank]
-            )  # not encoded, so this may fail
+            objects[call.rank] = call.copy(objects[call.rank])  # not encoded, so this may fail
             return objects
 
         obj = scatter_in(call, produce)()
