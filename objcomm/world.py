@@ -48,9 +48,9 @@ def bare(store: Any) -> Any:
     return store
 
 
-#: The group of a rank that is outside: ``dist.GroupMember.NON_GROUP_MEMBER``, which a torch
-#: without distributed does not have. (None as ``group=`` means the world.)
-NOBODY = -100
+#: The group of a rank that is outside: torch's own object, as programs compare it by ``is``. A
+#: torch without distributed has none. (None as ``group=`` means the world.)
+NOBODY: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else -100
 
 
 def is_initialized() -> bool:
@@ -72,7 +72,7 @@ def default_group() -> Any:
 
 def is_nobody(group: GroupLike) -> bool:
     """Whether ``group=`` is what a rank outside of a group has in its place."""
-    return isinstance(group, int) and group == NOBODY
+    return group is NOBODY or (isinstance(group, int) and group == NOBODY)
 
 
 def is_world(process_group: Any) -> bool:

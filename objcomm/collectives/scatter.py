@@ -1,7 +1,8 @@
 """Something else for each rank: from one, from every rank, or from every rank and combined."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 from objcomm.algorithms import routes
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 @overload
 def scatter(
-    objs: Sequence[T] | None,
+    objs: Iterable[T] | None,
     src: int | None = None,
     *,
     group_src: int | None = None,
@@ -27,7 +28,7 @@ def scatter(
 ) -> T: ...
 @overload
 def scatter(
-    objs: Sequence[T] | None,
+    objs: Iterable[T] | None,
     src: int | None = None,
     *,
     group_src: int | None = None,
@@ -36,7 +37,7 @@ def scatter(
 ) -> Work[T]: ...
 @overload
 def scatter(
-    objs: Sequence[T] | None,
+    objs: Iterable[T] | None,
     src: int | None = None,
     *,
     group_src: int | None = None,
@@ -44,7 +45,7 @@ def scatter(
     **options: Unpack[ShownOptions],
 ) -> T | Work[T]: ...
 def scatter(
-    objs: Sequence[T] | None,
+    objs: Iterable[T] | None,
     src: int | None = None,
     *,
     group_src: int | None = None,
@@ -64,7 +65,8 @@ def scatter(
     size.
 
     Args:
-        objs: on the source one object per rank, in the order of group ranks; elsewhere ignored.
+        objs: on the source one object per rank, in the order of group ranks: a list, a generator,
+            or any other iterable but a text, a set or a mapping; elsewhere ignored.
         src: global rank of the source.
         group_src: the same as a rank within the group; give one. Neither: the group's first rank.
         group: who takes part; None for the world.
@@ -88,7 +90,7 @@ def scatter(
         MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
             traffic.
         CollectiveError: the source gave another number of objects, or could not encode one.
-            Every rank.
+            Every rank. In a group of one a wrong number is a UsageError.
         DecodeError: the object could not be rebuilt. That rank only; later calls work.
         DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
             next call.
@@ -118,7 +120,7 @@ def scatter(
         return call.run(scatter_in(call, lambda: objs))
 
 
-def scatter_in(call: Call, produce: Callable[[], Sequence[T] | None]) -> Callable[[], T]:
+def scatter_in(call: Call, produce: Callable[[], Iterable[T] | None]) -> Callable[[], T]:
     """``scatter`` for a call that was already begun, as ``broadcast_in`` is.
 
     Args:
@@ -126,7 +128,7 @@ def scatter_in(call: Call, produce: Callable[[], Sequence[T] | None]) -> Callabl
         produce: gives one object per rank on the source; an error travels as that rank's failure.
     """
     if call.is_alone:
-        return lambda: call.alone(lambda: one_each(call, produce())[0])
+        return lambda: _alone(call, produce)
     own: list[T] = []
     messages = _encode_each(call, produce, own) if call.is_root else None
 
@@ -143,18 +145,18 @@ def scatter_in(call: Call, produce: Callable[[], Sequence[T] | None]) -> Callabl
 
 @overload
 def all_to_all(
-    objs: Sequence[T], *, async_op: Literal[False] = False, **options: Unpack[Options]
+    objs: Iterable[T], *, async_op: Literal[False] = False, **options: Unpack[Options]
 ) -> list[T]: ...
 @overload
 def all_to_all(
-    objs: Sequence[T], *, async_op: Literal[True], **options: Unpack[Options]
+    objs: Iterable[T], *, async_op: Literal[True], **options: Unpack[Options]
 ) -> Work[list[T]]: ...
 @overload
 def all_to_all(
-    objs: Sequence[T], *, async_op: bool, **options: Unpack[Options]
+    objs: Iterable[T], *, async_op: bool, **options: Unpack[Options]
 ) -> list[T] | Work[list[T]]: ...
 def all_to_all(
-    objs: Sequence[T],
+    objs: Iterable[T],
     *,
     group: GroupLike = None,
     timeout: Timeout = None,
@@ -171,7 +173,7 @@ def all_to_all(
     size, and large ones only after every rank has encoded all of its own.
 
     Args:
-        objs: one object per rank, in the order of group ranks.
+        objs: one object per rank, in the order of group ranks: any iterable, as in ``scatter``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes this rank's objects.
@@ -216,9 +218,9 @@ def all_to_all(
         return call.run(_all_to_all(call, objs))
 
 
-def _all_to_all(call: Call, objs: Sequence[T]) -> Callable[[], list[T]]:
+def _all_to_all(call: Call, objs: Iterable[T]) -> Callable[[], list[T]]:
     if call.is_alone:
-        return lambda: call.alone(lambda: [one_each(call, objs)[0]])
+        return lambda: [_alone(call, lambda: objs)]
     own: list[T] = []
     messages = _encode_each(call, lambda: objs, own)
 
@@ -237,7 +239,7 @@ def _all_to_all(call: Call, objs: Sequence[T]) -> Callable[[], list[T]]:
 
 @overload
 def reduce_scatter(
-    objs: Sequence[T],
+    objs: Iterable[T],
     op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     async_op: Literal[False] = False,
@@ -245,7 +247,7 @@ def reduce_scatter(
 ) -> T: ...
 @overload
 def reduce_scatter(
-    objs: Sequence[T],
+    objs: Iterable[T],
     op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     async_op: Literal[True],
@@ -253,14 +255,14 @@ def reduce_scatter(
 ) -> Work[T]: ...
 @overload
 def reduce_scatter(
-    objs: Sequence[T],
+    objs: Iterable[T],
     op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     async_op: bool,
     **options: Unpack[Options],
 ) -> T | Work[T]: ...
 def reduce_scatter(
-    objs: Sequence[T],
+    objs: Iterable[T],
     op: Callable[[T, T], T] | Op[T] | str = "sum",
     *,
     group: GroupLike = None,
@@ -279,8 +281,8 @@ def reduce_scatter(
     could, which costs a second round of small messages.
 
     Args:
-        objs: one operand per rank, in the order of group ranks; none is changed, even where ``op``
-            changes its arguments.
+        objs: one operand per rank, in the order of group ranks, as in ``scatter``; none is changed,
+            even where ``op`` changes its arguments.
         op: as in ``reduce``; but the named ones that go leaf by leaf there take numbers, tensors or
             arrays here, and no containers of them.
         group: who takes part; None for the world.
@@ -328,9 +330,9 @@ def reduce_scatter(
         return call.run(_reduce_scatter(call, operator, objs))
 
 
-def _reduce_scatter(call: Call, operator: Operator, objs: Sequence[T]) -> Callable[[], T]:
+def _reduce_scatter(call: Call, operator: Operator, objs: Iterable[T]) -> Callable[[], T]:
     if call.is_alone:
-        return lambda: call.alone(lambda: operator.alone(one_each(call, objs)[0]))
+        return lambda: _reduced_alone(call, operator, objs)
     own: list[Any] = []
     messages = _encode_each(call, lambda: objs, own, operator)
 
@@ -363,23 +365,60 @@ def _folded(call: Call, operator: Operator, arrived: Sequence[Message], own: Any
         return None
 
 
-def one_each(call: Call, objs: Sequence[T] | None) -> Sequence[T]:
+def _alone(call: Call, produce: Callable[[], Iterable[T] | None]) -> T:
+    """The one object of a world of one, where a wrong number of them can be nobody else's fault."""
+    objs = call.alone(produce)
+    return _checked(call, objs, call.alone(lambda: _members(call, objs)))[0]
+
+
+def _reduced_alone(call: Call, operator: Operator, objs: Iterable[T]) -> T:
+    mine = _alone(call, lambda: objs)
+    result: T = call.alone(lambda: operator.alone(mine))
+    return result
+
+
+def one_each(call: Call, objs: Iterable[T] | None) -> list[T]:
     """What a caller gave for all ranks.
 
     Raises:
         UsageError: it is not one object for each.
     """
-    if objs is None or isinstance(objs, str) or len(objs) != call.size:
-        given = "None" if objs is None else f"{type(objs).__name__} of {len(objs)}"
-        raise UsageError(
-            f"{call.name}: give one object for each of {call.size} ranks, not a {given}"
-        )
-    return objs
+    return _checked(call, objs, _members(call, objs))
+
+
+def _members(call: Call, objs: Iterable[T] | None) -> list[T] | None:
+    """What an iterable gives, which may have no end; None for what is none, or has no order.
+
+    Of a text or a mapping nobody wants the letters or the keys.
+    """
+    if isinstance(objs, str | set | frozenset | Mapping):
+        return None
+    try:
+        each = iter(objs)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return None
+    return list(itertools.islice(each, call.size + 1))
+
+
+def _checked(call: Call, objs: object, members: list[T] | None) -> list[T]:
+    """Hold them against the number of ranks.
+
+    Raises:
+        UsageError: there are not as many.
+    """
+    if members is not None and len(members) == call.size:
+        return members
+    given = "None" if objs is None else type(objs).__name__
+    if members is not None:
+        is_known = isinstance(objs, Sized) or len(members) < call.size
+        found = len(objs) if isinstance(objs, Sized) else len(members)
+        given += f" of {found}" if is_known else f" of more than {call.size}"
+    raise UsageError(f"{call.name}: give one object for each of {call.size} ranks, not a {given}")
 
 
 def _encode_each(
     call: Call,
-    produce: Callable[[], Sequence[T] | None],
+    produce: Callable[[], Iterable[T] | None],
     own: list[Any],
     operator: Operator | None = None,
 ) -> list[Message]:

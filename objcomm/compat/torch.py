@@ -297,15 +297,11 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
     name = "scatter_object_list"
 
     def body(call: Call) -> None:
-        def produce() -> Sequence[Any] | None:
+        def produce() -> list[Any]:
             _check_output(name, scatter_object_output_list)
-            if scatter_object_input_list is None:
-                return None
-            objects = list(_entries(name, scatter_object_input_list))
-            if objects:  # of none at all torch has a ValueError
-                _check_number(call, objects)
-            if call.rank < len(objects):  # the source's own is not encoded, so this may fail
-                objects[call.rank] = call.copy(objects[call.rank])
+            given = scatter_object_input_list
+            objects = _one_each(call, None if given is None else _entries(name, given))
+            objects[call.rank] = call.copy(objects[call.rank])  # not encoded, so this may fail
             return objects
 
         obj = scatter_in(call, produce)()
@@ -624,15 +620,17 @@ def _check_gather_list(call: Call, given: Any) -> None:
         )
 
 
-def _check_number(call: Call, objects: Sequence[Any]) -> None:
-    """Hold the objects to be scattered against the number of ranks.
+def _one_each(call: Call, given: Sequence[Any] | None) -> list[Any]:
+    """The objects to be scattered.
 
     Raises:
-        UsageError: there are not as many.
+        UsageError: there is not one for each rank.
     """
     try:
-        one_each(call, objects)
+        return one_each(call, given)
     except UsageError as error:
+        if not given:
+            raise  # a ValueError, there as here
         raise caught_as(error, RuntimeError) from None
 
 

@@ -79,7 +79,7 @@ def test_what_arrives_is_independent_of_what_was_given() -> None:
     assert shared.sum() == 50_000
 
 
-@ranks(1, 2, 3, 4)
+@ranks(2, 3, 4)
 def test_a_rank_with_another_number_of_objects_fails_every_rank() -> None:
     size = objcomm.world_size()
     for culprit, length in itertools.product(range(size), (-1, 1)):
@@ -168,7 +168,7 @@ def test_messages_are_signed_for_their_rank() -> None:
 def test_alone_the_object_itself_comes_back() -> None:
     mine = object()
     assert objcomm.all_to_all([mine])[0] is mine
-    with pytest.raises(CollectiveError):
+    with pytest.raises(UsageError, match="not a list of 0"):
         objcomm.all_to_all([])
     with pytest.raises(UsageError):
         objcomm.all_to_all([1], codec="morse")

@@ -1,12 +1,16 @@
 """One rank fails: who hears of it, what they are told, and that the group works on."""
 
+import itertools
 import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import objcomm
-from objcomm import CollectiveError, EncodeError
+from objcomm import CollectiveError, EncodeError, UsageError
+from tests.cases import case
 from tests.group.helpers import (
     RefusesToPickle,
     assert_group_works,
@@ -99,10 +103,68 @@ def test_a_scatter_of_the_wrong_length_fails_every_rank_alike(length: int) -> No
     assert_group_works()
 
 
-@ranks(1)
-def test_a_scatter_of_the_wrong_length_fails_in_a_world_of_one_too() -> None:
-    with pytest.raises((CollectiveError, objcomm.UsageError)):
-        objcomm.scatter([1, 2])
+@ranks(1, 2)
+def test_a_wrong_number_of_objects_is_a_usage_error_in_a_group_of_one() -> None:
+    group = objcomm.split(here().rank)
+    calls: list[Any] = [objcomm.scatter, objcomm.all_to_all, objcomm.reduce_scatter]
+    wrong: list[Any] = [None, [], [1, 2], iter(()), itertools.count(), "x"]
+    for call, objs in itertools.product(calls, wrong):
+        with pytest.raises(ValueError, match="give one object for each of 1 ranks") as caught:
+            call(objs, group=group)
+        assert isinstance(caught.value, UsageError)
+    with pytest.raises(CollectiveError, match="of the program's own"):
+        objcomm.scatter(_failing(), group=group)
+    assert_group_works(group)
+
+
+@ranks(1, 3)
+def test_any_iterable_of_the_right_length_serves() -> None:
+    rank, size = here().rank, here().world_size
+    root = size - 1
+    kinds: dict[str, Callable[[], Any]] = {
+        "generator": lambda: (10 * rank + peer for peer in range(size)),
+        "range": lambda: range(10 * rank, 10 * rank + size),
+        "map": lambda: map(int, [10 * rank + peer for peer in range(size)]),
+        "deque": lambda: deque(10 * rank + peer for peer in range(size)),
+        "values": lambda: dict(enumerate(range(10 * rank, 10 * rank + size))).values(),
+        "keys": lambda: dict.fromkeys(10 * rank + peer for peer in range(size)).keys(),
+    }
+    for kind, make in kinds.items():
+        with case(kind):
+            assert objcomm.scatter(make(), root) == 10 * root + rank
+            assert objcomm.all_to_all(make()) == [10 * peer + rank for peer in range(size)]
+            assert objcomm.reduce_scatter(make()) == sum(10 * peer + rank for peer in range(size))
+    mine = object() if rank == root else None
+    got = objcomm.scatter(iter([None] * root + [mine]), root)
+    assert got is mine
+    assert_group_works()
+
+
+def _failing() -> Iterator[int]:
+    yield 1
+    raise TypeError("of the program's own iterable")
+
+
+@ranks(2)
+def test_an_iterable_that_does_not_serve_fails_every_rank_alike() -> None:
+    is_last = here().rank == 1
+    wrong: dict[str, Any] = {
+        "generator of 1": (n for n in range(1)),
+        "count of more than 2": itertools.count(),
+        "set": {1, 2},
+        "dict": {0: "a", 1: "b"},
+        "str": "ab",
+        "int": 5,
+        "list of 3": [1, 2, 3],
+    }
+    for kind, objs in wrong.items():
+        with pytest.raises(CollectiveError, match=f"not a {kind}") as caught:
+            objcomm.scatter(objs if is_last else None, 1)
+        assert isinstance(caught.value.__cause__, UsageError) == is_last
+    for call in (objcomm.all_to_all, objcomm.reduce_scatter):
+        with pytest.raises(CollectiveError, match="of the program's own") as caught:
+            call(_failing() if is_last else [1, 2])
+        assert isinstance(caught.value.__cause__, TypeError) == is_last
     assert_group_works()
 
 

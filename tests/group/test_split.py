@@ -62,7 +62,7 @@ def test_a_rank_without_a_colour_is_in_no_group(none: Any) -> None:
         assert members(group) == [0, 1, 3]
         assert_group_works(group)
         return
-    assert group == NOBODY
+    assert group is NOBODY
     assert (objcomm.rank(group), objcomm.world_size(group)) == (-1, -1)
     assert not objcomm.is_main(group)
     for operation in OPERATIONS.values():
@@ -75,7 +75,7 @@ def test_a_rank_without_a_colour_is_in_no_group(none: Any) -> None:
 
 @ranks(2)
 def test_no_rank_has_a_colour() -> None:
-    assert objcomm.split(None) == NOBODY
+    assert objcomm.split(None) is NOBODY
     assert_group_works()
 
 
@@ -130,7 +130,7 @@ def test_the_same_division_gives_the_same_group_again() -> None:
     assert objcomm.split(rank % 2, group=objcomm.split("all")) is not first
     for call in (objcomm.node_group, objcomm.leaders):
         found = call()
-        assert call() is found or found == call() == NOBODY
+        assert call() is found or found is call() is NOBODY
     assert objcomm.node_group() is objcomm.split(0)
     assert objcomm.split(0, key=-rank) is not objcomm.split(0)
 
