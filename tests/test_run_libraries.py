@@ -1,0 +1,69 @@
+"""Programs of other libraries, which know nothing of objcomm, with and without ``objcomm.run``.
+
+What they print must be the same; the report says which of their calls went through objcomm.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.doctor.job import Said
+from tests.test_run import RUN, python, told, torchrun
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+# By program: the calls of one rank.
+CALLS = {
+    "with_accelerate": {"all_gather_object": 60, "broadcast_object_list": 30},
+    "with_fabric": {"broadcast_object_list": 60},
+    "with_torchmetrics": {"all_gather_object": 180},
+    "with_checkpoints": {
+        "all_gather_object": 11,
+        "broadcast_object_list": 13,
+        "gather_object": 33,
+        "scatter_object_list": 22,
+    },
+}
+
+
+def calls(said: Said) -> list[dict[str, int]]:
+    """How often each rank called what, as its report says."""
+    found: list[dict[str, int]] = []
+    is_line = False
+    for line in told(said):
+        if line.startswith("rank "):
+            found.append({})
+        is_line = line == "slowest lines:" or (is_line and not line.startswith("rank "))
+        row = re.match(r"  (\w+) +(\d+) calls? ", line)
+        if row and not is_line:
+            found[-1][row[1]] = int(row[2])
+    return found
+
+
+def compared(plain: Said, run: Said, name: str) -> None:
+    """Hold both runs of a program against each other."""
+    assert plain.status == 0, plain.err
+    assert run.status == 0, run.err
+    assert len(plain.out.splitlines()) == 2
+    assert sorted(run.out.splitlines()) == sorted(plain.out.splitlines())
+    assert calls(run) == [CALLS[name]] * 2
+    for said, way in ((plain, "torch"), (run, "objcomm")):
+        took = re.findall(r"^milliseconds (.*)$", said.err, re.MULTILINE)
+        sys.stdout.write(f"{name} by {way}: {' '.join(took)} ms\n")
+
+
+@pytest.mark.long  # four processes that import torch and a library, two of them twice
+@pytest.mark.parametrize("name", CALLS)
+def test_a_program_of_a_library_gives_the_same(name: str) -> None:
+    program = str(PROGRAMS / f"{name}.py")
+    plain = torchrun(2, program)
+    run = torchrun(2, *RUN, "--report", program)
+    compared(plain, run, name)
+
+
+@pytest.mark.long  # likewise
+def test_ranks_that_a_library_starts_itself_are_reached() -> None:
+    program = str(PROGRAMS / "with_fabric.py")
+    compared(python(program), python(*RUN, "--report", program), "with_fabric")
