@@ -61,7 +61,18 @@ try:
     from objcomm.observe.history import OperationStats
     from objcomm.observe.stats import reset_stats, stats, stats_to_prometheus, stats_to_tensorboard
     from objcomm.observe.tracing import keep_eager
-    from objcomm.p2p.messages import Envelope, iprobe, irecv, isend, probe, recv, send, sendrecv
+    from objcomm.p2p.messages import (
+        Envelope,
+        iprobe,
+        irecv,
+        isend,
+        issend,
+        probe,
+        recv,
+        send,
+        sendrecv,
+        ssend,
+    )
     from objcomm.training.data import Shard, loader
     from objcomm.training.main_process import (
         compute_and_broadcast,
@@ -167,6 +178,7 @@ __all__ = [
     "is_initialized",
     "is_main",
     "isend",
+    "issend",
     "lane",
     "launch",
     "leaders",
@@ -197,6 +209,7 @@ __all__ = [
     "shared_seed",
     "shutdown",
     "split",
+    "ssend",
     "stats",
     "stats_to_prometheus",
     "stats_to_tensorboard",

@@ -288,6 +288,105 @@ def irecv(
     )
 
 
+def ssend(
+    obj: object,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+) -> None:
+    """Send an object to one rank, and return when that rank has received it.
+
+    ``send`` returns sooner for a small object, which then waits at the receiver. Only these two
+    ranks take part.
+
+    Args:
+        obj: what to send.
+        dst: global rank of the receiver. For this rank itself a receive must have begun.
+        group_dst: the same as a rank within the group; give one.
+        tag: of the message.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None. When it passes a small object (32
+            KiB with its header) stays at the receiver, who may receive it later.
+        codec: what encodes the object.
+
+    Returns:
+        Nothing, when a ``recv``, ``irecv`` or ``sendrecv`` of the receiver has taken the message.
+
+    Raises:
+        UsageError: this rank would wait for itself; nothing was sent.
+        ObjcommError: whatever ``objcomm.send`` raises.
+
+    Examples:
+        >>> import objcomm
+        >>> receiving = objcomm.irecv(0)
+        >>> objcomm.ssend("handed over", 0)
+        >>> receiving.wait()
+        'handed over'
+    """
+    p2p_call = Send(
+        group=group,
+        timeout=timeout,
+        coding=Coding(codec, None, None, None),
+        tag=tag,
+        global_peer=dst,
+        group_peer=group_dst,
+        name="ssend",
+    )
+    p2p_call.is_synchronous = True
+    p2p_call.run_until_received(obj)
+
+
+def issend(
+    obj: object,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+) -> Work[None]:
+    """Begin to send an object to one rank: ``ssend`` that returns at once.
+
+    Args:
+        obj: what to send; buffers of tensors and arrays in it must not change before ``wait``.
+        dst: global rank of the receiver; this rank's own is allowed.
+        group_dst: the same as a rank within the group; give one.
+        tag: of the message.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+        codec: what encodes the object.
+
+    Returns:
+        A work, whose ``wait`` returns when the receiver has received the object.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.ssend`` raises: what is wrong with the arguments at once,
+            all else where the work is waited for.
+
+    Examples:
+        >>> import objcomm
+        >>> work = objcomm.issend("read this", 0)
+        >>> work.done(), objcomm.recv(0), work.wait()
+        (False, 'read this', None)
+    """
+    p2p_call = Send(
+        group=group,
+        timeout=timeout,
+        coding=Coding(codec, None, None, None),
+        tag=tag,
+        global_peer=dst,
+        group_peer=group_dst,
+        name="issend",
+    )
+    p2p_call.is_synchronous = True
+    return p2p_call.launch(obj)
+
+
 def sendrecv(
     obj: object,
     dst: int | None = None,

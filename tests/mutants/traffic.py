@@ -256,6 +256,14 @@ MUTANTS = (
         ("tests/group/test_p2p_by_the_thousand.py",),
     ),
     Mutant(
+        "synchronous-sends-end-at-once",
+        "objcomm/p2p/call.py",
+        "if not is_synchronous and (message.is_all_head or not is_kept):",
+        "if message.is_all_head or not is_kept:",
+        "ssend returns before its message is received",
+        ("tests/group/test_p2p_synchronous.py",),
+    ),
+    Mutant(
         "envelope-names-the-group-rank",
         "objcomm/p2p/messages.py",
         "return Envelope(p2p_call.group.ranks[arrival.peer], arrival.peer,",

@@ -152,6 +152,8 @@ def messages(config: Config, group: dist.ProcessGroup) -> None:
         objcomm.send(config, group_dst=1, tag=2, group=group, async_op=True), objcomm.Work[None]
     )
     assert_type(objcomm.isend(config, 1, timeout=3, codec="msgpack"), objcomm.Work[None])
+    assert_type(objcomm.issend(config, group_dst=1, tag=2), objcomm.Work[None])
+    objcomm.ssend(config, 1, timeout=3, group=group)
     assert_type(objcomm.recv(), Any)
     assert_type(
         objcomm.recv(1, tag=None, device="cpu", allow=[Config], async_op=True), objcomm.Work[Any]
