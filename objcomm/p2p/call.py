@@ -22,7 +22,7 @@ from objcomm.calls.absence import acts_alone
 from objcomm.calls.call import Coding
 from objcomm.calls.group import resolve
 from objcomm.calls.watched import Watched
-from objcomm.calls.work import Work
+from objcomm.calls.work import Envelope, Work
 from objcomm.config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
 from objcomm.errors import RankFailure, TransportError, TransportTimeout, UsageError
 from objcomm.failures.mesh import Mesh
@@ -54,6 +54,7 @@ class P2PCall:
         entry: its record.
         peer: the other rank, within the group; None for any.
         tag: of the message; None for any.
+        envelopes: that of the message that was received, once it was.
     """
 
     operation: ClassVar[Operation]
@@ -110,6 +111,7 @@ class P2PCall:
         self._exchange: Exchange | None = None
         self._own_error: BaseException | None = None
         self._ended_by: BaseException | None = None
+        self.envelopes: list[Envelope] = []
         self._rest: list[Callable[[], None]] = []  # of a work: what is to be done at its end
         self._alarm: Alarm | None = None
         self._is_wait_over = False
@@ -125,7 +127,7 @@ class P2PCall:
 
     def work(self) -> Work[Any]:
         """A work for what this point-to-point call gives."""
-        return Work(self._name, self.entry.header.call_site, self.entry)
+        return Work(self._name, self.entry.header.call_site, self.entry, self.envelopes)
 
     def claim(self) -> bool:
         """Whether this thread is the one to conclude it, as the first that asks is.
@@ -496,12 +498,13 @@ class Receive(P2PCall):
 
     operation = Operation.RECV
 
+    has_envelope = False  # whether it gives that with the object
     _lanes: Sequence[Lane] = ()  # on which the watchdog sees it wait
 
     def run(self) -> Any:
         """Wait for a message; returns its object."""
         with self:
-            return self.take_in(self.awaited())
+            return self._result_of(self.awaited())
 
     def launch(self) -> Work[Any]:
         """Ask for a message; when it has come another thread takes it in."""
@@ -552,7 +555,19 @@ class Receive(P2PCall):
             self._end_wait()
             if self._ended_by is not None:
                 raise self._ended_by
-            return self.take_in(self._found(request))
+            return self._result_of(self._found(request))
+
+    def _result_of(self, arrival: Arrived) -> Any:
+        """What the call gives of a message."""
+        envelope = self.envelope_of(arrival)
+        self.envelopes.append(envelope)
+        obj = self.take_in(arrival)
+        return (obj, envelope) if self.has_envelope else obj
+
+    def envelope_of(self, arrival: Arrived) -> Envelope:
+        """What is known of a message."""
+        src = self.group.ranks[arrival.peer]
+        return Envelope(src, arrival.peer, arrival.tag, arrival.nbytes)
 
     def awaited(self, *, is_probe: bool = False) -> Arrived:
         """Wait for a message.
