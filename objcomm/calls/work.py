@@ -87,6 +87,7 @@ class Work(Generic[T_co]):
 
     __slots__ = (
         "__weakref__",
+        "_cancel",
         "_envelopes",
         "_future",
         "_is_asked",
@@ -105,6 +106,7 @@ class Work(Generic[T_co]):
         envelopes: Sequence[Envelope] = (),
     ) -> None:
         self._envelopes = envelopes
+        self._cancel: Callable[[], bool] | None = None
         self.operation = operation
         self.call_site = call_site
         self._waited: Waited = _Nobody() if waited is None else waited
@@ -201,6 +203,28 @@ class Work(Generic[T_co]):
             raise UsageError(f"{self.operation} at {self.call_site} has received no message")
         return self._envelopes[0]
 
+    def cancel(self) -> bool:
+        """Take a receive back that no message has met; never blocks.
+
+        Local: other ranks hear nothing of it, and the next message that comes is the next
+        receive's.
+
+        Returns:
+            Whether it was taken back: then it is done, and to wait for it raises
+            ``concurrent.futures.CancelledError``. False if it goes on or has ended: a message has
+            met it, its wait has ended by an error, or it is no receive.
+
+        Examples:
+            >>> import objcomm
+            >>> work = objcomm.irecv(0, tag=4)
+            >>> work.cancel(), work.done()
+            (True, True)
+        """
+        cancel = self._cancel
+        is_cancelled = cancel is not None and not self.done() and cancel()
+        self._is_asked |= is_cancelled
+        return is_cancelled
+
     def __await__(self) -> Generator[Any, None, T_co]:
         self._is_asked = True
         return asyncio.wrap_future(self._future).__await__()
@@ -212,6 +236,7 @@ class Work(Generic[T_co]):
         except BaseException as error:  # noqa: BLE001  # raised where somebody waits
             self._future.set_exception(error)
         finally:
+            self._cancel = None
             del self, body  # an error's traceback holds this frame
 
     def carry_out_here(self, body: Callable[[], T_co]) -> Self:
@@ -225,6 +250,12 @@ class Work(Generic[T_co]):
             return self
         finally:
             del self, body
+
+    def cancelled_by(self, cancel: Callable[[], bool]) -> None:
+        """Let ``cancel`` take it back as long as it goes on; objcomm's own business."""
+        self._cancel = cancel
+        if self.done():
+            self._cancel = None
 
     def carry_out_on(self, line: SerialExecutor, body: Callable[[], T_co]) -> None:
         """The same on another thread, with this thread's context, modes and CUDA stream."""

@@ -13,6 +13,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self, cast
 
@@ -512,6 +513,7 @@ class Receive(P2PCall):
         work = self.work()
         request = RecvRequest(self.peer, self.tag, on_end=lambda: self._hand_over(request))
         self._rest = [work.job(lambda: self._go_on(request))]
+        work.cancelled_by(lambda: self._cancel(request))
         try:
             self._ask(request)
         except BaseException as error:
@@ -525,6 +527,14 @@ class Receive(P2PCall):
             return work
         finally:
             del work  # as in ``Work.carry_out_here``
+
+    def _cancel(self, request: RecvRequest) -> bool:
+        """Take it back, unless its wait is over; returns whether it was taken back."""
+        if not self._peers.mailbox.take_back(request) or not self.claim():
+            return False
+        place = f"{self._name} at {self.entry.header.call_site}"
+        self._finish(CancelledError(f"{place} was cancelled before a message came"))
+        return True
 
     def _hand_over(self, request: RecvRequest) -> bool:
         """The wait is over, as some thread knows that must not do the rest: another one goes on.

@@ -312,6 +312,11 @@ class Mailbox:
         if is_waiting:
             request.tell()
 
+    def take_back(self, request: RecvRequest) -> bool:
+        """Take a request back, if it still waits; returns whether it did."""
+        with self._changed:
+            return self._remove(request)
+
     def cancel(self, request: RecvRequest) -> None:
         """Take a request back, and with it a message that it was given; its maker knows."""
         with self._changed:

@@ -272,6 +272,14 @@ MUTANTS = (
         ("tests/group/test_p2p_envelopes.py",),
     ),
     Mutant(
+        "cancelled-receives-take-messages",
+        "objcomm/p2p/mailbox.py",
+        "            return self._remove(request)\n",
+        "            return request.arrival is None\n",
+        "a receive that was cancelled takes a message all the same",
+        ("tests/group/test_p2p_cancel.py",),
+    ),
+    Mutant(
         "envelope-names-the-group-rank",
         "objcomm/p2p/call.py",
         "src = self.group.ranks[arrival.peer]",

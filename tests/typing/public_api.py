@@ -158,6 +158,7 @@ def messages(config: Config, group: dist.ProcessGroup) -> None:
     assert_type(objcomm.recv(tag=None, with_envelope=True), tuple[Any, objcomm.Envelope])
     assert_type(objcomm.recv(1, with_envelope=True, async_op=True), objcomm.Work[Any])
     assert_type(objcomm.irecv(tag=None).envelope, objcomm.Envelope)
+    assert_type(objcomm.irecv(tag=None).cancel(), bool)
     assert_type(objcomm.sendrecv(config, 1, recv_tag=None, with_envelope=True), Any)
     assert_type(
         objcomm.recv(1, tag=None, device="cpu", allow=[Config], async_op=True), objcomm.Work[Any]
