@@ -24,7 +24,7 @@ try:
     from objcomm.bootstrap.init import Start, ddp_init_group, init, shutdown
     from objcomm.bootstrap.launch import launch
     from objcomm.calls.group import is_main, lane
-    from objcomm.calls.work import Work, as_completed, wait_all
+    from objcomm.calls.work import Envelope, Work, as_completed, wait_all
     from objcomm.codecs.base import register_codec
     from objcomm.codecs.types import register
     from objcomm.collectives.agree import agree, all_ranks, any_rank, shared_seed
@@ -62,7 +62,17 @@ try:
     from objcomm.observe.history import OperationStats
     from objcomm.observe.stats import reset_stats, stats, stats_to_prometheus, stats_to_tensorboard
     from objcomm.observe.tracing import keep_eager
-    from objcomm.p2p.messages import Envelope, iprobe, irecv, isend, probe, recv, send, sendrecv
+    from objcomm.p2p.messages import (
+        iprobe,
+        irecv,
+        isend,
+        issend,
+        probe,
+        recv,
+        send,
+        sendrecv,
+        ssend,
+    )
     from objcomm.training.data import Shard, loader
     from objcomm.training.main_process import (
         compute_and_broadcast,
@@ -168,6 +178,7 @@ __all__ = [
     "is_initialized",
     "is_main",
     "isend",
+    "issend",
     "lane",
     "launch",
     "leaders",
@@ -199,6 +210,7 @@ __all__ = [
     "shared_seed",
     "shutdown",
     "split",
+    "ssend",
     "stats",
     "stats_to_prometheus",
     "stats_to_tensorboard",

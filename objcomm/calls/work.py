@@ -13,7 +13,7 @@ import time
 import warnings
 from concurrent import futures
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from objcomm.config import FOREVER_SECONDS, seconds_of
 from objcomm.errors import UsageError, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from objcomm.config import Timeout
@@ -48,6 +48,22 @@ class _Nobody:
     waiter = 0
 
 
+class Envelope(NamedTuple):
+    """What is known of a message between two ranks besides its object.
+
+    Attributes:
+        src: global rank of the sender.
+        group_src: the same as a rank within the group.
+        tag: its tag.
+        nbytes: its length on the wire; 0 if this rank sent it to itself.
+    """
+
+    src: int
+    group_src: int
+    tag: int
+    nbytes: int
+
+
 class Work(Generic[T_co]):
     """An operation that was begun with ``async_op=True`` and goes on by itself.
 
@@ -71,6 +87,8 @@ class Work(Generic[T_co]):
 
     __slots__ = (
         "__weakref__",
+        "_cancel",
+        "_envelopes",
         "_future",
         "_is_asked",
         "_line",
@@ -80,7 +98,15 @@ class Work(Generic[T_co]):
         "operation",
     )
 
-    def __init__(self, operation: str, call_site: str, waited: Waited | None = None) -> None:
+    def __init__(
+        self,
+        operation: str,
+        call_site: str,
+        waited: Waited | None = None,
+        envelopes: Sequence[Envelope] = (),
+    ) -> None:
+        self._envelopes = envelopes
+        self._cancel: Callable[[], bool] | None = None
         self.operation = operation
         self.call_site = call_site
         self._waited: Waited = _Nobody() if waited is None else waited
@@ -153,6 +179,52 @@ class Work(Generic[T_co]):
         self._must_be_done()
         return self._error()
 
+    @property
+    def envelope(self) -> Envelope:
+        """Who sent what a receive has received, with its tag and length; never blocks.
+
+        Also where the object could not be rebuilt.
+
+        Raises:
+            UsageError: it is still in flight; or no message has come; or it is no receive.
+
+        Examples:
+            >>> import objcomm
+            >>> work = objcomm.irecv(tag=None)
+            >>> objcomm.send("which?", 0, tag=5)
+            >>> work.wait(), work.envelope.src, work.envelope.tag
+            ('which?', 0, 5)
+        """
+        if not self._future.done():
+            raise UsageError(
+                f"{self.operation} at {self.call_site} is still in flight; wait() for it first"
+            )
+        if not self._envelopes:
+            raise UsageError(f"{self.operation} at {self.call_site} has received no message")
+        return self._envelopes[0]
+
+    def cancel(self) -> bool:
+        """Take a receive back that no message has met; never blocks.
+
+        Local: other ranks hear nothing of it, and the next message that comes is the next
+        receive's.
+
+        Returns:
+            Whether it was taken back: then it is done, and to wait for it raises
+            ``concurrent.futures.CancelledError``. False if it goes on or has ended: a message has
+            met it, its wait has ended by an error, or it is no receive.
+
+        Examples:
+            >>> import objcomm
+            >>> work = objcomm.irecv(0, tag=4)
+            >>> work.cancel(), work.done()
+            (True, True)
+        """
+        cancel = self._cancel
+        is_cancelled = cancel is not None and not self.done() and cancel()
+        self._is_asked |= is_cancelled
+        return is_cancelled
+
     def __await__(self) -> Generator[Any, None, T_co]:
         self._is_asked = True
         return asyncio.wrap_future(self._future).__await__()
@@ -164,6 +236,7 @@ class Work(Generic[T_co]):
         except BaseException as error:  # noqa: BLE001  # raised where somebody waits
             self._future.set_exception(error)
         finally:
+            self._cancel = None
             del self, body  # an error's traceback holds this frame
 
     def carry_out_here(self, body: Callable[[], T_co]) -> Self:
@@ -177,6 +250,12 @@ class Work(Generic[T_co]):
             return self
         finally:
             del self, body
+
+    def cancelled_by(self, cancel: Callable[[], bool]) -> None:
+        """Let ``cancel`` take it back as long as it goes on; objcomm's own business."""
+        self._cancel = cancel
+        if self.done():
+            self._cancel = None
 
     def carry_out_on(self, line: SerialExecutor, body: Callable[[], T_co]) -> None:
         """The same on another thread, with this thread's context, modes and CUDA stream."""

@@ -6,12 +6,14 @@ or offered to its receiver, and a receive in the mailbox. What ends such a wait 
 to a thread that does one after another.
 """
 
+import contextlib
 import contextvars
 import functools
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self, cast
 
@@ -21,16 +23,16 @@ from objcomm.calls.absence import acts_alone
 from objcomm.calls.call import Coding
 from objcomm.calls.group import resolve
 from objcomm.calls.watched import Watched
-from objcomm.calls.work import Work
+from objcomm.calls.work import Envelope, Work
 from objcomm.config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
-from objcomm.errors import RankFailure, TransportTimeout, UsageError
+from objcomm.errors import RankFailure, TransportError, TransportTimeout, UsageError
 from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import Cause, Verdict, regions
 from objcomm.failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm.observe.history import CallRecord, call_site
 from objcomm.observe.tracing import Span, span
 from objcomm.p2p.mailbox import Arrived, RecvRequest
-from objcomm.p2p.peer import Pair, peers_of
+from objcomm.p2p.peer import Offers, Pair, peers_of
 from objcomm.transport.lane import Lane
 from objcomm.transport.threads import Alarm, SerialQueue, Ticket
 from objcomm.wire.admission import Gate
@@ -53,6 +55,7 @@ class P2PCall:
         entry: its record.
         peer: the other rank, within the group; None for any.
         tag: of the message; None for any.
+        envelopes: that of the message that was received, once it was.
     """
 
     operation: ClassVar[Operation]
@@ -110,6 +113,7 @@ class P2PCall:
         self._exchange: Exchange | None = None
         self._own_error: BaseException | None = None
         self._ended_by: BaseException | None = None
+        self.envelopes: list[Envelope] = []
         self._rest: list[Callable[[], None]] = []  # of a work: what is to be done at its end
         self._alarm: Alarm | None = None
         self._is_wait_over = False
@@ -125,7 +129,7 @@ class P2PCall:
 
     def work(self) -> Work[Any]:
         """A work for what this point-to-point call gives."""
-        return Work(self._name, self.entry.header.call_site, self.entry)
+        return Work(self._name, self.entry.header.call_site, self.entry, self.envelopes)
 
     def claim(self) -> bool:
         """Whether this thread is the one to conclude it, as the first that asks is.
@@ -212,11 +216,14 @@ class Send(P2PCall):
 
     operation = Operation.SEND
 
+    is_synchronous = False  # whether it ends no sooner than its message is received
     # Of a work.
     _steps: list[Callable[[], None]]  # what is to be done when its turn comes
     _is_brief = True  # that waits for nobody: nothing follows the head, or stays for now
     _refusal: RuntimeError | None = None
     _offered: tuple[Mesh, Lane, Exchange] | None = None
+    _is_taken = False
+    _verdict: Verdict | None = None  # has ended an offer, and nothing else
     _halves: Iterator[int]  # the head was sent, and the receiver takes the message
 
     def run(self, obj: object) -> None:
@@ -242,6 +249,8 @@ class Send(P2PCall):
                 says that it takes it: that costs two ranks a word, and no thread meanwhile.
         """
         pair = self._pair()
+        if pair is None and self.is_synchronous:
+            return self._launch_to_itself(obj)
         if pair is None:
             return self.work().carry_out_here(lambda: self.run(obj))
         self.begin()
@@ -249,7 +258,8 @@ class Send(P2PCall):
         try:
             message = self._message(obj)
             work = self.work()
-            if message.is_all_head or not is_kept:
+            is_synchronous = self.is_synchronous and self._own_error is None
+            if not is_synchronous and (message.is_all_head or not is_kept):
                 self._is_brief = message.is_all_head
                 self._steps = [functools.partial(self._finish, None)]
                 self._rest = [work.job(lambda: self._go_on(pair, place, message))]
@@ -278,6 +288,53 @@ class Send(P2PCall):
             work.disown()
             raise self._refusal
         return work
+
+    def run_until_received(self, obj: object) -> None:
+        """Send, and return when the message was received.
+
+        Raises:
+            UsageError: the receiver is this rank, which does not receive.
+        """
+        rank, tag = self.group.rank, self.entry.header.tag
+        if self._pair() is None and not self._peers.mailbox.is_wanted(rank, tag):
+            raise UsageError(
+                f"{self._name}: rank {rank} would wait until it receives a message of its own; "
+                "begin the receive first, or use issend"
+            )
+        work = self.launch(obj)
+        try:
+            work.wait()
+        finally:
+            del work  # it holds the error, whose traceback holds this frame
+
+    def _launch_to_itself(self, obj: object) -> Work[None]:
+        """As ``launch``; the work ends when this rank receives what it has sent."""
+        self.begin()
+        work = self.work()
+        self._rest = [work.job(self._go_on_taken)]
+        try:
+            try:
+                self._keep(obj, lambda: self._end_own(None))
+            except Exception as error:  # noqa: BLE001  # raised where somebody waits
+                self._finish(error.with_traceback(None))
+            else:
+                seconds = self._deadline.seconds
+                late = TransportTimeout(self._name, (self.group.rank,), seconds)
+                self._limit(seconds, lambda: self._end_own(late))
+            return work
+        finally:
+            del work  # as in ``Work.carry_out_here``
+
+    def _end_own(self, error: TransportTimeout | None) -> None:
+        """What this rank has sent to itself is received, or its limit has passed."""
+        if self.claim():
+            self._lift_limit()
+            self._finish(error)
+
+    def _go_on_taken(self) -> None:
+        with self:
+            if self._ended_by is not None:
+                raise self._ended_by
 
     def _hand_over(self, pair: Pair) -> None:
         """Its turn has come, as some thread knows that must not do the rest: another one does."""
@@ -316,9 +373,12 @@ class Send(P2PCall):
                 offers, number = pair.offers(mesh), lane.sequence
                 self._offered = mesh, lane, exchange
                 with Watched(mesh, lane, exchange, self._deadline):
-                    offers.put(number, lambda: self._take_up(pair))
+                    offers.put(number, functools.partial(self._take_up, pair))
                     is_awaited = True
                     self._send_head(lane, exchange, message)
+                if message.is_all_head:  # nothing has begun that others would miss
+                    end = functools.partial(self._withdraw, pair, offers, number)
+                    self.entry.withdraw = end
                 self._deadline.apply(self.entry)
                 lane.begin(self.entry)
         except BaseException as error:  # noqa: BLE001  # raised where somebody waits
@@ -327,8 +387,15 @@ class Send(P2PCall):
                 self._take_up(pair)
         self._take_up(pair)
 
-    def _take_up(self, pair: Pair) -> None:
-        """The head was sent, or the receiver takes the message: the rest follows both."""
+    def _withdraw(self, pair: Pair, offers: Offers, number: int, verdict: Verdict) -> None:
+        """End an offer by a verdict, unless it was taken."""
+        if offers.withdraw(number):
+            self._verdict = verdict
+            self._take_up(pair)
+
+    def _take_up(self, pair: Pair, is_taken: bool = False) -> None:  # noqa: FBT001, FBT002  # a callback's
+        """The head was sent, or it is known whether the message is taken: the rest follows both."""
+        self._is_taken |= is_taken
         if next(self._halves):
             rest = functools.partial(self._finish, self._ended_by)
             try:
@@ -341,9 +408,16 @@ class Send(P2PCall):
         if offered is not None:
             self._deadline.pause()
             offered[1].end(self.entry)
+            self.entry.withdraw = None
         with self, place:
             if self._ended_by is not None:
                 raise self._ended_by
+            if self._verdict is not None:
+                pair.absolve(self._verdict)
+                end_elsewhere(self._verdict)
+                raise self._verdict.error(self._name, self.entry.header.position)
+            if self._is_taken and message.is_all_head:
+                return
             mesh, lane, exchange = cast("tuple[Mesh, Lane, Exchange]", offered)
             with Watched(mesh, lane, exchange, self._deadline):
                 exchange.send_rest(message, [pair.peer])
@@ -360,7 +434,7 @@ class Send(P2PCall):
             raise UsageError(f"{self._name}: a message has a tag; only a receiver takes any")
         return None if self.peer == self.group.rank else self._peers.pair(self.group, self.peer)
 
-    def _keep(self, obj: object) -> None:
+    def _keep(self, obj: object, on_taken: Callable[[], object] | None = None) -> None:
         """Send to this rank itself; an error has the form that it has between two ranks."""
         tag, rank = self.entry.header.tag, self.group.rank
         try:
@@ -368,7 +442,7 @@ class Send(P2PCall):
         except BaseException as error:
             raise_together(self._name, {rank: self._failure_of(error)}, error, rank)
             raise
-        self._peers.mailbox.deliver(Arrived(rank, tag, 0, obj=own))
+        self._peers.mailbox.deliver(Arrived(rank, tag, 0, obj=own, on_taken=on_taken))
 
     def _message(self, obj: object) -> Message:
         """Encode; an error becomes a failure message, and is raised when that was sent."""
@@ -426,12 +500,13 @@ class Receive(P2PCall):
 
     operation = Operation.RECV
 
+    has_envelope = False  # whether it gives that with the object
     _lanes: Sequence[Lane] = ()  # on which the watchdog sees it wait
 
     def run(self) -> Any:
         """Wait for a message; returns its object."""
         with self:
-            return self.take_in(self.awaited())
+            return self._result_of(self.awaited())
 
     def launch(self) -> Work[Any]:
         """Ask for a message; when it has come another thread takes it in."""
@@ -439,6 +514,7 @@ class Receive(P2PCall):
         work = self.work()
         request = RecvRequest(self.peer, self.tag, on_end=lambda: self._hand_over(request))
         self._rest = [work.job(lambda: self._go_on(request))]
+        work.cancelled_by(lambda: self._cancel(request))
         try:
             self._ask(request)
         except BaseException as error:
@@ -452,6 +528,14 @@ class Receive(P2PCall):
             return work
         finally:
             del work  # as in ``Work.carry_out_here``
+
+    def _cancel(self, request: RecvRequest) -> bool:
+        """Take it back, unless its wait is over; returns whether it was taken back."""
+        if not self._peers.mailbox.take_back(request) or not self.claim():
+            return False
+        place = f"{self._name} at {self.entry.header.call_site}"
+        self._finish(CancelledError(f"{place} was cancelled before a message came"))
+        return True
 
     def _hand_over(self, request: RecvRequest) -> bool:
         """The wait is over, as some thread knows that must not do the rest: another one goes on.
@@ -482,7 +566,19 @@ class Receive(P2PCall):
             self._end_wait()
             if self._ended_by is not None:
                 raise self._ended_by
-            return self.take_in(self._found(request))
+            return self._result_of(self._found(request))
+
+    def _result_of(self, arrival: Arrived) -> Any:
+        """What the call gives of a message."""
+        envelope = self.envelope_of(arrival)
+        self.envelopes.append(envelope)
+        obj = self.take_in(arrival)
+        return (obj, envelope) if self.has_envelope else obj
+
+    def envelope_of(self, arrival: Arrived) -> Envelope:
+        """What is known of a message."""
+        src = self.group.ranks[arrival.peer]
+        return Envelope(src, arrival.peer, arrival.tag, arrival.nbytes)
 
     def awaited(self, *, is_probe: bool = False) -> Arrived:
         """Wait for a message.
@@ -617,6 +713,8 @@ class Receive(P2PCall):
         """
         origin = arrival.origin
         if origin is None:
+            if arrival.on_taken is not None:
+                arrival.on_taken()
             return arrival.obj
         header, mesh, lane = origin
         self.entry.header = self.entry.header._replace(root=arrival.peer, tag=arrival.tag)
@@ -626,6 +724,15 @@ class Receive(P2PCall):
         is_offered = bool(header.flags & _OFFERED)
         if header.is_all_head:
             message = exchange.adopt(arrival.raw, header)
+            if is_offered and mesh.verdict is None:
+                self.entry.withdraw = None
+                self._deadline.leave(_TRANSFER_SECONDS)
+                # The message is here; that its sender is gone is the next call's business.
+                with (
+                    contextlib.suppress(TransportError),
+                    Watched(mesh, lane, exchange, self._deadline),
+                ):
+                    self._tell_taken(arrival.peer, mesh, exchange)
         else:
             self.entry.is_served = True
             self.entry.withdraw = None  # the sender waits, too: only both can end this

@@ -43,6 +43,7 @@ class Arrived:
         lane: over which it came.
         obj: what this rank sent to itself.
         number: the mailbox's own, in the order of arrival.
+        on_taken: called when somebody receives what this rank sent to itself, if the sender waits.
     """
 
     peer: int
@@ -54,6 +55,7 @@ class Arrived:
     lane: Lane | None = None
     obj: Any = None
     number: int = 0
+    on_taken: Callable[[], object] | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -217,6 +219,12 @@ class Mailbox:
         with self._changed:
             return self._first(RecvRequest(src, tag, on_end=_nothing))
 
+    def is_wanted(self, peer: int, tag: int) -> bool:
+        """Whether a receive waits that such a message would end."""
+        with self._changed:
+            waiting = self._requests.under(*_patterns(peer, tag))
+            return any(not each.is_probe for each in waiting)
+
     def poll(self, src: int | None, tag: int | None) -> Arrived | None:
         """As ``look``; where there is none, one more message may come although there is no room.
 
@@ -303,6 +311,11 @@ class Mailbox:
                 request.verdict = verdict
         if is_waiting:
             request.tell()
+
+    def take_back(self, request: RecvRequest) -> bool:
+        """Take a request back, if it still waits; returns whether it did."""
+        with self._changed:
+            return self._remove(request)
 
     def cancel(self, request: RecvRequest) -> None:
         """Take a request back, and with it a message that it was given; its maker knows."""

@@ -1,14 +1,13 @@
 """Messages from one rank to another: send, recv and their kin, and what has come and waits."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from objcomm.calls.call import Coding
-from objcomm.calls.work import Work
+from objcomm.calls.work import Envelope, Work
 from objcomm.config import Allowed, DeviceLike, GroupLike, Timeout
 from objcomm.errors import BrokenGroupError, ObjcommError
 from objcomm.p2p.call import Receive, Send
-from objcomm.p2p.mailbox import Arrived
 
 
 class _Sending(TypedDict, total=False):
@@ -121,15 +120,35 @@ def send(
 
 @overload
 def recv(
-    src: int | None = None, *, async_op: Literal[False] = False, **options: Unpack[_Receiving]
+    src: int | None = None,
+    *,
+    with_envelope: Literal[True],
+    async_op: Literal[False] = False,
+    **options: Unpack[_Receiving],
+) -> tuple[Any, Envelope]: ...
+@overload
+def recv(
+    src: int | None = None,
+    *,
+    with_envelope: bool = False,
+    async_op: Literal[False] = False,
+    **options: Unpack[_Receiving],
 ) -> Any: ...
 @overload
 def recv(
-    src: int | None = None, *, async_op: Literal[True], **options: Unpack[_Receiving]
+    src: int | None = None,
+    *,
+    with_envelope: bool = False,
+    async_op: Literal[True],
+    **options: Unpack[_Receiving],
 ) -> Work[Any]: ...
 @overload
 def recv(
-    src: int | None = None, *, async_op: bool, **options: Unpack[_Receiving]
+    src: int | None = None,
+    *,
+    with_envelope: bool = False,
+    async_op: bool,
+    **options: Unpack[_Receiving],
 ) -> Any | Work[Any]: ...
 def recv(
     src: int | None = None,
@@ -141,6 +160,7 @@ def recv(
     device: DeviceLike = None,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
+    with_envelope: bool = False,
     async_op: bool = False,
 ) -> Any:
     """Receive an object that one rank sends to this one.
@@ -159,10 +179,12 @@ def recv(
         device: where tensors inside the object shall lie.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
-        async_op: return a work at once, whose ``wait`` gives the object.
+        with_envelope: tell who sent it, too, with its tag and length.
+        async_op: return a work at once, whose ``wait`` gives the object; its ``envelope`` tells who
+            sent it.
 
     Returns:
-        The object. Who sent it, where any rank may, tells ``objcomm.probe``.
+        The object; with ``with_envelope`` a pair of the object and an ``objcomm.Envelope``.
 
     Raises:
         UsageError: an argument is wrong, or this rank waits for itself, which has sent nothing.
@@ -180,6 +202,10 @@ def recv(
         >>> objcomm.send("ready", 0, tag=7)
         >>> objcomm.recv(tag=7)
         'ready'
+        >>> objcomm.send("who?", 0, tag=3)
+        >>> obj, envelope = objcomm.recv(tag=None, with_envelope=True)
+        >>> obj, envelope.src, envelope.tag
+        ('who?', 0, 3)
     """
     p2p_call = Receive(
         group=group,
@@ -189,6 +215,7 @@ def recv(
         global_peer=src,
         group_peer=group_src,
     )
+    p2p_call.has_envelope = with_envelope
     return p2p_call.launch() if async_op else p2p_call.run()
 
 
@@ -262,7 +289,7 @@ def irecv(
         allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
-        A work, whose ``wait`` gives the object.
+        A work, whose ``wait`` gives the object, and whose ``envelope`` then tells who sent it.
 
     Raises:
         ObjcommError: whatever ``objcomm.recv`` raises: what is wrong with the arguments at once,
@@ -288,6 +315,105 @@ def irecv(
     )
 
 
+def ssend(
+    obj: object,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+) -> None:
+    """Send an object to one rank, and return when that rank has received it.
+
+    ``send`` returns sooner for a small object, which then waits at the receiver. Only these two
+    ranks take part.
+
+    Args:
+        obj: what to send.
+        dst: global rank of the receiver. For this rank itself a receive must have begun.
+        group_dst: the same as a rank within the group; give one.
+        tag: of the message.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None. When it passes a small object (32
+            KiB with its header) stays at the receiver, who may receive it later.
+        codec: what encodes the object.
+
+    Returns:
+        Nothing, when a ``recv``, ``irecv`` or ``sendrecv`` of the receiver has taken the message.
+
+    Raises:
+        UsageError: this rank would wait for itself; nothing was sent.
+        ObjcommError: whatever ``objcomm.send`` raises.
+
+    Examples:
+        >>> import objcomm
+        >>> receiving = objcomm.irecv(0)
+        >>> objcomm.ssend("handed over", 0)
+        >>> receiving.wait()
+        'handed over'
+    """
+    p2p_call = Send(
+        group=group,
+        timeout=timeout,
+        coding=Coding(codec, None, None, None),
+        tag=tag,
+        global_peer=dst,
+        group_peer=group_dst,
+        name="ssend",
+    )
+    p2p_call.is_synchronous = True
+    p2p_call.run_until_received(obj)
+
+
+def issend(
+    obj: object,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+) -> Work[None]:
+    """Begin to send an object to one rank: ``ssend`` that returns at once.
+
+    Args:
+        obj: what to send; buffers of tensors and arrays in it must not change before ``wait``.
+        dst: global rank of the receiver; this rank's own is allowed.
+        group_dst: the same as a rank within the group; give one.
+        tag: of the message.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+        codec: what encodes the object.
+
+    Returns:
+        A work, whose ``wait`` returns when the receiver has received the object.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.ssend`` raises: what is wrong with the arguments at once,
+            all else where the work is waited for.
+
+    Examples:
+        >>> import objcomm
+        >>> work = objcomm.issend("read this", 0)
+        >>> work.done(), objcomm.recv(0), work.wait()
+        (False, 'read this', None)
+    """
+    p2p_call = Send(
+        group=group,
+        timeout=timeout,
+        coding=Coding(codec, None, None, None),
+        tag=tag,
+        global_peer=dst,
+        group_peer=group_dst,
+        name="issend",
+    )
+    p2p_call.is_synchronous = True
+    return p2p_call.launch(obj)
+
+
 def sendrecv(
     obj: object,
     dst: int | None = None,
@@ -296,13 +422,14 @@ def sendrecv(
     group_dst: int | None = None,
     group_src: int | None = None,
     tag: int = 0,
-    recv_tag: int | None = None,
+    recv_tag: int | Literal["same"] | None = "same",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
     device: DeviceLike = None,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
+    with_envelope: bool = False,
 ) -> Any:
     """Send an object to one rank and receive one, at the same time: the step of a ring.
 
@@ -313,16 +440,18 @@ def sendrecv(
         group_dst: ``dst`` as a rank within the group; give one.
         group_src: ``src`` as a rank within the group.
         tag: of the message that is sent.
-        recv_tag: of the one that is received; the same if None.
+        recv_tag: of the one that is received; None takes any.
         group: to which all belong; None for the world.
         timeout: seconds or timedelta, for each of the two; the group's own if None.
         codec: what encodes the object.
         device: where tensors inside the received object shall lie.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
+        with_envelope: tell who sent what was received, too, with its tag and length.
 
     Returns:
-        The object that was received.
+        The object that was received; with ``with_envelope`` a pair of it and an
+        ``objcomm.Envelope``.
 
     Raises:
         ObjcommError: whatever ``objcomm.send`` and ``objcomm.recv`` raise.
@@ -344,10 +473,11 @@ def sendrecv(
         group=group,
         timeout=timeout,
         coding=Coding(None, device, accept, allow),
-        tag=tag if recv_tag is None else recv_tag,
+        tag=tag if recv_tag == "same" else recv_tag,
         global_peer=src,
         group_peer=group_src,
     )
+    incoming.has_envelope = with_envelope
     sending = outgoing.launch(obj, is_kept=False)
     try:
         received = incoming.run()
@@ -367,22 +497,6 @@ def sendrecv(
         return received
     finally:
         del sending  # it holds the error, whose traceback holds this frame
-
-
-class Envelope(NamedTuple):
-    """What is known of a message that has come and was not taken.
-
-    Attributes:
-        src: global rank of the sender.
-        group_src: the same as a rank within the group.
-        tag: its tag.
-        nbytes: its length on the wire; 0 if this rank sent it to itself.
-    """
-
-    src: int
-    group_src: int
-    tag: int
-    nbytes: int
 
 
 def probe(
@@ -426,7 +540,7 @@ def probe(
         name="probe",
     )
     with p2p_call:
-        return _envelope(p2p_call, p2p_call.awaited(is_probe=True))
+        return p2p_call.envelope_of(p2p_call.awaited(is_probe=True))
 
 
 def iprobe(
@@ -468,8 +582,4 @@ def iprobe(
     )
     # Neither counted nor recorded: a program that asks again and again would see nothing else.
     found = p2p_call.peek()
-    return None if found is None else _envelope(p2p_call, found)
-
-
-def _envelope(p2p_call: Receive, arrival: Arrived) -> Envelope:
-    return Envelope(p2p_call.group.ranks[arrival.peer], arrival.peer, arrival.tag, arrival.nbytes)
+    return None if found is None else p2p_call.envelope_of(found)

@@ -73,16 +73,16 @@ class Offers:
         self._settings = settings()
         self._lane = Lane("taken", _TAKE_LANE, threading.current_thread(), TicketQueue())
         self._lock = threading.Lock()
-        self._offered: dict[int, Callable[[], object]] = {}
+        self._offered: dict[int, Callable[[bool], object]] = {}
         self._is_heard = False
 
-    def put(self, number: int, on_end: Callable[[], object]) -> None:
+    def put(self, number: int, on_end: Callable[[bool], object]) -> None:
         """Offer a message.
 
         Args:
             number: the message's; its head is sent after this.
             on_end: called once, on a thread of the pool, when the other rank takes the message, or
-                when the connection has ended. Must not raise.
+                when the connection has ended; with whether it is taken. Must not raise.
 
         Raises:
             RuntimeError: this process can start no more threads; nothing was offered.
@@ -151,25 +151,25 @@ class Offers:
                     self.mesh, self._lane, self._peer, standing.raw, self._settings, Operation.TAKE
                 )
                 self._lane.taken += 1
-                self._end([header.tag])
+                self._end([header.tag], is_taken=True)
                 standing.renew()  # the other one may have left after this word
         if self.mesh.verdict is not None:
             with self._lock:
                 self._is_heard = False
                 left = list(self._offered)
-            self._end(left)
+            self._end(left, is_taken=False)
 
     def _is_any_offered(self) -> bool:
         with self._lock:
             self._is_heard = bool(self._offered) and self.mesh.verdict is None
             return self._is_heard
 
-    def _end(self, numbers: list[int]) -> None:
+    def _end(self, numbers: list[int], *, is_taken: bool) -> None:
         with self._lock:
             ended = [self._offered.pop(number, None) for number in numbers]
         for on_end in ended:
             if on_end is not None:  # else it was withdrawn
-                on_end()
+                on_end(is_taken)
 
 
 class Pair:

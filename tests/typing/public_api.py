@@ -152,7 +152,14 @@ def messages(config: Config, group: dist.ProcessGroup) -> None:
         objcomm.send(config, group_dst=1, tag=2, group=group, async_op=True), objcomm.Work[None]
     )
     assert_type(objcomm.isend(config, 1, timeout=3, codec="msgpack"), objcomm.Work[None])
+    assert_type(objcomm.issend(config, group_dst=1, tag=2), objcomm.Work[None])
+    objcomm.ssend(config, 1, timeout=3, group=group)
     assert_type(objcomm.recv(), Any)
+    assert_type(objcomm.recv(tag=None, with_envelope=True), tuple[Any, objcomm.Envelope])
+    assert_type(objcomm.recv(1, with_envelope=True, async_op=True), objcomm.Work[Any])
+    assert_type(objcomm.irecv(tag=None).envelope, objcomm.Envelope)
+    assert_type(objcomm.irecv(tag=None).cancel(), bool)
+    assert_type(objcomm.sendrecv(config, 1, recv_tag=None, with_envelope=True), Any)
     assert_type(
         objcomm.recv(1, tag=None, device="cpu", allow=[Config], async_op=True), objcomm.Work[Any]
     )
