@@ -14,7 +14,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
@@ -24,8 +24,14 @@ from objcomm.errors import UsageError
 Allowed = type | Callable[..., Any] | str
 
 
-#: What ``group=`` takes: a process group, a one-dimensional device mesh, or None for the world.
-GroupLike: TypeAlias = Any
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    #: What ``group=`` takes: a process group, a one-dimensional device mesh, None for the world.
+    GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
+else:
+    GroupLike = Any  # a torch without distributed has neither of them
 
 
 #: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.

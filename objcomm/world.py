@@ -78,9 +78,10 @@ def process_group_of(group: GroupLike) -> Any:
     if group is None:
         return dist.GroupMember.WORLD
     if hasattr(group, "get_group") and hasattr(group, "mesh"):
-        if group.ndim != 1:
-            raise UsageError(f"a mesh of {group.ndim} dimensions is no group; slice it: mesh['dp']")
-        return group.get_group() if group.get_coordinate() is not None else None
+        mesh: Any = group
+        if mesh.ndim != 1:
+            raise UsageError(f"a mesh of {mesh.ndim} dimensions is no group; slice it: mesh['dp']")
+        return mesh.get_group() if mesh.get_coordinate() is not None else None
     if is_nobody(group):
         return None
     if not isinstance(group, dist.ProcessGroup):

@@ -29,7 +29,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-def ddp_broadcast(communication_object: T, src: int = 0) -> T:
+def ddp_broadcast(communication_object: T | None, src: int = 0) -> T:
     """Share an object of the world's rank ``src`` with every rank, as SpeechBrain's does.
 
     Every rank must call this.
