@@ -367,7 +367,10 @@ def seconds_of(operation: str, timeout: float | timedelta) -> float:
     seconds: Any = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0:
-        raise UsageError(f"{operation}: timeout={timeout!r} is not a positive time")
+        raise UsageError(
+            f"{operation}: timeout={timeout!r} must be a positive number of seconds, a timedelta "
+            "or None"
+        )
     return float(min(seconds, FOREVER_SECONDS))
 
 
@@ -381,8 +384,12 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def parse_device(device: DeviceLike) -> torch.device | None:
+def parse_device(device: DeviceLike, operation: str = "") -> torch.device | None:
     """What ``device=`` means.
+
+    Args:
+        device: as the user gave it.
+        operation: what the user has called, for an error's text.
 
     Raises:
         UsageError: torch knows no such device.
@@ -392,7 +399,11 @@ def parse_device(device: DeviceLike) -> torch.device | None:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device={device!r}: {error}") from error
+        said_by = f"{operation}: " if operation else ""
+        raise UsageError(
+            f"{said_by}device={device!r} must be a torch.device, its name or number, or None: "
+            f"{error}"
+        ) from error
 
 
 def secret_of(key: bytes | str) -> bytes:

@@ -433,8 +433,12 @@ def solo_group() -> Group:
     return _groups.solo
 
 
-def resolve(group: GroupLike) -> Group:
+def resolve(group: GroupLike, operation: str = "") -> Group:
     """What ``group=`` means here; a group of objcomm's own, such as a part, means itself.
+
+    Args:
+        group: as the user gave it.
+        operation: what the user has called, for an error's text.
 
     Returns:
         A world of one where torch.distributed is not initialised.
@@ -446,7 +450,7 @@ def resolve(group: GroupLike) -> Group:
     """
     if isinstance(group, Group):
         return group
-    process_group = group_for_call(group)
+    process_group = group_for_call(group, operation)
     return _groups.solo if process_group is None else _groups.of(process_group)
 
 
@@ -485,7 +489,7 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
     local = local_rank_in(os.environ) if group is None else None
     if local is not None and not is_initialized():
         return local == 0
-    whole = resolve(group)
+    whole = resolve(group, "is_main")
     if whole.hosts:
         return whole.hosts.index(whole.hosts[whole.rank]) == whole.rank
     if local is not None:

@@ -328,7 +328,7 @@ def reduce_scatter(
         >>> objcomm.reduce_scatter([{"rank 0": 1}], lambda a, b: a | b)
         {'rank 0': 1}
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "reduce_scatter")
     with Call(
         Operation.REDUCE_SCATTER,
         group=group,

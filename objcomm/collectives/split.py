@@ -232,7 +232,7 @@ def new_group(
         ['shard-0.parquet']
     """
     operation = Operation.NEW_GROUP
-    whole = resolve(group)
+    whole = resolve(group, operation.name.lower())
     deadline = whole.deadline(operation.name.lower(), timeout)
     members = _members(ranks, whole)
     if whole.rank not in members:
@@ -398,7 +398,8 @@ def _divided(
     is_always_new: bool = False,
 ) -> Any:
     """This rank's part of a group, as a process group that all its members have."""
-    deadline = resolve(group).deadline(operation.name.lower(), timeout)
+    name = operation.name.lower()
+    deadline = resolve(group, name).deadline(name, timeout)
     parent = process_group_of(group) if is_initialized() else None
     living = _children.living(parent) if parent is not None and not is_always_new else {}
     word = _Word(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])

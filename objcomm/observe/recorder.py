@@ -210,7 +210,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
         >>> last["operation"], last["outcome"]
         ('all_gather', 'returned')
     """
-    recorders = known_recorders() if group is None else [recorder_of(group_for_call(group))]
+    recorders = known_recorders() if group is None else [recorder_of(group_for_call(group, "dump"))]
     told = _told(recorders, is_whole=group is None)
     if path is not None:
         _write(told, Path(path))

@@ -159,7 +159,7 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
         >>> objcomm.stats()["barrier"].calls
         1
     """
-    return recorder_of(group_for_call(group)).counters.snapshot()
+    return recorder_of(group_for_call(group, "stats")).counters.snapshot()
 
 
 def reset_stats(group: GroupLike = None) -> None:
@@ -177,4 +177,4 @@ def reset_stats(group: GroupLike = None) -> None:
         >>> objcomm.stats()
         {}
     """
-    recorder_of(group_for_call(group)).counters.clear()
+    recorder_of(group_for_call(group, "reset_stats")).counters.clear()

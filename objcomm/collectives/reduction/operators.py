@@ -161,8 +161,12 @@ def _is_reduce_op(op: object) -> bool:
     return type(op).__name__ == "RedOpType"
 
 
-def operator_for(op: Callable[[Any, Any], Any] | Op[Any] | str) -> Operator:
+def operator_for(op: Callable[[Any, Any], Any] | Op[Any] | str, operation: str = "") -> Operator:
     """What ``op=`` means.
+
+    Args:
+        op: as the user gave it.
+        operation: what the user has called, for an error's text.
 
     Raises:
         UsageError: it is neither callable, nor an ``Op``, nor one of the names.
@@ -184,9 +188,10 @@ def operator_for(op: Callable[[Any, Any], Any] | Op[Any] | str) -> Operator:
         return Operator("callable", given)
     named = _NAMED.get(given) if isinstance(given, str) else None
     if named is None:
+        said_by = f"{operation}: " if operation else ""
         raise UsageError(
-            f"op={op!r} is neither a callable of two objects nor an objcomm.Op nor one of "
-            f"{sorted(_NAMED)}"
+            f"{said_by}op={op!r} must be a callable of two objects, an objcomm.Op or one of "
+            f"{', '.join(sorted(_NAMED))}"
         )
     return named
 

@@ -369,7 +369,7 @@ def reduce(
         >>> objcomm.reduce({"seen": {3}}, lambda a, b: {"seen": a["seen"] | b["seen"]})
         {'seen': {3}}
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "reduce")
     leafwise = options_for(operator, dtype, missing)
     with Call(
         Operation.REDUCE,
@@ -515,7 +515,7 @@ def all_reduce(
         >>> objcomm.all_reduce(2**70, "max") == 2**70
         True
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "all_reduce")
     leafwise = options_for(operator, dtype, missing)
     with Call(
         Operation.ALL_REDUCE,

@@ -119,7 +119,7 @@ def scan(
         >>> objcomm.scan({"rank 0": 1}, lambda a, b: a | b)
         {'rank 0': 1}
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "scan")
     with Call(
         Operation.SCAN,
         group=group,
@@ -227,7 +227,7 @@ def exscan(
         >>> objcomm.exscan(1000) is None
         True
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "exscan")
     with Call(
         Operation.EXSCAN,
         group=group,
