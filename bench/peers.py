@@ -129,7 +129,8 @@ class _Objcomm:
         return objcomm.all_reduce(obj, merge, codec=self._codec)
 
     def begin_broadcast(self, obj: Any) -> Callable[[], object]:
-        return objcomm.broadcast(obj, codec=self._codec, async_op=True).wait
+        work: objcomm.Work[Any] = objcomm.broadcast(obj, codec=self._codec, async_op=True)
+        return work.wait
 
     def all_gather_in_flight(self, obj: Any) -> Any:
         return objcomm.all_gather(obj, codec=self._codec, async_op=True).wait()

@@ -14,7 +14,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
@@ -24,8 +24,14 @@ from objcomm.errors import UsageError
 Allowed = type | Callable[..., Any] | str
 
 
-#: What ``group=`` takes: a process group, a one-dimensional device mesh, or None for the world.
-GroupLike: TypeAlias = Any
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    #: What ``group=`` takes: a process group, a one-dimensional device mesh, None for the world.
+    GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
+else:
+    GroupLike = Any  # a torch without distributed has neither of them
 
 
 #: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.
@@ -361,7 +367,10 @@ def seconds_of(operation: str, timeout: float | timedelta) -> float:
     seconds: Any = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0:
-        raise UsageError(f"{operation}: timeout={timeout!r} is not a positive time")
+        raise UsageError(
+            f"{operation}: timeout={timeout!r} must be a positive number of seconds, a timedelta "
+            "or None"
+        )
     return float(min(seconds, FOREVER_SECONDS))
 
 
@@ -375,8 +384,12 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def parse_device(device: DeviceLike) -> torch.device | None:
+def parse_device(device: DeviceLike, operation: str = "") -> torch.device | None:
     """What ``device=`` means.
+
+    Args:
+        device: as the user gave it.
+        operation: what the user has called, for an error's text.
 
     Raises:
         UsageError: torch knows no such device.
@@ -386,7 +399,11 @@ def parse_device(device: DeviceLike) -> torch.device | None:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device={device!r}: {error}") from error
+        said_by = f"{operation}: " if operation else ""
+        raise UsageError(
+            f"{said_by}device={device!r} must be a torch.device, its name or number, or None: "
+            f"{error}"
+        ) from error
 
 
 def secret_of(key: bytes | str) -> bytes:

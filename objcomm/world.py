@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
 from objcomm.config import GroupLike  # noqa: TC001  # who asks for a function's types finds it
 from objcomm.environment import Unjoined, tells_no_size, unjoined_in
@@ -80,8 +81,12 @@ def is_world(process_group: Any) -> bool:
     return process_group is dist.GroupMember.WORLD
 
 
-def process_group_of(group: GroupLike) -> Any:
+def process_group_of(group: GroupLike, operation: str = "") -> Any:
     """Torch's own object for ``group=``, or None on a rank outside.
+
+    Args:
+        group: as the user gave it.
+        operation: what the user has called, for an error's text.
 
     Raises:
         UsageError: it is a mesh of several dimensions, or no group at all.
@@ -89,41 +94,67 @@ def process_group_of(group: GroupLike) -> Any:
     if group is None:
         return dist.GroupMember.WORLD
     if hasattr(group, "get_group") and hasattr(group, "mesh"):
-        if group.ndim != 1:
-            raise UsageError(f"a mesh of {group.ndim} dimensions is no group; slice it: mesh['dp']")
-        return group.get_group() if group.get_coordinate() is not None else None
+        mesh: Any = group
+        if mesh.ndim != 1:
+            raise UsageError(
+                f"{_said_by(operation)}group= must be a mesh of one dimension, not of {mesh.ndim}; "
+                "slice it: mesh['dp']"
+            )
+        return mesh.get_group() if mesh.get_coordinate() is not None else None
     if is_nobody(group):
         return None
     if not isinstance(group, dist.ProcessGroup):
-        raise UsageError(f"group={group!r} is neither a process group nor a device mesh")
+        raise UsageError(
+            f"{_said_by(operation)}group={group!r} must be a process group, a device mesh or None; "
+            "of a list of ranks objcomm.new_group makes a group"
+        )
     return group
 
 
-def group_for_call(group: GroupLike) -> Any:
+def _said_by(operation: str) -> str:
+    """How an error's text begins."""
+    return f"{operation}: " if operation else ""
+
+
+def group_for_call(group: GroupLike, operation: str = "") -> Any:
     """The process group on which a call with this ``group=`` is made; None for a world of one.
+
+    Args:
+        group: as the user gave it.
+        operation: what the user has called, for an error's text.
 
     Raises:
         UsageError: the environment promises other ranks, but nothing is initialised; or it is a
             mesh of several dimensions, or no group at all.
         NotInGroupError: this rank is no member.
     """
+    said_by = _said_by(operation)
     if not is_initialized():
         is_sure = group is not None or tells_no_size()
         promise = "" if is_sure else unjoined_in(os.environ).promise
         if promise:
+            worker = get_worker_info()
+            if worker is not None:
+                raise UsageError(
+                    f"{said_by}worker {worker.id} of a DataLoader is a process of its own, and no "
+                    "rank; make this call in the process that reads from the DataLoader"
+                )
             raise UsageError(
-                f"{promise} promises other ranks, but torch.distributed is not initialised; call "
-                "objcomm.init or init_process_group first"
+                f"{said_by}{promise} promises other ranks, but torch.distributed is not "
+                "initialised; call objcomm.init or init_process_group first"
             )
         if is_nobody(group):
-            raise NotInGroupError("this rank is no member of this group")
+            raise NotInGroupError(f"{said_by}this rank is no member of this group")
         if group is not None:
-            raise UsageError("group= was given, but torch.distributed is not initialised")
+            raise UsageError(
+                f"{said_by}group={group!r} was given, but torch.distributed is not initialised; "
+                "call objcomm.init or init_process_group first, or leave group= out"
+            )
         return None
-    process_group = process_group_of(group)
+    process_group = process_group_of(group, operation)
     if process_group is None or process_group.rank() < 0:
         raise NotInGroupError(
-            f"global rank {dist.get_rank()} is no member of this group; "
+            f"{said_by}global rank {dist.get_rank()} is no member of this group; "
             "let only its members make this call"
         )
     return process_group

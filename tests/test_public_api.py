@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import objcomm
+from objcomm.collectives.reduction.operators import _NAMED, NamedOperator
 from tests.group.operations import OPERATIONS
 from tests.scripts import run_python
 
@@ -66,6 +67,18 @@ def test_every_public_name_is_in_the_reference_once(name: str) -> None:
         return  # the page lists that module as a whole
     entry = rf"^::: objcomm\.{name}\b|`(objcomm\.)?{name}`.*other names? of"
     assert len(re.findall(entry, REFERENCE, re.MULTILINE)) == 1
+
+
+def test_the_type_of_every_public_function_is_checked() -> None:
+    sample = (_ROOT / "tests" / "typing" / "public_api.py").read_text(encoding="utf-8")
+    shown = set(re.findall(r"objcomm\.(\w+)", sample))
+    functions = {name for name in objcomm.__all__ if inspect.isfunction(getattr(objcomm, name))}
+    blocks = {"main_first", "main_only", "node_first", "zero_first", "zero_only", "lane"}
+    assert shown >= functions | blocks, sorted((functions | blocks) - shown)
+
+
+def test_the_type_of_op_has_the_names_that_there_are() -> None:
+    assert set(typing.get_args(NamedOperator)) == set(_NAMED)
 
 
 NAMED = sorted(set(objcomm.__all__) - {"recorder"})  # all but a module

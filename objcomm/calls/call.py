@@ -79,16 +79,17 @@ class Coding:
         device: DeviceLike,
         accept: Iterable[str] | None,
         allow: Iterable[Allowed] | None,
+        operation: str = "",
     ) -> None:
-        """Begin; the arguments are the caller's own.
+        """Begin; the arguments are the caller's own, ``operation`` is their call.
 
         Raises:
             UsageError: one of them is wrong.
         """
         self.settings = settings_with(accept, allow)
-        self._codec = codec_named(codec or self.settings.codec)
+        self._codec = codec_named(codec or self.settings.codec, operation)
         self.codec_name = self._codec.name
-        self.device = parse_device(device)
+        self.device = parse_device(device, operation)
 
     def message(
         self, header: Header, produce: Callable[[], object], device_type: str | None = None
@@ -239,9 +240,9 @@ class Call:
         self._began = time.perf_counter()
         self.call_site = call_site()
         self.name = name or operation_name(operation)
-        whole = resolve(group)
+        whole = resolve(group, self.name)
         self.root = whole.root(self.name, global_root, group_root, root_argument)
-        self._coding = Coding(codec, device, accept, allow)
+        self._coding = Coding(codec, device, accept, allow, self.name)
         self.device = self._coding.device
         self.ranks, self._deadline = whole.ranks, whole.deadline(self.name, timeout)
         self._is_confined = acts_alone(self.name, whole.ranks, whole.rank)

@@ -440,8 +440,12 @@ def solo_group() -> Group:
     return _groups.solo
 
 
-def resolve(group: GroupLike) -> Group:
+def resolve(group: GroupLike, operation: str = "") -> Group:
     """What ``group=`` means here; a group of objcomm's own, such as a part, means itself.
+
+    Args:
+        group: as the user gave it.
+        operation: what the user has called, for an error's text.
 
     Returns:
         A world of one where torch.distributed is not initialised.
@@ -456,7 +460,7 @@ def resolve(group: GroupLike) -> Group:
     # Whoever has a world is in it, so there is nothing to ask.
     process_group = default_group() if group is None else None
     if process_group is None:
-        process_group = group_for_call(group)
+        process_group = group_for_call(group, operation)
     if process_group is None:
         forget_world()
         return _groups.solo
@@ -498,7 +502,7 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
     local = local_rank_in(os.environ) if group is None else None
     if local is not None and not is_initialized():
         return local == 0
-    whole = resolve(group)
+    whole = resolve(group, "is_main")
     if whole.hosts:
         return whole.hosts.index(whole.hosts[whole.rank]) == whole.rank
     if local is not None:

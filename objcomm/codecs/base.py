@@ -123,15 +123,23 @@ def register_codec(codec: Codec) -> None:
     _registry.add(codec)
 
 
-def codec_named(name: str) -> Codec:
+def codec_named(name: str, operation: str = "") -> Codec:
     """The codec that an operation's ``codec=`` names.
+
+    Args:
+        name: as the user gave it.
+        operation: what the user has called, for an error's text.
 
     Raises:
         UsageError: there is none of that name.
     """
     codec = _registry.get(name)
     if codec is None:
-        raise UsageError(f"there is no codec {name!r}; known: {', '.join(_registry.names())}")
+        said_by = f"{operation}: " if operation else ""
+        raise UsageError(
+            f"{said_by}codec={name!r} must be one of {', '.join(_registry.names())}; register "
+            "another one with objcomm.register_codec"
+        )
     return codec
 
 

@@ -270,7 +270,7 @@ def agree(
         >>> objcomm.agree({"lr": 0.1, "layers": (64, 10)})
         {'lr': 0.1, 'layers': (64, 10)}
     """
-    deadline = resolve(group).deadline("agree", timeout)
+    deadline = resolve(group, "agree").deadline("agree", timeout)
     begin = functools.partial(
         Call, Operation.AGREE, group=group, codec=codec, accept=accept, allow=allow
     )

@@ -6,7 +6,7 @@ it returns is the second, to be called on the spot or given to ``call.run``. Oth
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from objcomm.algorithms import routes
 from objcomm.calls.call import Call
@@ -20,7 +20,25 @@ T = TypeVar("T")
 
 @overload
 def broadcast(
-    obj: T,
+    obj: None,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[ShownOptions],
+) -> Any: ...
+@overload
+def broadcast(
+    obj: None,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    async_op: Literal[True],
+    **options: Unpack[ShownOptions],
+) -> Work[Any]: ...
+@overload
+def broadcast(
+    obj: T | None,
     src: int | None = None,
     *,
     group_src: int | None = None,
@@ -29,7 +47,7 @@ def broadcast(
 ) -> T: ...
 @overload
 def broadcast(
-    obj: T,
+    obj: T | None,
     src: int | None = None,
     *,
     group_src: int | None = None,
@@ -38,7 +56,7 @@ def broadcast(
 ) -> Work[T]: ...
 @overload
 def broadcast(
-    obj: T,
+    obj: T | None,
     src: int | None = None,
     *,
     group_src: int | None = None,
@@ -46,7 +64,7 @@ def broadcast(
     **options: Unpack[ShownOptions],
 ) -> T | Work[T]: ...
 def broadcast(
-    obj: T,
+    obj: T | None,
     src: int | None = None,
     *,
     group_src: int | None = None,
@@ -118,7 +136,7 @@ def broadcast(
         progress=progress,
         async_op=async_op,
     ) as call:
-        return call.run(broadcast_in(call, obj))
+        return call.run(broadcast_in(call, obj))  # type: ignore[arg-type]  # None is not shared
 
 
 def broadcast_in(call: Call, obj: T, check: Callable[[T], T] = lambda obj: obj) -> Callable[[], T]:

@@ -29,7 +29,7 @@ def gather(
     group_dst: int | None = None,
     async_op: Literal[False] = False,
     **options: Unpack[ShownOptions],
-) -> list[T] | None: ...
+) -> list[T] | Any: ...
 @overload
 def gather(
     obj: T,
@@ -38,7 +38,7 @@ def gather(
     group_dst: int | None = None,
     async_op: Literal[True],
     **options: Unpack[ShownOptions],
-) -> Work[list[T] | None]: ...
+) -> Work[list[T] | Any]: ...
 @overload
 def gather(
     obj: T,
@@ -47,7 +47,7 @@ def gather(
     group_dst: int | None = None,
     async_op: bool,
     **options: Unpack[ShownOptions],
-) -> list[T] | Work[list[T] | None] | None: ...
+) -> list[T] | Work[list[T] | Any] | Any: ...
 def gather(
     obj: T,
     dst: int | None = None,
@@ -62,7 +62,7 @@ def gather(
     allow: Iterable[Allowed] | None = None,
     progress: bool = False,
     async_op: bool = False,
-) -> list[T] | Work[list[T] | None] | None:
+) -> list[T] | Work[list[T] | Any] | Any:
     """Collect one object from every rank onto one.
 
     Every rank of ``group`` must call this. Each contribution travels at its own size. A rank that

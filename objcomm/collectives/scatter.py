@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 from objcomm.algorithms import routes
 from objcomm.calls.call import Call
 from objcomm.calls.work import Work
-from objcomm.collectives.reduction.operators import Op, Operator, operator_for
+from objcomm.collectives.reduction.operators import NamedOperator, Op, Operator, operator_for
 from objcomm.config import Allowed, DeviceLike, GroupLike, Options, ShownOptions, Timeout
 from objcomm.errors import UsageError
 from objcomm.wire.header import Operation, Status
@@ -239,8 +239,24 @@ def _all_to_all(call: Call, objs: Iterable[T]) -> Callable[[], list[T]]:
 
 @overload
 def reduce_scatter(
+    objs: Iterable[int],
+    op: Literal["mean"],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[Options],
+) -> float: ...
+@overload
+def reduce_scatter(
+    objs: Iterable[int],
+    op: Literal["mean"],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[float]: ...
+@overload
+def reduce_scatter(
     objs: Iterable[T],
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: Literal[False] = False,
     **options: Unpack[Options],
@@ -248,7 +264,7 @@ def reduce_scatter(
 @overload
 def reduce_scatter(
     objs: Iterable[T],
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: Literal[True],
     **options: Unpack[Options],
@@ -256,14 +272,14 @@ def reduce_scatter(
 @overload
 def reduce_scatter(
     objs: Iterable[T],
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: bool,
     **options: Unpack[Options],
 ) -> T | Work[T]: ...
 def reduce_scatter(
     objs: Iterable[T],
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     group: GroupLike = None,
     timeout: Timeout = None,
@@ -273,7 +289,7 @@ def reduce_scatter(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
-) -> T | Work[T]:
+) -> T | float | Work[Any]:
     """Combine what all ranks give for one rank, in rank order, onto that rank; for each rank.
 
     Every rank of ``group`` must call this, with the same operator. Each rank combines what is its
@@ -314,7 +330,7 @@ def reduce_scatter(
         >>> objcomm.reduce_scatter([{"rank 0": 1}], lambda a, b: a | b)
         {'rank 0': 1}
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "reduce_scatter")
     with Call(
         Operation.REDUCE_SCATTER,
         group=group,

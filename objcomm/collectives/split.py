@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias, cast
 
 import torch.distributed as dist
 
@@ -84,7 +84,7 @@ def split(
     *,
     group: GroupLike = None,
     timeout: Timeout = None,
-) -> Any:
+) -> "dist.ProcessGroup":
     """Divide a group: ranks that give the same colour form a new group.
 
     Every rank of ``group`` must call this, and no other: several groups may be divided at once.
@@ -119,10 +119,12 @@ def split(
         ['shard-0.parquet']
     """
     mine, place = _color(color), _integer("key", 0 if key is None else key)
-    return _divided(Operation.SPLIT, mine, place, _by_color, group=group, timeout=timeout)
+    made: dist.ProcessGroup
+    made = _divided(Operation.SPLIT, mine, place, _by_color, group=group, timeout=timeout)
+    return made
 
 
-def dup(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
+def dup(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
     """Make another group of the same ranks, with connections of its own.
 
     Every rank of ``group`` must call this. What is sent in one group cannot meet what is sent in
@@ -149,12 +151,13 @@ def dup(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
         >>> objcomm.world_size(mine) == objcomm.world_size()
         True
     """
-    return _divided(
+    made: dist.ProcessGroup = _divided(
         Operation.DUP, 0, 0, _by_color, group=group, timeout=timeout, is_always_new=True
     )
+    return made
 
 
-def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
+def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
     """The ranks of ``group`` that run on this rank's host.
 
     Every rank of ``group`` must call this. Each rank tells the name of its host; no environment
@@ -181,6 +184,7 @@ def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
         >>> objcomm.all_gather("gpu 0", group=objcomm.node_group())
         ['gpu 0']
     """
+    made: dist.ProcessGroup
     made = _divided(Operation.NODE_GROUP, machine(), 0, _by_color, group=group, timeout=timeout)
     if made is not None:
         resolve(group).near = made
@@ -189,7 +193,7 @@ def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
 
 def new_group(
     ranks: Iterable[SupportsIndex], *, group: GroupLike = None, timeout: Timeout = None
-) -> Any:
+) -> "dist.ProcessGroup":
     """Make a group of the ranks in a list; no other rank need call this.
 
     Every rank in ``ranks`` must call this, with the same list. The others need not; one that does
@@ -228,19 +232,21 @@ def new_group(
         ['shard-0.parquet']
     """
     operation = Operation.NEW_GROUP
-    whole = resolve(group)
+    whole = resolve(group, operation.name.lower())
     deadline = whole.deadline(operation.name.lower(), timeout)
     members = _members(ranks, whole)
     if whole.rank not in members:
-        return NOBODY
+        return cast("dist.ProcessGroup", NOBODY)  # torch has no type for who is outside
     if not is_initialized():
-        return None
-    part = whole.part(members)
+        return cast("dist.ProcessGroup", None)  # accepted as ``group=``, which means this rank
+    part: Any = whole.part(members)
     word = _Word(None, 0, uuid.uuid4().hex, [])
     with Call(operation, group=part, timeout=timeout, codec=_CODEC, accept=[_CODEC]) as call:
         words = _told(call, word)
     everyone = tuple(range(part.size))
-    return _connected(operation, (everyone, _name(everyone, words)), part, deadline)
+    made: dist.ProcessGroup
+    made = _connected(operation, (everyone, _name(everyone, words)), part, deadline)
+    return made
 
 
 def _members(ranks: Iterable[SupportsIndex], whole: Group) -> Members:
@@ -276,13 +282,13 @@ def _whole_numbers(values: Iterable[object]) -> list[int] | None:
     return whole if len(whole) == len(numbers) else None
 
 
-def near_group(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
+def near_group(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
     """As ``node_group``, asked only once on each lane; every rank of ``group`` must call this."""
     found = resolve(group).near
     return found if _is_there(found) else node_group(group=group, timeout=timeout)
 
 
-def leaders(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
+def leaders(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
     """The first rank of each host, as one group.
 
     Every rank of ``group`` must call this. What a host is, ``node_group`` tells.
@@ -311,7 +317,9 @@ def leaders(*, group: GroupLike = None, timeout: Timeout = None) -> Any:
         ...     objcomm.all_gather("host 0", group=heads)
         ['host 0']
     """
-    return _divided(Operation.LEADERS, machine(), 0, _leaders, group=group, timeout=timeout)
+    made: dist.ProcessGroup
+    made = _divided(Operation.LEADERS, machine(), 0, _leaders, group=group, timeout=timeout)
+    return made
 
 
 def _color(color: object) -> int | str | None:
@@ -390,7 +398,8 @@ def _divided(
     is_always_new: bool = False,
 ) -> Any:
     """This rank's part of a group, as a process group that all its members have."""
-    deadline = resolve(group).deadline(operation.name.lower(), timeout)
+    name = operation.name.lower()
+    deadline = resolve(group, name).deadline(name, timeout)
     parent = process_group_of(group) if is_initialized() else None
     living = _children.living(parent) if parent is not None and not is_always_new else {}
     word = _Word(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])

@@ -94,7 +94,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
         raise caught_as(error, TypeError)
     if name == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(f"all_reduce: the mean of {tensor.dtype} is none; call objcomm.all_reduce")
-    result = objcomm.all_reduce(tensor, name)
+    result: torch.Tensor = objcomm.all_reduce(tensor, name)
     with torch.no_grad():
         return tensor.copy_(result)
 

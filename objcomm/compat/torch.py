@@ -506,7 +506,7 @@ def _safe(weights_only: bool) -> list[Any] | None:  # noqa: FBT001  # handed on
 def _joined(name: str, group: GroupLike) -> Group | None:
     """The group, or None on a rank outside of it, which gets torch's warning."""
     try:
-        return resolve(group)
+        return resolve(group, name)
     except NotInGroupError:
         warnings.warn(
             f"Running {name} on global rank {rank()} which does not belong to the given group.",

@@ -202,8 +202,12 @@ def recorder_of(process_group: Any) -> Recorder:
     return _recorders.of(process_group)
 
 
-def counters_of(group: GroupLike) -> Counters:
+def counters_of(group: GroupLike, operation: str) -> Counters:
     """Where the calls with this ``group=`` count; once it was destroyed, where they did.
+
+    Args:
+        group: as the user gave it.
+        operation: which call asks, for an error's text.
 
     Raises:
         UsageError: the environment promises other ranks, but nothing is initialised; or it is a
@@ -211,7 +215,7 @@ def counters_of(group: GroupLike) -> Counters:
         NotInGroupError: this rank is no member.
     """
     left = None if is_initialized() else _recorders.left_of(group)
-    return recorder_of(group_for_call(group)).counters if left is None else left
+    return recorder_of(group_for_call(group, operation)).counters if left is None else left
 
 
 def forget_world() -> None:
@@ -255,7 +259,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
         >>> last["operation"], last["outcome"]
         ('all_gather', 'returned')
     """
-    recorders = known_recorders() if group is None else [recorder_of(group_for_call(group))]
+    recorders = known_recorders() if group is None else [recorder_of(group_for_call(group, "dump"))]
     told = _told(recorders, is_whole=group is None)
     if path is not None:
         _write(told, Path(path))

@@ -162,7 +162,7 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
         >>> objcomm.stats()["barrier"].calls
         1
     """
-    return counters_of(group).snapshot()
+    return counters_of(group, "stats").snapshot()
 
 
 def reset_stats(group: GroupLike = None) -> None:
@@ -180,4 +180,4 @@ def reset_stats(group: GroupLike = None) -> None:
         >>> objcomm.stats()
         {}
     """
-    counters_of(group).clear()
+    counters_of(group, "reset_stats").clear()

@@ -89,7 +89,7 @@ class P2PCall:
         """
         self._began = time.perf_counter()
         self._name = name or self.operation.name.lower()
-        self.group = resolve(group)
+        self.group = resolve(group, self._name)
         self._peers = peers_of(self.group)
         self._coding = coding
         self._deadline = self.group.deadline(self._name, timeout)

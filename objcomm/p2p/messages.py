@@ -107,7 +107,7 @@ def send(
     p2p_call = Send(
         group=group,
         timeout=timeout,
-        coding=Coding(codec, None, None, None),
+        coding=Coding(codec, None, None, None, "send"),
         tag=tag,
         global_peer=dst,
         group_peer=group_dst,
@@ -210,7 +210,7 @@ def recv(
     p2p_call = Receive(
         group=group,
         timeout=timeout,
-        coding=Coding(None, device, accept, allow),
+        coding=Coding(None, device, accept, allow, "recv"),
         tag=tag,
         global_peer=src,
         group_peer=group_src,
@@ -464,7 +464,7 @@ def sendrecv(
     outgoing = Send(
         group=group,
         timeout=timeout,
-        coding=Coding(codec, None, None, None),
+        coding=Coding(codec, None, None, None, "send"),
         tag=tag,
         global_peer=dst,
         group_peer=group_dst,
@@ -472,7 +472,7 @@ def sendrecv(
     incoming = Receive(  # before anything is sent: its arguments may be wrong, too
         group=group,
         timeout=timeout,
-        coding=Coding(None, device, accept, allow),
+        coding=Coding(None, device, accept, allow, "recv"),
         tag=tag if recv_tag == "same" else recv_tag,
         global_peer=src,
         group_peer=group_src,

@@ -42,7 +42,7 @@ class Shard(Sampler[int]):
         found = whole_number(numel)
         if found is None or found < 0:
             raise UsageError(f"a shard of {numel!r} members")
-        here = resolve(group)
+        here = resolve(group, "loader")
         self._rank, self._size = here.rank, here.size
         self._numel = found
         self._is_shuffled = shuffle

@@ -29,7 +29,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-def ddp_broadcast(communication_object: T, src: int = 0) -> T:
+def ddp_broadcast(communication_object: T | None, src: int = 0) -> T:
     """Share an object of the world's rank ``src`` with every rank, as SpeechBrain's does.
 
     Every rank must call this.
@@ -298,7 +298,7 @@ class main_only:  # noqa: N801  # used as a function, like contextlib's
         self._inside: list[inside] = []
 
     def __enter__(self) -> None:
-        whole = resolve(self._group_like)
+        whole = resolve(self._group_like, "main_only")
         others = frozenset(whole.ranks) - {whole.ranks[whole.rank]}
         entered = inside(Region("main_only", later=others, is_local=True))
         entered.__enter__()
@@ -345,7 +345,7 @@ class zero_only:  # noqa: N801  # used as a function, like contextlib's
         self._inside: list[inside | None] = []
 
     def __enter__(self) -> bool:
-        whole = resolve(self._group_like)
+        whole = resolve(self._group_like, "zero_only")
         whole.deadline("zero_only", self._timeout)  # a wrong one is told here, not at the end
         is_alone = acts_alone("zero_only", whole.ranks, whole.rank)
         others = frozenset(whole.ranks) - {whole.ranks[whole.rank]}
@@ -461,8 +461,8 @@ class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib
         self._group_rank = group_rank
 
     def _begun(self, group: GroupLike, timeout: Timeout) -> "_Block | None":
-        whole = resolve(group)
         name = self._operation.name.lower()
+        whole = resolve(group, name)
         first = whole.root(name, self._rank, self._group_rank, "rank")
         if is_in_order(name, whole.ranks, whole.rank, first):
             return None
@@ -502,8 +502,8 @@ class node_first(_Ordered):  # noqa: N801  # used as a function, like contextlib
     _operation = Operation.NODE_FIRST
 
     def _begun(self, group: GroupLike, timeout: Timeout) -> "_Block | None":
-        whole = resolve(group)
         name = self._operation.name.lower()
+        whole = resolve(group, name)
         whole.deadline(name, timeout)
         if _is_open(name, whole):
             return None

@@ -45,7 +45,7 @@ def gather_scalar(
     group: GroupLike = None,
     timeout: Timeout = None,
     async_op: Literal[False] = False,
-) -> list[T] | None: ...
+) -> list[T] | Any: ...
 @overload
 def gather_scalar(
     value: T,
@@ -55,7 +55,7 @@ def gather_scalar(
     group: GroupLike = None,
     timeout: Timeout = None,
     async_op: Literal[True],
-) -> Work[list[T] | None]: ...
+) -> Work[list[T] | Any]: ...
 @overload
 def gather_scalar(
     value: T,
@@ -65,7 +65,7 @@ def gather_scalar(
     group: GroupLike = None,
     timeout: Timeout = None,
     async_op: bool,
-) -> list[T] | Work[list[T] | None] | None: ...
+) -> list[T] | Work[list[T] | Any] | Any: ...
 def gather_scalar(
     value: T,
     dst: int | None = None,
@@ -74,7 +74,7 @@ def gather_scalar(
     group: GroupLike = None,
     timeout: Timeout = None,
     async_op: bool = False,
-) -> list[T] | Work[list[T] | None] | None:
+) -> list[T] | Work[list[T] | Any] | Any:
     """Collect one scalar from every rank onto one, each with its exact value and type.
 
     Every rank of ``group`` must call this. Types may differ between ranks: nothing is converted,
@@ -202,7 +202,7 @@ def gather_from_all_ranks(
     device: DeviceLike = None,
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
-) -> list[T] | None:
+) -> list[T] | Any:
     """Call a function on every rank and collect what it returns onto one.
 
     Every rank of ``group`` must call this. Unlike ``gather(fn())`` it fails on every rank if ``fn``
@@ -258,7 +258,7 @@ def gather_scalar_from_all_ranks(
     group_dst: int | None = None,
     group: GroupLike = None,
     timeout: Timeout = None,
-) -> list[T] | None:
+) -> list[T] | Any:
     """Call a function on every rank and collect the scalar that it returns onto one.
 
     Every rank of ``group`` must call this. Each value arrives as it is, whatever its type: ints

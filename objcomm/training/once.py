@@ -224,7 +224,7 @@ def _once(
     operation: Operation, produce: Callable[[], R], group: GroupLike, timeout: Timeout
 ) -> tuple[R, frozenset[int]]:
     """This host's result, and the first rank of each host; none of them in a region."""
-    whole = resolve(group)
+    whole = resolve(group, operation.name.lower())
     whole.deadline(operation.name.lower(), timeout)
     if acts_alone(operation.name.lower(), whole.ranks, whole.rank):
         return produce(), frozenset()

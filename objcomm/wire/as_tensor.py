@@ -46,7 +46,7 @@ def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
         {'step': 3}
     """
     in_force = settings()
-    chosen = codec_named(codec or in_force.codec)
+    chosen = codec_named(codec or in_force.codec, "to_tensor")
     encoded = encode(chosen, obj)
     message = compose(_HEADER, encoded.meta, encoded.buffers, codec=chosen.name)
     message.header = message.header._replace(tag=_checksum(message.following_on_host))
@@ -91,7 +91,7 @@ def from_tensor(
     """
     if tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise UsageError(f"expected a flat uint8 tensor, not {tensor.dtype} of {tensor.dim()} dims")
-    target = parse_device(device)
+    target = parse_device(device, "from_tensor")
     chosen = settings_with(accept, allow)
     gate = Gate(chosen, _PURPOSE)
     flat = tensor.detach().cpu().contiguous()

@@ -1,5 +1,7 @@
 """What sync_model does with a model's buffers, by each of its options."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from tests.ranks import ranks
     ids=["averaged", "the first rank's", "left alone", "left alone twice"],
 )
 def test_buffers_are_averaged_shared_or_left_alone(
-    options: dict[str, bool], expected: list[float]
+    options: dict[str, Any], expected: list[float]
 ) -> None:
     rank = objcomm.rank()
     for is_eager in (False, True):

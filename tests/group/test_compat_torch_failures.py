@@ -37,12 +37,16 @@ def test_a_receiver_alone_decides_what_it_admits_of_a_list() -> None:
 def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
     box: list[Any] = [None, None, None]
     peer = 1 if here().rank == 0 else 0
+    no_group: Any = "world"
     refused: list[tuple[Action, str]] = [
-        (lambda: dist_objects.broadcast_object_list(box, 0, group_src=0), "not both"),
-        (lambda: dist_objects.broadcast_object_list(box, 7), "global rank 7"),
-        (lambda: dist_objects.gather_object(1, box, 0, group_dst=0), "not both"),
-        (lambda: dist_objects.scatter_object_list(box, box, group_src=3), "no rank 3"),
-        (lambda: dist_objects.all_gather_object(box, 1, group="world"), "neither"),
+        (lambda: dist_objects.broadcast_object_list(box, 0, group_src=0), "were both given"),
+        (lambda: dist_objects.broadcast_object_list(box, 7), "src=7 is not in"),
+        (lambda: dist_objects.gather_object(1, box, 0, group_dst=0), "were both given"),
+        (lambda: dist_objects.scatter_object_list(box, box, group_src=3), "group_src=3 is not in"),
+        (
+            lambda: dist_objects.all_gather_object(box, 1, group=no_group),
+            "all_gather_object: group='world' must",
+        ),
         (lambda: dist_objects.send_object_list(box), "give dst= or group_dst="),
         (lambda: dist_objects.send_object_list(box, here().rank), "this rank itself"),
         (lambda: dist_objects.send_object_list(5, peer), "give a list"),  # type: ignore[arg-type]  # wrong on purpose

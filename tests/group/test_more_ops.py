@@ -197,7 +197,7 @@ def test_a_commutative_op_ends_where_it_is_wanted(length: int) -> None:
         mine = torch.full((length,), rank)
         got = objcomm.reduce(mine, objcomm.Op(add, commutative=True, slow=True), dst=root)
         want = torch.full((length,), size * (size - 1) // 2)
-        assert got is None if rank != root else torch.equal(got, want)  # type: ignore[arg-type]  # see root
+        assert got is None if rank != root else torch.equal(got, want)
         combined = objcomm.all_gather(len(calls))
         assert sum(combined) == size - 1
         assert combined[root] == (size - 1).bit_length(), "a tree of its own"

@@ -35,7 +35,7 @@ def tree(owner: int) -> dict[str, Any]:
     return leaves | {"strided": torch.arange(400_000.0).view(2, -1).t() + owner}
 
 
-def sent(obj: Any, op: str, **options: Any) -> Any:
+def sent(obj: Any, op: Any, **options: Any) -> Any:
     """The same without such memory."""
     with mock.patch.object(Exchange, "workspace", return_value=None):
         return objcomm.reduce(obj, op, **options)
@@ -43,7 +43,7 @@ def sent(obj: Any, op: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize("op", ["sum", "mean", "any"])
 @ranks(2, 3)
-def test_results_are_those_of_what_is_sent_to_the_bit(op: str) -> None:
+def test_results_are_those_of_what_is_sent_to_the_bit(op: Any) -> None:
     mine = tree(here().rank)
     want = sent(mine, op, dst=1)
     with mock.patch.object(

@@ -224,7 +224,7 @@ def test_what_cannot_start_is_said_before_any_wait() -> None:
         ({"RANK": "0"}, {}, "WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, {}, "set RANK"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, {}, "MASTER_ADDR is not set"),
-        (torchrun(0, 2), {"timeout": 0}, "timeout=0 is not a positive time"),
+        (torchrun(0, 2), {"timeout": 0}, "timeout=0 must be a positive number"),
         (torchrun(0, 2), {"backend": "smoke"}, "there is no 'smoke'"),
         (torchrun(0, 2), {"backend": "mpi"}, "built without mpi"),
     ]

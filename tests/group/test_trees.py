@@ -124,7 +124,7 @@ DTYPES = [
     torch.complex64,
 ]
 
-OPS = ["sum", "prod", "min", "max", "mean", "any", "all"]
+OPS: list[Any] = ["sum", "prod", "min", "max", "mean", "any", "all"]
 
 
 @ranks(2, 3, 4)
@@ -180,7 +180,7 @@ def test_leaves_of_all_sizes_and_kinds_travel_together() -> None:
 
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
-def test_a_large_result_has_the_same_bits_on_every_rank_and_in_rank_order(op: str) -> None:
+def test_a_large_result_has_the_same_bits_on_every_rank_and_in_rank_order(op: Any) -> None:
     def operand(i: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(i)
         return torch.randn(LARGE, generator=generator) * 1e3
@@ -349,7 +349,7 @@ def _model(op: str, objs: list[Any]) -> Any:
     return max(objs)
 
 
-def reduce_plan(plan: Any, op: str) -> None:
+def reduce_plan(plan: Any, op: Any) -> None:
     """On every rank: hold a reduction against the model."""
     rank, size = objcomm.rank(), objcomm.world_size()
     want = _model(op, [_filled(plan, i, 1) for i in range(size)])

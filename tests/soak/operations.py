@@ -172,7 +172,7 @@ _NAMED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _name_of(turn: Turn) -> str:
+def _name_of(turn: Turn) -> Any:
     return list(_NAMED)[turn.seed % len(_NAMED)]
 
 

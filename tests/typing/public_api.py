@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import objcomm
+from objcomm.codecs.base import Codec
 from objcomm.collectives.reduction.operators import Extreme
 from objcomm.compat import torch as dist_objects
 
@@ -31,25 +32,25 @@ def collectives(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.broadcast(config), Config)
     assert_type(objcomm.broadcast(config, 1), Config)
     assert_type(objcomm.broadcast({"lr": 0.1}, group_src=1), dict[str, float])
-    assert_type(objcomm.gather(config), list[Config] | None)
-    assert_type(objcomm.gather(config, dst=1, timeout=3), list[Config] | None)
+    assert_type(objcomm.gather(config), list[Config] | Any)
+    assert_type(objcomm.gather(config, dst=1, timeout=3), list[Config] | Any)
     assert_type(objcomm.all_gather(config), list[Config])
     assert_type(objcomm.scatter(configs), Config)
     assert_type(objcomm.scatter(tuple(configs)), Config)
-    assert_type(objcomm.reduce(config, Config.merge), Config | None)
+    assert_type(objcomm.reduce(config, Config.merge), Config | Any)
     assert_type(objcomm.all_reduce(config, lambda a, b: a.merge(b)), Config)
     assert_type(objcomm.all_reduce(torch.ones(3), "max"), torch.Tensor)
     assert_type(objcomm.all_reduce({"loss": 0.5}, "mean", missing="skip"), dict[str, float])
     assert_type(objcomm.all_reduce([torch.ones(3)], dtype=torch.float64), list[torch.Tensor])
     assert_type(objcomm.all_reduce(0.5, "argmax"), Extreme)
-    assert_type(objcomm.reduce(0.5, "argmin", 1), Extreme | None)
+    assert_type(objcomm.reduce(0.5, "argmin", 1), Extreme | Any)
     assert_type(objcomm.all_reduce(["cat"], "counter"), collections.Counter[Any])
     merge = objcomm.Op(Config.merge, commutative=True, identity=config, slow=True)
     assert_type(merge, objcomm.Op[Config])
     assert_type(objcomm.all_reduce(config, merge), Config)
-    assert_type(objcomm.reduce(config, merge, dst=1), Config | None)
+    assert_type(objcomm.reduce(config, merge, dst=1), Config | Any)
     assert_type(objcomm.all_to_all(configs), list[Config])
-    assert_type(objcomm.all_to_all((1, 2), async_op=True), objcomm.Work[list[int]])
+    assert_type(objcomm.all_to_all(tuple(configs), async_op=True), objcomm.Work[list[Config]])
     assert_type(objcomm.scan(config, Config.merge), Config)
     assert_type(objcomm.scan(1, async_op=True), objcomm.Work[int])
     assert_type(objcomm.exscan(config, Config.merge), Config | None)
@@ -59,13 +60,47 @@ def collectives(config: Config, configs: list[Config]) -> None:
     objcomm.barrier("name", timeout=timedelta(seconds=3))
 
 
+def what_only_some_ranks_have(config: Config, rank: int) -> None:
+    """None stands where a rank has nothing to give, or gets nothing, and is not in the type."""
+    assert_type(objcomm.broadcast(config if rank == 0 else None), Config)
+    assert_type(objcomm.broadcast({"lr": 0.1} if rank == 0 else None)["lr"], float)
+    assert_type(objcomm.broadcast(config if rank == 0 else None, async_op=True).wait(), Config)
+    assert_type(objcomm.broadcast(None), Any)
+    assert_type(objcomm.broadcast(None, async_op=True), objcomm.Work[Any])
+    assert_type(objcomm.ddp_broadcast(config if rank == 0 else None), Config)
+    assert_type(objcomm.scatter([config] if rank == 0 else None), Config)
+    if objcomm.is_main():
+        for each in objcomm.gather(config):
+            assert_type(each, Config | Any)
+        objcomm.reduce(config, Config.merge).merge(config)
+        for number in objcomm.gather_scalar(1):
+            assert_type(number, int | Any)
+
+
+def named_operators() -> None:
+    """A name is one of those that there are; the mean of whole numbers is a float."""
+    assert_type(objcomm.all_reduce(1, "sum"), int)
+    assert_type(objcomm.all_reduce(1, "mean"), float)
+    assert_type(objcomm.all_reduce(1, "mean", async_op=True), objcomm.Work[float])
+    assert_type(objcomm.all_reduce(0.5, "mean"), float)
+    assert_type(objcomm.reduce(1, "mean"), float | Any)
+    assert_type(objcomm.scan(1, "mean"), float)
+    assert_type(objcomm.exscan(1, "mean"), float | None)
+    assert_type(objcomm.reduce_scatter([1], "mean"), float)
+    assert_type(objcomm.all_reduce(torch.ones(3), "mean"), torch.Tensor)
+    objcomm.all_reduce(1, "average")  # type: ignore[call-overload]  # wrong on purpose
+    objcomm.all_gather(1, group="gloo")  # type: ignore[call-overload]  # wrong on purpose
+    objcomm.barrier(group=[0, 1])  # type: ignore[call-overload]  # wrong on purpose
+
+
 def metrics(config: Config) -> None:
     """A function's result type is the list's, a value's type comes back."""
     assert_type(objcomm.average_metrics({"loss": 0.5}, 64), dict[str, float])
-    assert_type(objcomm.gather_from_all_ranks(lambda: config), list[Config] | None)
-    assert_type(objcomm.gather_scalar_from_all_ranks(lambda: 1, 0), list[int] | None)
+    assert_type(objcomm.gather_from_all_ranks(lambda: config), list[Config] | Any)
+    assert_type(objcomm.gather_scalar_from_all_ranks(lambda: 1, 0), list[int] | Any)
     assert_type(objcomm.agree(config), Config)
     assert_type(objcomm.any_rank(flag=True), bool)
+    assert_type(objcomm.all_ranks([config]), bool)
     assert_type(objcomm.shared_seed(), int)
 
 
@@ -78,6 +113,8 @@ def start() -> None:
     assert_type(objcomm.init(timeout=timedelta(seconds=3)), objcomm.Start)
     assert_type(objcomm.launch(_rows_of, 2, "train", 10, timeout=60), list[list[Config]])
     assert_type(objcomm.launch(lambda: 1, 2), list[int])
+    assert_type(objcomm.ddp_init_group({"distributed_backend": "gloo"}), objcomm.Start)
+    objcomm.shutdown()
     objcomm.launch(_rows_of, 2, "train", "10")  # type: ignore[arg-type]  # wrong on purpose
     objcomm.launch(_rows_of, 2, "train")  # type: ignore[arg-type]  # wrong on purpose
 
@@ -86,19 +123,19 @@ def in_flight(config: Config, configs: list[Config]) -> None:
     """With ``async_op=True`` a work of the same type, without it or with False the value."""
     assert_type(objcomm.broadcast(config, async_op=True), objcomm.Work[Config])
     assert_type(objcomm.broadcast(config, 1, async_op=False), Config)
-    assert_type(objcomm.gather(config, async_op=True), objcomm.Work[list[Config] | None])
-    assert_type(objcomm.gather(config, async_op=False), list[Config] | None)
+    assert_type(objcomm.gather(config, async_op=True), objcomm.Work[list[Config] | Any])
+    assert_type(objcomm.gather(config, async_op=False), list[Config] | Any)
     assert_type(objcomm.all_gather(config, timeout=3, async_op=True), objcomm.Work[list[Config]])
     assert_type(objcomm.all_gather(config, async_op=False), list[Config])
     assert_type(objcomm.scatter(configs, async_op=True), objcomm.Work[Config])
     assert_type(objcomm.scatter(configs, async_op=False), Config)
-    assert_type(objcomm.reduce(config, Config.merge, async_op=True), objcomm.Work[Config | None])
-    assert_type(objcomm.reduce(config, Config.merge, async_op=False), Config | None)
+    assert_type(objcomm.reduce(config, Config.merge, async_op=True), objcomm.Work[Config | Any])
+    assert_type(objcomm.reduce(config, Config.merge, async_op=False), Config | Any)
     assert_type(objcomm.all_reduce(config, Config.merge, async_op=True), objcomm.Work[Config])
     assert_type(objcomm.all_reduce(config, Config.merge, async_op=False), Config)
     assert_type(objcomm.all_reduce(0.5, "argmax", async_op=True), objcomm.Work[Extreme])
     assert_type(objcomm.barrier("name", async_op=True), objcomm.Work[None])
-    assert_type(objcomm.gather_scalar(1, async_op=True), objcomm.Work[list[int] | None])
+    assert_type(objcomm.gather_scalar(1, async_op=True), objcomm.Work[list[int] | Any])
     assert_type(objcomm.all_gather_scalar(1, async_op=True), objcomm.Work[list[int]])
     assert_type(objcomm.all_gather_scalar(1, async_op=False), list[int])
     assert_type(objcomm.reduce_and_broadcast(lambda: 1, str, async_op=True), objcomm.Work[str])
@@ -106,26 +143,32 @@ def in_flight(config: Config, configs: list[Config]) -> None:
 
 def in_flight_perhaps(config: Config, configs: list[Config], *, async_op: bool) -> None:
     """With a flag of the program's own either; it may be the same one for all operations."""
-    work = objcomm.Work[Config]
-    assert_type(objcomm.broadcast(config, async_op=async_op), Config | work)
+    assert_type(objcomm.broadcast(config, async_op=async_op), Config | objcomm.Work[Config])
     assert_type(
         objcomm.gather(config, async_op=async_op),
-        list[Config] | objcomm.Work[list[Config] | None] | None,
+        list[Config] | objcomm.Work[list[Config] | Any] | Any,
     )
     assert_type(
         objcomm.all_gather(config, async_op=async_op), list[Config] | objcomm.Work[list[Config]]
     )
-    assert_type(objcomm.scatter(configs, async_op=async_op), Config | work)
+    assert_type(objcomm.scatter(configs, async_op=async_op), Config | objcomm.Work[Config])
     assert_type(
         objcomm.all_to_all(configs, async_op=async_op), list[Config] | objcomm.Work[list[Config]]
     )
-    assert_type(objcomm.reduce_scatter(configs, Config.merge, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.reduce_scatter(configs, Config.merge, async_op=async_op),
+        Config | objcomm.Work[Config],
+    )
     assert_type(
         objcomm.reduce(config, Config.merge, async_op=async_op),
-        Config | objcomm.Work[Config | None] | None,
+        Config | objcomm.Work[Config | Any] | Any,
     )
-    assert_type(objcomm.all_reduce(config, Config.merge, async_op=async_op), Config | work)
-    assert_type(objcomm.scan(config, Config.merge, async_op=async_op), Config | work)
+    assert_type(
+        objcomm.all_reduce(config, Config.merge, async_op=async_op), Config | objcomm.Work[Config]
+    )
+    assert_type(
+        objcomm.scan(config, Config.merge, async_op=async_op), Config | objcomm.Work[Config]
+    )
     assert_type(
         objcomm.exscan(config, Config.merge, async_op=async_op),
         Config | objcomm.Work[Config | None] | None,
@@ -133,7 +176,7 @@ def in_flight_perhaps(config: Config, configs: list[Config], *, async_op: bool) 
     assert_type(objcomm.barrier(async_op=async_op), objcomm.Work[None] | None)
     assert_type(
         objcomm.gather_scalar(1, async_op=async_op),
-        list[int] | objcomm.Work[list[int] | None] | None,
+        list[int] | objcomm.Work[list[int] | Any] | Any,
     )
     assert_type(
         objcomm.all_gather_scalar(1, async_op=async_op), list[int] | objcomm.Work[list[int]]
@@ -180,6 +223,7 @@ async def works(works: list[objcomm.Work[Config]]) -> None:
     assert_type(await works[0], Config)
     assert_type(objcomm.wait_all(works), list[Config])
     assert_type(next(objcomm.as_completed(works)), objcomm.Work[Config])
+    several: list[objcomm.Work[list[int] | None]]
     several = [objcomm.all_gather(1, async_op=True), objcomm.barrier(async_op=True)]
     assert_type(objcomm.wait_all(several), list[list[int] | None])
 
@@ -187,7 +231,7 @@ async def works(works: list[objcomm.Work[Config]]) -> None:
 def helpers(config: Config) -> None:
     """The functions on top."""
     assert_type(objcomm.ddp_broadcast(config, 1), Config)
-    assert_type(objcomm.gather_scalar(0.5), list[float] | None)
+    assert_type(objcomm.gather_scalar(0.5), list[float] | Any)
     assert_type(objcomm.all_gather_scalar(0.5), list[float])
     assert_type(objcomm.reduce_and_broadcast(lambda: 1, lambda parts: str(sum(parts))), str)
 
@@ -246,7 +290,16 @@ def torchs_names(config: Config, group: dist.ProcessGroup) -> None:
         patched.undo()
 
 
-def groups(group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> None:
+class Scalars:
+    """What a writer of TensorBoard's offers."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Write it somewhere."""
+
+
+def groups(
+    group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device, writer: Scalars
+) -> None:
     """Every spelling of a group and a device."""
     assert_type(objcomm.rank(), int)
     assert_type(objcomm.rank(group), int)
@@ -256,19 +309,22 @@ def groups(group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> 
     assert_type(objcomm.all_gather(1, group=mesh, device=device, codec="msgpack"), list[int])
     assert_type(objcomm.all_gather(1, group=group, device="cpu", confirm=True), list[int])
     assert_type(objcomm.stats(group), dict[str, objcomm.OperationStats])
-    with objcomm.lane("eval"):
+    assert_type(objcomm.stats_to_prometheus({"job": "train"}), str)
+    objcomm.stats_to_tensorboard(writer, 100, group=group)
+    objcomm.reset_stats(mesh)
+    with objcomm.lane("eval"), objcomm.check():
         assert_type(objcomm.stats()["gather"].sent_nbytes, int)
 
 
 def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
-    """Any: torch has no type for a group that this rank may be outside of."""
-    assert_type(objcomm.split(0), Any)
-    assert_type(objcomm.split("eval", key=-1, group=mesh["dp"], timeout=5), Any)
-    assert_type(objcomm.split(None), Any)
-    assert_type(objcomm.dup(group=group), Any)
-    assert_type(objcomm.new_group(range(2), group=group, timeout=5), Any)
+    """Torch's own type, as what members get."""
+    assert_type(objcomm.split(0), dist.ProcessGroup)
+    assert_type(objcomm.split("eval", key=-1, group=mesh["dp"], timeout=5), dist.ProcessGroup)
+    assert_type(objcomm.split(None), dist.ProcessGroup)
+    assert_type(objcomm.dup(group=group), dist.ProcessGroup)
+    assert_type(objcomm.new_group(range(2), group=group, timeout=5), dist.ProcessGroup)
     objcomm.new_group("01")  # type: ignore[arg-type]  # wrong on purpose
-    assert_type(objcomm.node_group(timeout=timedelta(seconds=3)), Any)
+    assert_type(objcomm.node_group(timeout=timedelta(seconds=3)), dist.ProcessGroup)
     assert_type(objcomm.all_gather(1, group=objcomm.leaders(group=mesh)), list[int])
 
 
@@ -279,11 +335,12 @@ def bytes_of_objects(config: Config) -> None:
     assert_type(objcomm.from_tensor(torch.empty(0), device="cpu"), Any)
 
 
-def what_comes_in(config: Config) -> None:
+def what_comes_in(config: Config, codec: Codec) -> None:
     """Codecs by name; classes and functions as they are or by name; a key as text or bytes."""
     assert_type(objcomm.broadcast(config, accept={"pickle"}, allow=[Config, "shop.Order"]), Config)
     assert_type(objcomm.all_gather(config, allow=[Config, Config.merge]), list[Config])
     assert_type(objcomm.from_tensor(torch.empty(0), accept="msgpack", allow=()), Any)
+    objcomm.register_codec(codec)
     with objcomm.configure(key=b"0123456789abcdef", max_operation_nbytes=1 << 30, max_depth=50):
         objcomm.configure(key="0123456789abcdef", accept=["msgpack"], everywhere=True)
 
@@ -304,10 +361,18 @@ def models(model: torch.nn.Module) -> None:
     objcomm.broadcast_tensors(model.parameters(), 1)
     objcomm.average_tensors([torch.ones(1)])
     objcomm.sync_gradients(model.named_parameters())
+    objcomm.sync_grad(model.parameters(), timeout=3)
+    objcomm.sync_buffers(model.buffers(), average=False)
+    objcomm.sync_buffer(model.named_buffers())
+    objcomm.sync_model(model, sync_buffers=False)
+    objcomm.broadcast_model(model, group_src=1)
+    with objcomm.eager_sync_gradients(model.parameters()) as no_value:
+        assert_type(no_value, None)
     with objcomm.eager_sync_model(model) as nothing:
         assert_type(nothing, None)
     assert_type(objcomm.wrap(model, find_unused_parameters=True), torch.nn.Module)
     assert_type(list(objcomm.Shard(3)), list[int])
+    assert_type(objcomm.loader([1, 2], batch_size=2, shuffle=True), Any)
 
 
 def failures(error: objcomm.CollectiveError) -> None:

@@ -64,7 +64,7 @@ def test_a_limit_of_any_length_is_one(name: str, timeout: Any, begun: Callable[.
 def test_what_is_no_time_is_refused(name: str, timeout: Any, begun: Callable[..., Begun]) -> None:
     calls = CALLS | _waits(begun)
     calls["launch"] = lambda timeout: objcomm.launch(print, 1, timeout=timeout)
-    with pytest.raises(UsageError, match="is not a positive time"):
+    with pytest.raises(UsageError, match="must be a positive number of seconds"):
         calls[name](timeout)
 
 

@@ -9,7 +9,7 @@ import numbers
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -29,6 +29,22 @@ from objcomm.collectives.reduction.elementwise import (
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
+
+#: The names that ``op=`` takes.
+NamedOperator: TypeAlias = Literal[
+    "sum",
+    "prod",
+    "min",
+    "max",
+    "mean",
+    "any",
+    "all",
+    "argmin",
+    "argmax",
+    "concat",
+    "union",
+    "counter",
+]
 
 
 def _unchanged(obj: Any, _: int) -> Any:
@@ -131,7 +147,13 @@ class Extreme(NamedTuple):
 
 
 #: What torch's own collectives call them.
-REDUCE_OPS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "mean"}
+REDUCE_OPS: dict[str, NamedOperator] = {
+    "SUM": "sum",
+    "PRODUCT": "prod",
+    "MIN": "min",
+    "MAX": "max",
+    "AVG": "mean",
+}
 
 
 def _is_reduce_op(op: object) -> bool:
@@ -139,8 +161,12 @@ def _is_reduce_op(op: object) -> bool:
     return type(op).__name__ == "RedOpType"
 
 
-def operator_for(op: Callable[[Any, Any], Any] | Op[Any] | str) -> Operator:
+def operator_for(op: Callable[[Any, Any], Any] | Op[Any] | str, operation: str = "") -> Operator:
     """What ``op=`` means.
+
+    Args:
+        op: as the user gave it.
+        operation: what the user has called, for an error's text.
 
     Raises:
         UsageError: it is neither callable, nor an ``Op``, nor one of the names.
@@ -162,9 +188,10 @@ def operator_for(op: Callable[[Any, Any], Any] | Op[Any] | str) -> Operator:
         return Operator("callable", given)
     named = _NAMED.get(given) if isinstance(given, str) else None
     if named is None:
+        said_by = f"{operation}: " if operation else ""
         raise UsageError(
-            f"op={op!r} is neither a callable of two objects nor an objcomm.Op nor one of "
-            f"{sorted(_NAMED)}"
+            f"{said_by}op={op!r} must be a callable of two objects, an objcomm.Op or one of "
+            f"{', '.join(sorted(_NAMED))}"
         )
     return named
 
@@ -350,7 +377,7 @@ def _counts_added(left: Any, right: Any) -> Any:
     return left
 
 
-_NAMED = {
+_NAMED: dict[str, Operator] = {
     "sum": Operator("sum", alike(without_wrapping(operator.add)), _number, is_leafwise=True),
     "prod": Operator("prod", alike(without_wrapping(operator.mul)), _number, is_leafwise=True),
     "min": Operator("min", _extreme(torch.minimum, "minimum", min), _combinable, is_leafwise=True),

@@ -21,7 +21,13 @@ from objcomm.algorithms.exchange import Exchange
 from objcomm.calls.call import Call
 from objcomm.calls.work import Work
 from objcomm.collectives.reduction.leafwise import Leafwise, TreeReduction, alone, options_for
-from objcomm.collectives.reduction.operators import Extreme, Op, Operator, operator_for
+from objcomm.collectives.reduction.operators import (
+    Extreme,
+    NamedOperator,
+    Op,
+    Operator,
+    operator_for,
+)
 from objcomm.config import Allowed, DeviceLike, GroupLike, Options, Timeout
 from objcomm.wire.header import Operation, Status
 from objcomm.wire.message import Message
@@ -204,6 +210,26 @@ class ReductionOptions(Options, total=False):
 
 @overload
 def reduce(
+    obj: int,
+    op: Literal["mean"],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[ReductionOptions],
+) -> float | Any: ...
+@overload
+def reduce(
+    obj: int,
+    op: Literal["mean"],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[True],
+    **options: Unpack[ReductionOptions],
+) -> Work[float | Any]: ...
+@overload
+def reduce(
     obj: Any,
     op: Literal["argmin", "argmax"],
     dst: int | None = None,
@@ -211,7 +237,7 @@ def reduce(
     group_dst: int | None = None,
     async_op: Literal[False] = False,
     **options: Unpack[ReductionOptions],
-) -> Extreme | None: ...
+) -> Extreme | Any: ...
 @overload
 def reduce(
     obj: Any,
@@ -221,7 +247,7 @@ def reduce(
     group_dst: int | None = None,
     async_op: Literal[True],
     **options: Unpack[ReductionOptions],
-) -> Work[Extreme | None]: ...
+) -> Work[Extreme | Any]: ...
 @overload
 def reduce(
     obj: Any,
@@ -231,7 +257,7 @@ def reduce(
     group_dst: int | None = None,
     async_op: Literal[False] = False,
     **options: Unpack[ReductionOptions],
-) -> collections.Counter[Any] | None: ...
+) -> collections.Counter[Any] | Any: ...
 @overload
 def reduce(
     obj: Any,
@@ -241,40 +267,40 @@ def reduce(
     group_dst: int | None = None,
     async_op: Literal[True],
     **options: Unpack[ReductionOptions],
-) -> Work[collections.Counter[Any] | None]: ...
+) -> Work[collections.Counter[Any] | Any]: ...
 @overload
 def reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     dst: int | None = None,
     *,
     group_dst: int | None = None,
     async_op: Literal[False] = False,
     **options: Unpack[ReductionOptions],
-) -> T | None: ...
+) -> T | Any: ...
 @overload
 def reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     dst: int | None = None,
     *,
     group_dst: int | None = None,
     async_op: Literal[True],
     **options: Unpack[ReductionOptions],
-) -> Work[T | None]: ...
+) -> Work[T | Any]: ...
 @overload
 def reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     dst: int | None = None,
     *,
     group_dst: int | None = None,
     async_op: bool,
     **options: Unpack[ReductionOptions],
-) -> T | Work[T | None] | None: ...
+) -> T | Work[T | Any] | Any: ...
 def reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     dst: int | None = None,
     *,
     group_dst: int | None = None,
@@ -288,7 +314,7 @@ def reduce(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
-) -> T | Work[T | None] | None:
+) -> T | Work[T | Any] | Any:
     """Combine the objects of all ranks, in rank order, onto one rank.
 
     Every rank of ``group`` must call this, with the same operator.
@@ -343,7 +369,7 @@ def reduce(
         >>> objcomm.reduce({"seen": {3}}, lambda a, b: {"seen": a["seen"] | b["seen"]})
         {'seen': {3}}
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "reduce")
     leafwise = options_for(operator, dtype, missing)
     with Call(
         Operation.REDUCE,
@@ -364,6 +390,22 @@ def reduce(
         return call.run(_reduced(call, operator, obj, leafwise, call.root))
 
 
+@overload
+def all_reduce(
+    obj: int,
+    op: Literal["mean"],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[ReductionOptions],
+) -> float: ...
+@overload
+def all_reduce(
+    obj: int,
+    op: Literal["mean"],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[ReductionOptions],
+) -> Work[float]: ...
 @overload
 def all_reduce(
     obj: Any,
@@ -399,7 +441,7 @@ def all_reduce(
 @overload
 def all_reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: Literal[False] = False,
     **options: Unpack[ReductionOptions],
@@ -407,7 +449,7 @@ def all_reduce(
 @overload
 def all_reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: Literal[True],
     **options: Unpack[ReductionOptions],
@@ -415,14 +457,14 @@ def all_reduce(
 @overload
 def all_reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: bool,
     **options: Unpack[ReductionOptions],
 ) -> T | Work[T]: ...
 def all_reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     dtype: torch.dtype | None = None,
     missing: Missing = "error",
@@ -434,7 +476,7 @@ def all_reduce(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
-) -> T | Work[T]:
+) -> T | float | Work[Any]:
     """Combine the objects of all ranks, in rank order, onto every rank.
 
     Every rank of ``group`` must call this, with the same operator. The result is computed once and
@@ -473,7 +515,7 @@ def all_reduce(
         >>> objcomm.all_reduce(2**70, "max") == 2**70
         True
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "all_reduce")
     leafwise = options_for(operator, dtype, missing)
     with Call(
         Operation.ALL_REDUCE,

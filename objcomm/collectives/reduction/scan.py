@@ -16,7 +16,7 @@ from objcomm.algorithms import routes, topology
 from objcomm.algorithms.exchange import Exchange
 from objcomm.calls.call import Call
 from objcomm.calls.work import Work
-from objcomm.collectives.reduction.operators import Op, Operator, operator_for
+from objcomm.collectives.reduction.operators import NamedOperator, Op, Operator, operator_for
 from objcomm.config import Allowed, DeviceLike, GroupLike, Options, Timeout
 from objcomm.wire.header import Operation, Status
 from objcomm.wire.message import Message
@@ -30,8 +30,24 @@ _SMALL_NBYTES = 1 << 20
 
 @overload
 def scan(
+    obj: int,
+    op: Literal["mean"],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[Options],
+) -> float: ...
+@overload
+def scan(
+    obj: int,
+    op: Literal["mean"],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[float]: ...
+@overload
+def scan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: Literal[False] = False,
     **options: Unpack[Options],
@@ -39,7 +55,7 @@ def scan(
 @overload
 def scan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: Literal[True],
     **options: Unpack[Options],
@@ -47,14 +63,14 @@ def scan(
 @overload
 def scan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: bool,
     **options: Unpack[Options],
 ) -> T | Work[T]: ...
 def scan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     group: GroupLike = None,
     timeout: Timeout = None,
@@ -64,7 +80,7 @@ def scan(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
-) -> T | Work[T]:
+) -> T | float | Work[Any]:
     """Combine the objects of all ranks up to this one, in rank order.
 
     Every rank of ``group`` must call this, with the same operator.
@@ -103,7 +119,7 @@ def scan(
         >>> objcomm.scan({"rank 0": 1}, lambda a, b: a | b)
         {'rank 0': 1}
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "scan")
     with Call(
         Operation.SCAN,
         group=group,
@@ -121,8 +137,24 @@ def scan(
 
 @overload
 def exscan(
+    obj: int,
+    op: Literal["mean"],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[Options],
+) -> float | None: ...
+@overload
+def exscan(
+    obj: int,
+    op: Literal["mean"],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[float | None]: ...
+@overload
+def exscan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: Literal[False] = False,
     **options: Unpack[Options],
@@ -130,7 +162,7 @@ def exscan(
 @overload
 def exscan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: Literal[True],
     **options: Unpack[Options],
@@ -138,14 +170,14 @@ def exscan(
 @overload
 def exscan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     async_op: bool,
     **options: Unpack[Options],
 ) -> T | Work[T | None] | None: ...
 def exscan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | str = "sum",
+    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
     group: GroupLike = None,
     timeout: Timeout = None,
@@ -155,7 +187,7 @@ def exscan(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
-) -> T | Work[T | None] | None:
+) -> T | float | Work[Any] | None:
     """Combine the objects of all ranks before this one, in rank order.
 
     Every rank of ``group`` must call this, with the same operator. Given each rank's number of
@@ -195,7 +227,7 @@ def exscan(
         >>> objcomm.exscan(1000) is None
         True
     """
-    operator = operator_for(op)
+    operator = operator_for(op, "exscan")
     with Call(
         Operation.EXSCAN,
         group=group,
