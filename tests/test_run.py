@@ -121,6 +121,8 @@ def end(way):
     if way == "exit":
         sys.exit(3)
     if way == "interrupt":
+        # Who was started in a shell's background ignores it, as its children do.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.kill(os.getpid(), signal.SIGINT)
         signal.pause()
     if way == "error":

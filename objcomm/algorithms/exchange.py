@@ -107,12 +107,14 @@ class Exchange(Transfers):
     ) -> None:
         """Begin to send the first part of ``message`` to some ranks, or for one rank alone."""
         flat = self._link.over(self.gate.head_of(message, destination))
+        before = len(self._sends)
         for peer in peers:
-            self._heads_left += self._send(flat, peer, self._head_tag, message)
+            self._send(flat, peer, self._head_tag, message)
             self._heads_to[peer] = self._heads_to.get(peer, 0) + 1
             if peer in self._lane.asking:
                 self._lane.asking.discard(peer)
                 self._asked.add(peer)
+        self._heads_left += len(self._sends) - before
 
     def finish(self) -> None:
         """See ``Transfers``."""

@@ -410,18 +410,15 @@ class Transfers:
         self._wait_backwards(pendings, peer)
         self._meter.moved(nbytes_of([unit]))
 
-    def _send(self, flat: Memory, peer: int, tag: int, owner: object) -> bool:
-        """Begin to send; whether that is not over at once."""
+    def _send(self, flat: Memory, peer: int, tag: int, owner: object) -> None:
         try:
             pending = self._link.send(flat, peer, tag)
         except LinkError as error:
             raise self._naming(error, (peer,)) from error
         self.sent_nbytes += 0 if tag & RECEIPT else flat.nbytes
-        if pending is None:
-            return False
-        # The memory must outlive the transfer, so its owner is kept beside it.
-        self._sends.append((pending, peer, flat, owner))
-        return True
+        if pending is not None:
+            # The memory must outlive the transfer, so its owner is kept beside it.
+            self._sends.append((pending, peer, flat, owner))
 
     def _post(self, peer: int, flat: torch.Tensor, tag: int) -> Pending:
         self.received_nbytes += 0 if tag & RECEIPT else flat.numel()

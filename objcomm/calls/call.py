@@ -238,6 +238,7 @@ class Call:
             MissingDependencyError: there is nothing to show progress with.
         """
         self._began = time.perf_counter()
+        self._called_at = time.time()
         self.call_site = call_site()
         self.name = name or operation_name(operation)
         whole = resolve(group, self.name)
@@ -310,7 +311,7 @@ class Call:
 
     def _record(self, entry: CallRecord) -> None:
         self._entry = entry
-        entry.began -= time.perf_counter() - self._began  # a first call has waited for the ranks
+        entry.began = self._called_at  # a first call has waited for the ranks since
         self._group.recorder.history.add(entry)
 
     @property

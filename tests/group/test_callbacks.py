@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.failures import watchdog
+from objcomm.calls import watched
+from objcomm.transport.link import Deadline
 from tests.group.helpers import RefusesToPickle, assert_group_works, outcome_of, tell_all
 from tests.ranks import ranks
 
@@ -101,6 +102,9 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+#: The last step before a call waits, and after it has waited.
+EDGES: dict[str, tuple[Any, str]] = {"begin": (watched, "begun"), "end": (Deadline, "pause")}
+
 #: Calls that end on two ranks together, each as this rank makes it with the other one.
 ENDS: dict[str, Callable[[Any], object]] = {
     "all_gather": lambda group: objcomm.all_gather(1, group=group),
@@ -110,7 +114,7 @@ ENDS: dict[str, Callable[[Any], object]] = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("moment", ["__enter__", "__exit__"])
+@pytest.mark.parametrize("moment", EDGES)
 @pytest.mark.parametrize("name", ENDS)
 def test_an_interrupt_at_the_edge_of_a_wait_leaves_no_rank_in_its_call(
     name: str, moment: str
@@ -122,7 +126,7 @@ def test_an_interrupt_at_the_edge_of_a_wait_leaves_no_rank_in_its_call(
     outcomes = []
     with pytest.MonkeyPatch.context() as patch:
         if objcomm.rank() == 1:
-            patch.setattr(watchdog.interruptible, moment, _then_interrupted(moment))
+            patch.setattr(*EDGES[moment], _then_interrupted(*EDGES[moment]))
         try:
             outcomes.append(outcome_of(lambda: ENDS[name](group)))
         except KeyboardInterrupt:
@@ -131,18 +135,19 @@ def test_an_interrupt_at_the_edge_of_a_wait_leaves_no_rank_in_its_call(
     tell_all("rank 1 was interrupted", "")
     outcomes.append(outcome_of(lambda: ENDS["send"](group)))
     outcomes.append(outcome_of(lambda: objcomm.barrier(group=group)))
-    goes_on = moment == "__exit__" and name != "confirmed"
+    goes_on = moment == "end" and name != "confirmed"
     assert (outcomes[1:] == ["returned"] * 2) == goes_on, outcomes
     assert_group_works()
 
 
-def _then_interrupted(moment: str) -> Callable[..., None]:
-    """Ctrl-C comes at the end of a method, once."""
-    method, left = getattr(watchdog.interruptible, moment), [KeyboardInterrupt()]
+def _then_interrupted(owner: object, name: str) -> Callable[..., object]:
+    """Ctrl-C comes at the end of a function, once."""
+    function, left = getattr(owner, name), [KeyboardInterrupt()]
 
-    def interrupted(*arguments: object) -> None:
-        method(*arguments)
+    def interrupted(*arguments: object) -> object:
+        returned = function(*arguments)
         if left:
             raise left.pop()
+        return returned
 
     return interrupted

@@ -25,7 +25,12 @@ class Looks:
         self.theirs: LaneWait
         self.settled: list[Any] = []
         patch.setattr(inquiry, "wait_snapshot", self._mine)
-        lane = SimpleNamespace(number=0, waits=lambda: [self.entry], order=None)
+        lane = SimpleNamespace(
+            number=0,
+            waits=lambda: [self.entry],
+            has_waiting=lambda entry: entry is self.entry,
+            order=None,
+        )
         mesh: Any = SimpleNamespace(
             name=self.mine.group,
             nonce="",
