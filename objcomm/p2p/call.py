@@ -140,7 +140,8 @@ class P2PCall:
 
     def conclude(self, error: BaseException | None) -> None:
         """Note how it has ended."""
-        self._own_error = None  # its traceback holds the caller's object
+        # The traceback of one holds the caller's object, and of the other this call.
+        self._own_error = self._ended_by = None
         cost = (0, 0, 0) if self._exchange is None else self._exchange.cost
         self.group.recorder.conclude(self.entry, error, self._began, cost)
 

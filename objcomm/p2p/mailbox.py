@@ -131,6 +131,10 @@ class RecvRequest:
         on_end, self._on_end = self._on_end, _nothing  # it may hold this request
         return on_end() is not False
 
+    def forget(self) -> None:
+        """Its maker knows that it has ended, and need not be told."""
+        self._on_end = _nothing
+
 
 #: A sender and a tag; None for any.
 _Pattern = tuple[int | None, int | None]
@@ -315,12 +319,16 @@ class Mailbox:
     def take_back(self, request: RecvRequest) -> bool:
         """Take a request back, if it still waits; returns whether it did."""
         with self._changed:
-            return self._remove(request)
+            is_taken = self._remove(request)
+        if is_taken:
+            request.forget()
+        return is_taken
 
     def cancel(self, request: RecvRequest) -> None:
         """Take a request back, and with it a message that it was given; its maker knows."""
         with self._changed:
             self._remove(request)
+        request.forget()
         if request.arrival is not None and not request.is_probe:
             self.give_back(request.arrival)
 

@@ -34,7 +34,7 @@ def expected(turn: Turn, rank: int) -> Expected:
     """What a rank must get."""
     operation = OPERATIONS[turn.operation]
     if turn.fault == "no such rank":
-        return Expected(error=UsageError, text=f"no rank {turn.size}")
+        return Expected(error=UsageError, text=f"={turn.size} is not in this group")
     if turn.fault == "undecodable":
         return _where_one_cannot_decode(turn, operation, rank)
     if not turn.fault:
