@@ -274,8 +274,8 @@ MUTANTS = (
     Mutant(
         "cancelled-receives-take-messages",
         "objcomm/p2p/mailbox.py",
-        "            return self._remove(request)\n",
-        "            return request.arrival is None\n",
+        "            is_taken = self._remove(request)\n",
+        "            is_taken = request.arrival is None\n",
         "a receive that was cancelled takes a message all the same",
         ("tests/group/test_p2p_cancel.py",),
     ),
