@@ -30,14 +30,14 @@ from objcomm.failures.mesh import Mesh
 from objcomm.failures.verdict import Cause, Verdict, regions
 from objcomm.failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm.observe.history import CallRecord, call_site
-from objcomm.observe.tracing import Span, span
+from objcomm.observe.tracing import Span, begun
 from objcomm.p2p.mailbox import Arrived, RecvRequest
 from objcomm.p2p.peer import Offers, Pair, peers_of
 from objcomm.transport.lane import Lane
 from objcomm.transport.threads import Alarm, SerialQueue, Ticket
 from objcomm.wire.admission import Gate
 from objcomm.wire.failure_message import failure_message, failure_of, failures_in, raise_together
-from objcomm.wire.header import Flag, Header, Operation
+from objcomm.wire.header import Flag, Header, Operation, operation_name
 from objcomm.wire.message import Message
 
 _TAG_MAX = (1 << 32) - 1
@@ -88,7 +88,7 @@ class P2PCall:
             NotInGroupError: this rank is no member.
         """
         self._began = time.perf_counter()
-        self._name = name or self.operation.name.lower()
+        self._name = name or operation_name(self.operation)
         self.group = resolve(group, self._name)
         self._peers = peers_of(self.group)
         self._coding = coding
@@ -170,8 +170,7 @@ class P2PCall:
 
     def __enter__(self) -> Self:
         self.begin()
-        self._span = span(self._name)
-        self._span.__enter__()
+        self._span = begun(self._name)
         return self
 
     def __exit__(

@@ -231,7 +231,7 @@ class ThreadPool:
 
 
 # A thread that only computes keeps the interpreter from others for 5 ms, such as those that move
-# bytes: with this pause between two jobs
+# bytes, so there is this pause between two jobs.
 _PAUSE_SECONDS = 50e-6
 
 
