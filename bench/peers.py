@@ -175,7 +175,7 @@ class _Objcomm:
         return objcomm.all_reduce(tensors, codec=self._codec)
 
     def average_gradients(self, parameters: Any) -> Any:
-        objcomm.sync_gradients(parameters)
+        objcomm.models.sync_gradients(parameters)
         return [each.grad for each in parameters]
 
     def barrier(self) -> None:

@@ -33,23 +33,23 @@ SCHEMES = {
 
 #: One broadcast: who does what, on the source, then on a rank that receives.
 SENDING = (
-    ("collectives.broadcast", "broadcast(obj, src=0)"),
-    ("calls.call", "arguments become a group, a root, a header"),
-    ("codecs.pickle5", "object → codec's bytes and large buffers, before any traffic"),
-    ("wire.message", "a head of up to 32 KiB; what is larger follows"),
-    ("algorithms.routes", "who gets it from whom"),
-    ("algorithms.exchange", "head, then each buffer from its own memory"),
+    ("_collectives.broadcast", "broadcast(obj, src=0)"),
+    ("_calls.call", "arguments become a group, a root, a header"),
+    ("_codecs.pickle5", "object → codec's bytes and large buffers, before any traffic"),
+    ("_wire.message", "a head of up to 32 KiB; what is larger follows"),
+    ("_algorithms.routes", "who gets it from whom"),
+    ("_algorithms.exchange", "head, then each buffer from its own memory"),
 )
 RECEIVING = (
-    ("transport.lane", "a receive stood ready"),
+    ("_transport.lane", "a receive stood ready"),
     (
-        "wire.admission",
+        "_wire.admission",
         "layout, checksum, signature; is it this call? limits, before room is made",
     ),
-    ("codecs.buffers", "room for each buffer, once"),
-    ("algorithms.exchange", "buffers arrive in it, and are passed on piece by piece"),
-    ("codecs.pickle5", "bytes and buffers → object"),
-    ("collectives.broadcast", "returns it, or raises what all ranks raise"),
+    ("_codecs.buffers", "room for each buffer, once"),
+    ("_algorithms.exchange", "buffers arrive in it, and are passed on piece by piece"),
+    ("_codecs.pickle5", "bytes and buffers → object"),
+    ("_collectives.broadcast", "returns it, or raises what all ranks raise"),
 )
 
 

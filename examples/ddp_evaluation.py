@@ -29,7 +29,7 @@ def train(dataset: TensorDataset) -> nn.Module:
     """One model, trained by all ranks, without its wrapper."""
     torch.manual_seed(0)
     model = nn.Linear(64, 10, dtype=torch.float64)
-    parallel = objcomm.wrap(model)  # DistributedDataParallel, on CPUs too
+    parallel = objcomm.models.wrap(model)  # DistributedDataParallel, on CPUs too
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = objcomm.loader(dataset, batch_size=BATCH_SIZE // objcomm.world_size(), shuffle=True)
     for epoch in range(10):
@@ -51,7 +51,7 @@ def evaluate(model: nn.Module, dataset: TensorDataset) -> tuple[torch.Tensor | N
         loss += nn.functional.cross_entropy(scores, labels, reduction="sum").item()
         answers.append(scores.argmax(dim=1))
     rows = list(loader.sampler)
-    metrics = objcomm.average_metrics({"loss": loss / len(rows)}, count=len(rows))
+    metrics = objcomm.metrics.average_metrics({"loss": loss / len(rows)}, count=len(rows))
     parts = objcomm.gather((rows, torch.cat(answers)))
     if parts is None:
         return None, metrics["loss"]

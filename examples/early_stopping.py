@@ -49,14 +49,14 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
-    objcomm.broadcast_model(model)
+    objcomm.models.broadcast_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     over: list[str] = []
     epochs = 0
     while not objcomm.any_rank(over):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
-        objcomm.sync_gradients(model.parameters())
+        objcomm.models.sync_gradients(model.parameters())
         optimizer.step()
         over = [watch.name for watch in watches if watch.is_over(model)]
         epochs += 1

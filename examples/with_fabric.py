@@ -53,7 +53,7 @@ def main() -> None:
     mean = objcomm.all_reduce(loss, "mean")
     by_fabric = fabric.all_reduce(loss.clone(), reduce_op="mean")  # it changes what it is given
     torch.testing.assert_close(mean, by_fabric)
-    exact = objcomm.average_metrics({"loss": loss}, count=len(scores))["loss"]
+    exact = objcomm.metrics.average_metrics({"loss": loss}, count=len(scores))["loss"]
 
     # What is no tensor: which digit was taken for which, and how often.
     wrong = scores.argmax(dim=1) != labels[rows]

@@ -1,65 +1,23 @@
-"""``python -m objcomm``: look at ranks before a job, and at their records after it."""
+"""``python -m objcomm``: look at ranks before a job, and at their records after it.
+
+Knows the command lines alone, so that ``--help`` waits for no torch.
+"""
 
 import argparse
-import json
-import os
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from objcomm.bootstrap.doctor.command import add_to
-from objcomm.errors import UsageError
-from objcomm.observe.inspect.dumps import Dump, read
-from objcomm.observe.inspect.report import Places, conclude, heading, sections
-from objcomm.observe.inspect.rows import corrected, estimate, match
-from objcomm.observe.inspect.trace import trace
+import objcomm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and carry it out; return the exit status."""
     arguments = _parser().parse_args(argv)
-    status: int = arguments.run(arguments)
+    command = importlib.import_module(f"objcomm.{arguments.room}.command")
+    status: int = command.run(arguments, arguments.refuse)
     return status
-
-
-def _inspect(arguments: argparse.Namespace, inspecting: argparse.ArgumentParser) -> int:
-    if arguments.last < 1:
-        inspecting.error(f"--last must be at least 1, it is {arguments.last}")
-    try:
-        dumps = read(arguments.files)
-        report = inspect(dumps, arguments.last, arguments.trace)
-    except UsageError as error:
-        inspecting.error(str(error))
-    except OSError as error:
-        inspecting.error(f"--trace {arguments.trace}: {error.strerror}")
-    try:
-        sys.stdout.write(report)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def inspect(dumps: Sequence[Dump], last: int, trace_path: Path | None = None) -> str:
-    """The report on some dumps; writes a trace too, if there is a path for it.
-
-    Args:
-        dumps: one for each rank, in the order of ranks.
-        last: how many calls of each lane to show.
-        trace_path: where the trace goes.
-
-    Raises:
-        OSError: the trace can't be written.
-    """
-    clocks = estimate(match(dumps), dumps)
-    dumps = corrected(dumps, clocks)
-    rows = match(dumps)
-    places = Places(rows)
-    lines = [*heading(dumps, clocks), *sections(rows, places, last), "", conclude(rows, places)]
-    if trace_path is not None:
-        trace_path.write_text(json.dumps(trace(rows, dumps, clocks)), encoding="ascii")
-        lines.append(f"trace: {trace_path} (open it at https://ui.perfetto.dev)")
-    return "\n".join(lines) + "\n"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m objcomm",
         description="Looks at ranks before a job, and at what they have written after it.",
     )
+    parser.add_argument("--version", action="version", version=f"objcomm {objcomm.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspecting = commands.add_parser(
         "inspect",
@@ -96,8 +55,37 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="show the last N calls of each lane (default: %(default)s); marked ones always",
     )
-    inspecting.set_defaults(run=lambda arguments: _inspect(arguments, inspecting))
-    add_to(commands)
+    inspecting.set_defaults(room="_observe.inspect", refuse=inspecting.error)
+
+    examining = commands.add_parser(
+        "doctor",
+        help="say why ranks would not meet, or would be slow",
+        description="Alone it checks this host. Started by torchrun, srun or mpirun on every rank "
+        "it also checks that the ranks meet, that each reaches every other, and how fast their "
+        "links are; rank 0 reports. A rank that can't meet rank 0 reports to stderr.",
+        epilog="Exit status: 0 if nothing was found, 1 if something will break or slow a job, 2 if "
+        "an argument is wrong. Example: torchrun --nproc-per-node 4 -m objcomm doctor --png a.png",
+    )
+    examining.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="start N ranks on this host and let them do it; not under a launcher",
+    )
+    examining.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long to wait for ranks (default: %(default)g); all the rest takes as long again "
+        "at most",
+    )
+    examining.add_argument("--quick", action="store_true", help="do not measure the links")
+    examining.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw latency and bandwidth as heat maps"
+    )
+    examining.add_argument("--json", type=Path, metavar="FILE", help="write all that was found")
+    examining.set_defaults(room="_bootstrap.doctor", refuse=examining.error)
     return parser
 
 

@@ -113,9 +113,9 @@ def _in_order(steps: Steps) -> bool:
 def _synced(rank: int) -> list[float]:
     torch.manual_seed(rank)
     model = torch.nn.Linear(64, 64)
-    objcomm.broadcast_model(model)
+    objcomm.models.broadcast_model(model)
     model(torch.full((1, 64), float(rank))).sum().backward()
-    objcomm.sync_model(model)
+    objcomm.models.sync_model(model)
     return [float(each.detach().double().sum()) for each in model.parameters()] + [
         float(each.grad.double().sum()) for each in model.parameters() if each.grad is not None
     ]

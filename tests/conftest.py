@@ -12,7 +12,7 @@ import pytest
 # query that takes 5 s, as often as it is asked; so it takes 1 s. Processes inherit this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-from objcomm.transport.store import loopback_store
+from objcomm._transport.store import loopback_store
 from tests import EXPLAINED
 
 pytest_plugins = ["tests.second_tries"]

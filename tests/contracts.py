@@ -16,9 +16,9 @@ import torch
 
 import objcomm
 from objcomm import DecodeError, EncodeError
-from objcomm.codecs import decode, encode
-from objcomm.codecs.base import Codec
-from objcomm.transport.link import (
+from objcomm._codecs import decode, encode
+from objcomm._codecs.base import Codec
+from objcomm._transport.link import (
     Connections,
     Link,
     LinkClosed,
@@ -28,13 +28,13 @@ from objcomm.transport.link import (
     payload_tag,
     receipt_tag,
 )
-from objcomm.wire.header import WINDOW_NBYTES
+from objcomm._wire.header import WINDOW_NBYTES
 from tests.same import assert_same
 from tests.waits import wait_until
 
 
 def check_codec(make: Callable[[], Codec], values: Callable[[], list[Any]], refused: Any) -> None:
-    """Hold a codec against `objcomm.codecs.base.Codec`.
+    """Hold a codec against `objcomm._codecs.base.Codec`.
 
     Args:
         make: gives the codec.
@@ -122,7 +122,7 @@ def check_link(
     size: int,
     death: Death | None = None,
 ) -> None:
-    """Hold a link against `objcomm.transport.link.Connections`; every rank calls this.
+    """Hold a link against `objcomm._transport.link.Connections`; every rank calls this.
 
     Args:
         make: gives this rank a new link to the other ranks of a tuple, all of which call it.

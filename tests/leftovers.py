@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-import objcomm.config
+from objcomm._config import settings
 
 __all__ = ["OPTION", "VARIABLE", "Leftovers", "profile_once"]
 
@@ -128,7 +128,7 @@ def _settings() -> collections.Counter[str]:
             f"handlers {handlers}": 1,
             f"filters of warnings {filters}": 1,
             f"excepthook of threads {threading.excepthook}": 1,
-            f"options of objcomm {objcomm.config.settings()}": 1,
+            f"options of objcomm {settings()}": 1,
             f"log of objcomm {log.level} {log.propagate} {log.handlers} {log.filters}": 1,
         }
     )

@@ -14,6 +14,7 @@ import objcomm
 from tests.doctor.job import clean_environment
 from tests.documented import Block, blocks, examples, run_block, run_examples
 from tests.package.pages import PAGES, programs, steps
+from tests.public_names import FUNCTIONS, PUBLIC
 from tests.ranks import run_on_fresh_ranks
 
 _ROOT = Path(__file__).parents[1]
@@ -122,7 +123,7 @@ def documented_modules() -> list[str]:
 
 def marks_of_module(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.long] * (
-        name == "objcomm.bootstrap.launch"
+        name == "objcomm._bootstrap.launch"
     )  # a page's block shows the same
 
 
@@ -133,17 +134,14 @@ def test_examples_in_docstrings_are_right(name: str) -> None:
     run_on_fresh_ranks(0, run_examples, deadline=_DEADLINE_S, name=name)
 
 
-FUNCTIONS = [name for name in objcomm.__all__ if inspect.isfunction(getattr(objcomm, name))]
-
-
 @pytest.mark.parametrize("name", [*FUNCTIONS, "Op", "Shard", "Work"])
 def test_every_public_function_shows_an_example(name: str) -> None:
-    assert doctest.DocTestParser().get_examples(getattr(objcomm, name).__doc__ or "")
+    assert doctest.DocTestParser().get_examples(PUBLIC[name].__doc__ or "")
 
 
 def test_every_example_of_a_public_name_is_among_those_that_run() -> None:
     run = {test.docstring for name in documented_modules() for test in examples(name)}
-    members = [getattr(objcomm, name) for name in objcomm.__all__]
+    members = list(PUBLIC.values())
     methods = [
         each for member in members if inspect.isclass(member) for each in vars(member).values()
     ]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
-from objcomm.transport.link import HOST_LOST
+from objcomm._transport.link import HOST_LOST
 from tests.across import AWAY_S, DEADLINE_S, FIRST_USE_S, LARGE_NBYTES
 from tests.hosts import Hosts
 from tests.once import once

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import objcomm
-from objcomm.collectives.reduction.operators import _NAMED, NamedOperator
+from objcomm._collectives.reduction.operators import _NAMED, NamedOperator
 from tests.group.operations import OPERATIONS
+from tests.public_names import FUNCTIONS, PUBLIC, TOPICS
 from tests.scripts import run_python
 
 _ROOT = Path(__file__).parents[1]
@@ -25,33 +26,108 @@ WANTED = {
     "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "barrier",
     "all_to_all", "reduce_scatter", "scan", "exscan",
     "rank", "world_size", "is_initialized", "is_main", "to_tensor", "from_tensor",
-    "ddp_broadcast", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast",
-    "average_metrics", "gather_from_all_ranks", "gather_scalar_from_all_ranks",
+    "ddp_broadcast", "gather_scalar", "reduce_and_broadcast",
+    "metrics.all_gather_scalar", "metrics.average_metrics", "metrics.gather_from_all_ranks",
     "agree", "any_rank", "all_ranks", "shared_seed",
     "send", "recv", "isend", "irecv", "sendrecv", "probe", "iprobe", "Envelope",
     "Work", "as_completed", "wait_all",
-    "lane", "stats", "reset_stats", "OperationStats", "register", "register_codec", "configure",
-    "Op",
+    "lane", "stats", "reset_stats", "OperationStats", "register", "configure",
+    "codecs.register_codec", "Op",
     "split", "dup", "new_group", "node_group", "leaders",
-    "run_on_main", "run_once_per_node", "main_process_only", "once_per_node", "main_only",
-    "main_first", "zero_first", "node_first", "zero_only", "compute_and_broadcast",
+    "run_on_main", "run_once_per_node", "main_process_only", "once_per_node",
+    "main_first", "node_first", "compute_and_broadcast",
     "rank_prefixed_message",
 }  # fmt: skip
 
 
 def test_all_is_sorted_complete_and_true() -> None:
     assert list(objcomm.__all__) == sorted(objcomm.__all__)
-    assert set(objcomm.__all__) >= WANTED
-    for name in objcomm.__all__:
-        assert getattr(objcomm, name) is not None
-    public = {name for name in vars(objcomm) if not name.startswith("_")}
-    modules = {name for name in public if inspect.ismodule(getattr(objcomm, name))}
-    assert public - modules == set(objcomm.__all__) - {"__version__", "recorder"}
+    for name, topic in TOPICS.items():
+        if name == "errors":
+            continue
+        assert list(topic.__all__) == sorted(topic.__all__) == sorted(set(topic.__all__))
+    assert set(PUBLIC) >= WANTED
+    assert {name.rpartition(".")[2] for name in PUBLIC if "." in name}.isdisjoint(objcomm.__all__)
 
 
-@pytest.mark.parametrize("name", sorted(set(objcomm.__all__) - {"__version__"}))
+def test_dir_shows_what_the_reference_lists() -> None:
+    """So a stranger who presses the tabulator sees no room."""
+    shown = {name for name in dir(objcomm) if not name.startswith("__")}
+    assert shown == set(objcomm.__all__)
+    private = {found.name for found in pkgutil.iter_modules(objcomm.__path__)} - shown
+    assert {name for name in private if name[0] != "_"} == {"compat", "demo", "run"}
+
+
+def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
+    with pytest.raises(AttributeError, match="module 'objcomm' has no attribute 'brodcast'"):
+        objcomm.brodcast  # type: ignore[attr-defined]  # noqa: B018  # wrong on purpose
+    assert not hasattr(objcomm, "_private")
+
+
+def test_the_first_name_that_is_used_brings_them_all() -> None:
+    run_python(
+        """
+        import sys, objcomm
+        assert "torch" not in sys.modules
+        assert objcomm.__version__ and "torch" not in sys.modules
+        assert objcomm.models.wrap.__module__ == "objcomm.models"
+        assert "broadcast" in vars(objcomm)
+        from objcomm import *
+        assert all_reduce(3, "sum") == 3 and metrics.all_gather_scalar(2) == [2]
+        """
+    )
+    run_python("import objcomm.compat.axolotl as a; assert a.UsageError.__module__ == 'objcomm'")
+
+
+def test_a_compiled_function_may_be_the_first_to_use_a_name() -> None:
+    run_python(
+        """
+        import torch, objcomm
+
+        @torch.compile(backend="eager")
+        def step(x):
+            return objcomm.all_reduce(x + 1, "sum") * 2
+
+        assert step(torch.ones(2)).tolist() == [4, 4]
+        """
+    )
+
+
+@pytest.mark.parametrize("command", ["objcomm", "objcomm.run"])
+def test_help_waits_for_no_torch(command: str) -> None:
+    printed = run_python(
+        f"""
+        import runpy, sys
+        sys.modules["torch"] = None  # cannot be imported
+        sys.argv = ["python -m {command}", "--help"]
+        try:
+            runpy.run_module({command!r}, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            assert end.code == 0
+        """
+    )
+    assert f"usage: python -m {command}" in printed
+
+
+def test_the_version_is_told_without_torch() -> None:
+    printed = run_python(
+        """
+        import sys
+        sys.modules["torch"] = None
+        sys.argv = ["objcomm", "--version"]
+        import objcomm.__main__
+        try:
+            objcomm.__main__.main()
+        except SystemExit as end:
+            assert end.code == 0
+        """
+    )
+    assert printed.split() == ["objcomm", objcomm.__version__]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name: str) -> None:
-    member = getattr(objcomm, name)
+    member = PUBLIC[name]
     doc = inspect.getdoc(member)
     assert doc
     if inspect.isfunction(member):
@@ -60,39 +136,34 @@ def test_every_public_name_is_documented(name: str) -> None:
             assert f"{parameter}:" in doc, f"{name} does not say what {parameter} is"
 
 
-@pytest.mark.parametrize("name", objcomm.__all__)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_in_the_reference_once(name: str) -> None:
-    member = getattr(objcomm, name)
-    if getattr(objcomm.errors, name, None) is member:
+    if getattr(objcomm.errors, name, None) is PUBLIC[name]:
         return  # the page lists that module as a whole
-    entry = rf"^::: objcomm\.{name}\b|`(objcomm\.)?{name}`.*other names? of"
+    entry = rf"^::: objcomm\.{re.escape(name)}$"
     assert len(re.findall(entry, REFERENCE, re.MULTILINE)) == 1
 
 
 def test_the_type_of_every_public_function_is_checked() -> None:
     sample = (_ROOT / "tests" / "typing" / "public_api.py").read_text(encoding="utf-8")
-    shown = set(re.findall(r"objcomm\.(\w+)", sample))
-    functions = {name for name in objcomm.__all__ if inspect.isfunction(getattr(objcomm, name))}
-    blocks = {"main_first", "main_only", "node_first", "zero_first", "zero_only", "lane"}
-    assert shown >= functions | blocks, sorted((functions | blocks) - shown)
+    shown = set(re.findall(r"objcomm\.([a-z_.]+)", sample))
+    wanted = {*FUNCTIONS, "main_first", "node_first", "lane"}
+    assert shown >= wanted, sorted(wanted - shown)
 
 
 def test_the_type_of_op_has_the_names_that_there_are() -> None:
     assert set(typing.get_args(NamedOperator)) == set(_NAMED)
 
 
-NAMED = sorted(set(objcomm.__all__) - {"recorder"})  # all but a module
-
-
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_goes_by_the_package_and_not_by_its_room(name: str) -> None:
-    member = getattr(objcomm, name)
-    assert member.__module__ == "objcomm"
-    assert member.__qualname__ in NAMED  # another one for an alias
+    member = PUBLIC[name]
+    module, _, last = f"objcomm.{name}".rpartition(".")
+    assert (member.__module__, member.__qualname__) == (module, last)
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         pickled = pickle.dumps(member, protocol)
         texts = [given for _, given, _ in pickletools.genops(pickled) if isinstance(given, str)]
-        assert " ".join(texts) == f"objcomm {member.__qualname__}"
+        assert " ".join(texts) == f"{module} {last}"
         assert pickle.loads(pickled) is member  # noqa: S301  # our own
     assert objcomm.from_tensor(objcomm.to_tensor(member)) is member
 
@@ -109,10 +180,10 @@ def test_pickles_that_name_the_module_of_errors_still_load() -> None:
     assert type(pickle.loads(pickled)) is objcomm.UsageError  # noqa: S301  # our own
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_the_annotations_of_a_public_class_can_be_resolved(name: str) -> None:
     """Python looks for the names in strings where a class says that it stands."""
-    member = getattr(objcomm, name)
+    member = PUBLIC[name]
     if inspect.isclass(member):
         typing.get_type_hints(member)
 
@@ -126,7 +197,7 @@ def test_the_first_docstring_names_every_room() -> None:
 SUBGROUPS = ["split", "dup", "new_group", "node_group", "leaders"]
 CONTROL = [
     "run_on_main", "run_once_per_node", "main_process_only", "once_per_node", "main_first",
-    "node_first", "zero_only",
+    "node_first",
 ]  # fmt: skip
 OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
 
@@ -153,11 +224,11 @@ OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
         ("compute_and_broadcast", set()),
         *((name, OPTIONS - {"group", "timeout"}) for name in CONTROL),
         ("gather_scalar", {"codec", "device", "accept", "allow"}),
-        ("all_gather_scalar", {"codec", "device", "accept", "allow"}),
+        ("metrics.all_gather_scalar", {"codec", "device", "accept", "allow"}),
     ],
 )
 def test_options_are_keyword_only(name: str, lacking: set[str]) -> None:
-    parameters = inspect.signature(getattr(objcomm, name)).parameters
+    parameters = inspect.signature(PUBLIC[name]).parameters
     keywords = {p.name for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert keywords >= OPTIONS - lacking
     for root in {"src", "dst"} & set(parameters):
@@ -167,20 +238,19 @@ def test_options_are_keyword_only(name: str, lacking: set[str]) -> None:
 
 IN_FLIGHT = {
     name
-    for name in objcomm.__all__
-    if inspect.isfunction(getattr(objcomm, name))
-    and "async_op" in inspect.signature(getattr(objcomm, name)).parameters
+    for name, function in FUNCTIONS.items()
+    if "async_op" in inspect.signature(function).parameters
 }
 
 
 def test_what_may_be_in_flight_is_in_the_tests_of_all_operations() -> None:
     # The two of point-to-point need a partner, and are in there as `sendrecv`.
-    assert set(OPERATIONS) | {"send", "recv"} == IN_FLIGHT
+    assert set(OPERATIONS) | {"send", "recv"} == {name.rpartition(".")[2] for name in IN_FLIGHT}
 
 
 @pytest.mark.parametrize("name", sorted(IN_FLIGHT))
 def test_every_operation_may_be_in_flight(name: str) -> None:
-    parameter = inspect.signature(getattr(objcomm, name)).parameters["async_op"]
+    parameter = inspect.signature(FUNCTIONS[name]).parameters["async_op"]
     assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
     assert parameter.default is False
 
@@ -188,8 +258,8 @@ def test_every_operation_may_be_in_flight(name: str) -> None:
 # What takes long to import and serves some calls only, or none. Of what torch imports itself,
 # nothing need be listed.
 HEAVY = {
-    "cloudpickle", "matplotlib", "numpy.testing", "objcomm.__main__", "objcomm.bootstrap.doctor",
-    "objcomm.bootstrap.worker", "objcomm.compat", "objcomm.demo", "objcomm.observe.inspect",
+    "cloudpickle", "matplotlib", "numpy.testing", "objcomm.__main__", "objcomm._bootstrap.doctor",
+    "objcomm._bootstrap.worker", "objcomm.compat", "objcomm.demo", "objcomm._observe.inspect",
     "prometheus_client", "sklearn", "tensorboard", "torch._dynamo", "torch._inductor",
     "torch.distributed.elastic", "torch.distributed.run", "torch.utils.tensorboard", "tqdm.auto",
 }  # fmt: skip
@@ -201,6 +271,7 @@ def test_importing_imports_nothing_slow_starts_no_thread_and_joins_no_group() ->
         import signal, sys, threading, torch, torch.distributed
         before, handler = set(sys.modules), signal.getsignal(signal.SIGINT)
         import objcomm
+        objcomm.broadcast
         print(*(name for name in {HEAVY!r} if name in set(sys.modules) - before))
         assert threading.active_count() == 1
         assert not torch.distributed.is_initialized()
@@ -218,21 +289,21 @@ def test_importing_waits_for_no_collection_and_leaves_the_collector_as_it_was() 
         import gc, sys, torch
         gc.collect()  # so that none is due before the import has begun
         is_done = []
-        note = lambda *_: is_done.append(hasattr(sys.modules.get("objcomm"), "__version__"))
+        note = lambda *_: is_done.append(hasattr(sys.modules.get("objcomm._public"), "__all__"))
         gc.callbacks.append(note)
-        import objcomm
+        import objcomm._public
         gc.callbacks.clear()
         assert all(is_done), is_done
         assert gc.isenabled()
         """
     )
-    run_python("import gc; gc.disable(); import objcomm; assert not gc.isenabled()")
+    run_python("import gc; gc.disable(); import objcomm; objcomm.rank; assert not gc.isenabled()")
     run_python(
         """
         import gc, sys
         sys.modules["msgpack"] = None
         try:
-            import objcomm
+            import objcomm._public
         except ImportError:
             assert gc.isenabled()
         else:
@@ -257,7 +328,7 @@ def test_numpy_is_not_needed() -> None:
             assert torch.equal(got["w"], sent["w"]) and torch.equal(got["tiny"], sent["tiny"])
             assert (got["b"], got["a"], got["n"]) == (sent["b"], sent["a"], sent["n"])
             got["w"][0] = 1
-        assert objcomm.all_gather_scalar(0.5) == [0.5]
+        assert objcomm.metrics.all_gather_scalar(0.5) == [0.5]
         assert objcomm.all_reduce(torch.ones(2), "sum").tolist() == [1, 1]
         assert objcomm.all_reduce(3, "mean") == 3.0
         assert objcomm.all_reduce({"w": [torch.ones(2), 1]}, "mean")["w"][1] == 1.0
@@ -290,8 +361,8 @@ def test_numpy_is_not_needed_by_the_links_of_one_host() -> None:
         from datetime import timedelta
         import socket
         import torch
-        from objcomm.transport.link import payload_tag
-        from objcomm.transport.local import LocalLink
+        from objcomm._transport.link import payload_tag
+        from objcomm._transport.local import LocalLink
         ends, tag, limit = socket.socketpair(), payload_tag(0, 1), timedelta(seconds=60)
         links = [LocalLink(rank, {1 - rank: end}) for rank, end in enumerate(ends)]
         for sent in (torch.arange(9).to(torch.uint8), torch.empty(0, dtype=torch.uint8)):
@@ -337,7 +408,7 @@ def test_a_torch_without_distributed_serves_a_world_of_one() -> None:
         assert objcomm.scatter([mine]) is mine
         assert objcomm.reduce(2) == objcomm.all_reduce(2, "max") == 2
         assert objcomm.reduce_and_broadcast(lambda: 2, sum) == 2
-        assert objcomm.gather_scalar(2) == objcomm.all_gather_scalar(2) == [2]
+        assert objcomm.gather_scalar(2) == objcomm.metrics.all_gather_scalar(2) == [2]
         assert objcomm.ddp_broadcast(mine) is mine
         objcomm.barrier()
         from objcomm.compat import torch as dist_objects
@@ -349,7 +420,9 @@ def test_a_torch_without_distributed_serves_a_world_of_one() -> None:
         assert flashy.all_reduce(torch.ones(1)).tolist() == [1]
         assert axolotl.compute_and_broadcast(lambda: 5) == speechbrain.run_on_main(lambda: 5) == 5
         assert objcomm.run_on_main(lambda: mine) is objcomm.run_once_per_node(lambda: mine) is mine
-        with objcomm.main_first(), objcomm.node_first(), objcomm.zero_only(), objcomm.main_only():
+        with objcomm.main_first(), objcomm.node_first():
+            assert objcomm.broadcast(mine) is mine
+        with axolotl.zero_only(), speechbrain.MainProcessContext():
             assert objcomm.broadcast(mine) is mine
         assert (objcomm.rank(), objcomm.world_size()) == (0, 1)
         assert objcomm.is_main() and not objcomm.is_initialized()

@@ -2,3 +2,5 @@
 
 What each of them cures is listed in the documentation, beside the line to change ("Migrating").
 """
+
+import objcomm._public  # noqa: F401  # their errors go by its names

@@ -17,13 +17,15 @@ from typing import NamedTuple, TypeVar
 import torch
 
 import objcomm
-from objcomm.calls.absence import is_in_order
-from objcomm.calls.group import resolve
+from objcomm._calls.absence import is_in_order
+from objcomm._calls.group import resolve
+from objcomm._environment import Placement, local_rank_in, placement_in
+from objcomm._observe.tracing import keep_eager
+from objcomm._training import main_process, metrics
+from objcomm._wire.failure_message import named
+from objcomm._wire.header import Operation
 from objcomm.compat.raising import RaisingBlock, as_it_raised, raising
-from objcomm.environment import Placement, local_rank_in, placement_in
 from objcomm.errors import UsageError
-from objcomm.wire.failure_message import named
-from objcomm.wire.header import Operation
 
 __all__ = [
     "DistributedState",
@@ -213,10 +215,10 @@ def _first(*, is_main: bool) -> contextlib.AbstractContextManager[None]:
     """The block that fits to what all ranks say of themselves."""
     whole = resolve(None)
     if is_in_order("zero_first", whole.ranks, whole.rank):  # nested: nobody need say anything
-        return objcomm.zero_first()
+        return main_process.zero_first()
     flags = objcomm.all_gather(is_main)
     if flags == [rank == 0 for rank in range(len(flags))]:
-        return objcomm.zero_first()
+        return main_process.zero_first()
     is_first_of_host = objcomm.rank(objcomm.node_group()) == 0
     if objcomm.all_ranks(is_main == is_first_of_host):
         return _zero_first_of_node()
@@ -228,13 +230,13 @@ def _first(*, is_main: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def zero_only() -> contextlib.AbstractContextManager[bool]:
-    """A block that knows whether it is rank 0's; see ``objcomm.zero_only``.
+    """A block that knows whether it is rank 0's; and whose failure is everybody's.
 
     Axolotl's ran its body on every rank, although it said otherwise. No context manager can skip
     it: write ``with zero_only() as is_zero:`` and put the work under ``if is_zero:``.
     """
     init_distributed_state()
-    return RaisingBlock(objcomm.zero_only(), as_it_raised)
+    return RaisingBlock(main_process.zero_only(), as_it_raised)
 
 
 @raising(as_it_raised)
@@ -245,10 +247,10 @@ def gather_scalar_from_all_ranks(
 ) -> list[T] | None:
     """Call a function on all ranks; rank 0 gets what they return.
 
-    See ``objcomm.gather_scalar_from_all_ranks``.
+    Each value arrives as it is, whatever its type. All ranks fail if one does.
     """
     init_distributed_state()
-    return objcomm.gather_scalar_from_all_ranks(fn)
+    return metrics.gather_scalar_from_all_ranks(fn)
 
 
 @raising(as_it_raised)
@@ -259,10 +261,10 @@ def gather_from_all_ranks(
 ) -> list[T] | None:
     """Call a function on all ranks; rank 0 gets what they return.
 
-    See ``objcomm.gather_from_all_ranks``.
+    See ``objcomm.metrics.gather_from_all_ranks``.
     """
     init_distributed_state()
-    return objcomm.gather_from_all_ranks(fn)
+    return objcomm.metrics.gather_from_all_ranks(fn)
 
 
 @raising(as_it_raised)
@@ -284,3 +286,7 @@ def reduce_and_broadcast(fn1: Callable[[], A], fn2: Callable[[list[A]], B]) -> B
     """Compute something on each rank, then once of all; see ``objcomm.reduce_and_broadcast``."""
     init_distributed_state()
     return objcomm.reduce_and_broadcast(fn1, fn2)
+
+
+keep_eager(globals()[name] for name in __all__)
+del keep_eager  # no public name

@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import objcomm
-from objcomm.calls.group import is_main
-from objcomm.collectives.reduction.operators import REDUCE_OPS
+from objcomm._calls.group import is_main
+from objcomm._collectives.reduction.operators import REDUCE_OPS
+from objcomm._world import rank, world_size
 from objcomm.compat.raising import RaisingBlock, as_it_raised, raising
 from objcomm.errors import UsageError, caught_as
-from objcomm.world import rank, world_size
 
 __all__ = [
     "all_reduce",
@@ -101,8 +101,8 @@ def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
 
 @raising(as_it_raised)
 def average_metrics(metrics: Mapping[str, Any], count: float = 1.0) -> dict[str, float]:
-    """``objcomm.average_metrics``."""
-    return objcomm.average_metrics(metrics, count)
+    """``objcomm.metrics.average_metrics``."""
+    return objcomm.metrics.average_metrics(metrics, count)
 
 
 @overload
@@ -113,58 +113,58 @@ def average(metrics: Sequence[Any], count: float = 1.0) -> list[float]: ...
 def average(
     metrics: Mapping[str, Any] | Sequence[Any], count: float = 1.0
 ) -> dict[str, float] | list[float]:
-    """``objcomm.average_metrics`` of a dict, or of numbers in order, as demucs has it."""
+    """``objcomm.metrics.average_metrics`` of a dict, or of numbers in order, as demucs has it."""
     if isinstance(metrics, Mapping):
-        return objcomm.average_metrics(metrics, count)
+        return objcomm.metrics.average_metrics(metrics, count)
     numbered = {str(place): value for place, value in enumerate(metrics)}
-    return list(objcomm.average_metrics(numbered, count).values())
+    return list(objcomm.metrics.average_metrics(numbered, count).values())
 
 
 @raising(as_it_raised)
 def wrap(model: torch.nn.Module) -> torch.nn.Module:
-    """``objcomm.wrap``."""
-    return objcomm.wrap(model)
+    """``objcomm.models.wrap``."""
+    return objcomm.models.wrap(model)
 
 
 @raising(as_it_raised)
 def average_tensors(tensors: _Tensors) -> None:
-    """``objcomm.average_tensors``."""
-    objcomm.average_tensors(tensors)
+    """``objcomm.models.average_tensors``."""
+    objcomm.models.average_tensors(tensors)
 
 
 @raising(as_it_raised)
 def broadcast_tensors(tensors: _Tensors, src: int = 0) -> None:
-    """``objcomm.broadcast_tensors``."""
-    objcomm.broadcast_tensors(tensors, src)
+    """``objcomm.models.broadcast_tensors``."""
+    objcomm.models.broadcast_tensors(tensors, src)
 
 
 @raising(as_it_raised)
 def broadcast_model(model: torch.nn.Module, src: int = 0) -> None:
-    """``objcomm.broadcast_model``."""
-    objcomm.broadcast_model(model, src)
+    """``objcomm.models.broadcast_model``."""
+    objcomm.models.broadcast_model(model, src)
 
 
 @raising(as_it_raised)
 def sync_gradients(params: _Tensors) -> None:
-    """``objcomm.sync_gradients``."""
-    objcomm.sync_gradients(params)
+    """``objcomm.models.sync_gradients``."""
+    objcomm.models.sync_gradients(params)
 
 
 @raising(as_it_raised)
 def sync_grad(params: _Tensors) -> None:
-    """``objcomm.sync_gradients``, as encodec calls it."""
-    objcomm.sync_gradients(params)
+    """``objcomm.models.sync_gradients``, as encodec calls it."""
+    objcomm.models.sync_gradients(params)
 
 
 @raising(as_it_raised)
 def sync_buffer(buffers: _Tensors, average: bool = True) -> None:  # noqa: FBT001, FBT002  # encodec's signature
-    """``objcomm.sync_buffers``, as encodec calls it."""
-    objcomm.sync_buffers(buffers, average=average)
+    """``objcomm.models.sync_buffers``, as encodec calls it."""
+    objcomm.models.sync_buffers(buffers, average=average)
 
 
 def eager_sync_gradients(params: _Tensors) -> AbstractContextManager[None]:
-    """``objcomm.eager_sync_gradients``."""
-    return RaisingBlock(objcomm.eager_sync_gradients(params), as_it_raised)
+    """``objcomm.models.eager_sync_gradients``."""
+    return RaisingBlock(objcomm.models.eager_sync_gradients(params), as_it_raised)
 
 
 @raising(as_it_raised)
@@ -173,8 +173,8 @@ def sync_model(
     sync_buffers: bool = True,  # noqa: FBT001, FBT002  # flashy's signature
     average_buffers: bool = True,  # noqa: FBT001, FBT002  # likewise
 ) -> None:
-    """``objcomm.sync_model``."""
-    objcomm.sync_model(model, sync_buffers=sync_buffers, average_buffers=average_buffers)
+    """``objcomm.models.sync_model``."""
+    objcomm.models.sync_model(model, sync_buffers=sync_buffers, average_buffers=average_buffers)
 
 
 def eager_sync_model(
@@ -182,8 +182,8 @@ def eager_sync_model(
     sync_buffers: bool = True,  # noqa: FBT001, FBT002  # flashy's signature
     average_buffers: bool = True,  # noqa: FBT001, FBT002  # likewise
 ) -> AbstractContextManager[None]:
-    """``objcomm.eager_sync_model``."""
-    block = objcomm.eager_sync_model(
+    """``objcomm.models.eager_sync_model``."""
+    block = objcomm.models.eager_sync_model(
         model, sync_buffers=sync_buffers, average_buffers=average_buffers
     )
     return RaisingBlock(block, as_it_raised)

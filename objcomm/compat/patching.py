@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, Self
 
-from objcomm.observe.tracing import keep_eager
+from objcomm._observe.tracing import keep_eager
 
 Function = Callable[..., Any]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 import objcomm
+from objcomm._observe import recorder
+from objcomm._observe.history import CallRecord, Counters, OperationStats
+from objcomm._world import rank, world_size
 from objcomm.compat import torch as replacing
-from objcomm.observe import recorder
-from objcomm.observe.history import CallRecord, Counters, OperationStats
-from objcomm.world import rank, world_size
 
 _NAMES = sorted(set(replacing.__all__) - {"patch"})
 _MOST_LINES = 5

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+from objcomm._observe.tracing import keep_eager
 from objcomm.errors import CaughtAs, CollectiveError, EncodeError, ObjcommError, caught_as, name_of
-from objcomm.observe.tracing import keep_eager
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -17,19 +17,19 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 
-from objcomm.bootstrap import init
-from objcomm.calls.absence import is_confined
-from objcomm.calls.group import is_main, resolve
-from objcomm.collectives.broadcast import barrier
-from objcomm.collectives.reduction.reduce import all_reduce
+from objcomm._bootstrap import init
+from objcomm._calls.absence import is_confined
+from objcomm._calls.group import is_main, resolve
+from objcomm._collectives.broadcast import barrier
+from objcomm._collectives.reduction.reduce import all_reduce
+from objcomm._config import GroupLike, Timeout
+from objcomm._environment import local_rank_in, rank_in
+from objcomm._observe.tracing import keep_eager
+from objcomm._training import main_process, once
+from objcomm._training.main_process import MainProcessContext
+from objcomm._world import is_initialized, rank
 from objcomm.compat.raising import as_it_raised, raising
-from objcomm.config import GroupLike, Timeout
-from objcomm.environment import local_rank_in, rank_in
 from objcomm.errors import UsageError
-from objcomm.observe.tracing import keep_eager
-from objcomm.training import main_process, once
-from objcomm.training.main_process import main_only
-from objcomm.world import is_initialized, rank
 
 __all__ = [
     "MainProcessContext",
@@ -59,8 +59,7 @@ P = ParamSpec("P")
 #: What no named operator of objcomm does.
 _BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 
-MainProcessContext = main_only
-OncePerNodeContext = main_only
+OncePerNodeContext = MainProcessContext
 
 ddp_broadcast = raising(as_it_raised)(main_process.ddp_broadcast)
 ddp_init_group = raising(as_it_raised)(init.ddp_init_group)

@@ -27,14 +27,18 @@ import torch
 import torch.distributed as dist
 from torch.serialization import get_safe_globals
 
-from objcomm.calls.call import Call, Coding
-from objcomm.calls.group import Group, resolve
-from objcomm.collectives.broadcast import broadcast_in
-from objcomm.collectives.gather import all_gather_in, gather_in
-from objcomm.collectives.scatter import one_each, scatter_in
+from objcomm._calls.call import Call, Coding
+from objcomm._calls.group import Group, resolve
+from objcomm._collectives.broadcast import broadcast_in
+from objcomm._collectives.gather import all_gather_in, gather_in
+from objcomm._collectives.scatter import one_each, scatter_in
+from objcomm._config import GroupLike, whole_number
+from objcomm._observe.tracing import keep_eager
+from objcomm._p2p.call import P2PCall, Receive, Send
+from objcomm._wire.header import Operation
+from objcomm._world import is_reachable, rank
 from objcomm.compat.patching import Patch, Switch
 from objcomm.compat.raising import builtin_base, raised_in, raising
-from objcomm.config import GroupLike, whole_number
 from objcomm.errors import (
     CollectiveError,
     EncodeError,
@@ -43,10 +47,6 @@ from objcomm.errors import (
     UsageError,
     caught_as,
 )
-from objcomm.observe.tracing import keep_eager
-from objcomm.p2p.call import P2PCall, Receive, Send
-from objcomm.wire.header import Operation
-from objcomm.world import is_reachable, rank
 
 __all__ = [
     "all_gather_object",

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from objcomm.__main__ import main
-from objcomm.transport.store import loopback_store
+from objcomm._transport.store import loopback_store
 from tests.forked import FORKED
 from tests.hosts import Host, Hosts
 from tests.waits import wait_until

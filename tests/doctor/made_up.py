@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from objcomm.bootstrap.doctor.facts import (
+from objcomm._bootstrap.doctor.facts import (
     Choice,
     Evidence,
     Interface,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from objcomm.bootstrap.doctor.command import findings, status
-from objcomm.bootstrap.doctor.facts import (
+from objcomm._bootstrap.doctor.command import findings, status
+from objcomm._bootstrap.doctor.facts import (
     UNKNOWN,
     Choice,
     Evidence,
@@ -17,7 +17,7 @@ from objcomm.bootstrap.doctor.facts import (
     Rendezvous,
     Report,
 )
-from objcomm.bootstrap.doctor.findings import Finding, Severity, who
+from objcomm._bootstrap.doctor.findings import Finding, Severity, who
 from tests.doctor.made_up import evidence, links, report
 
 LOOPBACK = Choice("lo", "127.0.0.1", "GLOO_SOCKET_IFNAME=lo")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from objcomm.bootstrap.doctor.facts import Interface
-from objcomm.bootstrap.doctor.host import (
+from objcomm._bootstrap.doctor.facts import Interface
+from objcomm._bootstrap.doctor.host import (
     examine,
     gloo_choice,
     interface_of,

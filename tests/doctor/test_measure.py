@@ -3,8 +3,8 @@
 import torch.distributed as dist
 
 import objcomm
-from objcomm.bootstrap.doctor.facts import MeasuredLinks
-from objcomm.bootstrap.doctor.links import measure
+from objcomm._bootstrap.doctor.facts import MeasuredLinks
+from objcomm._bootstrap.doctor.links import measure
 from tests.ranks import ranks
 from tests.workers import here
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from objcomm.bootstrap.doctor.host import lookups
+from objcomm._bootstrap.doctor.host import lookups
 
 
 class Resolver:
@@ -18,7 +18,7 @@ class Resolver:
         self._now = 1000.0
         self.asked: list[str] = []
         patch.setattr(socket, "getnameinfo", self.look_up)
-        patch.setattr("objcomm.bootstrap.doctor.host.time", mock.Mock(monotonic=lambda: self._now))
+        patch.setattr("objcomm._bootstrap.doctor.host.time", mock.Mock(monotonic=lambda: self._now))
 
     def look_up(self, address: tuple[str, int], flags: int) -> tuple[str, str]:
         assert flags == socket.NI_NUMERICSERV  # as torch 2.13 asks

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from objcomm.bootstrap.doctor.facts import Peer
-from objcomm.bootstrap.doctor.host import (
+from objcomm._bootstrap.doctor.facts import Peer
+from objcomm._bootstrap.doctor.host import (
     UnreachedError,
     is_own,
     own_address,
@@ -18,7 +18,7 @@ from objcomm.bootstrap.doctor.host import (
     touch,
     within,
 )
-from objcomm.bootstrap.doctor.links import Listener, contact, contacts
+from objcomm._bootstrap.doctor.links import Listener, contact, contacts
 
 HERE = "127.0.0.1"
 #: Long ago: there is no more patience than for a host.
@@ -166,7 +166,7 @@ def test_a_port_that_opens_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> 
             opened.append(socket.create_server((HERE, port)))
             raise
 
-    monkeypatch.setattr("objcomm.bootstrap.doctor.host.touch", opens_after_a_refusal)
+    monkeypatch.setattr("objcomm._bootstrap.doctor.host.touch", opens_after_a_refusal)
     assert reach([HERE], port, time.monotonic() + 60.0) == HERE
     (server,) = opened
     server.close()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from objcomm.__main__ import main
-from objcomm.bootstrap.doctor.command import findings
-from objcomm.bootstrap.doctor.facts import (
+from objcomm._bootstrap.doctor.command import findings
+from objcomm._bootstrap.doctor.facts import (
     Contacts,
     Lookup,
     MeasuredLink,
@@ -21,8 +21,8 @@ from objcomm.bootstrap.doctor.facts import (
     read,
     written,
 )
-from objcomm.bootstrap.doctor.report import draw, plain
-from objcomm.bootstrap.doctor.report import report as text_of
+from objcomm._bootstrap.doctor.report import draw, plain
+from objcomm._bootstrap.doctor.report import report as text_of
 from objcomm.errors import MissingDependencyError, UsageError
 from tests.doctor.job import ROOT, clean_environment
 from tests.doctor.made_up import evidence, links, report
@@ -150,7 +150,7 @@ def test_a_rank_starts_no_ranks(
 def test_a_step_that_never_ends_is_ended() -> None:
     program = """
 import threading
-from objcomm.bootstrap.doctor import command
+from objcomm._bootstrap.doctor import command
 command.Limits.all = property(lambda limits: 0.5)
 command.carry_out = lambda *arguments, **options: threading.Event().wait()
 command.check(command.Options(1.0, False, None, None))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from objcomm.bootstrap.doctor.links import PAIRS_MAX, PEERS_MAX, distances, pairs, peers_of, rounds
+from objcomm._bootstrap.doctor.links import PAIRS_MAX, PEERS_MAX, distances, pairs, peers_of, rounds
 
 SIZES = [1, 2, 3, 4, 5, 8, 17, 64]
 

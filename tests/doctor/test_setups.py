@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from objcomm.bootstrap.doctor.host import UnreachedError, touch
+from objcomm._bootstrap.doctor.host import UnreachedError, touch
 from tests.doctor.job import (
     DOCTOR,
     Agent,

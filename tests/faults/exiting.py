@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm.world import store_of
+from objcomm._world import store_of
 
 #: What happens just before the end.
 EVENTS = [

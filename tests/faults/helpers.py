@@ -30,7 +30,7 @@ def _main_first(case: Case, callback: Callable[[], None]) -> None:
 
 
 def _average_metrics(case: Case, _: Callable[[], None]) -> bytes:
-    means = objcomm.average_metrics({"loss": 0.5}, 64, timeout=case.limit_seconds)
+    means = objcomm.metrics.average_metrics({"loss": 0.5}, 64, timeout=case.limit_seconds)
     return contribution(case, 0) if means == {"loss": 0.5} else b""
 
 
@@ -39,11 +39,11 @@ def _agree(case: Case, _: Callable[[], None]) -> bytes:
 
 
 def _sync_gradients(case: Case, _: Callable[[], None]) -> None:
-    objcomm.sync_gradients(_model(case).parameters(), timeout=case.limit_seconds)
+    objcomm.models.sync_gradients(_model(case).parameters(), timeout=case.limit_seconds)
 
 
 def _sync_model(case: Case, _: Callable[[], None]) -> None:
-    objcomm.sync_model(_model(case), timeout=case.limit_seconds)
+    objcomm.models.sync_model(_model(case), timeout=case.limit_seconds)
 
 
 def _model(case: Case) -> torch.nn.Module:

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm.collectives import split
-from objcomm.failures import channel, inquiry, watchdog
-from objcomm.failures.noticeboard import BoardThread
-from objcomm.transport import link
-from objcomm.transport.store import loopback_store
+from objcomm._collectives import split
+from objcomm._failures import channel, inquiry, watchdog
+from objcomm._failures.noticeboard import BoardThread
+from objcomm._transport import link
+from objcomm._transport.store import loopback_store
 from tests.faults import helpers, pairs, plan
 from tests.faults.plan import (
     DIVISIONS,

@@ -12,8 +12,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from objcomm.failures.verdict import DESTROYED
-from objcomm.transport.store import loopback_store
+from objcomm._failures.verdict import DESTROYED
+from objcomm._transport.store import loopback_store
 from tests.faults.plan import STOP_SECONDS, Case, Fault
 from tests.faults.rank import Left, Seen, take_part
 from tests.forked import FORKED

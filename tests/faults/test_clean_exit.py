@@ -70,7 +70,7 @@ def test_what_is_in_flight_at_the_end_is_reported(tmp_path: Path) -> None:
 _ANSWERED_TOO_LATE = """
 import os, signal, sys, time
 import torch.distributed as dist, objcomm
-from objcomm.transport.store import loopback_store
+from objcomm._transport.store import loopback_store
 jobs = ["destroyed", "abandoned"]
 while jobs and (job := os.fork()):
     assert os.waitpid(job, 0)[1] == 0

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from objcomm.algorithms.exchange import Exchange
-from objcomm.collectives import split
-from objcomm.p2p.mailbox import Mailbox
-from objcomm.transport.gloo import POKE_TAG, GlooLink
-from objcomm.transport.link import LANE_BITS, Link
-from objcomm.transport.local import LocalLink
-from objcomm.wire.message import Message
-from objcomm.world import create
+from objcomm._algorithms.exchange import Exchange
+from objcomm._collectives import split
+from objcomm._p2p.mailbox import Mailbox
+from objcomm._transport.gloo import POKE_TAG, GlooLink
+from objcomm._transport.link import LANE_BITS, Link
+from objcomm._transport.local import LocalLink
+from objcomm._wire.message import Message
+from objcomm._world import create
 from tests.faults.plan import Case, Fault, Phase
 
 Strike = Callable[[], None]

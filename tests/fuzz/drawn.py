@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgpack
 
-from objcomm.codecs import tensors, types
+from objcomm._codecs import tensors, types
 
 _NUMBERS: Final = (0, 1, 2, 3, 7, 8, 16, 31, 64, 127, 128, 255, 256, 32_768, 65_536, 1 << 20)
 _LARGE: Final = (2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -488,11 +488,11 @@ TOOLS: Final = {
     "slice": "builtins.slice",
     "torch.Size": "torch.Size",
     "torch.device": "torch.device",
-    "tensor": "objcomm.codecs.pickle5._rebuild_tensor",
-    "sparse": "objcomm.codecs.tensors.rebuild_coo",
-    "ndarray": "objcomm.codecs.tensors.rebuild_array",
+    "tensor": "objcomm._codecs.pickle5._rebuild_tensor",
+    "sparse": "objcomm._codecs.tensors.rebuild_coo",
+    "ndarray": "objcomm._codecs.tensors.rebuild_array",
     "scalar": "numpy._core.multiarray.scalar",
-    "dtype": "objcomm.codecs.array_dtypes.array_dtype_named",
+    "dtype": "objcomm._codecs.array_dtypes.array_dtype_named",
 }
 
 #: What is called, made or given a state besides: the package's other functions, and classes that
@@ -500,8 +500,8 @@ TOOLS: Final = {
 ADMITTED: Final = (
     *("collections.deque", "datetime.date", "datetime.timedelta", "tests.samples.Run"),
     "tests.samples.Colour",
-    *("collections.OrderedDict", "objcomm.codecs.pickle5._same", "numpy.core.multiarray.scalar"),
-    *("objcomm.codecs.pickle5._set_attributes", "objcomm.codecs.tensors.array_dtype_named"),
+    *("collections.OrderedDict", "objcomm._codecs.pickle5._same", "numpy.core.multiarray.scalar"),
+    *("objcomm._codecs.pickle5._set_attributes", "objcomm._codecs.tensors.array_dtype_named"),
     *("builtins.Ellipsis", "builtins.NotImplemented", "builtins.eval", "os.system"),
 )
 

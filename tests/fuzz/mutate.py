@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 import objcomm
-from objcomm.algorithms import routes
-from objcomm.codecs import codec_named
-from objcomm.collectives.reduction import structures
-from objcomm.collectives.reduction.operators import operator_for
+from objcomm._algorithms import routes
+from objcomm._codecs import codec_named
+from objcomm._collectives.reduction import structures
+from objcomm._collectives.reduction.operators import operator_for
+from objcomm._wire.failure_message import failure_message
+from objcomm._wire.header import HEADER_NBYTES, ROW_NBYTES, Header, SizeRow, Status, pack_table
+from objcomm._wire.message import compose
 from objcomm.errors import RankFailure
-from objcomm.wire.failure_message import failure_message
-from objcomm.wire.header import HEADER_NBYTES, ROW_NBYTES, Header, SizeRow, Status, pack_table
-from objcomm.wire.message import compose
 from tests import samples
 from tests.fuzz import drawn
 from tests.fuzz.targets import BUNDLE_SIZE, HEADS_META, OPERAND, PAIR

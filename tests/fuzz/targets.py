@@ -12,20 +12,20 @@ from typing import Any
 import torch
 
 import objcomm
-from objcomm.algorithms import routes
-from objcomm.codecs.base import decode
-from objcomm.collectives.reduction import structures
-from objcomm.collectives.reduction.leafwise import Destination, operand, received
-from objcomm.collectives.reduction.operators import operator_for
-from objcomm.collectives.reduction.structures import room_for, tensors_of
-from objcomm.collectives.split import _by_color, word_of
-from objcomm.config import Settings
+from objcomm._algorithms import routes
+from objcomm._codecs.base import decode
+from objcomm._collectives.reduction import structures
+from objcomm._collectives.reduction.leafwise import Destination, operand, received
+from objcomm._collectives.reduction.operators import operator_for
+from objcomm._collectives.reduction.structures import room_for, tensors_of
+from objcomm._collectives.split import _by_color, word_of
+from objcomm._config import Settings
+from objcomm._p2p.mailbox import Arrived, Mailbox, RecvRequest
+from objcomm._wire.admission import Gate
+from objcomm._wire.failure_message import DifferenceError, failures_in
+from objcomm._wire.header import HEADER_NBYTES, Header, Operation, Status, check_same_call
+from objcomm._wire.message import Message, compose, open_body
 from objcomm.errors import CollectiveError, text_of
-from objcomm.p2p.mailbox import Arrived, Mailbox, RecvRequest
-from objcomm.wire.admission import Gate
-from objcomm.wire.failure_message import DifferenceError, failures_in
-from objcomm.wire.header import HEADER_NBYTES, Header, Operation, Status, check_same_call
-from objcomm.wire.message import Message, compose, open_body
 from tests import samples
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 

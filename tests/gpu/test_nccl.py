@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm.algorithms.device import NcclLink
+from objcomm._algorithms.device import NcclLink
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks, solo
 from tests.same import assert_same
@@ -65,7 +65,7 @@ def test_every_operation_works_on_an_nccl_group_of_one(_folder: Path) -> None:  
     assert objcomm.all_gather(mine)[0] is mine
     assert objcomm.broadcast(mine, device="cuda") is mine
     assert torch.equal(objcomm.all_reduce(mine["large"]), mine["large"])
-    assert objcomm.all_gather_scalar(mine["large"][3]) == [mine["large"][3]]
+    assert objcomm.metrics.all_gather_scalar(mine["large"][3]) == [mine["large"][3]]
     objcomm.barrier()
     dist.destroy_process_group()
 

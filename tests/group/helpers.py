@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm.observe.history import LENGTH
+from objcomm._observe.history import LENGTH
 from tests.hosts import free_port
 from tests.waits import wait_until
 from tests.workers import here

@@ -83,7 +83,7 @@ OPERATIONS: dict[str, Call] = {
     "exscan": _exscan,
     "barrier": _barrier,
     "gather_scalar": objcomm.gather_scalar,
-    "all_gather_scalar": objcomm.all_gather_scalar,
+    "all_gather_scalar": objcomm.metrics.all_gather_scalar,
     "reduce_and_broadcast": _reduce_and_broadcast,
 }
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DecodeError, DesyncError, UsageError, Work
-from objcomm.observe.history import CallRecord
-from objcomm.observe.recorder import Recorder
-from objcomm.transport.threads import SerialExecutor, are_executors_busy
+from objcomm._observe.history import CallRecord
+from objcomm._observe.recorder import Recorder
+from objcomm._transport.threads import SerialExecutor, are_executors_busy
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,

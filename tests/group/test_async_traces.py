@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DecodeError
-from objcomm.transport import threads as line_module
+from objcomm._transport import threads as line_module
 from tests.group.helpers import (
     Held,
     RefusesToArrive,

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, WireError
-from objcomm.calls.call import Call
-from objcomm.calls.group import resolve
-from objcomm.failures.noticeboard import Board, BoardThread
-from objcomm.failures.verdict import Verdict
-from objcomm.world import bare, store_of
+from objcomm._calls.call import Call
+from objcomm._calls.group import resolve
+from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._failures.verdict import Verdict
+from objcomm._world import bare, store_of
 from tests.faults.victim import shut, sockets
 from tests.group.helpers import (
     AWAIT_RANK_1,

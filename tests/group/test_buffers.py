@@ -29,8 +29,8 @@ def test_buffers_are_averaged_shared_or_left_alone(
         norm = nn.BatchNorm1d(1)
         means = norm.get_buffer("running_mean").fill_(rank)
         if is_eager:
-            with objcomm.eager_sync_model(norm, **options):
+            with objcomm.models.eager_sync_model(norm, **options):
                 pass
         else:
-            objcomm.sync_model(norm, **options)
+            objcomm.models.sync_model(norm, **options)
         assert torch.equal(means, torch.tensor([expected[rank]]))

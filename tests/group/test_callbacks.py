@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.calls import watched
-from objcomm.transport.link import Deadline
+from objcomm._calls import watched
+from objcomm._transport.link import Deadline
 from tests.group.helpers import RefusesToPickle, assert_group_works, outcome_of, tell_all
 from tests.ranks import ranks
 
@@ -89,7 +89,7 @@ def test_an_interrupt_between_two_steps_leaves_nobody_waiting() -> None:
     objcomm.barrier(group=group)
     with pytest.MonkeyPatch.context() as patch:
         if objcomm.rank() == 0:
-            patch.setattr("objcomm.calls.call.Call.announcement", _interrupted)
+            patch.setattr("objcomm._calls.call.Call.announcement", _interrupted)
         with pytest.raises((KeyboardInterrupt, objcomm.TransportError)) as caught:
             objcomm.barrier(group=group)
     assert caught.type is (KeyboardInterrupt if objcomm.rank() == 0 else objcomm.TransportError)

@@ -253,7 +253,7 @@ def test_without_torch_distributed_every_operation_is_that_of_one_rank() -> None
     assert objcomm.scatter([mine])[0] is CONFIG
     assert objcomm.reduce(3) == objcomm.all_reduce(3) == 3
     assert objcomm.reduce_and_broadcast(lambda: 2, total) == 2
-    assert objcomm.gather_scalar(2.5) == objcomm.all_gather_scalar(2.5) == [2.5]
+    assert objcomm.gather_scalar(2.5) == objcomm.metrics.all_gather_scalar(2.5) == [2.5]
     assert objcomm.ddp_broadcast(mine) is mine
     objcomm.barrier("alone")
     assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (0, 1, True)

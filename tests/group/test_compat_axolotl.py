@@ -127,7 +127,7 @@ def test_errors_name_what_was_called(hosts: int) -> None:
                 raise OSError("no disk")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.collectives.split.machine", lambda: f"host {rank % hosts}")
+        patch.setattr("objcomm._collectives.split.machine", lambda: f"host {rank % hosts}")
         objcomm.node_group()  # asks again
         for failing in (0, 1):
             with pytest.raises(CollectiveError, match="no disk") as caught:

@@ -197,7 +197,7 @@ def test_cured_a_call_costs_two_collectives() -> None:
 def test_cured_main_process_only_within_once_per_node_runs_nowhere_on_further_nodes() -> None:
     rank = here().rank
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.collectives.split.machine", lambda: f"host {rank // 2}")
+        patch.setattr("objcomm._collectives.split.machine", lambda: f"host {rank // 2}")
         objcomm.node_group()  # asks again
         inner = sb.main_process_only(lambda: f"by {rank}")
         assert sb.once_per_node(inner)() == (f"by {rank}" if rank in {0, 2} else None)

@@ -13,6 +13,7 @@ import torch
 import objcomm
 from tests.cases import case
 from tests.group.operations import MESSAGES, OPERATIONS, Call
+from tests.public_names import PUBLIC
 from tests.ranks import ranks
 
 PACKAGE = str(Path(objcomm.__file__).parent)
@@ -95,7 +96,7 @@ def test_a_compiled_step_computes_what_it_computes_uncompiled(backend: str) -> N
         objcomm.barrier("middle")
         z = objcomm.broadcast(y + 1, src=1)
         total = objcomm.all_reduce(y, "sum", group=objcomm.split("all"))
-        work = objcomm.all_gather_scalar(2.0, async_op=True)
+        work = objcomm.metrics.all_gather_scalar(2.0, async_op=True)
         with objcomm.lane("side"), objcomm.fail_together():
             objcomm.barrier()
         scale = work.wait()
@@ -137,8 +138,7 @@ def test_who_forbids_graph_breaks_is_told_why_there_is_one() -> None:
 def public_functions() -> dict[str, FunctionType]:
     """Each public function, and each method of each public class, by name."""
     found = {}
-    for name in objcomm.__all__:
-        member = getattr(objcomm, name)
+    for name, member in PUBLIC.items():
         if inspect.isfunction(member):
             found[name] = member
         elif inspect.isclass(member) and not issubclass(member, Exception):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportError
-from objcomm.calls.group import resolve
-from objcomm.transport import connect
+from objcomm._calls.group import resolve
+from objcomm._transport import connect
 from tests.faults.victim import sockets
 from tests.group.helpers import assert_group_works, error_in, subgroup, tell_all
 from tests.ranks import OVER_GLOO, ranks

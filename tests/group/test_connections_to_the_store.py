@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
-from objcomm.failures.watchdog import board_thread_of
-from objcomm.transport.sockets import _connections
-from objcomm.transport.store import loopback_store
-from objcomm.world import store_of
+from objcomm._failures.watchdog import board_thread_of
+from objcomm._transport.sockets import _connections
+from objcomm._transport.store import loopback_store
+from objcomm._world import store_of
 from tests.group.helpers import assert_group_works, tell_all
 from tests.ranks import ranks
 from tests.waits import wait_until

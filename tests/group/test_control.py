@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, UsageError
+from objcomm._training import main_process
 from tests.cases import case
 from tests.group.control import BLOCKS, SHARES, OwnExit, OwnInterrupt, fail, raised_together
 from tests.group.helpers import (
@@ -112,7 +113,7 @@ def test_helpers_know_subgroups_and_sources() -> None:
             for share in SHARES.values():
                 with pytest.raises(objcomm.NotInGroupError):
                     share(lambda: 1, group=pair)
-            for block in (objcomm.main_first, objcomm.node_first, objcomm.zero_only):
+            for block in (objcomm.main_first, objcomm.node_first, main_process.zero_only):
                 with pytest.raises(objcomm.NotInGroupError), block(group=pair):
                     pass
     assert objcomm.compute_and_broadcast(lambda: here().rank, 2) == 2
@@ -270,7 +271,7 @@ def test_a_result_that_cannot_be_decoded() -> None:
 @ranks(2)
 def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.calls.group.timeout_of", lambda _: 0.3)
+        patch.setattr("objcomm._calls.group.timeout_of", lambda _: 0.3)
         short = dist.new_group()
         objcomm.barrier(group=short, timeout=60)
 
@@ -381,7 +382,12 @@ def test_a_job_that_has_not_begun_is_no_world_of_one() -> None:
     for share in SHARES.values():
         with pytest.raises(UsageError, match="promises other ranks"):
             share(lambda: 1)
-    for block in (objcomm.main_first, objcomm.node_first, objcomm.zero_only, objcomm.main_only):
+    for block in (
+        objcomm.main_first,
+        objcomm.node_first,
+        main_process.zero_only,
+        main_process.MainProcessContext,
+    ):
         with pytest.raises(UsageError, match="promises other ranks"), block():
             pass
     assert not objcomm.is_main(scope="node")

@@ -10,8 +10,8 @@ import torch
 
 import objcomm
 from objcomm import CodecError, CollectiveError, DecodeError
-from objcomm.codecs import base
-from objcomm.codecs.base import Encoded
+from objcomm._codecs import base
+from objcomm._codecs.base import Encoded
 from tests.cases import case
 from tests.group.helpers import RefusesToArrive, assert_group_works
 from tests.group.operations import OPERATIONS, first
@@ -127,7 +127,7 @@ def registered(*codecs: Odd) -> Iterator[None]:
     known = base._registry  # noqa: SLF001  # a program never takes one back
     with mock.patch.object(known, "_codecs", known._codecs):  # noqa: SLF001  # likewise
         for codec in codecs:
-            objcomm.register_codec(codec)
+            objcomm.codecs.register_codec(codec)
         yield
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
-from objcomm.failures import watchdog
-from objcomm.world import store_of
+from objcomm._failures import watchdog
+from objcomm._world import store_of
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,

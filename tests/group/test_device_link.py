@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.algorithms import tensor_reduction
-from objcomm.algorithms.device import NcclLink
+from objcomm._algorithms import tensor_reduction
+from objcomm._algorithms.device import NcclLink
 from tests.cases import case
 from tests.group.helpers import assert_group_works
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
@@ -60,7 +60,7 @@ def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
     process_group = dist.new_group()
     link = CountingLink(process_group, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.calls.group.device_link", lambda _: link)
+        patch.setattr("objcomm._calls.group.device_link", lambda _: link)
         objcomm.barrier(group=process_group)  # makes the group's links
     yield process_group, link
 
@@ -203,7 +203,7 @@ def test_who_has_no_room_on_the_device_says_so_before_others_wait_there() -> Non
         assert "no room" in str(caught.value)
         assert link.moved_nbytes == 0
         patch.undo()
-        patch.setattr("objcomm.calls.group.device_link", lambda _: link)
+        patch.setattr("objcomm._calls.group.device_link", lambda _: link)
         assert bool((objcomm.all_reduce(tensor, group=group) == last + 1).all())
         assert link.moved_nbytes > 0
 
@@ -217,7 +217,7 @@ def test_a_link_that_only_some_ranks_have_is_used_by_none() -> None:
     process_group = dist.new_group()
     link = CountingLink(process_group, torch.device("cpu")) if objcomm.is_main() else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.calls.group.device_link", lambda _: link)
+        patch.setattr("objcomm._calls.group.device_link", lambda _: link)
         got = objcomm.all_reduce(torch.full((LARGE,), objcomm.rank()), group=process_group)
     assert bool((got == 1).all())
     assert link is None or link.moved_nbytes == 0
@@ -230,7 +230,7 @@ def test_models_on_the_device_travel_over_its_link() -> None:
         parameters = [torch.nn.Parameter(torch.ones(numel)) for numel in (3, LARGE, 0, LARGE)]
         for at, parameter in enumerate(parameters):
             parameter.grad = torch.full_like(parameter, float(rank + at))
-        objcomm.sync_gradients(parameters, group=group)
+        objcomm.models.sync_gradients(parameters, group=group)
         for at, parameter in enumerate(parameters):
             assert parameter.grad is not None
             assert bool((parameter.grad == (size - 1) / 2 + at).all())
@@ -238,10 +238,10 @@ def test_models_on_the_device_travel_over_its_link() -> None:
         assert objcomm.stats(group)["sync_gradients"].sent_nbytes < 10_000
         before = link.moved_nbytes
         tensors = [torch.full((LARGE,), rank), torch.tensor(rank), torch.full((2, LARGE), rank).t()]
-        objcomm.broadcast_tensors(tensors, size - 1, group=group)
+        objcomm.models.broadcast_tensors(tensors, size - 1, group=group)
         assert all(bool((tensor == size - 1).all()) for tensor in tensors)
         assert link.moved_nbytes - before == 8 * (3 * LARGE + 1)
         assert objcomm.stats(group)["broadcast_tensors"].sent_nbytes < 10_000
         halves = torch.full((LARGE,), 60000.0, dtype=torch.float16)
-        objcomm.average_tensors([halves], group=group)
+        objcomm.models.average_tensors([halves], group=group)
         assert bool((halves == 60000.0).all())

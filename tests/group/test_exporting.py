@@ -11,8 +11,8 @@ import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
 import objcomm
+from objcomm._observe.recorder import Recorder
 from objcomm.errors import UsageError
-from objcomm.observe.recorder import Recorder
 from tests.cases import case
 from tests.group.helpers import subgroup
 from tests.ranks import ranks, solo
@@ -55,7 +55,7 @@ def test_prometheus_reads_all_counters_of_all_groups() -> None:
     with subgroup(*range(min(here().world_size, 2))) as group:
         if here().rank < 2:
             objcomm.barrier(group=group)
-        found = parsed(objcomm.stats_to_prometheus())
+        found = parsed(objcomm.exporters.stats_to_prometheus())
         if here().rank < 2:
             assert found["objcomm_calls"][key_of("barrier", group)] == 1
     assert set(counted) == {"broadcast", "all_gather"}
@@ -67,7 +67,7 @@ def test_prometheus_reads_all_counters_of_all_groups() -> None:
 @contextlib.contextmanager
 def only(*recorders: Recorder) -> Iterator[None]:
     """Let no groups but these have been used, the one of a process by itself included."""
-    with mock.patch("objcomm.observe.stats.known_recorders", return_value=recorders):
+    with mock.patch("objcomm._observe.stats.known_recorders", return_value=recorders):
         yield
 
 
@@ -77,7 +77,7 @@ def test_prometheus_reads_labels_of_any_content() -> None:
     recorder.name = odd
     recorder.counters.add("b", exchanges=1, sent_nbytes=2**60, received_nbytes=0, seconds=1e-7)
     with only(recorder):
-        found = parsed(objcomm.stats_to_prometheus({"job": odd, "empty": ""}))
+        found = parsed(objcomm.exporters.stats_to_prometheus({"job": odd, "empty": ""}))
     key = ("b", odd, "0", odd, "")
     assert found["objcomm_seconds"] == {key: 1e-7}
     assert found["objcomm_sent_bytes"] == {key: 2.0**60}
@@ -89,19 +89,21 @@ def test_groups_of_one_name_make_one_sample() -> None:
         recorder.name = "0"
         recorder.counters.add("b", exchanges=1, sent_nbytes=5, received_nbytes=6, seconds=0.5)
     with only(*recorders):
-        found = parsed(objcomm.stats_to_prometheus())
+        found = parsed(objcomm.exporters.stats_to_prometheus())
     assert [found[metric]["b", "0", "0"] for metric in FIELDS] == [2, 2, 10, 12, 1.0]
 
 
 def test_nothing_counted_is_text_without_samples() -> None:
     with only(Recorder()):
-        assert all(samples == {} for samples in parsed(objcomm.stats_to_prometheus()).values())
+        assert all(
+            samples == {} for samples in parsed(objcomm.exporters.stats_to_prometheus()).values()
+        )
 
 
 def test_a_label_that_prometheus_would_refuse_is_refused() -> None:
     for name in ("rank", "group", "operation", "a-b", "1st", "__name__", ""):
         with case(name), pytest.raises(UsageError, match="can be no label"):
-            objcomm.stats_to_prometheus({name: "x"})
+            objcomm.exporters.stats_to_prometheus({name: "x"})
 
 
 @ranks(2)
@@ -111,7 +113,9 @@ def test_counters_may_be_read_while_a_call_waits() -> None:
     if here().rank == 0:
         work = objcomm.all_gather("x", async_op=True)
         texts: list[str] = []
-        thread = threading.Thread(target=lambda: texts.append(objcomm.stats_to_prometheus()))
+        thread = threading.Thread(
+            target=lambda: texts.append(objcomm.exporters.stats_to_prometheus())
+        )
         thread.start()
         thread.join()
         assert not work.done()
@@ -140,7 +144,7 @@ def test_a_writer_gets_each_figure_once() -> None:
     objcomm.broadcast("x")
     objcomm.barrier()
     writer = Scalars()
-    objcomm.stats_to_tensorboard(writer, 7)
+    objcomm.exporters.stats_to_tensorboard(writer, 7)
     counted = objcomm.stats()
     assert writer.values == {
         f"objcomm/{operation}/{metric.removeprefix('objcomm_')}": (getattr(of, field), 7)
@@ -160,9 +164,9 @@ def test_tensorboard_keeps_what_it_is_given(tmp_path: Path) -> None:
 
     objcomm.broadcast("x")
     with SummaryWriter(str(tmp_path)) as writer:
-        objcomm.stats_to_tensorboard(writer, 1)
+        objcomm.exporters.stats_to_tensorboard(writer, 1)
         objcomm.broadcast("y")
-        objcomm.stats_to_tensorboard(writer, 2)
+        objcomm.exporters.stats_to_tensorboard(writer, 2)
     events = EventAccumulator(str(tmp_path)).Reload()
     calls = events.Scalars("objcomm/broadcast/calls")
     assert [(each.step, each.value) for each in calls] == [(1, 1.0), (2, 2.0)]

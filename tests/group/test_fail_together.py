@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.failures.verdict import Cause, Verdict
-from objcomm.world import store_of
+from objcomm._failures.verdict import Cause, Verdict
+from objcomm._world import store_of
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,

@@ -39,7 +39,7 @@ def test_a_scalar_arrives_with_its_value_and_type() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     for name, mine in SCALARS.items():
         with case(name):
-            for got in objcomm.all_gather_scalar(mine):
+            for got in objcomm.metrics.all_gather_scalar(mine):
                 assert_same(got, mine)
             for root in range(size):
                 gathered = objcomm.gather_scalar(mine, dst=root)
@@ -55,7 +55,7 @@ def test_each_rank_may_pass_a_scalar_of_another_type() -> None:
     values = list(SCALARS.values())
     for turn in range(len(values)):
         want = [values[(turn + i) % len(values)] for i in range(size)]
-        got = objcomm.all_gather_scalar(want[rank])
+        got = objcomm.metrics.all_gather_scalar(want[rank])
         assert_same(got, want, sharing=False)
         gathered = objcomm.gather_scalar(want[rank], dst=size - 1)
         assert_same(gathered, want if rank == size - 1 else None, sharing=False)
@@ -64,10 +64,10 @@ def test_each_rank_may_pass_a_scalar_of_another_type() -> None:
 @ranks(2, 3)
 def test_numpy_on_one_rank_and_python_on_the_others_is_kept_apart() -> None:
     mine = np.float64(0.5) if objcomm.rank() == 1 else 0.5
-    got = objcomm.all_gather_scalar(mine)
+    got = objcomm.metrics.all_gather_scalar(mine)
     assert [type(value) for value in got[:2]] == [float, np.float64]
     mine = True if objcomm.rank() == 1 else 1
-    assert [type(value) for value in objcomm.all_gather_scalar(mine)[:2]] == [int, bool]
+    assert [type(value) for value in objcomm.metrics.all_gather_scalar(mine)[:2]] == [int, bool]
 
 
 @ranks(1, 2)
@@ -87,7 +87,7 @@ def test_what_is_no_scalar_is_refused_on_all_ranks_that_wait() -> None:
     for wrong in ([1], {"a": 1}, torch.ones(2), b"x", ValueError):
         with case(wrong):
             with pytest.raises(CollectiveError) as caught:
-                objcomm.all_gather_scalar(wrong if rank == 1 else 0.5)
+                objcomm.metrics.all_gather_scalar(wrong if rank == 1 else 0.5)
             assert list(caught.value.failures) == [1]
             assert type(wrong).__name__ in caught.value.failures[1].message
             if rank == 1:
@@ -185,7 +185,7 @@ def test_ddp_broadcast_shares_the_sources_object() -> None:
 
 @solo()
 def test_alone_a_scalar_is_checked_and_returned_too() -> None:
-    gathers: list[Any] = [objcomm.gather_scalar, objcomm.all_gather_scalar]
+    gathers: list[Any] = [objcomm.gather_scalar, objcomm.metrics.all_gather_scalar]
     for gather in gathers:
         assert_same(gather(np.float32(0.1)), [np.float32(0.1)])
         with pytest.raises(objcomm.ObjcommError):

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import UsageError
-from objcomm.transport.link import LANE_BITS
-from objcomm.wire.header import fingerprint
+from objcomm._transport.link import LANE_BITS
+from objcomm._wire.header import fingerprint
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
 

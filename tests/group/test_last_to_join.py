@@ -5,8 +5,8 @@ from typing import Any
 from unittest import mock
 
 import objcomm
-from objcomm.bootstrap import init
-from objcomm.transport.rendezvous import await_all
+from objcomm._bootstrap import init
+from objcomm._transport.rendezvous import await_all
 from tests.group.helpers import assert_group_works, hear, is_said, say, shared_port
 from tests.ranks import ranks
 from tests.workers import here

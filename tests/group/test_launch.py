@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import LaunchError, UsageError
-from objcomm.bootstrap import launch, worker
+from objcomm._bootstrap import launch, worker
 from tests.faults.exiting import without_gloo
 from tests.forked import FORKED
 from tests.waits import wait_until

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm.p2p.mailbox import Arrived
+from objcomm._p2p.mailbox import Arrived
 from tests.group.helpers import assert_group_works, hear, say
 from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until

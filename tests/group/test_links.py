@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm.transport import rendezvous
-from objcomm.transport.connect import connect
-from objcomm.transport.gloo import GlooLink
-from objcomm.transport.link import Connections, Deadline, payload_tag
-from objcomm.transport.local import LocalLink
-from objcomm.transport.mixed import MixedLink
-from objcomm.transport.rendezvous import MeetingState
+from objcomm._transport import rendezvous
+from objcomm._transport.connect import connect
+from objcomm._transport.gloo import GlooLink
+from objcomm._transport.link import Connections, Deadline, payload_tag
+from objcomm._transport.local import LocalLink
+from objcomm._transport.mixed import MixedLink
+from objcomm._transport.rendezvous import MeetingState
 from tests.contracts import Death, check_link
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S

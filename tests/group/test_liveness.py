@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DesyncError, TransportError, TransportTimeout
-from objcomm.algorithms import transfers
-from objcomm.failures import mesh, watchdog
-from objcomm.failures.watchdog import Watchdog
-from objcomm.transport.store import loopback_store
+from objcomm._algorithms import transfers
+from objcomm._failures import mesh, watchdog
+from objcomm._failures.watchdog import Watchdog
+from objcomm._transport.store import loopback_store
 from tests.group.helpers import (
     assert_group_works,
     error_in,

@@ -270,7 +270,7 @@ def test_a_call_leaves_nothing_for_the_garbage_collector(codec: str) -> None:
         lambda: objcomm.scatter(everyone, codec=codec),
         lambda: objcomm.all_reduce(torch.ones(3), codec=codec),
         lambda: objcomm.all_reduce(torch.ones(100_000), codec=codec),
-        lambda: objcomm.all_gather_scalar(0.5),
+        lambda: objcomm.metrics.all_gather_scalar(0.5),
         objcomm.barrier,
     ]
     for call in calls:

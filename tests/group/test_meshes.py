@@ -42,7 +42,7 @@ def test_every_operation_works_along_a_dimension(dimension: str) -> None:
     assert objcomm.reduce(rank, "sum", group=part) == (sum(want) if mine == 0 else None)
     assert objcomm.all_reduce(rank, "max", group=part) == want[1]
     assert objcomm.gather_scalar(rank, group=part) == (want if mine == 0 else None)
-    assert objcomm.all_gather_scalar(rank, group=part) == want
+    assert objcomm.metrics.all_gather_scalar(rank, group=part) == want
     assert objcomm.reduce_and_broadcast(lambda: rank, tuple, group=part) == tuple(want)
     objcomm.barrier(dimension, group=part)
     with objcomm.fail_together(group=part):

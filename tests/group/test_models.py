@@ -74,9 +74,9 @@ def test_tensors_of_every_kind_are_shared_and_averaged_in_place() -> None:
         kept = {name: (each.data_ptr(), each.stride()) for name, each in mine.items()}
         versions = {name: each._version for name, each in mine.items()}  # noqa: SLF001  # autograd's
         if root is None:
-            objcomm.average_tensors(mine.items())
+            objcomm.models.average_tensors(mine.items())
         else:
-            objcomm.broadcast_tensors(mine.values(), root)
+            objcomm.models.broadcast_tensors(mine.values(), root)
         assert_same_tensors(mine, expected(size, root))
         for name, each in mine.items():
             assert (each.data_ptr(), each.stride()) == kept[name]
@@ -90,7 +90,7 @@ def test_tensors_of_every_kind_are_shared_and_averaged_in_place() -> None:
 def test_a_tensor_that_is_given_twice_is_changed_once() -> None:
     for numel in (3, LARGE):
         twice = torch.full((numel,), float(objcomm.rank()))
-        objcomm.average_tensors([twice, torch.ones(2), twice])
+        objcomm.models.average_tensors([twice, torch.ones(2), twice])
         assert bool((twice == 0.5).all())
 
 
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_given_twice_may_be_lacking_on_some_ranks() -> None:
         tied = nn.Parameter(torch.ones(numel))
         if rank == 1:
             tied.grad = torch.full_like(tied, 6.0)
-        objcomm.sync_gradients([tied, nn.Parameter(torch.ones(numel)), tied])
+        objcomm.models.sync_gradients([tied, nn.Parameter(torch.ones(numel)), tied])
         assert tied.grad is not None
         assert bool((tied.grad == 6 / size).all())
 
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_given_twice_may_be_lacking_on_some_ranks() -> None:
 def test_a_name_may_be_any_text() -> None:
     for name in ("a\0b", "a\nb", "", "\ud800"):
         tensor = torch.full((LARGE,), float(objcomm.rank()))
-        objcomm.average_tensors([(name, tensor)])
+        objcomm.models.average_tensors([(name, tensor)])
         assert bool((tensor == 0.5).all())
 
 
@@ -120,18 +120,18 @@ def test_a_subgroup_has_a_root_and_means_of_its_own() -> None:
     with subgroup(1, 3) as group:
         if rank in {1, 3}:
             tensor = torch.tensor([float(rank)])
-            objcomm.average_tensors([tensor], group=group)
+            objcomm.models.average_tensors([tensor], group=group)
             assert tensor.item() == 2
             numbers = torch.tensor([rank])
-            objcomm.broadcast_tensors([numbers], 3, group=group)
+            objcomm.models.broadcast_tensors([numbers], 3, group=group)
             assert numbers.item() == 3
             numbers = torch.tensor([rank])
-            objcomm.sync_buffers([numbers], group=group)
+            objcomm.models.sync_buffers([numbers], group=group)
             assert numbers.item() == 1
             assert_group_works(group)
         else:
             with pytest.raises(objcomm.NotInGroupError):
-                objcomm.average_tensors([], group=group)
+                objcomm.models.average_tensors([], group=group)
 
 
 class Network(nn.Module):
@@ -179,24 +179,24 @@ def assert_gradients(got: nn.Module, want: nn.Module, *, exactly: bool) -> None:
 @ranks(2, 4)
 def test_gradients_are_those_of_distributed_data_parallel() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
-    theirs = objcomm.wrap(network(), find_unused_parameters=True)
+    theirs = objcomm.models.wrap(network(), find_unused_parameters=True)
     assert isinstance(theirs, nn.parallel.DistributedDataParallel)
     backward(theirs, rank)
 
     def after(ours: nn.Module) -> None:
         backward(ours, rank)
-        objcomm.sync_gradients(ours.named_parameters())
+        objcomm.models.sync_gradients(ours.named_parameters())
 
     def eagerly(ours: nn.Module) -> None:
-        with objcomm.eager_sync_gradients(ours.parameters()):
+        with objcomm.models.eager_sync_gradients(ours.parameters()):
             backward(ours, rank)
 
     def of_a_model(ours: nn.Module) -> None:
         backward(ours, rank)
-        objcomm.sync_model(ours)
+        objcomm.models.sync_model(ours)
 
     def of_a_model_eagerly(ours: nn.Module) -> None:
-        with objcomm.eager_sync_model(ours, average_buffers=False):
+        with objcomm.models.eager_sync_model(ours, average_buffers=False):
             backward(ours, rank)
 
     for way in (after, eagerly, of_a_model, of_a_model_eagerly):
@@ -214,11 +214,11 @@ def test_gradients_are_those_of_distributed_data_parallel() -> None:
 @ranks(2)
 def test_gradients_that_only_some_ranks_have_count_as_zeros_elsewhere() -> None:
     rank = objcomm.rank()
-    ours, theirs = network(), objcomm.wrap(network(), find_unused_parameters=True)
+    ours, theirs = network(), objcomm.models.wrap(network(), find_unused_parameters=True)
     backward(theirs, rank, spare=rank == 1)
     backward(ours, rank, spare=rank == 1)
     assert (ours.spare.weight.grad is None) == (rank == 0)
-    objcomm.sync_model(ours, sync_buffers=False)
+    objcomm.models.sync_model(ours, sync_buffers=False)
     assert ours.spare.weight.grad is not None
     assert not ours.spare.weight.grad.is_inference()
     assert_gradients(ours, theirs, exactly=True)
@@ -228,14 +228,14 @@ def test_gradients_that_only_some_ranks_have_count_as_zeros_elsewhere() -> None:
 @ranks(1, 2)
 def test_gradients_that_have_accumulated_survive_several_backwards() -> None:
     rank = objcomm.rank()
-    ours, theirs = network(), objcomm.wrap(network(), find_unused_parameters=True)
+    ours, theirs = network(), objcomm.models.wrap(network(), find_unused_parameters=True)
     steps = 3
     quiet: Any = getattr(theirs, "no_sync", contextlib.nullcontext)
     for step in range(steps):
         with quiet() if step < steps - 1 else contextlib.nullcontext():
             backward(theirs, rank, step=step)
     backward(ours, rank, step=0)
-    with objcomm.eager_sync_gradients(ours.parameters()):
+    with objcomm.models.eager_sync_gradients(ours.parameters()):
         backward(ours, rank, step=1)
         backward(ours, rank, step=2)
     assert_gradients(ours, theirs, exactly=True)
@@ -250,17 +250,17 @@ def test_buffers_are_averaged_or_shared_and_counters_never_left_out() -> None:
     norm = model.features[1]
     assert isinstance(norm, nn.BatchNorm2d)
     before = objcomm.all_gather(copy.deepcopy(dict(model.named_buffers())))
-    objcomm.sync_buffers(model.named_buffers())
+    objcomm.models.sync_buffers(model.named_buffers())
     for name, each in model.named_buffers():
         first, second = (tensors[name] for tensors in before)
         mean = (first.double() + second.double()) / 2
         assert torch.equal(each, first if "batches" in name else mean.float())
     model(batch(rank))
-    objcomm.sync_buffer(model.buffers(), average=False)
+    objcomm.models.sync_buffers(model.buffers(), average=False)
     last = objcomm.all_gather(dict(model.named_buffers()))
     assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
     other = network(seed=rank)
-    objcomm.broadcast_model(other, 1)
+    objcomm.models.broadcast_model(other, 1)
     for name, each in other.state_dict().items():
         assert torch.equal(each, network(seed=1).state_dict()[name])
 
@@ -270,10 +270,10 @@ def test_models_are_carried_in_signed_messages_where_there_is_a_key() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     with objcomm.configure(key="a secret of this test's"):
         mine = assorted(rank)
-        objcomm.broadcast_tensors(mine.values(), 1)
+        objcomm.models.broadcast_tensors(mine.values(), 1)
         assert_same_tensors(mine, expected(size, 1))
         mine = assorted(rank)
-        objcomm.average_tensors(mine.values())
+        objcomm.models.average_tensors(mine.values())
         assert_same_tensors(mine, expected(size, None))
 
 
@@ -282,13 +282,13 @@ def test_everything_works_in_inference_mode_and_on_tensors_of_it() -> None:
     with torch.inference_mode():
         inside = torch.full((LARGE,), float(objcomm.rank()))
         outside = nn.Linear(2, 2)
-        objcomm.average_tensors([inside])
+        objcomm.models.average_tensors([inside])
     assert bool((inside == 0.5).all())
     with torch.inference_mode():
-        objcomm.broadcast_model(outside)
+        objcomm.models.broadcast_model(outside)
     with torch.inference_mode():
         small = torch.full((2,), float(objcomm.rank()))
-    objcomm.average_tensors([small])
+    objcomm.models.average_tensors([small])
     assert small.tolist() == [0.5, 0.5]
 
 
@@ -296,17 +296,17 @@ def test_everything_works_in_inference_mode_and_on_tensors_of_it() -> None:
 def test_without_other_ranks_nothing_changes_and_no_traffic_is_needed() -> None:
     assert not dist.is_initialized()
     model = network()
-    with objcomm.eager_sync_model(model):
+    with objcomm.models.eager_sync_model(model):
         backward(model, 0)
     kept = copy.deepcopy(gradients(model))
-    objcomm.sync_model(model)
-    objcomm.sync_grad(iter(model.parameters()))
+    objcomm.models.sync_model(model)
+    objcomm.models.sync_gradients(iter(model.parameters()))
     assert_same(gradients(model), kept)
-    assert objcomm.wrap(model) is model
-    with pytest.raises(CollectiveError), objcomm.eager_sync_gradients(model.parameters()):
+    assert objcomm.models.wrap(model) is model
+    with pytest.raises(CollectiveError), objcomm.models.eager_sync_gradients(model.parameters()):
         raise ValueError("as in a group")
     with pytest.raises(CollectiveError):
-        objcomm.average_tensors([torch.ones(1).expand(3)])
+        objcomm.models.average_tensors([torch.ones(1).expand(3)])
 
 
 @ranks(1, 2, 3)

@@ -62,7 +62,7 @@ def test_other_tensors_are_one_error_on_all_ranks_that_names_the_first_differenc
                 each.grad = each.detach()
         with case(name):
             with pytest.raises(CollectiveError) as caught:
-                objcomm.sync_gradients(params)
+                objcomm.models.sync_gradients(params)
             assert text in str(caught.value)
             assert list(caught.value.failures) == [1]
             assert objcomm.stats()["sync_gradients"].sent_nbytes < 60_000
@@ -73,20 +73,20 @@ def test_other_tensors_are_one_error_on_all_ranks_that_names_the_first_differenc
 def test_models_that_differ_are_refused_by_every_function_of_models() -> None:
     mine = nn.Linear(3, 2 + objcomm.rank())
     calls: list[Callable[[], object]] = [
-        lambda: objcomm.sync_model(mine),
-        lambda: objcomm.broadcast_model(mine),
-        lambda: objcomm.wrap(mine),
-        lambda: objcomm.average_tensors(mine.parameters()),
-        lambda: objcomm.broadcast_tensors(mine.parameters()),
-        lambda: objcomm.sync_buffers(mine.parameters()),
-        lambda: objcomm.eager_sync_model(mine).__enter__(),
+        lambda: objcomm.models.sync_model(mine),
+        lambda: objcomm.models.broadcast_model(mine),
+        lambda: objcomm.models.wrap(mine),
+        lambda: objcomm.models.average_tensors(mine.parameters()),
+        lambda: objcomm.models.broadcast_tensors(mine.parameters()),
+        lambda: objcomm.models.sync_buffers(mine.parameters()),
+        lambda: objcomm.models.eager_sync_model(mine).__enter__(),
     ]
     for call in calls[:-1]:
         with pytest.raises(CollectiveError, match=r"differs between rank 0 and rank 1: float32"):
             call()
     with (
         pytest.raises(CollectiveError, match=r"differs between rank 0 and rank 1"),
-        objcomm.eager_sync_model(mine),
+        objcomm.models.eager_sync_model(mine),
     ):
         pass
     assert_group_works()
@@ -112,7 +112,7 @@ def test_what_can_not_be_changed_in_place_is_that_ranks_failure() -> None:
     for name, tensor, text in unusable():
         tensors: list[Any] = [tensor] if objcomm.rank() == 1 else [torch.ones(3)]
         is_gradient = "sparse" in name or "gradient" in name
-        call: Any = objcomm.sync_gradients if is_gradient else objcomm.average_tensors
+        call: Any = objcomm.models.sync_gradients if is_gradient else objcomm.models.average_tensors
         with case(name):
             with pytest.raises(CollectiveError, match=text) as caught:
                 call(tensors)
@@ -125,14 +125,14 @@ def test_what_can_not_be_changed_in_place_is_that_ranks_failure() -> None:
 def test_what_is_no_list_of_tensors_or_of_pairs_is_refused() -> None:
     parameter = nn.Parameter(torch.ones(2))
     mixed: list[Any] = [("weight", parameter), parameter]
-    for call in (objcomm.average_tensors, objcomm.sync_gradients):
+    for call in (objcomm.models.average_tensors, objcomm.models.sync_gradients):
         with pytest.raises(CollectiveError, match="not some of both"):
             call(mixed)
     with pytest.raises(CollectiveError, match="a list of parameters"):
-        objcomm.sync_gradients(parameter)
+        objcomm.models.sync_gradients(parameter)
     with (
         pytest.raises(CollectiveError, match="a list of parameters"),
-        objcomm.eager_sync_gradients(parameter),
+        objcomm.models.eager_sync_gradients(parameter),
     ):
         pass
     assert_group_works()
@@ -144,15 +144,15 @@ def test_wrap_compares_what_is_not_trained_and_what_is() -> None:
     frozen = nn.Sequential(nn.Linear(2, 3 + rank), nn.Linear(2, 2))
     frozen[0].requires_grad_(requires_grad=False)
     with pytest.raises(CollectiveError, match=r"'0\.weight' differs between rank 0 and rank 1"):
-        objcomm.wrap(frozen)
+        objcomm.models.wrap(frozen)
     model = nn.Linear(2, 2)
     model.weight.requires_grad = rank == 1
     with pytest.raises(CollectiveError, match=r"'weight \(to be trained\)'"):
-        objcomm.wrap(model)
+        objcomm.models.wrap(model)
     with pytest.raises(UsageError, match="device_ids="):
-        objcomm.wrap(model, device_ids=None)
+        objcomm.models.wrap(model, device_ids=None)
     model.weight.requires_grad = False
-    assert isinstance(objcomm.wrap(model), nn.parallel.DistributedDataParallel)
+    assert isinstance(objcomm.models.wrap(model), nn.parallel.DistributedDataParallel)
     assert_group_works()
 
 
@@ -174,13 +174,13 @@ def test_a_failure_in_an_eager_block_is_raised_on_all_ranks(where: str) -> None:
 
     with (
         pytest.raises(CollectiveError, match="the batch is broken") as caught,
-        objcomm.eager_sync_gradients(model.parameters()),
+        objcomm.models.eager_sync_gradients(model.parameters()),
     ):
         body()
     assert list(caught.value.failures) == [size - 1]
     assert caught.value.operation == "eager_sync_gradients"
     assert isinstance(caught.value.__cause__, ValueError) == (rank == size - 1)
-    objcomm.sync_gradients(model.parameters())
+    objcomm.models.sync_gradients(model.parameters())
     assert_group_works()
 
 
@@ -191,8 +191,8 @@ def test_an_eager_block_is_where_the_users_line_is() -> None:
 
     def call() -> None:
         if objcomm.rank() == 1:
-            return objcomm.sync_gradients(model.parameters())
-        with objcomm.eager_sync_gradients(model.parameters()):
+            return objcomm.models.sync_gradients(model.parameters())
+        with objcomm.models.eager_sync_gradients(model.parameters()):
             return None
 
     with pytest.raises(objcomm.DesyncError, match=where):
@@ -207,12 +207,12 @@ def test_parameters_that_can_not_be_listed_are_a_failure_like_any_other() -> Non
         if objcomm.rank() == 1:
             raise ValueError("half a model")
 
-    for call in (objcomm.sync_gradients, objcomm.average_tensors):
+    for call in (objcomm.models.sync_gradients, objcomm.models.average_tensors):
         with pytest.raises(CollectiveError, match="half a model"):
             call(broken())
     with (
         pytest.raises(CollectiveError, match="half a model"),
-        objcomm.eager_sync_gradients(broken()),
+        objcomm.models.eager_sync_gradients(broken()),
     ):
         pass
     assert_group_works()
@@ -237,7 +237,7 @@ def test_who_has_no_room_for_a_gradient_says_so_before_others_wait() -> None:
                 patch.setattr(torch, "zeros_like", lambda _: _raise(error))  # noqa: B023  # at once
             kind = type(error) if is_failing else CollectiveError
             with pytest.raises(kind, match="memory") as caught:
-                objcomm.sync_gradients([parameter])
+                objcomm.models.sync_gradients([parameter])
         if isinstance(caught.value, CollectiveError):
             assert list(caught.value.failures) == [1]
         assert (parameter.grad is None) == is_failing
@@ -251,8 +251,8 @@ def _raise(error: BaseException) -> NoReturn:
 @ranks(3, expect_dead={2})
 def test_a_rank_that_dies_is_named_by_the_others() -> None:
     tensors = [torch.ones(5_000_000)]
-    objcomm.average_tensors(tensors)
+    objcomm.models.average_tensors(tensors)
     if objcomm.rank() == 2:
         exit_at_once()
     with pytest.raises(TransportError, match=r"rank 2"):
-        objcomm.average_tensors(tensors)
+        objcomm.models.average_tensors(tensors)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, NotInGroupError, TransportTimeout, UsageError
-from objcomm.calls.group import resolve
+from objcomm._calls.group import resolve
+from objcomm._training import main_process
 from tests.group.helpers import (
     assert_group_works,
     exit_at_once,
@@ -185,7 +186,7 @@ def test_a_member_that_cannot_connect_fails_all_and_nobody_keeps_a_group() -> No
     if here().rank > 0:
         with pytest.MonkeyPatch.context() as patch:
             if here().rank == 2:
-                patch.setattr("objcomm.collectives.split.create", refuse)
+                patch.setattr("objcomm._collectives.split.create", refuse)
             with pytest.raises(CollectiveError) as caught:
                 objcomm.new_group([2, 1], timeout=5)  # a FileStore waits for whole seconds
         assert "no more sockets" in caught.value.failures[0].message
@@ -197,7 +198,7 @@ def test_a_member_that_cannot_connect_fails_all_and_nobody_keeps_a_group() -> No
 @ranks(2)
 def test_within_a_region_a_group_of_those_who_are_there_can_be_made() -> None:
     rank = here().rank
-    with objcomm.main_only():
+    with main_process.MainProcessContext():
         alone = objcomm.new_group([rank])
         assert objcomm.all_gather(rank, group=alone) == [rank]
         with pytest.raises(UsageError, match=f"new_group: global rank {rank} is inside of"):
@@ -211,7 +212,7 @@ def test_it_is_counted_with_its_parent_and_told_by_the_recorder() -> None:
     objcomm.new_group([0, 1])
     objcomm.new_group([1, 0])
     assert objcomm.stats()["new_group"].calls == 6  # each says who comes, meets, and has connected
-    assert objcomm.stats_to_prometheus().count('calls_total{operation="new_group"') == 1
+    assert objcomm.exporters.stats_to_prometheus().count('calls_total{operation="new_group"') == 1
     told = {each["name"]: each for each in objcomm.recorder.dump()["groups"]}
     name = next(each for each in told if each.endswith("a group of 1,0"))
     assert told[name]["ranks"] == [1, 0]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportTimeout
-from objcomm.failures import watchdog
-from objcomm.p2p import mailbox
-from objcomm.transport.threads import ThreadPool
+from objcomm._failures import watchdog
+from objcomm._p2p import mailbox
+from objcomm._transport.threads import ThreadPool
 from tests.group.helpers import subgroup, tell_all
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S, wait_until

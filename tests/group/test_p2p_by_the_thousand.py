@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, TransportError, TransportTimeout
-from objcomm.failures import watchdog
-from objcomm.failures.watchdog import board_thread_of
-from objcomm.p2p import mailbox
+from objcomm._failures import watchdog
+from objcomm._failures.watchdog import board_thread_of
+from objcomm._p2p import mailbox
 from tests.group.helpers import (
     assert_group_works,
     error_in,

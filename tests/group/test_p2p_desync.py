@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
-from objcomm.failures import watchdog
-from objcomm.failures.inquiry import Waiting, investigate
-from objcomm.failures.mesh import Mesh
-from objcomm.failures.noticeboard import Board
-from objcomm.transport import connect
-from objcomm.transport.rendezvous import MeetingState, meet
+from objcomm._failures import watchdog
+from objcomm._failures.inquiry import Waiting, investigate
+from objcomm._failures.mesh import Mesh
+from objcomm._failures.noticeboard import Board
+from objcomm._transport import connect
+from objcomm._transport.rendezvous import MeetingState, meet
 from tests.group.helpers import (
     assert_group_works,
     error_in,

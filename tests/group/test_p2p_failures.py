@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DecodeError, TransportError, TransportTimeout
-from objcomm.transport.local import LocalLink
+from objcomm._transport.local import LocalLink
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import objcomm
-from objcomm.p2p import mailbox
+from objcomm._p2p import mailbox
 from tests.group.helpers import (
     assert_group_works,
     hear,

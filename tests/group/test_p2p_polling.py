@@ -14,8 +14,8 @@ import pytest
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportTimeout
-from objcomm.p2p import call
-from objcomm.p2p.mailbox import Arrived, Mailbox
+from objcomm._p2p import call
+from objcomm._p2p.mailbox import Arrived, Mailbox
 from tests.group.helpers import (
     assert_group_works,
     error_in,

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportError
-from objcomm.calls import group as calls_group
-from objcomm.failures.channel import say_farewell
-from objcomm.failures.noticeboard import IDLE_SECONDS
-from objcomm.failures.watchdog import board_thread_of
-from objcomm.transport.store import loopback_store
-from objcomm.world import store_of
+from objcomm._calls import group as calls_group
+from objcomm._failures.channel import say_farewell
+from objcomm._failures.noticeboard import IDLE_SECONDS
+from objcomm._failures.watchdog import board_thread_of
+from objcomm._transport.store import loopback_store
+from objcomm._world import store_of
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,

@@ -11,8 +11,8 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 import objcomm
+from objcomm._observe.tracing import span
 from objcomm.errors import CollectiveError
-from objcomm.observe.tracing import span
 from tests.group.helpers import RefusesToPickle, assert_group_works
 from tests.ranks import ranks
 from tests.workers import here

@@ -209,7 +209,7 @@ class Running:
             "reduce": partial(objcomm.reduce, [can_fail], _add, **options, **to_root),
             "all_reduce": partial(objcomm.all_reduce, [can_fail], _add, **options),
             "gather_scalar": partial(objcomm.gather_scalar, scalar, group=group, **to_root),
-            "all_gather_scalar": partial(objcomm.all_gather_scalar, scalar, group=group),
+            "all_gather_scalar": partial(objcomm.metrics.all_gather_scalar, scalar, group=group),
             "reduce_and_broadcast": partial(
                 objcomm.reduce_and_broadcast,
                 lambda: can_fail,

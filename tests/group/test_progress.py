@@ -14,9 +14,9 @@ import torch
 from tqdm.auto import tqdm
 
 import objcomm
-from objcomm.algorithms.transfers import Transfers
+from objcomm._algorithms.transfers import Transfers
+from objcomm._observe.progress import Bar
 from objcomm.errors import MissingDependencyError, TransportError
-from objcomm.observe.progress import Bar
 from tests.cases import case
 from tests.group.helpers import assert_group_works, outcome_of, subgroup, tell_all
 from tests.ranks import OVER_GLOO, ranks, solo
@@ -57,7 +57,7 @@ class Recording:
 def recording(meter: Recording | None = None) -> Iterator[Recording]:
     """What the group's first rank would show."""
     found = meter or Recording()
-    with mock.patch("objcomm.calls.call.bar_for", lambda _, rank: found if rank == 0 else None):
+    with mock.patch("objcomm._calls.call.bar_for", lambda _, rank: found if rank == 0 else None):
         yield found
 
 
@@ -65,7 +65,7 @@ def recording(meter: Recording | None = None) -> Iterator[Recording]:
 def terminal() -> Iterator[io.StringIO]:
     """What standard error shows; bars come at once."""
     with (
-        mock.patch("objcomm.observe.progress._PATIENCE_SECONDS", 0.0),
+        mock.patch("objcomm._observe.progress._PATIENCE_SECONDS", 0.0),
         contextlib.redirect_stderr(io.StringIO()) as shown,
     ):
         yield shown
@@ -262,7 +262,7 @@ def test_what_is_over_soon_shows_nothing_and_imports_nothing() -> None:
     sys.modules.pop("tqdm.auto", None)
     with (
         mock.patch(
-            "objcomm.observe.progress._PATIENCE_SECONDS", 60.0
+            "objcomm._observe.progress._PATIENCE_SECONDS", 60.0
         ),  # half a second may be soon over
         contextlib.redirect_stderr(io.StringIO()) as shown,
     ):

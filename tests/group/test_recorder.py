@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import objcomm
 from objcomm import BrokenGroupError, DesyncError, ObjcommError, TransportError, TransportTimeout
-from objcomm.__main__ import inspect
-from objcomm.observe import recorder
-from objcomm.observe.inspect.dumps import read
+from objcomm._observe import recorder
+from objcomm._observe.inspect.command import inspect
+from objcomm._observe.inspect.dumps import read
 from tests.group.helpers import (
     assert_group_works,
     error_in,

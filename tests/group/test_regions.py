@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import UsageError
+from objcomm._training import main_process
 from tests.group.control import SHARES, fail, raised_together
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
@@ -29,7 +30,7 @@ def test_generators_leave_regions_in_any_order_and_context(name: str) -> None:
     """A region that is left for the wrong one would silence barriers for ever."""
     make = getattr(objcomm, name)
     if name != "fail_together":  # its end is a call, which may not be made in the other block
-        first, second = in_region(make()), in_region(objcomm.main_only())
+        first, second = in_region(make()), in_region(main_process.MainProcessContext())
         next(first)
         next(second)
         assert next(first, "ended") == "ended"
@@ -45,7 +46,7 @@ def test_generators_leave_regions_in_any_order_and_context(name: str) -> None:
 @ranks(2)
 def test_regions_belong_to_tasks() -> None:
     async def region(begun: asyncio.Event, ended: asyncio.Event) -> None:
-        with objcomm.main_only():
+        with main_process.MainProcessContext():
             begun.set()
             await ended.wait()
             assert objcomm.broadcast(here().rank) == here().rank
@@ -65,7 +66,7 @@ def test_regions_belong_to_tasks() -> None:
 @ranks(1, 3)
 def test_in_a_main_only_region_calls_act_locally() -> None:
     world = here().world_size
-    with objcomm.main_only(), objcomm.main_only():
+    with main_process.MainProcessContext(), main_process.MainProcessContext():
         mine = object()
         assert objcomm.broadcast(mine, src=world - 1) is mine
         assert objcomm.broadcast(mine, async_op=True).wait() is mine
@@ -75,10 +76,10 @@ def test_in_a_main_only_region_calls_act_locally() -> None:
             assert share(lambda: mine) is mine, name
             with pytest.raises(ValueError, match="as it is"):
                 share(lambda: fail(ValueError("as it is")))
-        for block in (objcomm.main_first, objcomm.node_first, objcomm.zero_only):
+        for block in (objcomm.main_first, objcomm.node_first, main_process.zero_only):
             with pytest.raises(ValueError, match="as it is"), block():
                 fail(ValueError("as it is"))
-        with objcomm.zero_only() as is_zero:
+        with main_process.zero_only() as is_zero:
             assert is_zero
         if world > 1:
             refused: list[Callable[[], object]] = [
@@ -96,7 +97,7 @@ def test_in_a_main_only_region_calls_act_locally() -> None:
         with pytest.raises(UsageError):
             objcomm.broadcast(1, src=world)
     assert_group_works()
-    with contextlib.suppress(ValueError), objcomm.main_only():
+    with contextlib.suppress(ValueError), main_process.MainProcessContext():
         fail(ValueError())
     assert_group_works()  # an error leaves no region behind
 
@@ -105,7 +106,7 @@ def test_in_a_main_only_region_calls_act_locally() -> None:
 def test_a_region_concerns_its_own_ranks_only() -> None:
     rank = here().rank
     half, part = objcomm.split(rank % 2), objcomm.split(f"pair {rank // 2}")
-    with objcomm.main_only(group=half):
+    with main_process.MainProcessContext(group=half):
         assert objcomm.broadcast(rank, group=half) == rank
         # Of this pair only this rank is in the region: the other one makes the same call.
         assert objcomm.all_gather(rank, group=part) == [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -124,7 +125,7 @@ def test_a_region_belongs_to_its_thread() -> None:
         with objcomm.lane("of another thread"):
             results.append(objcomm.all_gather(here().rank))
 
-    with objcomm.main_only():
+    with main_process.MainProcessContext():
         thread = threading.Thread(target=background)
         thread.start()
         thread.join()
@@ -136,14 +137,14 @@ def test_a_region_belongs_to_its_thread() -> None:
 def test_zero_only_runs_its_branch_once_and_shares_how_it_went() -> None:
     rank, last = here().rank, here().world_size - 1
     ran = []
-    with objcomm.zero_only() as is_zero:
+    with main_process.zero_only() as is_zero:
         if is_zero:
             ran.append(objcomm.broadcast("local"))
     assert ran == ["local"] * (rank == 0)
     for failing in {0, last}:
 
         def block(failing: int = failing) -> None:
-            with objcomm.zero_only():
+            with main_process.zero_only():
                 if rank == failing:
                     fail(OSError("disk full"))
 

@@ -58,13 +58,13 @@ CALLS: dict[str, Callable[[], object]] = {
     "a block": _in_a_block,
     "a message that is refused": _refused,
     "values that differ": lambda: objcomm.agree(_is_last()),  # the user's own line
-    "names that differ": lambda: objcomm.average_metrics(  # the user's own line
+    "names that differ": lambda: objcomm.metrics.average_metrics(  # the user's own line
         {"mse" if _is_last() else "loss": 1.0}
     ),
     "structures that differ": lambda: objcomm.all_reduce(  # the user's own line
         {"loss": 1.0 if _is_last() else torch.ones(2)}, "sum"
     ),
-    "models that differ": lambda: objcomm.broadcast_tensors(  # the user's own line
+    "models that differ": lambda: objcomm.models.broadcast_tensors(  # the user's own line
         [torch.ones(3 if _is_last() else 2)]
     ),
     "colours that differ": lambda: objcomm.split("a" if _is_last() else 1),  # the user's own line

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 import objcomm
-from objcomm.failures import noticeboard
+from objcomm._failures import noticeboard
 from tests.group.helpers import (
     assert_group_works,
     hear,

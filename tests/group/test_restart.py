@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportTimeout, UsageError
-from objcomm.observe.recorder import Recorder
-from objcomm.p2p.mailbox import Mailbox
-from objcomm.transport.store import loopback_store
+from objcomm._observe.recorder import Recorder
+from objcomm._p2p.mailbox import Mailbox
+from objcomm._transport.store import loopback_store
 from tests.group.helpers import assert_group_works, keys_in, outcome_of, tell_all
 from tests.group.watched import patiently
 from tests.ranks import ranks, solo
@@ -148,7 +148,7 @@ def test_a_child_that_is_forked_beside_a_threads_first_message_is_refused_its_ow
         return Mailbox(rank, size)
 
     if here().rank == 0:
-        with mock.patch("objcomm.p2p.peer.Mailbox", slow_elsewhere):
+        with mock.patch("objcomm._p2p.peer.Mailbox", slow_elsewhere):
             thread = threading.Thread(target=lambda: objcomm.iprobe(1))
             thread.start()
             assert is_inside.wait(PATIENCE_S)
@@ -177,14 +177,14 @@ def test_a_child_that_is_forked_beside_a_groups_first_call_can_read_its_figures(
         return Recorder(process_group)
 
     if here().rank == 0:
-        with mock.patch("objcomm.observe.recorder.Recorder", slow):
+        with mock.patch("objcomm._observe.recorder.Recorder", slow):
             thread = threading.Thread(target=lambda: objcomm.barrier(group=group))
             thread.start()
             assert is_inside.wait(PATIENCE_S)
             child = os.fork()
             if child == 0:
                 signal.alarm(30)  # ends a hang
-                os._exit(0 if "all_gather" in objcomm.stats_to_prometheus() else 1)
+                os._exit(0 if "all_gather" in objcomm.exporters.stats_to_prometheus() else 1)
             _, status = os.waitpid(child, 0)
             may_go_on.set()
             thread.join()

@@ -18,12 +18,12 @@ import torch
 
 import objcomm
 from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError
-from objcomm.codecs.base import Encoded
-from objcomm.codecs.msgpack import PlainCodec
-from objcomm.transport import rendezvous
-from objcomm.transport.local import AHEAD_MAX
-from objcomm.wire import admission, header
-from objcomm.wire.signing import signer_for
+from objcomm._codecs.base import Encoded
+from objcomm._codecs.msgpack import PlainCodec
+from objcomm._transport import rendezvous
+from objcomm._transport.local import AHEAD_MAX
+from objcomm._wire import admission, header
+from objcomm._wire.signing import signer_for
 from tests.cases import case
 from tests.group.helpers import assert_group_works, error_in, outcome_of, subgroup, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
@@ -115,7 +115,7 @@ def test_safe_ranks_still_meet_fail_and_confirm() -> None:
             objcomm.reduce_and_broadcast(_fail, len)
         assert objcomm.all_gather(1, confirm=True) == [1] * objcomm.world_size()
         assert objcomm.all_reduce({"a": 1}, lambda left, _: left, confirm=True) == {"a": 1}
-        assert objcomm.all_gather_scalar(2**70) == [2**70] * objcomm.world_size()
+        assert objcomm.metrics.all_gather_scalar(2**70) == [2**70] * objcomm.world_size()
         with pytest.raises(objcomm.CollectiveError, match=r"obj\['x'\].* is not registered"):
             objcomm.all_gather({"x": Order("tea")})
     assert_group_works()
@@ -219,13 +219,16 @@ def test_a_recording_of_an_earlier_run_is_refused() -> None:
 
 #: What one rank answers, and a call that makes something definite of it.
 ANSWERED: dict[str, tuple[Callable[[Any], object], Any]] = {
-    "a list for averages": (lambda group: objcomm.average_metrics({"a": 1.0}, group=group), [[]]),
+    "a list for averages": (
+        lambda group: objcomm.metrics.average_metrics({"a": 1.0}, group=group),
+        [[]],
+    ),
     "text for an average": (
-        lambda group: objcomm.average_metrics({"a": 1.0}, group=group),
+        lambda group: objcomm.metrics.average_metrics({"a": 1.0}, group=group),
         {"a": "1.0"},
     ),
     "averages without mine": (
-        lambda group: objcomm.average_metrics({"a": 1.0}, group=group),
+        lambda group: objcomm.metrics.average_metrics({"a": 1.0}, group=group),
         {"b": 1.0},
     ),
     "a list for a yes": (lambda group: objcomm.any_rank(flag=True, group=group), [[]]),
@@ -233,11 +236,11 @@ ANSWERED: dict[str, tuple[Callable[[Any], object], Any]] = {
     "a list for a seed": (lambda group: objcomm.shared_seed(group=group), [[]]),
     "a seed too large": (lambda group: objcomm.shared_seed(group=group), 1 << 40),
     "a list for a digest": (
-        lambda group: objcomm.broadcast_tensors([torch.zeros(3)], group=group),
+        lambda group: objcomm.models.broadcast_tensors([torch.zeros(3)], group=group),
         [[]],
     ),
     "a list for a model's digest": (
-        lambda group: objcomm.sync_model(torch.nn.Linear(2, 2), group=group),
+        lambda group: objcomm.models.sync_model(torch.nn.Linear(2, 2), group=group),
         [[]],
     ),
 }

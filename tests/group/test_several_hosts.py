@@ -13,8 +13,8 @@ import torch
 
 import objcomm
 from objcomm import TransportError
-from objcomm.transport import rendezvous
-from objcomm.transport.share import Share
+from objcomm._transport import rendezvous
+from objcomm._transport.share import Share
 from tests.group.helpers import assert_group_works, error_in, hear, say, subgroup
 from tests.group.test_connect import kind_of
 from tests.group.test_sharing import CALLS, at_root, pss_nbytes, table

@@ -13,9 +13,9 @@ from torch.nn import Parameter, ParameterList
 
 import objcomm
 from objcomm import TransportError
-from objcomm.algorithms import shared_reduction, shared_relay
-from objcomm.algorithms.exchange import Exchange
-from objcomm.transport.share import Share
+from objcomm._algorithms import shared_reduction, shared_relay
+from objcomm._algorithms.exchange import Exchange
+from objcomm._transport.share import Share
 from tests.group.helpers import assert_group_works, error_in
 from tests.ranks import ranks
 from tests.same import assert_same
@@ -76,7 +76,7 @@ def test_gradients_are_averaged_in_place() -> None:
         for each in parameters:
             each.grad = torch.full_like(each, float(here().rank + turn))
         places = [each.grad.data_ptr() for each in parameters if each.grad is not None]
-        objcomm.sync_gradients(parameters)
+        objcomm.models.sync_gradients(parameters)
         for each, place in zip(parameters, places, strict=True):
             assert each.grad is not None
             assert each.grad.data_ptr() == place
@@ -95,7 +95,7 @@ def test_a_model_is_copied_from_one_rank_to_all_others(src: int) -> None:
     mine, want = model(here().rank), model(src)
     places = [each.data_ptr() for each in mine]
     with mock.patch.object(shared_relay, "relay", wraps=shared_relay.relay) as used:
-        objcomm.broadcast_model(mine, src=src)
+        objcomm.models.broadcast_model(mine, src=src)
     assert used.called
     assert [each.data_ptr() for each in mine] == places
     assert_same([each.detach() for each in mine], [each.detach() for each in want])

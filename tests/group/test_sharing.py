@@ -15,9 +15,9 @@ import torch
 
 import objcomm
 from objcomm import WireError
-from objcomm.algorithms import transfers
-from objcomm.transport.share import Share
-from objcomm.wire import message
+from objcomm._algorithms import transfers
+from objcomm._transport.share import Share
+from objcomm._wire import message
 from tests.group.helpers import assert_group_works
 from tests.open_files import open_files
 from tests.ranks import OVER_GLOO, ranks

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import NotInGroupError, UsageError
-from objcomm.collectives.split import _by_color, _leaders, _Word
-from objcomm.world import store_of
+from objcomm._collectives.split import _by_color, _leaders, _Word
+from objcomm._world import store_of
 from tests.group.helpers import assert_group_works, keys_in, subgroup
 from tests.group.membership import NOBODY, members
 from tests.group.operations import OPERATIONS

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, UsageError
-from objcomm.calls.group import resolve
+from objcomm._calls.group import resolve
 from tests.group.helpers import assert_group_works, exit_at_once, tell_all
 from tests.group.membership import NOBODY, members
 from tests.ranks import ranks
@@ -47,7 +47,7 @@ def test_connecting_ends_before_the_limit_does() -> None:
         raise OSError("no more sockets")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm.collectives.split.create", create)
+        patch.setattr("objcomm._collectives.split.create", create)
         with pytest.raises(CollectiveError):
             objcomm.dup(timeout=4)
     assert 0 < limits[0] <= 2
@@ -57,7 +57,7 @@ def test_connecting_ends_before_the_limit_does() -> None:
 def test_a_rank_that_dies_while_the_others_connect_is_not_waited_for_longer() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if here().rank == 1:
-            patch.setattr("objcomm.collectives.split.create", lambda *_, **__: exit_at_once())
+            patch.setattr("objcomm._collectives.split.create", lambda *_, **__: exit_at_once())
         with pytest.raises(objcomm.ObjcommError):
             objcomm.split("all", timeout=2)
     assert len(dist.distributed_c10d._world.pg_map) == 1  # noqa: SLF001  # no group is left
@@ -124,7 +124,7 @@ def test_a_rank_that_cannot_connect_fails_all_and_nobody_keeps_a_group() -> None
     color = "one" if rank < 1 else "two"
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("objcomm.collectives.split.create", refuse)
+            patch.setattr("objcomm._collectives.split.create", refuse)
         with pytest.raises(CollectiveError) as caught:
             objcomm.split(color, timeout=5)  # a FileStore waits for whole seconds
     assert "no more sockets" in caught.value.failures[1].message

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import StartError, TransportError, TransportTimeout, UsageError
-from objcomm.calls.group import resolve
-from objcomm.transport.rendezvous import await_all
-from objcomm.transport.store import loopback_store
+from objcomm._bootstrap import init
+from objcomm._calls.group import resolve
+from objcomm._transport.rendezvous import await_all
+from objcomm._transport.store import loopback_store
 from tests.group.helpers import assert_group_works, shared_port, tell_all
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S
@@ -88,7 +89,7 @@ def test_ranks_join_by_a_launchers_variables(
     objcomm.shutdown()
     assert not objcomm.is_initialized()
     os.environ["MASTER_PORT"] = str(shared_port("second port"))
-    assert objcomm.ddp_init_group({"distributed_backend": "gloo", "device": "cpu"}).rank == rank
+    assert init.ddp_init_group({"distributed_backend": "gloo", "device": "cpu"}).rank == rank
     assert_group_works()
 
 
@@ -199,7 +200,7 @@ def test_without_a_launcher_nothing_is_initialised() -> None:
     for chosen in (
         objcomm.init(),
         objcomm.init("nccl"),
-        objcomm.ddp_init_group({"distributed_backend": "nccl", "device": "cuda:0"}),
+        init.ddp_init_group({"distributed_backend": "nccl", "device": "cuda:0"}),
     ):
         assert (chosen.launcher, chosen.rank, chosen.world_size) == ("", 0, 1)
         assert "uninitialised" in str(chosen)

@@ -34,7 +34,7 @@ def test_every_operation_works_on_a_group_without_rank_zero() -> None:
         assert objcomm.reduce(str(mine), _join, group=group) == ("01" if mine == 0 else None)
         assert objcomm.all_reduce(str(mine), _join, group=group) == "01"
         assert objcomm.gather_scalar(mine, group=group) == ([0, 1] if mine == 0 else None)
-        assert objcomm.all_gather_scalar(mine + 0.5, group=group) == [0.5, 1.5]
+        assert objcomm.metrics.all_gather_scalar(mine + 0.5, group=group) == [0.5, 1.5]
         assert objcomm.reduce_and_broadcast(lambda: mine, tuple, group=group) == (0, 1)
         objcomm.barrier("members", group=group)
 

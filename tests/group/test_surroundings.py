@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import objcomm
-from objcomm.calls.group import resolve
-from objcomm.transport.gloo import GlooLink
+from objcomm._calls.group import resolve
+from objcomm._transport.gloo import GlooLink
 from tests.cases import case
 from tests.group.helpers import assert_group_works, tell_all
 from tests.group.operations import MESSAGES, OBJECT_OPERATIONS, OPERATIONS

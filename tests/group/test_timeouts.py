@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, TransportTimeout
-from objcomm.failures import inquiry, watchdog
-from objcomm.failures.deadlock import WaitSnapshot
-from objcomm.failures.mesh import Mesh
-from objcomm.failures.verdict import Verdict
-from objcomm.observe.history import CallRecord
-from objcomm.transport.lane import Lane
-from objcomm.transport.store import loopback_store
+from objcomm._failures import inquiry, watchdog
+from objcomm._failures.deadlock import WaitSnapshot
+from objcomm._failures.mesh import Mesh
+from objcomm._failures.verdict import Verdict
+from objcomm._observe.history import CallRecord
+from objcomm._transport.lane import Lane
+from objcomm._transport.store import loopback_store
 from tests.group.helpers import (
     AWAIT_RANK_1,
     assert_group_works,

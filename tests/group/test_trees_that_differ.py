@@ -11,8 +11,8 @@ import torch
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportError, UsageError
-from objcomm.collectives.gather import answered
-from objcomm.collectives.reduction import elementwise, leafwise
+from objcomm._collectives.gather import answered
+from objcomm._collectives.reduction import elementwise, leafwise
 from tests.cases import case
 from tests.group.containers import LARGE, Loss, Stats
 from tests.group.helpers import assert_group_works, exit_at_once

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportTimeout
-from objcomm.failures import watchdog
+from objcomm._failures import watchdog
 from tests.group.helpers import (
     assert_group_works,
     hear,

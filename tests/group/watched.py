@@ -12,10 +12,10 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from objcomm.failures import inquiry, watchdog
-from objcomm.failures.inquiry import Waiting, investigate
-from objcomm.failures.mesh import Mesh
-from objcomm.failures.noticeboard import Board, BoardThread
+from objcomm._failures import inquiry, watchdog
+from objcomm._failures.inquiry import Waiting, investigate
+from objcomm._failures.mesh import Mesh
+from objcomm._failures.noticeboard import Board, BoardThread
 from tests.waits import PATIENCE_S
 
 _OVERDUE_S = 0.05

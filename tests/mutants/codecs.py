@@ -7,7 +7,7 @@ _CODECS = ("tests/unit/test_codecs.py",)
 MUTANTS = (
     Mutant(
         "tuples-become-lists",
-        "objcomm/codecs/msgpack.py",
+        "objcomm/_codecs/msgpack.py",
         '"tuple": lambda _, *members: members,',
         '"tuple": lambda _, *members: list(members),',
         "msgpack gives lists where tuples were sent",
@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         "fold-lost",
-        "objcomm/codecs/types.py",
+        "objcomm/_codecs/types.py",
         "datetime.datetime(*fields[:8], fold=fields[8])",
         "datetime.datetime(*fields[:8])",
         "the second of two equal hours in autumn becomes the first",
@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "notes-lost",
-        "objcomm/codecs/types.py",
+        "objcomm/_codecs/types.py",
         "error.add_note(note)",
         "str(note)",
         "an exception arrives without its notes",
@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients-no-longer-required",
-        "objcomm/codecs/tensors.py",
+        "objcomm/_codecs/tensors.py",
         "return tensor.requires_grad_(about.requires_grad) if about.requires_grad else tensor",
         "return tensor",
         "requires_grad is lost on the way",
@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "parameters-become-tensors",
-        "objcomm/codecs/tensors.py",
+        "objcomm/_codecs/tensors.py",
         "if about.is_parameter:",
         "if about.is_parameter and not about.shape:",
         "an nn.Parameter arrives as a plain tensor",
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "dimensions-permuted-twice",
-        "objcomm/codecs/tensors.py",
+        "objcomm/_codecs/tensors.py",
         "tensor = tensor.permute(inverse)",
         "tensor = tensor.permute(about.order)",
         "a tensor in another memory format arrives with its dimensions exchanged",
@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-format-lost",
-        "objcomm/codecs/tensors.py",
+        "objcomm/_codecs/tensors.py",
         "tensor = tensor.permute(inverse)",
         "tensor = tensor.permute(inverse).contiguous()",
         "a tensor in channels-last format arrives in another one, and convolutions are slow",
@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "fortran-order-lost",
-        "objcomm/codecs/tensors.py",
+        "objcomm/_codecs/tensors.py",
         'order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"',
         'order = "C"',
         "an array in Fortran order arrives with its elements mixed up",
@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "expanded-dimensions-lost",
-        "objcomm/codecs/tensors.py",
+        "objcomm/_codecs/tensors.py",
         "tensor = tensor.expand(about.expanded)",
         "tensor = tensor.expand(about.expanded).contiguous()",
         "an expanded tensor takes memory for all of its elements where it arrives",
@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "tied-tensors-untied",
-        "objcomm/codecs/pickle5.py",
+        "objcomm/_codecs/pickle5.py",
         "return self._memories.setdefault(key, _Memory(buffer))",
         "return _Memory(buffer)",
         "two tensors of one memory arrive with one each",
@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         "tied-plain-tensors-untied",
-        "objcomm/codecs/msgpack.py",
+        "objcomm/_codecs/msgpack.py",
         "position = self._positions.setdefault(key, new)",
         "position = new",
         "with msgpack tied weights come untied",
@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "buffers-unaligned",
-        "objcomm/codecs/buffers.py",
+        "objcomm/_codecs/buffers.py",
         "start = -view(array).data_ptr() % _ALIGNMENT",
         "start = 1",
         "memory of arrays is not aligned, and vector instructions are slow or fail",
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "buffers-read-only",
-        "objcomm/codecs/buffers.py",
+        "objcomm/_codecs/buffers.py",
         "return memoryview(array)[start : start + nbytes]",
         "return memoryview(array)[start : start + nbytes].toreadonly()",
         "what arrives out of band cannot be changed",
@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "inference-tensors-made",
-        "objcomm/codecs/tensors.py",
+        "objcomm/_codecs/tensors.py",
         "with torch.inference_mode(mode=False):",
         "with torch.no_grad():",
         "what arrives in inference mode can never be trained on",
@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         "frozen-fields-through-setattr",
-        "objcomm/codecs/types.py",
+        "objcomm/_codecs/types.py",
         "object.__setattr__(obj, name, value)  # also where the class is frozen",
         "setattr(obj, name, value)",
         "a registered frozen dataclass can be sent and not be received",
@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "shared-name-of-two-classes",
-        "objcomm/codecs/types.py",
+        "objcomm/_codecs/types.py",
         "if other is not cls and not same_source:",
         "if other is cls and not same_source:",
         "the second of two classes with one name takes the first one's messages",
@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "path-of-the-culprit-lost",
-        "objcomm/codecs/base.py",
+        "objcomm/_codecs/base.py",
         "path, culprit = path + refused[0], refused[1]",
         "path, culprit = refused[0], refused[1]",
         "an error does not say where in the object the culprit sits",
@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "default-device-used",
-        "objcomm/codecs/buffers.py",
+        "objcomm/_codecs/buffers.py",
         'return torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")',
         "return torch.empty(nbytes, dtype=torch.uint8, device=device)",
         "memory for messages is made on the program's default device",
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         "verdict-forgets-who-was-silent",
-        "objcomm/failures/verdict.py",
+        "objcomm/_failures/verdict.py",
         "self._replace(failures=failures)",
         "self._replace(failures=failures, silent=())",
         "ranks that did not answer are unknown to those that read the verdict in the store",
@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         "dtypes-not-compared",
-        "objcomm/collectives/agree.py",
+        "objcomm/_collectives/agree.py",
         "if left.dtype != right.dtype or left.shape != right.shape or",
         "if left.shape != right.shape or",
         "agree() takes tensors of two dtypes for the same",
@@ -175,7 +175,7 @@ MUTANTS = (
     ),
     Mutant(
         "nan-differs-from-itself",
-        "objcomm/collectives/agree.py",
+        "objcomm/_collectives/agree.py",
         "return bool(((left == right) | ((left != left) & (right != right))).all())",
         "return bool((left == right).all())",
         "agree() finds a difference where all ranks have the same NaN",

@@ -8,7 +8,7 @@ _RANKS = ("tests/group/test_liveness.py",)
 MUTANTS = (
     Mutant(
         "zombies-alive",
-        "objcomm/failures/liveness.py",
+        "objcomm/_failures/liveness.py",
         "return bool(watched.poll(0)) or _is_another_or_ending(self.pid, self.born)",
         "return False",
         "a process that has ended is taken for alive until its parent has heard of it",
@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         "births-ignored",
-        "objcomm/failures/liveness.py",
+        "objcomm/_failures/liveness.py",
         "return began != born or bool(flags & _PF_EXITING)",
         "return bool(flags & _PF_EXITING)",
         "a number that the kernel uses again is taken for the process that had it before",
@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "strangers-looked-up-here",
-        "objcomm/failures/liveness.py",
+        "objcomm/_failures/liveness.py",
         "if process.word or process.place != self.own.place or not process.has_ended():",
         "if process.word or not process.has_ended():",
         "of a process on another host it is asked here whether it is there",
@@ -32,7 +32,7 @@ MUTANTS = (
     ),
     Mutant(
         "earlier-worlds-believed",
-        "objcomm/failures/liveness.py",
+        "objcomm/_failures/liveness.py",
         "if self.is_new or not is_other or not self._end(process):",
         "if True:",
         "the word that an earlier world's rank left ends a wait of the next",
@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     Mutant(
         "meetings-never-in-vain",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "for peer in mesh.others if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:",
         "for peer in [] if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:",
         "a first use waits for a rank that has died until its limit",
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "connected-ranks-never-in-vain",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "for peer in mesh.others if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:",
         "for peer in mesh.others if is_meeting else []:",
         "a forked child that holds a dead rank's sockets lets the others wait",
@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-without-their-dead",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "        if reason.startswith(KILLED):\n            return Verdict",
         "        if not reason.startswith(KILLED):\n            continue\n        if not inside:\n"
         "            return Verdict",
@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     Mutant(
         "the-nearest-named",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "ranks=named or tuple(died), reason=verdict.reason if named else why",
         "reason=verdict.reason",
         "who raised because another died is named in its place",
@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     Mutant(
         "no-word-at-the-end",
-        "objcomm/failures/noticeboard.py",
+        "objcomm/_failures/noticeboard.py",
         "        self.tell_end(self.rank, word)\n",
         "",
         "a program that came to its end is told as one that died",
@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     Mutant(
         "watcher-not-replaced",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "                self._watchdog = Watchdog(self._watchdog)\n",
         "                pass\n",
         "after the watchdog's thread has ended nobody watches any wait",
@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-failure-blamed-on-others",
-        "objcomm/transport/gloo.py",
+        "objcomm/_transport/gloo.py",
         '_OF_A_PEER = ("onnect", "imed out", "imeout")',
         '_OF_A_PEER = ("",)',
         "a rank that has no such network interface names all others",
@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     Mutant(
         "stuck-sends-waited-for",
-        "objcomm/transport/gloo.py",
+        "objcomm/_transport/gloo.py",
         "        self._apart.abandon()\n",
         "",
         "a send that Gloo has forgotten holds a rank until the limit",
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         "destroyed-groups-kept",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "            self._leave_destroyed()\n",
         "",
         "who waits in a group that another rank has destroyed hears nothing of it",
@@ -113,7 +113,7 @@ MUTANTS = (
     ),
     Mutant(
         "failed-main-threads-unheard",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "            self._leave_failed()\n",
         "",
         "a rank that has failed is waited for as long as another thread keeps its process",
@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "store-hosts-death-blamed-on-others",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "Verdict.of(Cause.LOST, ranks=died, reason=reason)",
         "Verdict.of(Cause.LOST, ranks=died or self.others, reason=reason)",
         "who was about to meet others when the store's host died names them",
@@ -129,7 +129,7 @@ MUTANTS = (
     ),
     Mutant(
         "first-uses-left-in-silence",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "                is_told = self.settle(own).name == own.name\n",
         "                is_told = own.name == own.name\n",
         "after Ctrl-C in a first use the others wait for their limit",
@@ -137,7 +137,7 @@ MUTANTS = (
     ),
     Mutant(
         "cleared-verdicts-posted-again",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "            return mesh.stop(standing)\n",
         "            return mesh.settle(proposal)\n",
         "a rank that lost its own connections leaves keys in the store, and names another",
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     Mutant(
         "small-sends-waited-for-in-place",
-        "objcomm/algorithms/transfers.py",
+        "objcomm/_algorithms/transfers.py",
         "            if self.are_asked_for() and self._link.is_flowing():\n",
         "            if self.sent_nbytes < 1 << 20:\n",
         "a small send to a rank that has reset its connection is waited for without end",
@@ -153,7 +153,7 @@ MUTANTS = (
     ),
     Mutant(
         "ended-connections-take-more",
-        "objcomm/algorithms/transfers.py",
+        "objcomm/_algorithms/transfers.py",
         "self.are_asked_for() and self._link.is_flowing()",
         "self.are_asked_for()",
         "a send that was refused by a connection that has ended is waited for in place",
@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         "first-messages-taken-for-asked-for",
-        "objcomm/algorithms/exchange.py",
+        "objcomm/_algorithms/exchange.py",
         "count <= self._heads_from.get(peer, 0) and peer in self._lane.answering",
         "count <= self._heads_from.get(peer, 0)",
         "a send that its receiver has not asked for yet is waited for in place",
@@ -169,7 +169,7 @@ MUTANTS = (
     ),
     Mutant(
         "asked-for-once-and-for-all",
-        "objcomm/algorithms/exchange.py",
+        "objcomm/_algorithms/exchange.py",
         "                self._lane.asking.discard(peer)\n",
         "",
         "a second send that its receiver has not asked for is waited for in place",
@@ -177,7 +177,7 @@ MUTANTS = (
     ),
     Mutant(
         "numbers-of-closed-files-trusted",
-        "objcomm/transport/sockets.py",
+        "objcomm/_transport/sockets.py",
         "os.fstat(each).st_ino == inode",
         "each >= 0",
         "another file's state is taken for that of a connection which has ended",
@@ -185,7 +185,7 @@ MUTANTS = (
     ),
     Mutant(
         "looked-for-then-fetched",
-        "objcomm/transport/store.py",
+        "objcomm/_transport/store.py",
         "    found: bytes = store.compare_set(key, _NOTHING, _NOTHING)\n",
         "    found: bytes = store.get(key) if store.check([key]) else _NOTHING.encode()\n",
         "a key that another rank removes between two steps holds the board_thread for 5 minutes",
@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "users-of-torch-alone-unseen",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "and mesh.board_thread.is_cut_off(rank)",
         "and not rank < 1000",
         "a first use waits for a rank that ended without ever calling objcomm",
@@ -201,7 +201,7 @@ MUTANTS = (
     ),
     Mutant(
         "only-the-awaited-looked-up",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "_note_cut_off(mesh, asked_about)",
         "_note_cut_off(mesh, awaited)",
         "who meets does not hear that a rank has died which another one of them awaits",
@@ -209,7 +209,7 @@ MUTANTS = (
     ),
     Mutant(
         "known-ends-told-again",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "or (is_for_any and each.counts_on(peer))",
         "or (is_for_any and each.src is None)",
         "who receives from any rank may be told of one death twice",
@@ -217,7 +217,7 @@ MUTANTS = (
     ),
     Mutant(
         "dead-in-blocks-unseen",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "if mesh.blocks and mesh.verdict is None:",
         "if not mesh.blocks and mesh.verdict is None:",
         "who polls in a block never hears that a third rank has died in it",
@@ -225,7 +225,7 @@ MUTANTS = (
     ),
     Mutant(
         "late-word-dropped",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "board.propose(nonce, verdict._replace(is_store_silent=False))",
         "board.look(nonce)",
         "what a slow store was not told in time ends nobody else's wait",
@@ -233,7 +233,7 @@ MUTANTS = (
     ),
     Mutant(
         "desertion-told-as-a-delay",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "verdict = verdict._replace(is_final=True)",
         "verdict = verdict._replace(is_final=False)",
         "one rank goes on to wait for others that know that one is dead",
@@ -241,7 +241,7 @@ MUTANTS = (
     ),
     Mutant(
         "any-rank-not-looked-up",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "awaited = list(mesh.others)",
         "awaited = awaited[:]",
         "who receives from any rank does not hear of one that never came",
@@ -249,7 +249,7 @@ MUTANTS = (
     ),
     Mutant(
         "answers-of-stopped-ranks-believed",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "for rank, answer in answers.items() if rank not in stopped}",
         "for rank, answer in answers.items()}",
         "of a rank that is stopped a time limit says where it was, and not that it does not answer",
@@ -257,7 +257,7 @@ MUTANTS = (
     ),
     Mutant(
         "stopped-ranks-taken-for-running",
-        "objcomm/failures/liveness.py",
+        "objcomm/_failures/liveness.py",
         'return _stat(self.pid)[:1] in (["T"], ["t"])',
         "return False",
         "with the store stopped a healthy rank between is named",
@@ -265,7 +265,7 @@ MUTANTS = (
     ),
     Mutant(
         "polls-not-told-of-deaths",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "verdict = never_comes(mesh)",
         "verdict = never_comes(mesh) and None",
         "who polls for a first message does not hear that its sender was killed",
@@ -273,7 +273,7 @@ MUTANTS = (
     ),
     Mutant(
         "polls-not-told-of-farewells",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "        elif mesh not in missed:\n",
         "        elif missing:\n",
         "who polls for a first message does not hear that its sender has destroyed its group",
@@ -281,7 +281,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-words-taken-for-a-guess",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "if not are_beside or verdict.cause is Cause.LEFT or",
         "if not are_beside or",
         "of a rank whose program has ended by an error it is said that it lives",
@@ -289,7 +289,7 @@ MUTANTS = (
     ),
     Mutant(
         "forks-destroy-their-parents-groups",
-        "objcomm/bootstrap/init.py",
+        "objcomm/_bootstrap/init.py",
         "if is_initialized() and not resolve(None).is_of_the_parent:",
         "if is_initialized():",
         "a forked process that shuts down crashes",
@@ -297,7 +297,7 @@ MUTANTS = (
     ),
     Mutant(
         "closed-by-another-thread-later",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "if self.link is not None and not self.is_closed and",
         "if standing is None and self.link is not None and",
         "a message arrives whole whose sender has raised KeyboardInterrupt before",

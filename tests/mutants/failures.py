@@ -10,7 +10,7 @@ _BROKEN = ("tests/group/test_broken.py",)
 MUTANTS = (
     Mutant(
         "two-meshes-taken-for-one",
-        "objcomm/failures/deadlock.py",
+        "objcomm/_failures/deadlock.py",
         "if lane.group == following.group and are_known and lane.nonce != following.nonce:",
         "if following is lane:",
         "a rank that meets anew after an error takes who has not heard of it for a deadlock",
@@ -18,7 +18,7 @@ MUTANTS = (
     ),
     Mutant(
         "verdict-not-posted",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "return self.stop(board.propose(self.nonce, proposal) if self.nonce else proposal)",
         "return self.stop(proposal)",
         "the others see connections end, and do not hear why",
@@ -26,7 +26,7 @@ MUTANTS = (
     ),
     Mutant(
         "second-verdict-wins",
-        "objcomm/failures/noticeboard.py",
+        "objcomm/_failures/noticeboard.py",
         'self._store.compare_set(f"verdict/{key}", "", verdict.pack())',
         'self._store.compare_set(f"verdict/{key}", "", verdict.pack()) and verdict.pack()',
         "ranks that end a mesh at once raise different errors",
@@ -34,7 +34,7 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-verdict-unread",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "posted = posted or board.look(region)",
         "posted = posted or None",
         "a rank that waits in another group is not told that its block has failed",
@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         "unreadable-verdict-passed-over",
-        "objcomm/failures/noticeboard.py",
+        "objcomm/_failures/noticeboard.py",
         'return Verdict(Cause.LEFT, f"unread/{key}", reason=str(error))',
         "raise error",
         "a verdict that is no record leaves ranks waiting",
@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "block-not-entered",
-        "objcomm/collectives/fail_together.py",
+        "objcomm/_collectives/fail_together.py",
         "regions.set((*regions.get(), self._key))",
         "regions.set(regions.get())",
         "calls inside of fail_together do not hear of the block's failure",
@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "timeouts-outlived",
-        "objcomm/failures/verdict.py",
+        "objcomm/_failures/verdict.py",
         "_RECOVERABLE = frozenset({Cause.DESYNC, Cause.REFUSED, Cause.FAILED})",
         "_RECOVERABLE = frozenset({Cause.DESYNC, Cause.REFUSED, Cause.FAILED, Cause.TIMEOUT})",
         "after a time-out a group goes on as if no rank were still in the old call",
@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-place-not-told",
-        "objcomm/failures/verdict.py",
+        "objcomm/_failures/verdict.py",
         "return DesyncError(self.reason, (*self.positions, *added))",
         "return DesyncError(self.reason, self.positions)",
         "a rank's error does not say where that rank is",
@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     Mutant(
         "names-agree-in-circles",
-        "objcomm/failures/deadlock.py",
+        "objcomm/_failures/deadlock.py",
         "return self[1:4] == other[1:4]",
         "return self[1:3] == other[1:3]",
         "ranks that wait in barriers of two names wait for ever",
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "who-is-behind-is-under-way",
-        "objcomm/failures/deadlock.py",
+        "objcomm/_failures/deadlock.py",
         "return theirs.next_sequence > call.sequence",
         "return theirs.next_sequence >= call.sequence",
         "a rank that waits elsewhere is thought to be on its way",
@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         "earlier-meshes-compared",
-        "objcomm/failures/deadlock.py",
+        "objcomm/_failures/deadlock.py",
         "if lane.nonce == theirs.nonce:",
         "if lane.group == theirs.group:",
         "calls of a mesh that has ended are held against those of the next",
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "circles-of-other-groups-raised",
-        "objcomm/failures/deadlock.py",
+        "objcomm/_failures/deadlock.py",
         "if any(each.group == start.group for _, each, _ in circle):",
         "if circle:",
         "a rank that only waits for a circle raises as if it were part of it",
@@ -106,7 +106,7 @@ MUTANTS = (
     ),
     Mutant(
         "other-threads-waits-followed",
-        "objcomm/failures/deadlock.py",
+        "objcomm/_failures/deadlock.py",
         "return there.main_thread if lane.thread == here.main_thread else 0",
         "return there.main_thread",
         "a background thread's wait closes a circle through another rank's main thread",
@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "circles-through-what-has-ended",
-        "objcomm/failures/deadlock.py",
+        "objcomm/_failures/deadlock.py",
         "if following is None or _is_ending(lane, lane.now, following, theirs):",
         "if following is None:",
         "a rank that has raised, and meets the others anew, raises once more where one is slow",
@@ -122,7 +122,7 @@ MUTANTS = (
     ),
     Mutant(
         "circles-believed-at-once",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "conflict.is_told or conflict.is_of_one_lane or suspected == calls",
         "conflict.is_told or conflict.is_of_one_lane or calls is not None",
         "a busy rank's old answer makes a circle of ranks that are in step",
@@ -130,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "circles-of-meetings-untold",
-        "objcomm/failures/deadlock.py",
+        "objcomm/_failures/deadlock.py",
         "return len(calls) == 1 and is_numbered",
         "return len(calls) == 1",
         "of two that meet and have no name for it yet, the first to find a circle tells nobody",
@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     Mutant(
         "polls-in-circles",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "entry.is_served or (entry.caller or entry).has_own_limit",
         "entry.is_served",
         "who polls is taken for waiting for ever",
@@ -146,7 +146,7 @@ MUTANTS = (
     ),
     Mutant(
         "two-waits-taken-for-one",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "(rank, *state[:3], state.since, step.sequence)",
         "(rank, *state[:3], step.sequence)",
         "two polls that each look like a circle are believed as one",
@@ -154,7 +154,7 @@ MUTANTS = (
     ),
     Mutant(
         "circles-never-sure",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "conflict.is_told or conflict.is_of_one_lane or suspected == calls",
         "conflict.is_told or conflict.is_of_one_lane",
         "ranks that wait for each other in two groups wait until their limit",
@@ -162,7 +162,7 @@ MUTANTS = (
     ),
     Mutant(
         "confirmations-unread",
-        "objcomm/calls/call.py",
+        "objcomm/_calls/call.py",
         "self.raise_failures(acknowledged)",
         "self.raise_failures()",
         "with confirm=True a rank does not hear that another could not decode",
@@ -170,7 +170,7 @@ MUTANTS = (
     ),
     Mutant(
         "check-not-made",
-        "objcomm/calls/call.py",
+        "objcomm/_calls/call.py",
         "meeting = compose(header, header.name.encode()) if is_met else None",
         "meeting = None",
         "check=True finds nothing that is not found without it",
@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     Mutant(
         "cause-lost",
-        "objcomm/wire/failure_message.py",
+        "objcomm/_wire/failure_message.py",
         "raise on_rank(rank, CollectiveError(operation, failures)) from own",
         "raise on_rank(rank, CollectiveError(operation, failures))",
         "on the rank that failed the original error is no cause of what is raised",
@@ -186,7 +186,7 @@ MUTANTS = (
     ),
     Mutant(
         "all-peers-blamed",
-        "objcomm/algorithms/exchange.py",
+        "objcomm/_algorithms/exchange.py",
         "missing = absent(peers, standing, at) if is_late else (peer,)",
         "missing = absent(peers, standing, at) if is_late else tuple(peers)",
         "when one rank dies all are named",
@@ -194,7 +194,7 @@ MUTANTS = (
     ),
     Mutant(
         "first-absent-rank-only",
-        "objcomm/transport/lane.py",
+        "objcomm/_transport/lane.py",
         "return peers[start], *(peer for peer, each in others if not each.has_come())",
         "return (peers[start],)",
         "of several missing ranks a time-out names the first",
@@ -202,7 +202,7 @@ MUTANTS = (
     ),
     Mutant(
         "deaths-before-first-use-unseen",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "missing = missing_members(mesh, board) or _dead(board, mesh, meshes, entry)",
         "missing = missing_members(mesh, board)",
         "ranks wait in a group's first use for one that has died",
@@ -210,7 +210,7 @@ MUTANTS = (
     ),
     Mutant(
         "interrupts-not-passed-on",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "if signal.SIGINT in numbers and target is not None:",
         "if signal.SIGTERM in numbers and target is not None:",
         "Ctrl-C does not end a wait",
@@ -218,7 +218,7 @@ MUTANTS = (
     ),
     Mutant(
         "works-error-lost",
-        "objcomm/calls/work.py",
+        "objcomm/_calls/work.py",
         "self._future.set_exception(error)",
         "self._future.set_result(error)",
         "an asynchronous call that failed returns its error instead of raising it",
@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "first-of-several-errors-lost",
-        "objcomm/calls/work.py",
+        "objcomm/_calls/work.py",
         "first = first or error",
         "first = error",
         "wait_all raises the last error",
@@ -234,7 +234,7 @@ MUTANTS = (
     ),
     Mutant(
         "unwaited-works-silent",
-        "objcomm/calls/work.py",
+        "objcomm/_calls/work.py",
         'if getattr(self, "_is_asked", True) or not hasattr',
         'if getattr(self, "_is_asked", True) or self.done() or not hasattr',
         "an asynchronous call that nobody waits for fails unseen",
@@ -242,7 +242,7 @@ MUTANTS = (
     ),
     Mutant(
         "nodes-errors-stay-there",
-        "objcomm/training/once.py",
+        "objcomm/_training/once.py",
         "share_outcome(operation, _own(operation, error), group, timeout)",
         "share_outcome(operation, None, group, timeout)",
         "an error of run_once_per_node on one host is not raised on the others",
@@ -250,7 +250,7 @@ MUTANTS = (
     ),
     Mutant(
         "forks-not-noticed",
-        "objcomm/calls/group.py",
+        "objcomm/_calls/group.py",
         "return self._pid != os.getpid()",
         "return self._pid < 0",
         "a forked process writes into its parent's connections",
@@ -258,7 +258,7 @@ MUTANTS = (
     ),
     Mutant(
         "unjoined-ranks-alone",
-        "objcomm/world.py",
+        "objcomm/_world.py",
         "        if promise:\n",
         "        if promise is None:\n",
         "ranks of a launcher that have not joined each act as a world of one",
@@ -266,7 +266,7 @@ MUTANTS = (
     ),
     Mutant(
         "everything-local-in-main-only",
-        "objcomm/calls/absence.py",
+        "objcomm/_calls/absence.py",
         "region.is_local and operation in _LOCAL:",
         "region.is_local:",
         "a gather in main_only gives one contribution where those of all ranks are expected",
@@ -274,7 +274,7 @@ MUTANTS = (
     ),
     Mutant(
         "outer-region-left",
-        "objcomm/calls/absence.py",
+        "objcomm/_calls/absence.py",
         "_regions.set(tuple(each for each in _regions.get() if each is not self._region))",
         "_regions.set(())",
         "whoever leaves an inner block has left the outer one, too",
@@ -282,7 +282,7 @@ MUTANTS = (
     ),
     Mutant(
         "polls-not-told-of-blocks",
-        "objcomm/p2p/call.py",
+        "objcomm/_p2p/call.py",
         "            self._heed(admitted)\n            for pair, mesh, lane in admitted:\n",
         "            for pair, mesh, lane in admitted:\n",
         "who looks for a message in a block does not hear that the block has failed",

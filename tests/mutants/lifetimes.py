@@ -8,7 +8,7 @@ _P2P_TRACES = ("tests/group/test_p2p_traces.py",)
 MUTANTS = (
     Mutant(
         "verdicts-keys-left",
-        "objcomm/failures/noticeboard.py",
+        "objcomm/_failures/noticeboard.py",
         'if self._store.add(f"known/{key}", 1) >= awaited:',
         'if self._store.add(f"known/{key}", 1) > awaited:',
         "every error of a job leaves two keys in the store",
@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         "whereabouts-keys-left",
-        "objcomm/failures/noticeboard.py",
+        "objcomm/_failures/noticeboard.py",
         "        if self.answered:\n",
         "        if not self.answered:\n",
         "a rank that was asked where it is leaves that in the store",
@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "meetings-keys-left",
-        "objcomm/transport/rendezvous.py",
+        "objcomm/_transport/rendezvous.py",
         'for key in (f"connected/{nonce}", f"go/{nonce}"):',
         'for key in (f"connected/{nonce}",):',
         "every group leaves a key in the store",
@@ -32,7 +32,7 @@ MUTANTS = (
     ),
     Mutant(
         "greetings-keys-left",
-        "objcomm/transport/rendezvous.py",
+        "objcomm/_transport/rendezvous.py",
         'for key in (f"hello/{peer}", *welcomes, f"joined/{nonce}/{peer}"):',
         'for key in (f"hello/{peer}", f"joined/{nonce}/{peer}"):',
         "every rank that met leaves a key in the store",
@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     Mutant(
         "farewell-to-nobody",
-        "objcomm/calls/group.py",
+        "objcomm/_calls/group.py",
         "say_farewell([*others.values(), ",
         "say_farewell([*[*others.values()][:0], ",
         "who waits for a message of a destroyed group is not told",
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "destroyed-groups-live-on",
-        "objcomm/calls/group.py",
+        "objcomm/_calls/group.py",
         "self._own = functools.partial(_living, weakref.ref(process_group))",
         "self._own = functools.partial(_living, lambda: process_group)",
         "a destroyed group keeps its sockets and threads",
@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-meetings-raised-as-kept",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "        if self.verdict is None:\n            raise failed\n        raise",
         "        if self.verdict is not None:\n            raise failed\n        raise",
         "a first use that fails keeps connections open until the garbage collector comes",
@@ -64,7 +64,7 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-waits-kept",
-        "objcomm/transport/threads.py",
+        "objcomm/_transport/threads.py",
         "            del done  # as in ``do``\n",
         "            pass\n",
         "a send that fails keeps connections open until the garbage collector comes",
@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-both-ways-kept",
-        "objcomm/p2p/messages.py",
+        "objcomm/_p2p/messages.py",
         "        del sending  # it holds the error, whose traceback holds this frame\n",
         "        pass\n",
         "a ``sendrecv`` that fails keeps connections open until the garbage collector comes",
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "meshes-hold-themselves",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "self._progress.heed = None  # it holds this mesh: a cycle would keep connections open",
         "self._progress.is_over = False",
         "connections of a destroyed group stay open until the garbage collector runs",
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "jobs-kept-by-their-thread",
-        "objcomm/transport/threads.py",
+        "objcomm/_transport/threads.py",
         "            del job  # it holds the caller's objects\n\n",
         "\n",
         "an idle line holds what its last call has sent",
@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "works-held-by-their-errors",
-        "objcomm/calls/work.py",
+        "objcomm/_calls/work.py",
         "del self, body  # an error's traceback holds this frame",
         "del body",
         "a work that failed is kept until the garbage collector runs",
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "calls-held-by-their-errors",
-        "objcomm/calls/call.py",
+        "objcomm/_calls/call.py",
         "self._own_error = None  # its traceback holds this call, and so the caller's object",
         "self._span = self._span",
         "what could not be sent is kept until the garbage collector runs",
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "objects-kept-by-the-lanes-thread",
-        "objcomm/calls/call.py",
+        "objcomm/_calls/call.py",
         "result = rests.pop()()",
         "result = rests[0]()",
         "who hears that an asynchronous call has ended finds its object still held",
@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         "received-messages-kept",
-        "objcomm/p2p/call.py",
+        "objcomm/_p2p/call.py",
         "self.entry.withdraw = _ignore",
         "self.entry.waiter = 0",
         "the last 256 messages from rank to rank are kept by the history",
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         "sockets-duplicated",
-        "objcomm/transport/sockets.py",
+        "objcomm/_transport/sockets.py",
         "_limit(inode, os.dup(descriptor), seconds, port)",
         "_limit(inode, os.dup(os.dup(descriptor)), seconds, port)",
         "each connection to another host leaves a descriptor open",
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "key-file-left-open",
-        "objcomm/wire/signing.py",
+        "objcomm/_wire/signing.py",
         "        os.close(descriptor)\n",
         "        os.fstat(descriptor)\n",
         "reading the key leaves its file open, for every child process to inherit",
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         "wakeup-descriptor-not-given-back",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "signal.set_wakeup_fd(former)",
         "signal.set_wakeup_fd(-1)",
         "after a call asyncio does not hear of signals",
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "closed-wakeup-descriptor-raises",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "except (OSError, ValueError):  # its owner has closed it meanwhile, or before",
         "except KeyError:",
         "a wake-up descriptor that the program has closed fails calls that went well",
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "interrupted-ends-stay-in-the-call",
-        "objcomm/calls/watched.py",
+        "objcomm/_calls/watched.py",
         "        finally:\n            self._lane.end(self._entry)\n",
         "        finally:\n            pass\n        self._lane.end(self._entry)\n",
         "Ctrl-C at the very end of a call leaves its rank in it, for its group and the watchdog",
@@ -168,7 +168,7 @@ MUTANTS = (
     ),
     Mutant(
         "settings-outlive-their-block",
-        "objcomm/config.py",
+        "objcomm/_config.py",
         "            _own.reset(self._token)\n            self._token = None\n",
         "            self._token = None\n",
         "configure in a with statement holds after it",
@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "settings-stay-everywhere",
-        "objcomm/config.py",
+        "objcomm/_config.py",
         "            _Process.settings = self._before\n",
         "",
         "configure(everywhere=True) in a with statement holds in other threads after it",
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "lanes-outlive-their-block",
-        "objcomm/calls/group.py",
+        "objcomm/_calls/group.py",
         "_lane_name.reset(self._tokens.pop())",
         "self._tokens.pop()",
         "calls after a lane's block are still made on it",
@@ -192,7 +192,7 @@ MUTANTS = (
     ),
     Mutant(
         "connections-to-the-store-not-used-again",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "            link = connect(part, self.rank, self.members, deadline, self._progress)\n"
         "            clients.give_back(own)\n",
         "            link = connect(part, self.rank, self.members, deadline, self._progress)\n",
@@ -201,7 +201,7 @@ MUTANTS = (
     ),
     Mutant(
         "failed-connections-to-the-store-used-again",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "        clients = self.board_thread.clients\n        try:\n"
         "            own = clients.take(store, deadline.settings.lost_after)\n",
         "        clients = self.board_thread.clients\n"
@@ -212,7 +212,7 @@ MUTANTS = (
     ),
     Mutant(
         "bound-device-forgotten",
-        "objcomm/world.py",
+        "objcomm/_world.py",
         "world.bound_device_id = self._device",
         "world.bound_device_id = None",
         "after a split torch's groups no longer know the rank's device",
@@ -220,7 +220,7 @@ MUTANTS = (
     ),
     Mutant(
         "destroyed-parts-given-again",
-        "objcomm/collectives/split.py",
+        "objcomm/_collectives/split.py",
         "return group is not None and is_alive(group)",
         "return group is not None",
         "split gives a group that the program has destroyed",

@@ -9,12 +9,12 @@ _SHARING = ("tests/group/test_sharing.py",)
 _LINKS = ("tests/group/test_links.py",)
 _HOSTS = ("tests/group/test_several_hosts.py",)
 _BY_SHARE = ("tests/unit/test_routes_by_share.py",)
-_LOCAL = "objcomm/transport/local.py"
-_MIXED = "objcomm/transport/mixed.py"
-_SHARE = "objcomm/transport/share.py"
-_TRANSFERS = "objcomm/algorithms/transfers.py"
-_EXCHANGE = "objcomm/algorithms/exchange.py"
-_CONNECT = "objcomm/transport/connect.py"
+_LOCAL = "objcomm/_transport/local.py"
+_MIXED = "objcomm/_transport/mixed.py"
+_SHARE = "objcomm/_transport/share.py"
+_TRANSFERS = "objcomm/_algorithms/transfers.py"
+_EXCHANGE = "objcomm/_algorithms/exchange.py"
+_CONNECT = "objcomm/_transport/connect.py"
 
 MUTANTS = (
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "accelerators-before-sends",
-        "objcomm/algorithms/exchange.py",
+        "objcomm/_algorithms/exchange.py",
         "        if self.device.linked:\n",
         "        if not self.device:\n",
         "a rank waits for its accelerator, and another one for what it had begun to send",
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "shares-that-change",
-        "objcomm/algorithms/transfers.py",
+        "objcomm/_algorithms/transfers.py",
         "elif not share.is_final():",
         "elif False:",
         "a peer can change an object that was received",
@@ -340,7 +340,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-workspace-that-one-has-not",
-        "objcomm/algorithms/exchange.py",
+        "objcomm/_algorithms/exchange.py",
         "return Workspace(memories) if has_all.item() and all(have_all) else None",
         "return Workspace(memories) if has_all.item() else None",
         "a rank that has no memory to share waits for operands that nobody sends",
@@ -348,7 +348,7 @@ MUTANTS = (
     ),
     Mutant(
         "operands-not-waited-for",
-        "objcomm/algorithms/shared_reduction.py",
+        "objcomm/_algorithms/shared_reduction.py",
         "        run.give(turn)\n        run.meet()\n",
         "        run.give(turn)\n",
         "a sum has operands that another rank had not written yet",
@@ -356,7 +356,7 @@ MUTANTS = (
     ),
     Mutant(
         "results-not-waited-for",
-        "objcomm/algorithms/shared_reduction.py",
+        "objcomm/_algorithms/shared_reduction.py",
         "    run.meet()\n    run.take(turns[-1])\n",
         "    run.take(turns[-1])\n",
         "the last results of a sum are those of the turn before",
@@ -364,7 +364,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-turn-for-all",
-        "objcomm/transport/workspace.py",
+        "objcomm/_transport/workspace.py",
         "TURNS = 2",
         "TURNS = 1",
         "a rank overwrites results that another one has not taken",
@@ -372,7 +372,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-workspace-for-each-call",
-        "objcomm/algorithms/exchange.py",
+        "objcomm/_algorithms/exchange.py",
         "if not self._lane.has_asked:",
         "if True:",
         "each sum maps memory of its own",
@@ -380,7 +380,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-workspace-used-by-two-calls",
-        "objcomm/algorithms/shared_reduction.py",
+        "objcomm/_algorithms/shared_reduction.py",
         "self._exchange.confirm(self._others, self._others)",
         "pass",
         "the next sum overwrites results that another rank has not taken",
@@ -388,7 +388,7 @@ MUTANTS = (
     ),
     Mutant(
         "copies-not-waited-for",
-        "objcomm/algorithms/shared_relay.py",
+        "objcomm/_algorithms/shared_relay.py",
         "            _await(coming)\n",
         "",
         "a rank copies a model's bytes before the root has written them",
@@ -396,7 +396,7 @@ MUTANTS = (
     ),
     Mutant(
         "pieces-overwritten",
-        "objcomm/algorithms/shared_relay.py",
+        "objcomm/_algorithms/shared_relay.py",
         "            if turn >= TURNS:\n                _await(taken[turn - TURNS])\n",
         "",
         "the root writes where another rank has yet to read",
@@ -404,7 +404,7 @@ MUTANTS = (
     ),
     Mutant(
         "last-pieces-overwritten",
-        "objcomm/algorithms/shared_relay.py",
+        "objcomm/_algorithms/shared_relay.py",
         "    for coming in taken[-TURNS:]:\n        _await(coming)\n",
         "",
         "the next copy of a model writes where another rank has yet to read",

@@ -12,7 +12,7 @@ _METRICS = ("tests/group/test_metrics.py",)
 MUTANTS = (
     Mutant(
         "means-rounded-down",
-        "objcomm/collectives/reduction/operators.py",
+        "objcomm/_collectives/reduction/operators.py",
         "dtype, mean = combined.dtype, combined.total / size",
         "dtype, mean = combined.dtype, combined.total // size",
         "the mean of numbers is a whole number",
@@ -20,7 +20,7 @@ MUTANTS = (
     ),
     Mutant(
         "means-in-single-precision",
-        "objcomm/collectives/reduction/elementwise.py",
+        "objcomm/_collectives/reduction/elementwise.py",
         "return torch.complex128 if dtype.is_complex else torch.float64",
         "return torch.complex128 if dtype.is_complex else torch.float32",
         "the mean of large integers and of doubles is rounded to seven digits",
@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "halves-added-in-halves",
-        "objcomm/collectives/reduction/elementwise.py",
+        "objcomm/_collectives/reduction/elementwise.py",
         "return torch.float32 if dtype in _HALF else dtype",
         "return dtype",
         "sums of half precision are rounded at every step",
@@ -36,7 +36,7 @@ MUTANTS = (
     ),
     Mutant(
         "least-is-greatest",
-        "objcomm/collectives/reduction/elementwise.py",
+        "objcomm/_collectives/reduction/elementwise.py",
         '"min": torch.minimum,',
         '"min": torch.maximum,',
         "min of tensors gives the greatest",
@@ -44,7 +44,7 @@ MUTANTS = (
     ),
     Mutant(
         "max-of-numbers-is-min",
-        "objcomm/collectives/reduction/operators.py",
+        "objcomm/_collectives/reduction/operators.py",
         '_extreme(torch.maximum, "maximum", max)',
         '_extreme(torch.maximum, "maximum", min)',
         "max of numbers gives the least",
@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     Mutant(
         "nan-passed-over",
-        "objcomm/collectives/reduction/operators.py",
+        "objcomm/_collectives/reduction/operators.py",
         "if isinstance(member, numbers.Number) and is_nan(member):",
         "if member is None:",
         "whether a NaN is the greatest number depends on the rank that has it",
@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "last-of-equals",
-        "objcomm/collectives/reduction/operators.py",
+        "objcomm/_collectives/reduction/operators.py",
         "_first_extreme(operator.lt)",
         "_first_extreme(operator.le)",
         "argmin names the last of several ranks with the least value",
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "union-takes-either-value",
-        "objcomm/collectives/reduction/operators.py",
+        "objcomm/_collectives/reduction/operators.py",
         "if not _are_equal(left[key], right[key]):",
         "if left[key] is NotImplemented:",
         "a key that has two values has one of them, unsaid",
@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "concat-backwards",
-        "objcomm/collectives/reduction/elementwise.py",
+        "objcomm/_collectives/reduction/elementwise.py",
         "return torch.cat([left, right])",
         "return torch.cat([right, left])",
         "tensors are joined against the order of ranks",
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "operands-exchanged",
-        "objcomm/collectives/reduction/reduce.py",
+        "objcomm/_collectives/reduction/reduce.py",
         "self._operator.combine(self._combined, obj)",
         "self._operator.combine(obj, self._combined)",
         "operators that do not commute get their operands in the wrong order",
@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "callers-operand-changed",
-        "objcomm/collectives/reduction/reduce.py",
+        "objcomm/_collectives/reduction/reduce.py",
         "self._operand = self._call.copy(self._operand)",
         "self._call.copy(self._operand)",
         "an operator that works in place changes what the caller gave",
@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "scattered-operand-changed",
-        "objcomm/collectives/scatter.py",
+        "objcomm/_collectives/scatter.py",
         "own.append(obj if operator is None else call.copy(prepared))",
         "own.append(obj if operator is None else prepared)",
         "reduce_scatter lets an operator change what the caller gave",
@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "exscan-includes-its-own",
-        "objcomm/collectives/reduction/scan.py",
+        "objcomm/_collectives/reduction/scan.py",
         "_scanned(call, operator, obj, first=1)",
         "_scanned(call, operator, obj, first=0)",
         "exscan gives what scan gives",
@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "prefix-divided-by-all",
-        "objcomm/collectives/reduction/scan.py",
+        "objcomm/_collectives/reduction/scan.py",
         "prefix = functools.partial(operator.finish, combined, count)",
         "prefix = functools.partial(operator.finish, combined, len(heads))",
         "the mean of a prefix is divided by the number of all ranks",
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "large-scans-exchanged",
-        "objcomm/collectives/reduction/scan.py",
+        "objcomm/_collectives/reduction/scan.py",
         "self._combined = combine(self._call.decode(message), self._combined)",
         "self._combined = combine(self._combined, self._call.decode(message))",
         "a scan of large operands combines them in the wrong order",
@@ -132,7 +132,7 @@ MUTANTS = (
     ),
     Mutant(
         "leaves-matched-by-place",
-        "objcomm/collectives/reduction/leafwise.py",
+        "objcomm/_collectives/reduction/leafwise.py",
         "values = [found[rank][1][place] for rank, place in leaf.places.items()]",
         "values = [found[rank][1][at] for rank, place in leaf.places.items()]",
         "mappings whose keys came in another order are added up crosswise",
@@ -140,7 +140,7 @@ MUTANTS = (
     ),
     Mutant(
         "missing-members-divide",
-        "objcomm/collectives/reduction/leafwise.py",
+        "objcomm/_collectives/reduction/leafwise.py",
         "return operator.finish(combined, len(values))",
         "return operator.finish(combined, max(ranks) + 1)",
         "with missing='skip' a mean is divided by ranks that gave nothing",
@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients-divided-by-others",
-        "objcomm/collectives/reduction/elementwise.py",
+        "objcomm/_collectives/reduction/elementwise.py",
         "share = 1 / len(operands)",
         "share = 1 / max(1, len(operands) - 1)",
         "gradients are divided by the number of the other ranks",
@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "shared-buffers-left-out",
-        "objcomm/training/model.py",
+        "objcomm/_training/model.py",
         "buffers = model.named_buffers() if sync_buffers else ()",
         "buffers = model.named_buffers() if sync_buffers and average_buffers else ()",
         "sync_model with average_buffers=False leaves buffers as they are",
@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     Mutant(
         "buffers-never-averaged",
-        "objcomm/training/model.py",
+        "objcomm/_training/model.py",
         "rule = Rule.AVERAGE if average else Rule.SHARE",
         "rule = Rule.SHARE",
         "sync_buffers gives rank 0's buffers to all",
@@ -172,7 +172,7 @@ MUTANTS = (
     ),
     Mutant(
         "new-gradients-forgotten",
-        "objcomm/training/buckets.py",
+        "objcomm/_training/buckets.py",
         "likes[at].grad = gradient",
         "likes[at].grad = likes[at].grad",
         "a rank without a gradient still has none after sync_gradients",
@@ -180,7 +180,7 @@ MUTANTS = (
     ),
     Mutant(
         "change-not-noted",
-        "objcomm/training/buckets.py",
+        "objcomm/_training/buckets.py",
         "increment_version(tensors[0])  # what arrives over a link does not count as a change",
         "str(tensors[0].shape)",
         "autograd computes gradients with a tensor that has been replaced meanwhile",
@@ -188,7 +188,7 @@ MUTANTS = (
     ),
     Mutant(
         "tied-tensors-averaged-twice",
-        "objcomm/training/buckets.py",
+        "objcomm/_training/buckets.py",
         "if is_large and is_repeated(manifest.lines[at]):",
         "if is_large and is_repeated(manifest.lines[at][:0]):",
         "a tensor that is given twice is changed twice at the same time",
@@ -196,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "other-tensors-unseen",
-        "objcomm/training/buckets.py",
+        "objcomm/_training/buckets.py",
         "if ours != theirs:",
         "if ours.partition(' ')[0] != theirs.partition(' ')[0]:",
         "models with other shapes are averaged into each other",
@@ -204,7 +204,7 @@ MUTANTS = (
     ),
     Mutant(
         "averages-unweighted",
-        "objcomm/training/metrics.py",
+        "objcomm/_training/metrics.py",
         "above, below = _sum([(p * r, q * s) for p, q, r, s in ratios])",
         "above, below = _sum([(p, q) for p, q, r, s in ratios])",
         "average_metrics does not weigh by count",
@@ -212,7 +212,7 @@ MUTANTS = (
     ),
     Mutant(
         "nothing-counts",
-        "objcomm/training/metrics.py",
+        "objcomm/_training/metrics.py",
         "for value, count in operands if count]",
         "for value, count in operands]",
         "a NaN of a rank without samples makes the average one",
@@ -220,7 +220,7 @@ MUTANTS = (
     ),
     Mutant(
         "fewest-are-usual",
-        "objcomm/collectives/agree.py",
+        "objcomm/_collectives/agree.py",
         "most = max(kinds, key=len)",
         "most = min(kinds, key=len)",
         "agree blames the many for differing from one",
@@ -228,7 +228,7 @@ MUTANTS = (
     ),
     Mutant(
         "all-is-any",
-        "objcomm/collectives/agree.py",
+        "objcomm/_collectives/agree.py",
         "decide_in(call, lambda: bool(flag), all,",
         "decide_in(call, lambda: bool(flag), any,",
         "all_ranks is true where one flag is",
@@ -236,7 +236,7 @@ MUTANTS = (
     ),
     Mutant(
         "each-epoch-alike",
-        "objcomm/training/data.py",
+        "objcomm/_training/data.py",
         "manual_seed(self._seed + self._epoch)",
         "manual_seed(self._seed)",
         "a shuffled shard has the same order in every epoch",
@@ -244,7 +244,7 @@ MUTANTS = (
     ),
     Mutant(
         "shards-overlap",
-        "objcomm/training/data.py",
+        "objcomm/_training/data.py",
         "return iter(order[self._rank :: self._size])",
         "return iter(order[self._rank :: max(1, self._size - 1)])",
         "members of a data set are dealt to two ranks",

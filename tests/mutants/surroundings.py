@@ -13,7 +13,7 @@ _COMPAT_TORCH = ("tests/group/test_compat_torch.py",)
 MUTANTS = (
     Mutant(
         "allocation-taken-for-the-step",
-        "objcomm/environment.py",
+        "objcomm/_environment.py",
         '("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),',
         '("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),',
         "a step of one task waits for the whole allocation",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         "steps-share-a-port",
-        "objcomm/environment.py",
+        "objcomm/_environment.py",
         "(job + _STEP_STRIDE * step)",
         "job",
         "two steps of one job meet at one port",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         "host-cut-at-its-bracket",
-        "objcomm/environment.py",
+        "objcomm/_environment.py",
         'return re.sub(r"\\[([^\\]\\-,]*)[^\\]]*\\]", r"\\1", first[0])',
         'return first[0].partition("[")[0]',
         "the first of node[01-08] is taken for node",
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "empty-variables-count",
-        "objcomm/environment.py",
+        "objcomm/_environment.py",
         "found = {name: value.strip() for name, value in environ.items() if value.strip()}",
         "found = {name: value.strip() for name, value in environ.items()}",
         "a variable that a script has emptied is an error",
@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "global-rank-chooses-the-device",
-        "objcomm/bootstrap/init.py",
+        "objcomm/_bootstrap/init.py",
         'return torch.device("cuda", place.local_rank)',
         'return torch.device("cuda", place.rank)',
         "ranks of the second host ask for devices that it does not have",
@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "first-of-one-host-only",
-        "objcomm/training/once.py",
+        "objcomm/_training/once.py",
         "frozenset(whole.ranks[whole.hosts.index(host)] for host in set(whole.hosts))",
         "frozenset({whole.ranks[0]})",
         "run_once_per_node takes the first ranks of further hosts for ranks that wait",
@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "main-of-node-is-main-of-all",
-        "objcomm/calls/group.py",
+        "objcomm/_calls/group.py",
         "return whole.hosts.index(whole.hosts[whole.rank]) == whole.rank",
         "return whole.rank == 0",
         "is_main(scope='node') is false on every host but the first",
@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys-ignored",
-        "objcomm/collectives/split.py",
+        "objcomm/_collectives/split.py",
         "tuple(sorted(part, key=lambda rank: words[rank].key)) for part",
         "tuple(part) for part",
         "split orders ranks as before, whatever their keys",
@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "last-of-each-host-leads",
-        "objcomm/collectives/split.py",
+        "objcomm/_collectives/split.py",
         "sorted(min(part) for part in _by_color(words))",
         "sorted(max(part) for part in _by_color(words))",
         "leaders() gives the last rank of each host",
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "killed-rank-called-exited",
-        "objcomm/bootstrap/launch.py",
+        "objcomm/_bootstrap/launch.py",
         'if status < 0 else f"exit status {status}"',
         'if status < -99 else f"exit status {status}"',
         "launch says of a rank that was killed that it has exited",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "failures-by-rank",
-        "objcomm/bootstrap/launch.py",
+        "objcomm/_bootstrap/launch.py",
         "in_order = sorted(failures, key=self._when)",
         "in_order = sorted(failures)",
         "launch names a rank first that only heard of another's error",
@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "counter-overwritten",
-        "objcomm/observe/history.py",
+        "objcomm/_observe/history.py",
         "totals[2] += sent_nbytes",
         "totals[2] = sent_nbytes",
         "stats know the bytes of the last call only",
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "receipts-counted",
-        "objcomm/algorithms/transfers.py",
+        "objcomm/_algorithms/transfers.py",
         "self.received_nbytes += 0 if tag & RECEIPT else flat.numel()",
         "self.received_nbytes += flat.numel()",
         "a rank counts more bytes as received than the others sent",
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "groups-of-one-name-overwritten",
-        "objcomm/observe/stats.py",
+        "objcomm/_observe/stats.py",
         "getattr(before, field) + getattr(counted, field) for field",
         "getattr(counted, field) for field",
         "of groups with one name one is exported",
@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "line-breaks-exported",
-        "objcomm/observe/stats.py",
+        "objcomm/_observe/stats.py",
         r'.replace("\n", r"\n")',
         "",
         "a label with a line break makes all figures unreadable",
@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "disk-filled",
-        "objcomm/observe/recorder.py",
+        "objcomm/_observe/recorder.py",
         "if number >= _MOST_FILES:",
         "if number == _MOST_FILES:",
         "a program that goes on after errors writes a file for each",
@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "broken-groups-recorded-again",
-        "objcomm/observe/recorder.py",
+        "objcomm/_observe/recorder.py",
         "is_repeated = isinstance(error, BrokenGroupError) or bool(error.recorded)",
         "is_repeated = bool(error.recorded)",
         "each later call of a broken group writes a file",
@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "history-one-short",
-        "objcomm/observe/history.py",
+        "objcomm/_observe/history.py",
         "deque(maxlen=LENGTH)",
         "deque(maxlen=LENGTH - 1)",
         "a dump says that it holds one call more than it does",
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "receives-read-as-sends",
-        "objcomm/observe/inspect/rows.py",
+        "objcomm/_observe/inspect/rows.py",
         "pair = (rank, peer) if call.is_send else (peer, rank)",
         "pair = (rank, peer)",
         "inspect lays a message's two ends into two rows",
@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         "earlier-calls-prove-forgetting",
-        "objcomm/observe/inspect/rows.py",
+        "objcomm/_observe/inspect/rows.py",
         "is_forgotten = any(number > key.sequence for number in sequences)",
         "is_forgotten = any(number < key.sequence for number in sequences)",
         "inspect says that a rank forgot the call that it never made",
@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         "right-clocks-corrected",
-        "objcomm/observe/inspect/rows.py",
+        "objcomm/_observe/inspect/rows.py",
         "return Clock(0.0 if least <= 0.0 <= most else middle, margin, count)",
         "return Clock(middle, margin, count)",
         "inspect shifts clocks that may well agree",
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         "bars-on-every-rank",
-        "objcomm/observe/progress.py",
+        "objcomm/_observe/progress.py",
         "return None if rank else Bar(operation)",
         "return Bar(operation)",
         "every rank draws a bar into the same terminal",
@@ -230,8 +230,8 @@ MUTANTS = (
     Mutant(
         "flashy-lists-unweighted",
         "objcomm/compat/flashy.py",
-        "objcomm.average_metrics(numbered, count).values()",
-        "objcomm.average_metrics(numbered).values()",
+        "objcomm.metrics.average_metrics(numbered, count).values()",
+        "objcomm.metrics.average_metrics(numbered).values()",
         "flashy's average of a list ignores how much each rank counts",
         ("tests/group/test_weighted_averages.py",),
     ),
@@ -245,7 +245,7 @@ MUTANTS = (
     ),
     Mutant(
         "fast-links-called-slow",
-        "objcomm/bootstrap/doctor/network.py",
+        "objcomm/_bootstrap/doctor/network.py",
         "link.nbytes_per_second * _SLOWER < typical",
         "link.nbytes_per_second / _SLOWER < typical",
         "the doctor finds every usual link slow",
@@ -253,7 +253,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-family-called-two",
-        "objcomm/bootstrap/doctor/network.py",
+        "objcomm/_bootstrap/doctor/network.py",
         "if newer and len(newer) < len(addressed):",
         "if newer:",
         "the doctor finds an error where all hosts use IPv6",
@@ -261,7 +261,7 @@ MUTANTS = (
     ),
     Mutant(
         "strangers-taken-for-ranks",
-        "objcomm/bootstrap/doctor/links.py",
+        "objcomm/_bootstrap/doctor/links.py",
         "if token != peer.token or not isinstance(told, float)",
         "if not isinstance(told, float)",
         "the doctor takes another program at a rank's address for the rank",
@@ -269,7 +269,7 @@ MUTANTS = (
     ),
     Mutant(
         "dead-interfaces-taken",
-        "objcomm/bootstrap/doctor/host.py",
+        "objcomm/_bootstrap/doctor/host.py",
         'return "" if interface.is_up else f"interface {name!r} is down or has no cable"',
         'return ""',
         "the doctor does not see that Gloo's interface is down",

@@ -9,7 +9,7 @@ _MAILBOX = ("tests/unit/test_mailbox.py",)
 MUTANTS = (
     Mutant(
         "binomial-one-too-far",
-        "objcomm/algorithms/topology.py",
+        "objcomm/_algorithms/topology.py",
         "step < lowest and place + step < size",
         "step < lowest and place + step <= size",
         "a tree sends once more, to its own root",
@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     Mutant(
         "binomial-forgets-its-root",
-        "objcomm/algorithms/topology.py",
+        "objcomm/_algorithms/topology.py",
         "return ((place - lowest + root) % size if place else None), children",
         "return ((place - lowest) % size if place else None), children",
         "ranks of a tree wait for a wrong parent unless its root is rank 0",
@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "line-goes-round",
-        "objcomm/algorithms/topology.py",
+        "objcomm/_algorithms/topology.py",
         "return parent, [(rank + 1) % size] if place + 1 < size else []",
         "return parent, [(rank + 1) % size]",
         "the last rank of a line sends to its root",
@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     Mutant(
         "all-ranks-of-a-host-come-first",
-        "objcomm/algorithms/topology.py",
+        "objcomm/_algorithms/topology.py",
         "parent, others = _among(list(first.values()), rank, among)",
         "parent, others = _among(sorted(range(size), key=root.__ne__), rank, among)",
         "a payload crosses between the same hosts several times",
@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         "root-is-not-its-hosts-first",
-        "objcomm/algorithms/topology.py",
+        "objcomm/_algorithms/topology.py",
         "first = {hosts[root]: root}",
         "first: dict[int, int] = {}",
         "a payload starts at another rank of the root's host than the root",
@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     Mutant(
         "window-one-byte-too-wide",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         "return HEADER_NBYTES + self.body_nbytes <= WINDOW_NBYTES",
         "return HEADER_NBYTES + self.body_nbytes <= WINDOW_NBYTES + 1",
         "one size of message is larger than the receive that stands ready",
@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     Mutant(
         "gather-lists-its-root-last",
-        "objcomm/algorithms/routes.py",
+        "objcomm/_algorithms/routes.py",
         "messages.insert(root, message)",
         "messages.append(message)",
         "a gather's list is not in rank order",
@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     Mutant(
         "two-ranks-in-one-order",
-        "objcomm/algorithms/routes.py",
+        "objcomm/_algorithms/routes.py",
         "messages.insert(exchange.rank, message)",
         "messages.insert(0, message)",
         "the second of two ranks lists itself first",
@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     Mutant(
         "all-to-all-lists-itself-first",
-        "objcomm/algorithms/routes.py",
+        "objcomm/_algorithms/routes.py",
         "arrived.insert(exchange.rank, messages[exchange.rank])",
         "arrived.insert(0, messages[exchange.rank])",
         "an all-to-all's list is not in rank order",
@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     Mutant(
         "ring-runs-backwards",
-        "objcomm/algorithms/exchange.py",
+        "objcomm/_algorithms/exchange.py",
         "coming = [messages[ring[at - steps]] for steps in range(1, self.size)]",
         "coming = [messages[ring[(at + steps) % self.size]] for steps in range(1, self.size)]",
         "large objects of an all-gather between hosts are taken for other ranks'",
@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "failures-do-not-stop-payloads",
-        "objcomm/algorithms/routes.py",
+        "objcomm/_algorithms/routes.py",
         "if any(each.header.status == Status.FAILURE for each in messages):",
         "if all(each.header.status == Status.FAILURE for each in messages):",
         "gigabytes of an all-gather travel although one rank has failed",
@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     Mutant(
         "relayed-bytes-counted-everywhere",
-        "objcomm/algorithms/exchange.py",
+        "objcomm/_algorithms/exchange.py",
         "is_counted=parent is None)",
         "is_counted=True)",
         "a rank that passes on a payload counts it twice",
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         "sends-not-awaited",
-        "objcomm/algorithms/transfers.py",
+        "objcomm/_algorithms/transfers.py",
         "for pending, peer, _, _ in reversed(self._sends):",
         "for pending, peer, _, _ in reversed(self._sends[:0]):",
         "a call returns while its bytes are still being read, and its caller changes them",
@@ -113,7 +113,7 @@ MUTANTS = (
     ),
     Mutant(
         "lanes-share-payload-tags",
-        "objcomm/transport/link.py",
+        "objcomm/_transport/link.py",
         "return _PAYLOAD | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)",
         "return _PAYLOAD | sequence % (1 << _SEQUENCE_BITS)",
         "large objects of two lanes are mixed up",
@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "results-tagged-as-operands",
-        "objcomm/transport/link.py",
+        "objcomm/_transport/link.py",
         "_RESULT = _PAYLOAD << 2",
         "_RESULT = _PAYLOAD",
         "pieces of a reduction's result land where operands are awaited",
@@ -129,7 +129,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-rank-combines-all",
-        "objcomm/algorithms/parts.py",
+        "objcomm/_algorithms/parts.py",
         "found.append(Batch(len(found) % size, []))",
         "found.append(Batch(0, []))",
         "one rank does the work of a large reduction alone",
@@ -137,7 +137,7 @@ MUTANTS = (
     ),
     Mutant(
         "operands-in-order-of-arrival",
-        "objcomm/algorithms/tensor_reduction.py",
+        "objcomm/_algorithms/tensor_reduction.py",
         "about.combine([operands[rank] for rank in about.present], self._room(piece))",
         "about.combine(list(operands.values()), self._room(piece))",
         "a large sum's bits depend on which rank owns a piece",
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     Mutant(
         "operands-overwritten",
-        "objcomm/algorithms/tensor_reduction.py",
+        "objcomm/_algorithms/tensor_reduction.py",
         "self._slots(at % _AHEAD, peer, pieces)",
         "self._slots(0, peer, pieces)",
         "operands that have come are overwritten by the next before they are combined",
@@ -153,7 +153,7 @@ MUTANTS = (
     ),
     Mutant(
         "global-ranks-taken-for-group-ranks",
-        "objcomm/calls/group.py",
+        "objcomm/_calls/group.py",
         "return self.ranks.index(rank)",
         "return min(rank, self.size - 1)",
         "a subgroup's root is another rank than the one that was named",
@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-contribution-copied",
-        "objcomm/collectives/gather.py",
+        "objcomm/_collectives/gather.py",
         "own if rank == call.rank else call.decode_as(message, is_part,",
         "call.copy(own) if rank == call.rank else call.decode_as(message, is_part,",
         "a gather gives a copy of what its caller gave",
@@ -169,7 +169,7 @@ MUTANTS = (
     ),
     Mutant(
         "sources-object-copied",
-        "objcomm/collectives/broadcast.py",
+        "objcomm/_collectives/broadcast.py",
         "return obj if call.is_root else call.decode(message)",
         "return call.copy(obj) if call.is_root else call.decode(message)",
         "a broadcast gives its source a copy",
@@ -177,7 +177,7 @@ MUTANTS = (
     ),
     Mutant(
         "tags-ignored",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "here = self._arrived.under((request.src, request.tag))",
         "here = self._arrived.under((request.src, None))",
         "a receive takes a message of another tag",
@@ -185,7 +185,7 @@ MUTANTS = (
     ),
     Mutant(
         "sources-ignored",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "here = self._arrived.under((request.src, request.tag))",
         "here = self._arrived.under((None, request.tag))",
         "a receive from one rank takes another rank's message",
@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-overtake",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "return iter(shelves[0]) if",
         "return reversed(shelves[0]) if",
         "of two messages of one tag the later is taken first",
@@ -201,7 +201,7 @@ MUTANTS = (
     ),
     Mutant(
         "probe-takes",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "if found is not None and not request.is_probe:",
         "if found is not None:",
         "a probe takes the message that it tells of",
@@ -209,7 +209,7 @@ MUTANTS = (
     ),
     Mutant(
         "earlier-connections-end-counts",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "if self._sources.get(peer) is not source:",
         "if peer not in self._sources:",
         "the end of a connection that was replaced ends waits on the new one",
@@ -217,7 +217,7 @@ MUTANTS = (
     ),
     Mutant(
         "nothing-waits-for-room",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "return self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and not is_wanted",
         "return self._kept_nbytes.get(peer, 0) > 2 * _KEPT_MAX_NBYTES and not is_wanted",
         "a rank keeps twice as many messages for nobody as it should",
@@ -225,7 +225,7 @@ MUTANTS = (
     ),
     Mutant(
         "arrived-messages-thrown-away",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "(not self.is_whole or verdict.cause is Cause.FAILED)",
         "(not self.is_whole or verdict.is_recoverable)",
         "what has come is gone after an error that both ranks outlive",
@@ -233,7 +233,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-overtake-at-a-new-beginning",
-        "objcomm/p2p/peer.py",
+        "objcomm/_p2p/peer.py",
         "        former.join()  # what came over the last connection comes first\n",
         "",
         "a message of a new connection comes before one of the last",
@@ -241,7 +241,7 @@ MUTANTS = (
     ),
     Mutant(
         "words-wait-behind-messages",
-        "objcomm/p2p/peer.py",
+        "objcomm/_p2p/peer.py",
         "_TAKE_LANE = 1\n",
         "_TAKE_LANE = 0\n",
         "that a message is taken is no word of its own among other messages",
@@ -249,7 +249,7 @@ MUTANTS = (
     ),
     Mutant(
         "large-messages-wait-for-each-other",
-        "objcomm/p2p/call.py",
+        "objcomm/_p2p/call.py",
         "                if is_offered:\n                    self._tell_taken",
         "                if False:\n                    self._tell_taken",
         "nobody says that an offered message is taken",
@@ -257,7 +257,7 @@ MUTANTS = (
     ),
     Mutant(
         "synchronous-sends-end-at-once",
-        "objcomm/p2p/call.py",
+        "objcomm/_p2p/call.py",
         "if not is_synchronous and (message.is_all_head or not is_kept):",
         "if message.is_all_head or not is_kept:",
         "ssend returns before its message is received",
@@ -265,7 +265,7 @@ MUTANTS = (
     ),
     Mutant(
         "any-tag-is-the-tag-that-is-sent",
-        "objcomm/p2p/messages.py",
+        "objcomm/_p2p/messages.py",
         'tag=tag if recv_tag == "same" else recv_tag,',
         'tag=tag if recv_tag in ("same", None) else recv_tag,',
         "sendrecv takes no message of another tag, though it may be any",
@@ -273,7 +273,7 @@ MUTANTS = (
     ),
     Mutant(
         "cancelled-receives-take-messages",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "            is_taken = self._remove(request)\n",
         "            is_taken = request.arrival is None\n",
         "a receive that was cancelled takes a message all the same",
@@ -281,7 +281,7 @@ MUTANTS = (
     ),
     Mutant(
         "envelope-names-the-group-rank",
-        "objcomm/p2p/call.py",
+        "objcomm/_p2p/call.py",
         "src = self.group.ranks[arrival.peer]",
         "src = arrival.peer",
         "a probe in a subgroup names a wrong global rank",
@@ -289,7 +289,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-to-oneself-not-copied",
-        "objcomm/p2p/call.py",
+        "objcomm/_p2p/call.py",
         "own = self._coding.copy(obj)",
         "own = obj",
         "what a rank sends to itself changes with the original",

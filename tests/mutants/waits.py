@@ -8,7 +8,7 @@ _ORDER = ("tests/unit/test_order.py",)
 MUTANTS = (
     Mutant(
         "sender-not-woken",
-        "objcomm/p2p/mailbox.py",
+        "objcomm/_p2p/mailbox.py",
         "self._asking.get(request.src, 0) + 1\n                self._changed.notify_all()",
         "self._asking.get(request.src, 0) + 1",
         "a thread that waits for room does not hear that somebody asks",
@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         "busy-line-taken-for-idle",
-        "objcomm/transport/threads.py",
+        "objcomm/_transport/threads.py",
         "self._is_busy = True  # before the queue is empty: nobody may take it for idle",
         "self._is_busy = False",
         "a synchronous call overtakes the asynchronous one that runs",
@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "line-ends-for-good",
-        "objcomm/transport/threads.py",
+        "objcomm/_transport/threads.py",
         "bool(self._jobs), _LINGER_SECONDS):\n                    self._thread = None\n",
         "bool(self._jobs), _LINGER_SECONDS):\n",
         "after a line's thread has ended its calls are never carried out",
@@ -32,7 +32,7 @@ MUTANTS = (
     ),
     Mutant(
         "last-job-first",
-        "objcomm/transport/threads.py",
+        "objcomm/_transport/threads.py",
         "may take it for idle\n                job = self._jobs.popleft()",
         "may take it for idle\n                job = self._jobs.pop()",
         "asynchronous calls are carried out in the wrong order",
@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     Mutant(
         "turns-not-passed-on",
-        "objcomm/transport/threads.py",
+        "objcomm/_transport/threads.py",
         "            self._places.pop(place, None)\n        self._admit()\n",
         "            self._places.pop(place, None)\n",
         "a sender that waits behind another waits for ever",
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "turns-from-behind",
-        "objcomm/transport/threads.py",
+        "objcomm/_transport/threads.py",
         "self._places[place] = None\n",
         "self._places[place] = None\n            self._places.move_to_end(place, last=False)\n",
         "messages to one rank overtake each other",
@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         "idle-hands-counted-twice",
-        "objcomm/transport/threads.py",
+        "objcomm/_transport/threads.py",
         "self._idle -= has_idle",
         "self._idle -= 0",
         "a job waits for a thread that has another job",
@@ -64,7 +64,7 @@ MUTANTS = (
     ),
     Mutant(
         "turns-told-to-nobody",
-        "objcomm/transport/threads.py",
+        "objcomm/_transport/threads.py",
         "while (first := self._first_untold()) is not None:",
         "if (first := self._first_untold()) is not None:",
         "a send whose turn comes while another is told waits for ever",
@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "queued-sends-without-limits",
-        "objcomm/p2p/call.py",
+        "objcomm/_p2p/call.py",
         "if not place.turn.is_set():",
         "if False:",
         "a send in the queue waits as long as the one before it may",
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "each-of-a-thousand-waits-investigated",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "for entry in (of_each_kind(lane.waits()) or (None,))",
         "for entry in (lane.waits() or (None,))",
         "a rank tells the others of each of a thousand requests that nobody waits for",
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-of-a-blocks-receives-ended",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "            if each.regions == entry.regions:\n",
         "            if each is entry:\n",
         "a block that fails ends one of its receives in each look",
@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "calls-in-flight-overtaken",
-        "objcomm/calls/call.py",
+        "objcomm/_calls/call.py",
         "self._lane.drain()  # calls before this one",
         "self._lane.is_busy  # noqa: B018",
         "a synchronous call does not wait for the asynchronous ones before it",
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "interrupted-calls-concluded-twice",
-        "objcomm/calls/call.py",
+        "objcomm/_calls/call.py",
         "return self._claim is None or self._claim.acquire(blocking=False)",
         "return True",
         "a call that is interrupted while it is handed over ends on two threads",
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "limited-waits-told-as-endless",
-        "objcomm/calls/work.py",
+        "objcomm/_calls/work.py",
         "self._waited.waiter = threading.get_ident() if seconds is None else 0",
         "self._waited.waiter = threading.get_ident()",
         "a wait that would have ended by itself is taken for part of a circle",
@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         "modes-of-the-lines-thread",
-        "objcomm/calls/work.py",
+        "objcomm/_calls/work.py",
         "with device, torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):",
         "with device:",
         "an asynchronous reduction records gradients although its caller forbade it",
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         "context-of-the-lines-thread",
-        "objcomm/calls/work.py",
+        "objcomm/_calls/work.py",
         "return functools.partial(context.run, self.carry_out, rest)",
         "return functools.partial(self.carry_out, rest)",
         "an asynchronous call does not know the limits and keys of its block",
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits-not-watched",
-        "objcomm/transport/link.py",
+        "objcomm/_transport/link.py",
         "self._end = entry.waits_until = now + self._left",
         "self._end, entry.waits_until = now + self._left, now + FOREVER_SECONDS",
         "a time-out says nothing of where the ranks are",
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits-of-calls-that-succeeded",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "    if not lane.has_waiting(entry) or not entry.has_expired:\n        return\n",
         "",
         "a call that succeeds just after its limit ends a later one, and names who did nothing",
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits-seen-to-pass-once",
-        "objcomm/transport/link.py",
+        "objcomm/_transport/link.py",
         "entry.has_expired = False",
         "entry.has_expired |= False",
         "a call that was late in one step waits for ever in its next one",
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits-begin-anew",
-        "objcomm/transport/link.py",
+        "objcomm/_transport/link.py",
         "self._left = max(0.0, self._end - time.monotonic())",
         "self._left = self.seconds",
         "a call with several waits takes several times its limit",
@@ -168,7 +168,7 @@ MUTANTS = (
     ),
     Mutant(
         "who-arrived-is-missing",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "if rank not in answers or not _has_arrived(mesh, lane, entry, answers[rank])",
         "if rank not in answers or _has_arrived(mesh, lane, entry, answers[rank])",
         "a time-out names the ranks that came",
@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "failed-first-use-final",
-        "objcomm/failures/mesh.py",
+        "objcomm/_failures/mesh.py",
         "return self.verdict.is_recoverable or has_not_begun",
         "return self.verdict.is_recoverable",
         "a group whose first use was not made by all in time is lost for good",
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "asked-once-only",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "self._investigating.discard(board_thread)",
         "self._investigating.add(board_thread)",
         "a wait is looked into once, when most circles are not closed yet",
@@ -192,7 +192,7 @@ MUTANTS = (
     ),
     Mutant(
         "question-keeps-a-world",
-        "objcomm/failures/watchdog.py",
+        "objcomm/_failures/watchdog.py",
         "self._investigating: weakref.WeakSet[BoardThread] = weakref.WeakSet()",
         "self._investigating: set[BoardThread] = set()",
         "a question that comes when its world has just gone keeps a connection to the store",
@@ -200,7 +200,7 @@ MUTANTS = (
     ),
     Mutant(
         "job-after-the-last-is-kept",
-        "objcomm/failures/noticeboard.py",
+        "objcomm/_failures/noticeboard.py",
         "            self._is_over = True\n            self._forget_if_over()",
         "            pass",
         "what is asked while the board's thread says farewell keeps its mesh",
@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     Mutant(
         "lane-shared-by-threads",
-        "objcomm/failures/channel.py",
+        "objcomm/_failures/channel.py",
         "if lane is None or lane.owner is not threading.current_thread():",
         "if lane is None:",
         "two threads use one sequence of calls",
@@ -216,7 +216,7 @@ MUTANTS = (
     ),
     Mutant(
         "lanes-collide",
-        "objcomm/failures/channel.py",
+        "objcomm/_failures/channel.py",
         "if other.number == number:",
         "if other.name == name:",
         "two lanes whose names have one number take each other's messages",
@@ -224,7 +224,7 @@ MUTANTS = (
     ),
     Mutant(
         "callbacks-use-the-waiting-group",
-        "objcomm/transport/lane.py",
+        "objcomm/_transport/lane.py",
         'return _name_of(self.entry) if self.entry is not None and is_inside else ""',
         'return _name_of(self.entry) if self.entry is None and is_inside else ""',
         "a callback that uses the group that waits for it hangs",
@@ -232,7 +232,7 @@ MUTANTS = (
     ),
     Mutant(
         "every-waiting-rank-reports",
-        "objcomm/failures/inquiry.py",
+        "objcomm/_failures/inquiry.py",
         "rank < mesh.rank and has_come(mesh, lane, entry, known[rank]) for rank in known",
         "rank < 0 and has_come(mesh, lane, entry, known[rank]) for rank in known",
         "each of a thousand ranks logs the same line",
@@ -240,7 +240,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody-waits-at-the-start",
-        "objcomm/bootstrap/init.py",
+        "objcomm/_bootstrap/init.py",
         "            await_all(store_of(world), place.world_size)\n",
         "            store_of(world)\n",
         "a rank whose program is short ends connections that others are still making",

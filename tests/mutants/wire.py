@@ -11,7 +11,7 @@ _HOSTILE = ("tests/unit/test_hostile_messages.py",)
 MUTANTS = (
     Mutant(
         "session-is-rank-0s-word",
-        "objcomm/transport/rendezvous.py",
+        "objcomm/_transport/rendezvous.py",
         "progress.session = hashlib.blake2b(told.encode(),",
         "progress.session = hashlib.blake2b(progress.nonce.encode(),",
         "whoever reaches the store can play back a recording of an earlier run with the same key",
@@ -19,7 +19,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-number-unread",
-        "objcomm/transport/rendezvous.py",
+        "objcomm/_transport/rendezvous.py",
         "if len(doors) != size or numbers[rank] != number:",
         "if len(doors) != size:",
         "a guest takes the words of an earlier meeting for its own, with the session of that one",
@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "records-types-unread",
-        "objcomm/transport/store.py",
+        "objcomm/_transport/store.py",
         "    if type(plain) is not kind:\n",
         "    if kind is None:\n",
         "a damaged verdict raises TypeError on every rank that reads it",
@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         "records-bounds-unread",
-        "objcomm/transport/store.py",
+        "objcomm/_transport/store.py",
         "    if _exact(int, plain) not in bounds:\n",
         "    if bounds is None:\n",
         "a process number that the kernel cannot have raises OverflowError in the watching thread",
@@ -43,7 +43,7 @@ MUTANTS = (
     ),
     Mutant(
         "answers-kind-unread",
-        "objcomm/calls/call.py",
+        "objcomm/_calls/call.py",
         "        if not fits(plain):\n",
         "        if fits is None:\n",
         "a yes of all ranks may be a list, and averages raise TypeError",
@@ -51,7 +51,7 @@ MUTANTS = (
     ),
     Mutant(
         "dumps-without-bound",
-        "objcomm/observe/inspect/dumps.py",
+        "objcomm/_observe/inspect/dumps.py",
         "    if parts > _MOST_PARTS:\n",
         "    if parts < 0:\n",
         "half a megabyte of a dump keeps the inspector busy for 40 seconds and more",
@@ -59,7 +59,7 @@ MUTANTS = (
     ),
     Mutant(
         "dumps-without-calls",
-        "objcomm/observe/inspect/dumps.py",
+        "objcomm/_observe/inspect/dumps.py",
         "min((call.began for call in self.calls), default=math.inf)",
         "min(call.began for call in self.calls)",
         "a dump of a rank that remembers no calls ends the inspector in a ValueError",
@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "header-checksum-unread",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         "if zlib.crc32(memoryview(raw)[:_SIGNED_NBYTES]) != fields[-1]:",
         "if len(raw) < _SIGNED_NBYTES:",
         "a header with a flipped bit is believed",
@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     Mutant(
         "body-checksum-unread",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         "if zlib.crc32(body) != header.body_checksum:",
         "if len(body) != header.body_nbytes:",
         "a body with a flipped bit is decoded",
@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "payload-checksum-unread",
-        "objcomm/wire/as_tensor.py",
+        "objcomm/_wire/as_tensor.py",
         "if _checksum([payload]) != header.tag:",
         "if payload.numel() != header.payload_nbytes:",
         "large members of kept bytes may be damaged unnoticed",
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "wire-version-unread",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         "if (magic, version) != (MAGIC, VERSION):",
         "if magic != MAGIC:",
         "a message of another wire version is read as if it were of this one",
@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     Mutant(
         "payload-size-unread",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         "if sum(row.nbytes for row in rows if not row.is_packed) != header.payload_nbytes:",
         "if header.payload_nbytes < 0:",
         "a table may ask for more memory than the header announced, and limits allowed",
@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         "operations-not-compared",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         '("other operations", mine.operation, theirs.operation),',
         "",
         "a gather takes what another rank broadcasts",
@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     Mutant(
         "roots-not-compared",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         '("other roots", mine.root, theirs.root),',
         "",
         "ranks that name different roots are not told so",
@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "names-not-compared",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         '("other names", mine.fingerprint, theirs.fingerprint),',
         "",
         "barriers of two names, and reductions by two operators, pair",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "calls-not-compared",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         '("other calls", mine.sequence, theirs.sequence),',
         "",
         "a rank that is a call ahead pairs with the call before",
@@ -139,7 +139,7 @@ MUTANTS = (
     ),
     Mutant(
         "groups-not-compared",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         "if (theirs.group, theirs.epoch, theirs.lane) != (mine.group, mine.epoch, mine.lane):",
         "if theirs.lane != mine.lane:",
         "a message of another mesh is taken",
@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "senders-not-compared",
-        "objcomm/wire/header.py",
+        "objcomm/_wire/header.py",
         "if theirs.sender != sender:",
         "if theirs.sender < 0:",
         "a rank's message passes for that of another rank",
@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "cut-head-taken",
-        "objcomm/wire/message.py",
+        "objcomm/_wire/message.py",
         "if len(raw) < head_nbytes:",
         "if not raw:",
         "the last head of a bundle may be cut off",
@@ -163,7 +163,7 @@ MUTANTS = (
     ),
     Mutant(
         "payload-free-of-limits",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "if nbytes > chosen.max_nbytes:",
         "if header.body_nbytes > chosen.max_nbytes:",
         "large buffers do not count for max_nbytes",
@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     Mutant(
         "each-message-has-the-whole-limit",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "self._nbytes += nbytes",
         "self._nbytes = nbytes",
         "messages of one operation are not added up for max_operation_nbytes",
@@ -179,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "buffers-free-of-limits",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "if header.buffer_count > chosen.max_buffers:",
         "if header.buffer_count > chosen.max_nbytes:",
         "a header may announce millions of buffers",
@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         "refused-codec-taken-in",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "if accepted is not None and has_codec and header.codec not in accepted:",
         "if accepted is not None and not accepted:",
         "a message of a codec that this rank refuses is received before it is refused",
@@ -195,7 +195,7 @@ MUTANTS = (
     ),
     Mutant(
         "long-lists-of-nothing",
-        "objcomm/codecs/nesting.py",
+        "objcomm/_codecs/nesting.py",
         "if members > len(raw):",
         "if members < 0:",
         "a few bytes of msgpack claim gigabytes",
@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     Mutant(
         "types-of-arguments-believed",
-        "objcomm/codecs/types.py",
+        "objcomm/_codecs/types.py",
         "            if argument is not None and not argument.fits(each):\n",
         "            if argument is None:\n",
         "a stream lets constructors run with whatever it likes",
@@ -211,7 +211,7 @@ MUTANTS = (
     ),
     Mutant(
         "late-growth-unseen",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "        self._has_grown_late |= id(target) in self._held\n",
         "",
         "lists that are put into each other before they are filled nest as deep as one likes",
@@ -219,7 +219,7 @@ MUTANTS = (
     ),
     Mutant(
         "positions-of-errors-believed",
-        "objcomm/codecs/types.py",
+        "objcomm/_codecs/types.py",
         "    check_arguments(cls, args)\n",
         "",
         "an error of 73 bytes ends the process that prints it",
@@ -235,7 +235,7 @@ MUTANTS = (
     ),
     Mutant(
         "parts-of-registered-classes-believed",
-        "objcomm/codecs/types.py",
+        "objcomm/_codecs/types.py",
         "    if type(received) is not kind:\n",
         "    if received is None:\n",
         "a range of 20 bytes becomes the members of a named tuple",
@@ -243,7 +243,7 @@ MUTANTS = (
     ),
     Mutant(
         "states-of-any-kind",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "            if type(each) is not dict or not all(type(name) is str for name in each):\n",
         "            if type(each) is not dict and type(each) is not tuple:\n",
         "a state of nested pairs is hashed for hours",
@@ -251,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         "replays-of-the-last-call-out-of-step",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "theirs.sequence < mine.sequence and theirs.number in newest.numbers",
         "theirs.sequence < 0",
         "a signed message that comes again in the next call is told as ranks out of step",
@@ -259,7 +259,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-messages-taken-for-others",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "        if theirs.sender == self._rank != sender:\n",
         "        if theirs.sender < 0:\n",
         "a message that comes back to its maker is told as ranks out of step",
@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     Mutant(
         "hashes-uncounted",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "        # A tuple's hash is that of all it holds, found out each time.\n"
         "        self._budget.spend(sum(map(self._steps, members)))\n",
         "",
@@ -276,7 +276,7 @@ MUTANTS = (
     ),
     Mutant(
         "weight-of-what-was-there-before-forgotten",
-        "objcomm/codecs/nesting.py",
+        "objcomm/_codecs/nesting.py",
         "            self._budget.spend(before + count * weight)\n",
         "            self._budget.spend(count * weight)\n",
         "a large integer costs seconds if it stands before what it is compared with",
@@ -284,7 +284,7 @@ MUTANTS = (
     ),
     Mutant(
         "frozen-sets-compared-for-nothing",
-        "objcomm/codecs/nesting.py",
+        "objcomm/_codecs/nesting.py",
         "    return sum(weight_of(each) * alike[hash(each)] for each in members)",
         "    return sum(weight_of(each) * min(1, alike[hash(each)]) for each in members)",
         "sets of one hash whose members have one hash take time that grows with their square",
@@ -292,7 +292,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranges-beside-scalars-unweighed",
-        "objcomm/codecs/nesting.py",
+        "objcomm/_codecs/nesting.py",
         "    range: length_of,  # beside",
         "    range: bool,  # beside",
         "47 bytes make an array of as many numbers as they say",
@@ -300,7 +300,7 @@ MUTANTS = (
     ),
     Mutant(
         "fields-of-scalars-unweighed",
-        "objcomm/codecs/nesting.py",
+        "objcomm/_codecs/nesting.py",
         "_OTHERS_WEIGHT + _FIELD_WEIGHT * _fields_of(dtype)",
         "_OTHERS_WEIGHT",
         "scalars of many fields take long to compare",
@@ -308,7 +308,7 @@ MUTANTS = (
     ),
     Mutant(
         "members-added-to-anything",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "if is_named or (kind not in usual and kind not in self._classes):",
         "if is_named:",
         "an array takes members from any address that a stream names",
@@ -316,7 +316,7 @@ MUTANTS = (
     ),
     Mutant(
         "addresses-as-attributes",
-        "objcomm/codecs/types.py",
+        "objcomm/_codecs/types.py",
         "    if found := _ADDRESSES.intersection(names):\n",
         "    if not names and (found := _ADDRESSES.intersection(names)):\n",
         "numpy reads whatever address an object says that it has",
@@ -324,7 +324,7 @@ MUTANTS = (
     ),
     Mutant(
         "flags-kept-for-ever",
-        "objcomm/codecs/types.py",
+        "objcomm/_codecs/types.py",
         "        known.pop(member.value, None)  # equal ones need not be the same\n",
         "        pass\n",
         "each value of flags that arrives stays in memory",
@@ -332,7 +332,7 @@ MUTANTS = (
     ),
     Mutant(
         "slices-not-walked",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "    elif kind is slice:\n",
         "    elif kind is None:\n",
         "lists lie in each other through slices deeper than max_depth",
@@ -340,7 +340,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys-of-operands-unweighed",
-        "objcomm/collectives/reduction/leafwise.py",
+        "objcomm/_collectives/reduction/leafwise.py",
         "        Spread(budget, weight_of).add(keys)\n",
         "",
         "an operand's keys that all have one hash take a rank minutes",
@@ -348,7 +348,7 @@ MUTANTS = (
     ),
     Mutant(
         "spread-unchecked",
-        "objcomm/codecs/nesting.py",
+        "objcomm/_codecs/nesting.py",
         "            self._budget.spend(before + count * weight)\n",
         "",
         "keys that all have one hash are compared with each other",
@@ -356,7 +356,7 @@ MUTANTS = (
     ),
     Mutant(
         "dtypes-by-numpys-parser",
-        "objcomm/codecs/array_dtypes.py",
+        "objcomm/_codecs/array_dtypes.py",
         "    if type(name) is str:\n        return _simple(name)\n",
         "    if type(name) is str:\n        import numpy as np\n\n        return np.dtype(name)\n",
         "a dtype's name ends the process",
@@ -364,7 +364,7 @@ MUTANTS = (
     ),
     Mutant(
         "filled-after-their-place",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "        if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):\n",
         "        if target is self:\n",
         "a stream nests deeper than max_depth",
@@ -372,7 +372,7 @@ MUTANTS = (
     ),
     Mutant(
         "signature-unread",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "elif not self.signer.is_signed(signed_part(raw), header.signature):",
         "elif len(header.signature) != len(BLANK):",
         "any 32 bytes pass for a signature",
@@ -380,7 +380,7 @@ MUTANTS = (
     ),
     Mutant(
         "replay-accepted",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "if is_old or message in self._seen or ",
         "if is_old or ",
         "a message of this call may be sent twice",
@@ -388,7 +388,7 @@ MUTANTS = (
     ),
     Mutant(
         "old-calls-count",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "is_old = theirs.sequence < newest.sequence or (",
         "is_old = theirs.sequence < 0 or (",
         "a message of an earlier call is taken for a rank that is out of step",
@@ -396,7 +396,7 @@ MUTANTS = (
     ),
     Mutant(
         "acknowledgement-for-contribution",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         " or (mine.flags ^ theirs.flags) & Flag.ACKNOWLEDGEMENT:",
         ":",
         "what a rank gave is taken for its confirmation",
@@ -404,7 +404,7 @@ MUTANTS = (
     ),
     Mutant(
         "destination-unread",
-        "objcomm/wire/admission.py",
+        "objcomm/_wire/admission.py",
         "if theirs.destination not in (EVERYONE, self._rank):",
         "if theirs.destination < EVERYONE:",
         "what is signed for one rank is taken by another",
@@ -412,7 +412,7 @@ MUTANTS = (
     ),
     Mutant(
         "content-unsigned",
-        "objcomm/wire/message.py",
+        "objcomm/_wire/message.py",
         "if signer is not None and signer.digest(self.content()) != self.header.digest:",
         "if signer is not None and not self.header.digest:",
         "a signed header may come with any content",
@@ -420,7 +420,7 @@ MUTANTS = (
     ),
     Mutant(
         "large-content-unsigned",
-        "objcomm/wire/message.py",
+        "objcomm/_wire/message.py",
         "        for buffer in self.large:\n",
         "        for buffer in self.large[:0]:\n",
         "large buffers are not part of what is signed",
@@ -428,7 +428,7 @@ MUTANTS = (
     ),
     Mutant(
         "key-file-open-to-the-group",
-        "objcomm/wire/signing.py",
+        "objcomm/_wire/signing.py",
         "_OTHERS = stat.S_IRWXG | stat.S_IRWXO",
         "_OTHERS = stat.S_IRWXO",
         "a key file that a user's group can read is accepted",
@@ -436,7 +436,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-key-for-all-meshes",
-        "objcomm/wire/signing.py",
+        "objcomm/_wire/signing.py",
         "hashlib.blake2b(purpose.encode(), key=secret,",
         'hashlib.blake2b(b"", key=secret,',
         "a message that was signed for one mesh is right in every other one",
@@ -444,7 +444,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-name-too-many",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "for each in (complex, range, slice)}",
         "for each in (complex, range, slice, getattr)}",
         "every restricted stream may call getattr",
@@ -452,7 +452,7 @@ MUTANTS = (
     ),
     Mutant(
         "anything-may-be-called",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "if id(function) not in self._callable:",
         "if not callable(function):",
         "a stream calls what an admitted class holds",
@@ -460,7 +460,7 @@ MUTANTS = (
     ),
     Mutant(
         "tools-may-be-changed",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "is_named = id(target) in self._callable or isinstance(target, enum.Enum)",
         "is_named = isinstance(target, enum.Enum)",
         "a stream changes classes of the process that reads it",
@@ -468,7 +468,7 @@ MUTANTS = (
     ),
     Mutant(
         "state-for-any-class",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         "if kind not in self._classes:",
         "if kind is object:",
         "a stream gives a state to what nobody admitted",
@@ -476,7 +476,7 @@ MUTANTS = (
     ),
     Mutant(
         "extension-registry-open",
-        "objcomm/codecs/restricted.py",
+        "objcomm/_codecs/restricted.py",
         '    "NEXT_BUFFER",\n',
         '    "NEXT_BUFFER",\n    "EXT1",\n',
         "a restricted stream reaches copyreg's extensions past the list of what is admitted",
@@ -484,7 +484,7 @@ MUTANTS = (
     ),
     Mutant(
         "following-ranks-in-any-order",
-        "objcomm/collectives/reduction/leafwise.py",
+        "objcomm/_collectives/reduction/leafwise.py",
         "        and list(ranks) == sorted(set(ranks))\n",
         "",
         "an answer names a rank twice, which waits for itself",
@@ -492,7 +492,7 @@ MUTANTS = (
     ),
     Mutant(
         "following-free-of-limits",
-        "objcomm/collectives/reduction/leafwise.py",
+        "objcomm/_collectives/reduction/leafwise.py",
         "if nbytes > place.most_nbytes:",
         "if nbytes < 0:",
         "the answer to a reduction makes a rank allocate what it likes",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import objcomm
 from objcomm import CollectiveError, DecodeError, UsageError
-from objcomm.wire.header import WINDOW_NBYTES
+from objcomm._wire.header import WINDOW_NBYTES
 from tests.soak.operations import OPERATIONS, Operation, Pattern
 from tests.soak.turn import MARK, Expected, Turn
 

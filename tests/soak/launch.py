@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from objcomm.transport.store import loopback_store
+from objcomm._transport.store import loopback_store
 from tests.soak import measure
 from tests.soak.measure import MEBIBYTE, Figures
 from tests.workers import Order, Pool, Report

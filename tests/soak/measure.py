@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from objcomm.transport import threads
+from objcomm._transport import threads
 
 MEBIBYTE = 1 << 20
 

@@ -191,7 +191,7 @@ def _gather_scalar(turn: Turn, party: Party) -> Any:
 
 
 def _all_gather_scalar(turn: Turn, party: Party) -> Any:
-    return objcomm.all_gather_scalar(turn.scalar_of(party.rank), group=party.group)
+    return objcomm.metrics.all_gather_scalar(turn.scalar_of(party.rank), group=party.group)
 
 
 def _scalars(turn: Turn, _rank: int) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 import objcomm
-from objcomm.observe import history
-from objcomm.world import store_of
+from objcomm._observe import history
+from objcomm._world import store_of
 from tests.group.helpers import in_thread
 from tests.same import assert_same
 from tests.soak import measure

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import objcomm
-from objcomm.codecs.base import Codec
-from objcomm.collectives.reduction.operators import Extreme
+from objcomm._bootstrap import init
+from objcomm._codecs.base import Codec
+from objcomm._collectives.reduction.operators import Extreme
+from objcomm._training import main_process
 from objcomm.compat import torch as dist_objects
 
 
@@ -95,9 +97,8 @@ def named_operators() -> None:
 
 def metrics(config: Config) -> None:
     """A function's result type is the list's, a value's type comes back."""
-    assert_type(objcomm.average_metrics({"loss": 0.5}, 64), dict[str, float])
-    assert_type(objcomm.gather_from_all_ranks(lambda: config), list[Config] | Any)
-    assert_type(objcomm.gather_scalar_from_all_ranks(lambda: 1, 0), list[int] | Any)
+    assert_type(objcomm.metrics.average_metrics({"loss": 0.5}, 64), dict[str, float])
+    assert_type(objcomm.metrics.gather_from_all_ranks(lambda: config), list[Config] | Any)
     assert_type(objcomm.agree(config), Config)
     assert_type(objcomm.any_rank(flag=True), bool)
     assert_type(objcomm.all_ranks([config]), bool)
@@ -113,7 +114,7 @@ def start() -> None:
     assert_type(objcomm.init(timeout=timedelta(seconds=3)), objcomm.Start)
     assert_type(objcomm.launch(_rows_of, 2, "train", 10, timeout=60), list[list[Config]])
     assert_type(objcomm.launch(lambda: 1, 2), list[int])
-    assert_type(objcomm.ddp_init_group({"distributed_backend": "gloo"}), objcomm.Start)
+    assert_type(init.ddp_init_group({"distributed_backend": "gloo"}), objcomm.Start)
     objcomm.shutdown()
     objcomm.launch(_rows_of, 2, "train", "10")  # type: ignore[arg-type]  # wrong on purpose
     objcomm.launch(_rows_of, 2, "train")  # type: ignore[arg-type]  # wrong on purpose
@@ -136,8 +137,8 @@ def in_flight(config: Config, configs: list[Config]) -> None:
     assert_type(objcomm.all_reduce(0.5, "argmax", async_op=True), objcomm.Work[Extreme])
     assert_type(objcomm.barrier("name", async_op=True), objcomm.Work[None])
     assert_type(objcomm.gather_scalar(1, async_op=True), objcomm.Work[list[int] | Any])
-    assert_type(objcomm.all_gather_scalar(1, async_op=True), objcomm.Work[list[int]])
-    assert_type(objcomm.all_gather_scalar(1, async_op=False), list[int])
+    assert_type(objcomm.metrics.all_gather_scalar(1, async_op=True), objcomm.Work[list[int]])
+    assert_type(objcomm.metrics.all_gather_scalar(1, async_op=False), list[int])
     assert_type(objcomm.reduce_and_broadcast(lambda: 1, str, async_op=True), objcomm.Work[str])
 
 
@@ -179,7 +180,7 @@ def in_flight_perhaps(config: Config, configs: list[Config], *, async_op: bool) 
         list[int] | objcomm.Work[list[int] | Any] | Any,
     )
     assert_type(
-        objcomm.all_gather_scalar(1, async_op=async_op), list[int] | objcomm.Work[list[int]]
+        objcomm.metrics.all_gather_scalar(1, async_op=async_op), list[int] | objcomm.Work[list[int]]
     )
     assert_type(
         objcomm.reduce_and_broadcast(lambda: 1, str, async_op=async_op), str | objcomm.Work[str]
@@ -232,7 +233,7 @@ def helpers(config: Config) -> None:
     """The functions on top."""
     assert_type(objcomm.ddp_broadcast(config, 1), Config)
     assert_type(objcomm.gather_scalar(0.5), list[float] | Any)
-    assert_type(objcomm.all_gather_scalar(0.5), list[float])
+    assert_type(objcomm.metrics.all_gather_scalar(0.5), list[float])
     assert_type(objcomm.reduce_and_broadcast(lambda: 1, lambda parts: str(sum(parts))), str)
 
     def total(parts: list[Config]) -> float:
@@ -267,11 +268,14 @@ def control(config: Config, group: dist.ProcessGroup) -> None:
     on_node("a", rate=1)  # type: ignore[call-arg]  # likewise
     with (
         objcomm.main_first(rank=1, timeout=3),
-        objcomm.zero_first(group=group),
+        main_process.zero_first(group=group),
         objcomm.node_first(),
     ):
         assert_type(objcomm.is_main(scope="node"), bool)
-    with objcomm.zero_only() as is_zero, objcomm.main_only(group=group) as nothing:
+    with (
+        main_process.zero_only() as is_zero,
+        main_process.MainProcessContext(group=group) as nothing,
+    ):
         assert_type(is_zero, bool)
         assert_type(nothing, None)
     assert_type(objcomm.rank_prefixed_message("text", group=group), str)
@@ -309,11 +313,12 @@ def groups(
     assert_type(objcomm.all_gather(1, group=mesh, device=device, codec="msgpack"), list[int])
     assert_type(objcomm.all_gather(1, group=group, device="cpu", confirm=True), list[int])
     assert_type(objcomm.stats(group), dict[str, objcomm.OperationStats])
-    assert_type(objcomm.stats_to_prometheus({"job": "train"}), str)
-    objcomm.stats_to_tensorboard(writer, 100, group=group)
+    assert_type(objcomm.exporters.stats_to_prometheus({"job": "train"}), str)
+    objcomm.exporters.stats_to_tensorboard(writer, 100, group=group)
     objcomm.reset_stats(mesh)
     with objcomm.lane("eval"), objcomm.check():
-        assert_type(objcomm.stats()["gather"].sent_nbytes, int)
+        assert_type(objcomm.recorder.dump(), dict[str, Any])
+        assert_type(objcomm.recorder.dump(), dict[str, Any])
 
 
 def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
@@ -340,7 +345,7 @@ def what_comes_in(config: Config, codec: Codec) -> None:
     assert_type(objcomm.broadcast(config, accept={"pickle"}, allow=[Config, "shop.Order"]), Config)
     assert_type(objcomm.all_gather(config, allow=[Config, Config.merge]), list[Config])
     assert_type(objcomm.from_tensor(torch.empty(0), accept="msgpack", allow=()), Any)
-    objcomm.register_codec(codec)
+    objcomm.codecs.register_codec(codec)
     with objcomm.configure(key=b"0123456789abcdef", max_operation_nbytes=1 << 30, max_depth=50):
         objcomm.configure(key="0123456789abcdef", accept=["msgpack"], everywhere=True)
 
@@ -358,19 +363,19 @@ assert_type(Registered(), Registered)
 
 def models(model: torch.nn.Module) -> None:
     """Tensors with and without names; blocks are contexts; a wrapped model is a module."""
-    objcomm.broadcast_tensors(model.parameters(), 1)
-    objcomm.average_tensors([torch.ones(1)])
-    objcomm.sync_gradients(model.named_parameters())
-    objcomm.sync_grad(model.parameters(), timeout=3)
-    objcomm.sync_buffers(model.buffers(), average=False)
-    objcomm.sync_buffer(model.named_buffers())
-    objcomm.sync_model(model, sync_buffers=False)
-    objcomm.broadcast_model(model, group_src=1)
-    with objcomm.eager_sync_gradients(model.parameters()) as no_value:
+    objcomm.models.broadcast_tensors(model.parameters(), 1)
+    objcomm.models.average_tensors([torch.ones(1)])
+    objcomm.models.sync_gradients(model.named_parameters())
+    objcomm.models.sync_gradients(model.parameters(), timeout=3)
+    objcomm.models.sync_buffers(model.buffers(), average=False)
+    objcomm.models.sync_buffers(model.named_buffers())
+    objcomm.models.sync_model(model, sync_buffers=False)
+    objcomm.models.broadcast_model(model, group_src=1)
+    with objcomm.models.eager_sync_gradients(model.parameters()) as no_value:
         assert_type(no_value, None)
-    with objcomm.eager_sync_model(model) as nothing:
+    with objcomm.models.eager_sync_model(model) as nothing:
         assert_type(nothing, None)
-    assert_type(objcomm.wrap(model, find_unused_parameters=True), torch.nn.Module)
+    assert_type(objcomm.models.wrap(model, find_unused_parameters=True), torch.nn.Module)
     assert_type(list(objcomm.Shard(3)), list[int])
     assert_type(objcomm.loader([1, 2], batch_size=2, shuffle=True), Any)
 

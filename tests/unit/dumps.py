@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from objcomm.__main__ import inspect
-from objcomm.observe.inspect.dumps import Dump, parse
+from objcomm._observe.inspect.command import inspect
+from objcomm._observe.inspect.dumps import Dump, parse
 
 Raw = dict[str, Any]
 # Any time will do; a large one shows where precision is lost.

@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from objcomm import Work
-from objcomm.transport.threads import SerialExecutor
+from objcomm._transport.threads import SerialExecutor
 from tests.waits import PATIENCE_S
 
 LIMIT_S = PATIENCE_S

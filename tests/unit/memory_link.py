@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from objcomm.algorithms.device import DevicePath
-from objcomm.algorithms.exchange import Exchange
-from objcomm.algorithms.transfers import Meter
-from objcomm.config import Settings
-from objcomm.observe.history import CallRecord
-from objcomm.transport.lane import Lane
-from objcomm.transport.link import (
+from objcomm._algorithms.device import DevicePath
+from objcomm._algorithms.exchange import Exchange
+from objcomm._algorithms.transfers import Meter
+from objcomm._config import Settings
+from objcomm._observe.history import CallRecord
+from objcomm._transport.lane import Lane
+from objcomm._transport.link import (
     PEER_LOST,
     Deadline,
     DeviceLink,
@@ -23,9 +23,9 @@ from objcomm.transport.link import (
     LinkTimeout,
     Sharing,
 )
-from objcomm.transport.share import Share
-from objcomm.wire.admission import Gate
-from objcomm.wire.header import BLANK, EVERYONE, Header, Operation
+from objcomm._transport.share import Share
+from objcomm._wire.admission import Gate
+from objcomm._wire.header import BLANK, EVERYONE, Header, Operation
 
 JOIN_SECONDS = 120.0  # only a hang takes so long
 
@@ -130,7 +130,7 @@ class Arrival:
 
 
 class Handover(Arrival):
-    """See ``objcomm.transport.link.Borrowed``.
+    """See ``objcomm._transport.link.Borrowed``.
 
     Attributes:
         came: what was handed over, as its sender has it.
@@ -161,7 +161,7 @@ class Departure:
 
 
 class MemoryLink:
-    """See ``objcomm.transport.link.Connections``; also a device link, where the device is the CPU.
+    """See ``objcomm._transport.link.Connections``; also a device link, where the device is the CPU.
 
     It pretends to need what a real link may need.
     """
@@ -280,7 +280,7 @@ class MemoryLink:
 
 
 class MemoryDeviceLink:
-    """See ``objcomm.transport.link.DeviceLink``, over the same kind of wires."""
+    """See ``objcomm._transport.link.DeviceLink``, over the same kind of wires."""
 
     device = torch.device("cpu")
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from objcomm.collectives.reduction import structures
-from objcomm.collectives.reduction.leafwise import Destination, operand, received
-from objcomm.collectives.reduction.operators import operator_for
+from objcomm._collectives.reduction import structures
+from objcomm._collectives.reduction.leafwise import Destination, operand, received
+from objcomm._collectives.reduction.operators import operator_for
 from objcomm.errors import DecodeError
 
 LARGE = torch.zeros(8)

@@ -11,15 +11,15 @@ import torch
 
 import objcomm
 from objcomm import AuthenticationError, DesyncError, UsageError
-from objcomm.algorithms import routes
-from objcomm.algorithms.exchange import Exchange
-from objcomm.codecs.buffers import Buffer, BufferKind, to_bytes
-from objcomm.config import Settings, secret_of, settings
-from objcomm.wire.admission import Gate
-from objcomm.wire.failure_message import failure_message, failures_in
-from objcomm.wire.header import HEADER_NBYTES, Flag, Header, Status
-from objcomm.wire.message import Message, compose
-from objcomm.wire.signing import Signer, environment_secret, read_key_file
+from objcomm._algorithms import routes
+from objcomm._algorithms.exchange import Exchange
+from objcomm._codecs.buffers import Buffer, BufferKind, to_bytes
+from objcomm._config import Settings, secret_of, settings
+from objcomm._wire.admission import Gate
+from objcomm._wire.failure_message import failure_message, failures_in
+from objcomm._wire.header import HEADER_NBYTES, Flag, Header, Status
+from objcomm._wire.message import Message, compose
+from objcomm._wire.signing import Signer, environment_secret, read_key_file
 from tests.ranks import solo
 from tests.unit.memory_link import (
     MemoryLink,

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from objcomm import UsageError
-from objcomm.bootstrap import init
-from objcomm.environment import Placement
+from objcomm._bootstrap import init
+from objcomm._environment import Placement
 
 
 def test_each_rank_has_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from objcomm.training.buckets import Rule, _Bucket
+from objcomm._training.buckets import Rule, _Bucket
 
 # Of all types that torch gives numbers, only this one has neither a driver to start nor a build of
 # its own. What lies there has elements here: those that a stand-in holds.

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from objcomm.failures.liveness import Processes
-from objcomm.failures.noticeboard import Board, BoardThread
-from objcomm.failures.watchdog import _watchdogs
+from objcomm._failures.liveness import Processes
+from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._failures.watchdog import _watchdogs
 from tests.waits import PATIENCE_S
 
 

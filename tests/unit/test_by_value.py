@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import objcomm
-from objcomm.codecs import codec_named, copy
-from objcomm.codecs.pickle5 import _BY_VALUE
+from objcomm._codecs import codec_named, copy
+from objcomm._codecs.pickle5 import _BY_VALUE
 
 # Cloudpickle has rules for these as well. Open files and views of memory are refused on purpose: it
 # would send their content. Plain pickle has a rule for the others.

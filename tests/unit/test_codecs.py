@@ -12,7 +12,7 @@ import torch
 
 import objcomm
 from objcomm import CodecError, EncodeError, UsageError
-from objcomm.codecs.base import codec_named
+from objcomm._codecs.base import codec_named
 from tests import samples
 from tests.contracts import check_codec
 from tests.ranks import solo

@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 from torch.utils.data._utils import pin_memory
 
-from objcomm.failures.deadlock import MEETING, Deadlock, LaneWait, Step, WaitSnapshot, find_deadlock
-from objcomm.failures.inquiry import is_idle_in_a_pool, serves_a_library
-from objcomm.wire.header import Operation
+from objcomm._failures.deadlock import (
+    MEETING,
+    Deadlock,
+    LaneWait,
+    Step,
+    WaitSnapshot,
+    find_deadlock,
+)
+from objcomm._failures.inquiry import is_idle_in_a_pool, serves_a_library
+from objcomm._wire.header import Operation
 from tests.waits import PATIENCE_S, wait_until
 
 MAIN, OTHER = 1, 2

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from objcomm.observe.history import CallRecord, Counters, History, OperationStats
-from objcomm.wire.header import Header
+from objcomm._observe.history import CallRecord, Counters, History, OperationStats
+from objcomm._wire.header import Header
 
 
 def test_figures_of_all_calls_are_added_up() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from objcomm import UsageError
-from objcomm.transport.sockets import notice_outages, open_sockets, other_ends
-from objcomm.wire.signing import read_key_file
+from objcomm._transport.sockets import notice_outages, open_sockets, other_ends
+from objcomm._wire.signing import read_key_file
 
 
 def open_descriptors() -> dict[str, str]:

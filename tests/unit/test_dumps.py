@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from objcomm.__main__ import main
+from objcomm._observe.inspect.dumps import parse, read
 from objcomm.errors import UsageError
-from objcomm.observe.inspect.dumps import parse, read
 from tests.unit.dumps import T0, Raw, entry, group, raw_dump
 
 

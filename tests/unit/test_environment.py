@@ -2,7 +2,7 @@
 
 import pytest
 
-from objcomm.environment import Placement, Unjoined, first_host, placement_in, unjoined_in
+from objcomm._environment import Placement, Unjoined, first_host, placement_in, unjoined_in
 from objcomm.errors import UsageError
 
 TORCHRUN = {

@@ -7,8 +7,8 @@ import pytest
 
 import objcomm
 from objcomm import errors
+from objcomm._wire.failure_message import failure_of
 from objcomm.errors import Position, RankFailure
-from objcomm.wire.failure_message import failure_of
 from tests.indescribable import INDESCRIBABLE
 
 _SIDE = Position(rank=0, operation="broadcast", sequence=3, root=1, call_site="train.py:10")

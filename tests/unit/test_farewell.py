@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from objcomm.failures import watchdog
-from objcomm.failures.watchdog import end_waits
-from objcomm.transport.threads import SerialExecutor
+from objcomm._failures import watchdog
+from objcomm._failures.watchdog import end_waits
+from objcomm._transport.threads import SerialExecutor
 from tests.waits import PATIENCE_S
 
 

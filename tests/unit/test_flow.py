@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from objcomm.algorithms.exchange import Exchange
-from objcomm.transport.sockets import Flow, flow, open_sockets
-from objcomm.wire.message import compose
+from objcomm._algorithms.exchange import Exchange
+from objcomm._transport.sockets import Flow, flow, open_sockets
+from objcomm._wire.message import compose
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane
 
 

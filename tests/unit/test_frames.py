@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as npst
 
 import objcomm
 from objcomm import CodecError, DesyncError, ObjcommError, WireError
-from objcomm.wire import header as frames
-from objcomm.wire.header import HEADER_NBYTES, Header, Operation
+from objcomm._wire import header as frames
+from objcomm._wire.header import HEADER_NBYTES, Header, Operation
 from tests.ranks import solo
 from tests.same import assert_same
 

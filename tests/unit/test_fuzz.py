@@ -10,10 +10,10 @@ import torch
 
 import objcomm
 from objcomm import DecodeError, WireError
-from objcomm.codecs import msgpack as plain
-from objcomm.codecs import restricted, tensors
-from objcomm.codecs.base import decode
-from objcomm.codecs.types import CONSTRUCTORS
+from objcomm._codecs import msgpack as plain
+from objcomm._codecs import restricted, tensors
+from objcomm._codecs.base import decode
+from objcomm._codecs.types import CONSTRUCTORS
 from tests import fuzz
 from tests.fuzz import drawn
 from tests.fuzz.mutate import seeds, variant

@@ -11,13 +11,13 @@ import torch
 
 import objcomm
 from objcomm import DecodeError, ForbiddenTypeError, WireError
-from objcomm.codecs import restricted
-from objcomm.codecs.msgpack import PlainCodec
-from objcomm.codecs.pickle5 import PickleCodec
-from objcomm.collectives.reduction.leafwise import Destination, received
-from objcomm.collectives.reduction.operators import operator_for
-from objcomm.collectives.reduction.structures import describe
-from objcomm.wire.header import HEADER_NBYTES, VERSION
+from objcomm._codecs import restricted
+from objcomm._codecs.msgpack import PlainCodec
+from objcomm._codecs.pickle5 import PickleCodec
+from objcomm._collectives.reduction.leafwise import Destination, received
+from objcomm._collectives.reduction.operators import operator_for
+from objcomm._collectives.reduction.structures import describe
+from objcomm._wire.header import HEADER_NBYTES, VERSION
 
 PROTO, EMPTY_TUPLE, EMPTY_DICT = b"\x80\x05", b")", b"}"
 NEWOBJ, REDUCE, BUILD, STOP = b"\x81", b"R", b"b", b"."

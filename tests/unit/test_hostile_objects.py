@@ -217,7 +217,7 @@ for _ in range(201):
     PLAIN["too deep"] = [PLAIN["too deep"]]
 
 EXPANDED_PICKLE = (
-    named("objcomm.codecs.pickle5", "_rebuild_tensor")
+    named("objcomm._codecs.pickle5", "_rebuild_tensor")
     + b"(\x8c\x0bfloat8_e5m2K@\x85N"
     + number(1 << 32)
     + b"K@\x86\x8c\x03cpu\x89\x89t\x97\x86R"
@@ -225,9 +225,9 @@ EXPANDED_PICKLE = (
 
 
 PICKLED_ARRAY = (
-    named("objcomm.codecs.tensors", "rebuild_array")
+    named("objcomm._codecs.tensors", "rebuild_array")
     + b"(\x97"
-    + named("objcomm.codecs.array_dtypes", "array_dtype_named")
+    + named("objcomm._codecs.array_dtypes", "array_dtype_named")
     + text("|u1")
     + b"\x85RK\x40\x85"
     + text("C")
@@ -267,7 +267,7 @@ PICKLED: dict[str, bytes] = {
     + b"}h\x00Ns" * 20_000
     + b"t.",
     "memory that is a tensor": EXPANDED_PICKLE[:-3] + EXPANDED_PICKLE + b"\x86R.",
-    "a unit of no time": named("objcomm.codecs.array_dtypes", "array_dtype_named")
+    "a unit of no time": named("objcomm._codecs.array_dtypes", "array_dtype_named")
     + b"\x8c\x07m8[D/0]\x85R.",
     "a range to a queue": named("collections", "deque") + PICKLED_RANGE + b"\x85R.",
     "a range of sizes": named("torch", "Size") + PICKLED_RANGE + b"\x85R.",
@@ -279,7 +279,7 @@ PICKLED: dict[str, bytes] = {
         30, b"\x8c\1a?\x86", b"\x8c\1b?\x86"
     )
     + b"\x8c\1a\x8c\3|u1\x86a0"
-    + named("objcomm.codecs.array_dtypes", "array_dtype_named")
+    + named("objcomm._codecs.array_dtypes", "array_dtype_named")
     + b"h\x1e\x85R.",
     "lists that are filled from the top": filled_from_the_top(5_000, b"?")
     + b"0j"
@@ -330,9 +330,9 @@ PICKLED: dict[str, bytes] = {
     + PICKLED_RANGE
     + b"s.",
     "an attribute of a tensor that is an address": named(
-        "objcomm.codecs.pickle5", "_set_attributes"
+        "objcomm._codecs.pickle5", "_set_attributes"
     )
-    + named("objcomm.codecs.pickle5", "_rebuild_tensor")
+    + named("objcomm._codecs.pickle5", "_rebuild_tensor")
     + b"("
     + text("uint8")
     + b"K\x40\x85NN"
@@ -369,7 +369,7 @@ _JUDGE = """
 import json, os, resource, sys
 import collections, dataclasses, enum, torch, numpy, objcomm
 from typing import NamedTuple
-from objcomm.codecs import base
+from objcomm._codecs import base
 
 Enum = enum.Enum("Enum", "a b", module="a module")
 objcomm.register(Enum, name="Enum")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from objcomm.__main__ import inspect
-from objcomm.observe.inspect.report import ranks_text
-from objcomm.observe.inspect.rows import Absence, match
+from objcomm._observe.inspect.command import inspect
+from objcomm._observe.inspect.report import ranks_text
+from objcomm._observe.inspect.rows import Absence, match
 from tests.unit.dumps import T0, Raw, alike, dump, entry, group, said
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from objcomm.__main__ import inspect
-from objcomm.observe.inspect.dumps import read
-from objcomm.observe.inspect.rows import Absence, estimate, match
+from objcomm._observe.inspect.command import inspect
+from objcomm._observe.inspect.dumps import read
+from objcomm._observe.inspect.rows import Absence, estimate, match
 from tests.unit.dumps import T0, Raw, alike, dump, entry, group, raw_dump, said
 
 

@@ -5,9 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from objcomm.__main__ import inspect
-from objcomm.observe.inspect.rows import corrected, estimate, match
-from objcomm.observe.inspect.trace import trace
+from objcomm._observe.inspect.command import inspect
+from objcomm._observe.inspect.rows import corrected, estimate, match
+from objcomm._observe.inspect.trace import trace
 from tests.unit.dumps import T0, Raw, alike, dump, entry, group
 
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import objcomm
 from objcomm import DecodeError, EncodeError, ForbiddenTypeError, UsageError, WireError
-from objcomm.codecs.nesting import check_nesting
-from objcomm.config import Settings, settings
-from objcomm.wire.failure_message import failures_in
-from objcomm.wire.header import HEADER_NBYTES, ROW_NBYTES, Header, Operation, Status
-from objcomm.wire.message import compose
+from objcomm._codecs.nesting import check_nesting
+from objcomm._config import Settings, settings
+from objcomm._wire.failure_message import failures_in
+from objcomm._wire.header import HEADER_NBYTES, ROW_NBYTES, Header, Operation, Status
+from objcomm._wire.message import compose
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 
 LITTLE = 1 << 20

@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 
-from objcomm.transport import threads as line_module
-from objcomm.transport.threads import SerialExecutor
+from objcomm._transport import threads as line_module
+from objcomm._transport.threads import SerialExecutor
 from tests.waits import PATIENCE_S
 
 LIMIT_S = PATIENCE_S

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
+from objcomm._failures import liveness
+from objcomm._failures.liveness import Process, Processes
 from objcomm.errors import WireError
-from objcomm.failures import liveness
-from objcomm.failures.liveness import Process, Processes
 from tests.waits import wait_until
 
 

@@ -18,15 +18,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm.transport.link import LinkClosed, LinkError, LinkTimeout, head_tag, payload_tag
-from objcomm.transport.local import (
+from objcomm._transport.link import LinkClosed, LinkError, LinkTimeout, head_tag, payload_tag
+from objcomm._transport.local import (
     AHEAD_MAX,
     LENT_FILES_MAX,
     UNASKED_MAX_NBYTES,
     Kind,
     LocalLink,
 )
-from objcomm.transport.share import Share, places
+from objcomm._transport.share import Share, places
 from tests.contracts import check_link
 from tests.open_files import open_files
 from tests.scripts import run_python

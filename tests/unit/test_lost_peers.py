@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from objcomm._failures.liveness import Processes
+from objcomm._failures.mesh import by_name
+from objcomm._failures.verdict import Cause, Verdict
+from objcomm._transport.link import LinkClosed
+from objcomm._wire.message import compose
 from objcomm.errors import TransportError, TransportTimeout
-from objcomm.failures.liveness import Processes
-from objcomm.failures.mesh import by_name
-from objcomm.failures.verdict import Cause, Verdict
-from objcomm.transport.link import LinkClosed
-from objcomm.wire.message import compose
 from tests.unit.memory_link import Arrival, MemoryLink, Wires, exchange_on, header_of, new_lane
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from objcomm.environment import machine
+from objcomm._environment import machine
 from tests.ranks import solo
 
 # Linux's numbers of them

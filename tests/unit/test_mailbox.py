@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm.failures.verdict import Cause, Verdict
-from objcomm.p2p import mailbox as module
-from objcomm.p2p.mailbox import Arrived, Mailbox, RecvRequest
-from objcomm.wire.header import Header, Operation
+from objcomm._failures.verdict import Cause, Verdict
+from objcomm._p2p import mailbox as module
+from objcomm._p2p.mailbox import Arrived, Mailbox, RecvRequest
+from objcomm._wire.header import Header, Operation
 from tests.waits import PATIENCE_S, wait_until
 
 LOST = Verdict.of(Cause.LOST, ranks=(1,), reason="it died")

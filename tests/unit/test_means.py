@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from objcomm.collectives.reduction import elementwise
+from objcomm._collectives.reduction import elementwise
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex128])

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from objcomm.transport import threads as module
-from objcomm.transport.threads import (
+from objcomm._transport import threads as module
+from objcomm._transport.threads import (
     AlarmClock,
     Apart,
     OnceThread,

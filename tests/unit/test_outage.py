@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from objcomm.transport.sockets import (
+from objcomm._transport.sockets import (
     hang_up,
     is_outage,
     notice_outages,

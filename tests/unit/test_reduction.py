@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm.algorithms import tensor_reduction
-from objcomm.algorithms.parts import Part, Piece, batches
-from objcomm.collectives.reduction import elementwise
-from objcomm.transport.link import result_tag
-from objcomm.transport.share import Share
+from objcomm._algorithms import tensor_reduction
+from objcomm._algorithms.parts import Part, Piece, batches
+from objcomm._collectives.reduction import elementwise
+from objcomm._transport.link import result_tag
+from objcomm._transport.share import Share
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane, on_every_rank
 
 NUMELS = [0, 1, 5, 20_000, 40_000, 200_001, 3, 700_000]

@@ -12,8 +12,8 @@ import torch
 
 import objcomm
 from objcomm import CodecError, DecodeError, EncodeError, ForbiddenTypeError, UsageError
-from objcomm.codecs.base import Codec, Encoded
-from objcomm.wire.header import HEADER_NBYTES, Header
+from objcomm._codecs.base import Codec, Encoded
+from objcomm._wire.header import HEADER_NBYTES, Header
 from tests import samples
 from tests.contracts import check_codec
 from tests.ranks import solo
@@ -42,7 +42,7 @@ class Json:
 
 
 def test_a_registered_codec_of_the_users_keeps_the_same_contract() -> None:
-    objcomm.register_codec(Json())
+    objcomm.codecs.register_codec(Json())
     check_codec(Json, lambda: [{"lr": 0.1, "é": [1, None]}, "text"], refused={1, 2})
     with objcomm.configure(codec="json"):
         assert objcomm.from_tensor(objcomm.to_tensor((1, 2))) == [1, 2]
@@ -53,7 +53,7 @@ def test_a_codec_whose_name_no_header_can_hold_is_refused(name: str) -> None:
     codec: Codec = Json()
     codec.name = name
     with pytest.raises(UsageError):
-        objcomm.register_codec(codec)
+        objcomm.codecs.register_codec(codec)
 
 
 def test_an_unknown_codec_is_refused_with_the_known_ones() -> None:

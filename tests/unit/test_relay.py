@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from objcomm.algorithms import shared_relay
-from objcomm.algorithms.parts import copy
-from objcomm.transport.workspace import TURNS, Workspace, part_nbytes
+from objcomm._algorithms import shared_relay
+from objcomm._algorithms.parts import copy
+from objcomm._transport.workspace import TURNS, Workspace, part_nbytes
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane, on_every_rank
 
 # Three turns and some more, in tensors that begin and end in the middle of one.

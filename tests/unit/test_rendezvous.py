@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from objcomm._transport import rendezvous
+from objcomm._transport.rendezvous import GivenUpError, MeetingState, meet
 from objcomm.errors import WireError
-from objcomm.transport import rendezvous
-from objcomm.transport.rendezvous import GivenUpError, MeetingState, meet
 from tests.waits import PATIENCE_S, wait_until
 
 _LIMIT_S = PATIENCE_S

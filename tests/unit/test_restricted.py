@@ -20,7 +20,7 @@ import torch
 
 import objcomm
 from objcomm import DecodeError, ForbiddenTypeError
-from objcomm.codecs import restricted
+from objcomm._codecs import restricted
 from tests import samples
 from tests.same import assert_same
 
@@ -210,8 +210,8 @@ HERE = __name__
         (HERE, "os.system"),
         (HERE, "Order.__init__.__globals__"),
         (HERE, "Order.__class__"),
-        ("objcomm.codecs", "restricted.io.open"),
-        ("objcomm.codecs.tensors", "math.prod"),
+        ("objcomm._codecs", "restricted.io.open"),
+        ("objcomm._codecs.tensors", "math.prod"),
         ("copyreg", "__newobj__"),
         ("copyreg", "_reconstructor"),
         ("cloudpickle.cloudpickle", "_make_function"),
@@ -219,8 +219,8 @@ HERE = __name__
         ("numpy", "dtype"),
         ("torch._utils", "_rebuild_tensor_v2"),
         ("torch.storage", "_load_from_bytes"),
-        ("objcomm.codecs.pickle5", "_kept_at"),
-        ("objcomm.codecs.restricted", "loads"),
+        ("objcomm._codecs.pickle5", "_kept_at"),
+        ("objcomm._codecs.restricted", "loads"),
         ("", ""),
     ],
 )
@@ -263,11 +263,11 @@ ITEM = b"\x8c\x04item\x8c\x01x"
         pytest.param(order() + b")\x81)R", id="call of an instance"),
         pytest.param(order() + b")\x81)\x81", id="an instance as a class"),
         pytest.param(
-            names("objcomm.codecs.pickle5", "_same") + EMPTY_DICT + ITEM + SETITEM + BUILD,
+            names("objcomm._codecs.pickle5", "_same") + EMPTY_DICT + ITEM + SETITEM + BUILD,
             id="state of a function",
         ),
         pytest.param(
-            names("objcomm.codecs.pickle5", "_set_attributes") + order() + EMPTY_DICT + b"\x86R",
+            names("objcomm._codecs.pickle5", "_set_attributes") + order() + EMPTY_DICT + b"\x86R",
             id="attributes of a class",
         ),
         pytest.param(order() + ITEM + SETITEM, id="an item of a class"),

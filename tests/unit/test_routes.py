@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from objcomm.algorithms import routes
-from objcomm.algorithms.exchange import Exchange
-from objcomm.codecs.buffers import Buffer, BufferKind, to_bytes
+from objcomm._algorithms import routes
+from objcomm._algorithms.exchange import Exchange
+from objcomm._codecs.buffers import Buffer, BufferKind, to_bytes
+from objcomm._transport.link import head_tag, receipt_tag
+from objcomm._wire.header import HEADER_NBYTES, WINDOW_NBYTES, Flag, Status
+from objcomm._wire.message import Message, compose
 from objcomm.errors import DesyncError, TransportTimeout, WireError
-from objcomm.transport.link import head_tag, receipt_tag
-from objcomm.wire.header import HEADER_NBYTES, WINDOW_NBYTES, Flag, Status
-from objcomm.wire.message import Message, compose
 from tests.contracts import check_link
 from tests.unit.memory_link import (
     MemoryDeviceLink,

@@ -6,10 +6,10 @@ from unittest import mock
 
 import pytest
 
-from objcomm.algorithms import routes
-from objcomm.algorithms.exchange import Exchange
-from objcomm.transport.share import Share
-from objcomm.wire.message import Message
+from objcomm._algorithms import routes
+from objcomm._algorithms.exchange import Exchange
+from objcomm._transport.share import Share
+from objcomm._wire.message import Message
 from tests.unit.memory_link import MemoryLink
 from tests.unit.test_routes import LARGE_NBYTES, content_of, expected, message_of, run
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import objcomm
-from objcomm.collectives.agree import difference, text
+from objcomm._collectives.agree import difference, text
 from tests import samples
 
 

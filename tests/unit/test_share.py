@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm.codecs.buffers import BufferKind, over
-from objcomm.transport import share as share_module
-from objcomm.transport.share import FILES_MAX, Place, Share, places
+from objcomm._codecs.buffers import BufferKind, over
+from objcomm._transport import share as share_module
+from objcomm._transport.share import FILES_MAX, Place, Share, places
 from tests.open_files import open_files
 from tests.scripts import run_python
 
@@ -217,8 +217,8 @@ def test_a_forked_process_has_its_own() -> None:
         """
         import os, torch
         torch.set_num_threads(1)  # a forked process has no others
-        from objcomm.codecs.buffers import BufferKind, over
-        from objcomm.transport.share import Share
+        from objcomm._codecs.buffers import BufferKind, over
+        from objcomm._transport.share import Share
         share = Share.of([torch.ones(100_000, dtype=torch.uint8)])
         tensor = over(BufferKind.TENSOR, share.mapped((0, 0), 100_000)).owner
         pid = os.fork()
@@ -236,7 +236,7 @@ def test_a_process_without_room_says_so_and_loses_nothing() -> None:
         """
         import resource, torch
         from pathlib import Path
-        from objcomm.transport.share import Share
+        from objcomm._transport.share import Share
         share = Share.of([torch.ones(200 << 20, dtype=torch.uint8)])
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + (100 << 20)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from objcomm import WireError
-from objcomm.codecs.pickle5 import PickleCodec
-from objcomm.wire.header import Header, unpack_table
-from objcomm.wire.message import compose
+from objcomm._codecs.pickle5 import PickleCodec
+from objcomm._wire.header import Header, unpack_table
+from objcomm._wire.message import compose
 
 
 @pytest.mark.parametrize("difference", [-1, 1, -400_000])

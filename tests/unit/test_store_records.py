@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objcomm import errors
+from objcomm._failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
+from objcomm._failures.verdict import Cause, Verdict
 from objcomm.errors import Position, RankFailure, WireError
-from objcomm.failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
-from objcomm.failures.verdict import Cause, Verdict
 
 POSITIONS = (
     Position(0, "gather", 3, 1, "train.py:3", 1.5),

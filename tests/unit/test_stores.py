@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from objcomm.transport.store import Clients, UntilLost, loopback_store, read
-from objcomm.world import bare
+from objcomm._transport.store import Clients, UntilLost, loopback_store, read
+from objcomm._world import bare
 
 
 @pytest.fixture(params=["tcp", "file"])

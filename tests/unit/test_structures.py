@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from objcomm.collectives.reduction import structures
-from objcomm.collectives.reduction.operators import operator_for
-from objcomm.collectives.reduction.structures import ABSENT
+from objcomm._collectives.reduction import structures
+from objcomm._collectives.reduction.operators import operator_for
+from objcomm._collectives.reduction.structures import ABSENT
+from objcomm._wire.failure_message import DifferenceError
 from objcomm.errors import UsageError
-from objcomm.wire.failure_message import DifferenceError
 from tests.same import assert_same
 
 SUM = operator_for("sum")

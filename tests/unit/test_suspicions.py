@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from objcomm.failures import inquiry
-from objcomm.failures.deadlock import LaneWait, WaitSnapshot
-from objcomm.failures.liveness import Processes
-from objcomm.observe.history import CallRecord
-from objcomm.wire.header import Operation
+from objcomm._failures import inquiry
+from objcomm._failures.deadlock import LaneWait, WaitSnapshot
+from objcomm._failures.liveness import Processes
+from objcomm._observe.history import CallRecord
+from objcomm._wire.header import Operation
 from tests.unit.memory_link import header_of
 from tests.unit.test_conflict import MAIN, recv
 

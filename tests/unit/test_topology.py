@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from objcomm.algorithms import topology
+from objcomm._algorithms import topology
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33]
 SPREADS: dict[str, Callable[[int], list[int]]] = {

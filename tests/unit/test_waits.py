@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from objcomm.algorithms.device import DevicePath
-from objcomm.config import Settings
+from objcomm._algorithms.device import DevicePath
+from objcomm._config import Settings
+from objcomm._failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
+from objcomm._failures.liveness import Processes
+from objcomm._failures.mesh import Mesh
+from objcomm._failures.noticeboard import Board
+from objcomm._failures.verdict import DESTROYED, Cause, Verdict, proposal_for
+from objcomm._observe.history import CallRecord, History
+from objcomm._transport.link import Deadline
 from objcomm.errors import TransportError, WireError
-from objcomm.failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
-from objcomm.failures.liveness import Processes
-from objcomm.failures.mesh import Mesh
-from objcomm.failures.noticeboard import Board
-from objcomm.failures.verdict import DESTROYED, Cause, Verdict, proposal_for
-from objcomm.observe.history import CallRecord, History
-from objcomm.transport.link import Deadline
 from tests.unit.memory_link import header_of
 
 REPORT_AFTER_S = Settings().report_after

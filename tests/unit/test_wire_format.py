@@ -4,9 +4,9 @@ import re
 import struct
 from pathlib import Path
 
-from objcomm.codecs.buffers import BufferKind
-from objcomm.wire import header
-from objcomm.wire.header import HEADER_NBYTES, MAGIC, VERSION, Header, Operation, SizeRow, Status
+from objcomm._codecs.buffers import BufferKind
+from objcomm._wire import header
+from objcomm._wire.header import HEADER_NBYTES, MAGIC, VERSION, Header, Operation, SizeRow, Status
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
 

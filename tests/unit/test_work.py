@@ -10,7 +10,7 @@ import pytest
 
 import objcomm
 from objcomm import UsageError, Work, as_completed, wait_all
-from objcomm.transport.threads import SerialExecutor
+from objcomm._transport.threads import SerialExecutor
 from tests.unit.flights import LIMIT_S, PLACE, Begun
 from tests.waits import wait_until
 

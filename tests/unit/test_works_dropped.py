@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from objcomm import Work, as_completed, wait_all
-from objcomm.transport.threads import SerialExecutor
+from objcomm._transport.threads import SerialExecutor
 from tests.unit.flights import PLACE, Begun
 
 

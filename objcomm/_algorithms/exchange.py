@@ -1,0 +1,514 @@
+"""One operation's traffic on one lane: heads, what follows them, and its figures.
+
+Knows links, messages and this operation's header; knows nothing of what the messages mean, nor
+who has to send to whom.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from objcomm._algorithms import topology
+from objcomm._algorithms.device import DevicePath
+from objcomm._algorithms.transfers import (
+    MAPPED_MIN_NBYTES,
+    Meter,
+    Transfers,
+    Unit,
+    is_paced,
+    nbytes_of,
+    share_of,
+    taken_out,
+    with_memory,
+)
+from objcomm._codecs.buffers import empty, view
+from objcomm._observe.history import CallRecord
+from objcomm._transport.lane import Lane, StandingReceive, absent
+from objcomm._transport.link import Deadline, Link, LinkError, head_tag
+from objcomm._transport.share import Share
+from objcomm._transport.workspace import Workspace, part_nbytes
+from objcomm._wire.admission import Gate
+from objcomm._wire.header import EVERYONE, Header
+from objcomm._wire.message import Message, open_body
+
+#: From so many bytes on large members are not sent but handed over, where the link can.
+SHARED_MIN_NBYTES = 1 << 20
+
+# So much is taken by the system's socket buffers, whether or not the peer reads.
+_UNNOTICED_NBYTES = 1 << 16
+
+
+class Exchange(Transfers):
+    """What one rank sends and receives in one operation; sends are begun, ``finish`` ends them.
+
+    Attributes:
+        entry: the call on this rank.
+        header: what this rank's own messages carry.
+        device: moves the members that lie on an accelerator.
+        gate: signs this rank's messages and judges the others'.
+        rank: this rank, within the group.
+        size: number of ranks.
+        is_interruptible: whether a signal ends a wait by itself.
+        hosts: of each rank, as a number.
+        rounds: how often this rank had to wait for what depended on an earlier message.
+        sent_nbytes: bytes sent over the link so far, to all ranks together.
+        received_nbytes: bytes received over the link so far.
+    """
+
+    def __init__(  # all of them are facts of one call, named by the caller
+        self,
+        *,
+        link: Link,
+        lane: Lane,
+        entry: CallRecord,
+        deadline: Deadline,
+        gate: Gate,
+        device: DevicePath,
+        meter: Meter | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            link: joins the ranks.
+            lane: whose turn it is.
+            entry: the call, whose header has what must agree on all ranks.
+            deadline: for all waits together.
+            gate: signs this rank's messages and judges the others'.
+            device: see ``device.DevicePath``.
+            meter: is told of the bytes that follow heads, as far as they go over ``link``; None if
+                nobody wants to know.
+        """
+        super().__init__(link, lane.number, entry, deadline, meter)
+        self.header = entry.header
+        self.device = device
+        self.rank = link.rank
+        self.size = link.size
+        self.is_interruptible = link.is_interruptible
+        self.hosts = link.hosts
+        self.rounds = 0
+        self._lane = lane
+        self.gate = gate
+        self._head_tag = head_tag(lane.number)
+        self._heads_left = 0  # of those sent, so many were not over at once
+        self._heads_to: dict[int, int] = {}
+        self._heads_from: dict[int, int] = {}
+        self._asked: set[int] = set()
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Its rounds of messages, and the bytes sent and received so far."""
+        return self.rounds, self.sent_nbytes, self.received_nbytes
+
+    def send_head(
+        self, message: Message, peers: Iterable[int], destination: int = EVERYONE
+    ) -> None:
+        """Begin to send the first part of ``message`` to some ranks, or for one rank alone."""
+        flat = self._link.over(self.gate.head_of(message, destination))
+        before = len(self._sends)
+        for peer in peers:
+            self._send(flat, peer, self._head_tag, message)
+            self._heads_to[peer] = self._heads_to.get(peer, 0) + 1
+            if peer in self._lane.asking:
+                self._lane.asking.discard(peer)
+                self._asked.add(peer)
+        self._heads_left += len(self._sends) - before
+
+    def finish(self) -> None:
+        """See ``Transfers``."""
+        super().finish()
+        self._lane.answering.update(self._heads_to)
+
+    def accelerators(self) -> DevicePath:
+        """The way between accelerators, once the peers have all that was sent over the link.
+
+        Who waits there moves nothing here, and another rank may not come there before it has that.
+        """
+        if self.device.linked:
+            self.hand_over()
+        return self.device
+
+    def are_asked_for(self) -> bool:
+        """See ``Transfers``."""
+        # Each rank posts the receive for a rank's next first message when it has taken one, so that
+        # the link hears of that before its own next first message.
+        are_heads = len(self._sends) == self._heads_left
+        return (are_heads and not self._has_handed_over) and all(
+            (count == 1 and peer in self._asked)
+            or (count <= self._heads_from.get(peer, 0) and peer in self._lane.answering)
+            for peer, count in self._heads_to.items()
+        )
+
+    def recv_heads(self, peers: Sequence[int], *, made_by: int | None = None) -> list[Message]:
+        """Wait for the next first message of each of ``peers``.
+
+        Args:
+            peers: whose connections they come over.
+            made_by: who made what they pass on; each of them made its own if None.
+
+        Raises:
+            DesyncError: a peer is in another operation.
+            DecodeError: its codec is not accepted here, and more of its message would follow.
+            WireError: its bytes are no message of this group and lane.
+            TransportTimeout: the limit passed; names all that are missing.
+            TransportError: a peer is gone.
+        """
+        standing = [self._standing(peer) for peer in peers]
+        messages = []
+        for at, (peer, each) in enumerate(zip(peers, standing, strict=True)):
+            self.entry.awaits = peer
+            try:
+                each.wait(self._deadline.left())
+            except LinkError as error:
+                is_late = self._has_timed_out(error)
+                missing = absent(peers, standing, at) if is_late else (peer,)
+                raise self._naming(error, missing) from error
+            self._heads_from[peer] = self._heads_from.get(peer, 0) + 1
+            if peer not in self._heads_to and peer in self._lane.answering:
+                self._lane.asking.add(peer)
+            message = self.open(each.raw, peer if made_by is None else made_by)
+            each.renew()
+            self.received_nbytes += message.header.head_nbytes
+            messages.append(message)
+        self.rounds += 1
+        return messages
+
+    def _standing(self, peer: int) -> StandingReceive:
+        try:
+            return self._lane.standing(self._link, peer)
+        except LinkError as error:
+            raise self._naming(error, (peer,)) from error
+
+    def open(self, raw: bytearray | memoryview, sender: int) -> Message:
+        """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
+        header = self.gate.header_in(raw, sender)
+        self.gate.check_call(self.header, header, sender)
+        return self.adopt(raw, header)
+
+    def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
+        """Take in a first message that was checked when it arrived."""
+        message = self.gate.take_in(raw, header)
+        if header.is_all_head and message.refusal is None:
+            open_body(message, self.device.device)
+        return message
+
+    def send_rest(self, message: Message, peers: Sequence[int]) -> None:
+        """Begin to send what follows the head, to some ranks."""
+        if message.is_all_head:
+            return
+        beside = [peer for peer in peers if self._is_shared(message, peer)]
+        body = self._body_units(message)
+        rest = body + (self._payload_units(message) if len(beside) < len(peers) else [])
+        if is_paced(message):
+            self._meter.expect(nbytes_of(rest))
+            self._expect_receipts(rest, peers)
+        for peer in peers:
+            for piece in itertools.chain.from_iterable(body if peer in beside else rest):
+                self._send(piece, peer, self._payload_tag, message)
+        if beside:
+            flats = message.following_on_host
+            self.share(flats, beside, share_of(flats))
+        if not is_paced(message) and self._is_noticed(message):
+            self.confirm((), peers)
+
+    def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
+        """Wait for what follows the heads of some peers, from all at once."""
+        arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
+        if not arriving:
+            return
+        self._wait_for([(*each, self._body_units(each[1])) for each in arriving])
+        are_shared = [self._is_shared(message, peer) for peer, message in arriving]
+        for (_, message), is_shared in zip(arriving, are_shared, strict=True):
+            self._open(message, is_shared=is_shared)
+        loans = [
+            (message, self.borrow(message.on_host, peer))
+            for peer, message in itertools.compress(arriving, are_shared)
+        ]
+        copied = itertools.compress(arriving, (not each for each in are_shared))
+        self._wait_for([(*each, self._payload_units(each[1])) for each in copied])
+        self.rounds += bool(loans)
+        for message, loan in loans:
+            message.replace(message.on_host, self.lent(loan))
+        noticed = [each for each in arriving if not is_paced(each[1])]
+        self.confirm([peer for peer, message in noticed if self._is_noticed(message)], ())
+
+    def relay_rest(self, message: Message, root: int) -> None:
+        """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks.
+
+        The last piece leaves ``root`` when each rank has given its word that it takes the message.
+        So if one refuses it, no rank has returned from the call.
+        """
+        if message.is_all_head:
+            return
+        header = message.header
+        place = self._place(header.body_nbytes + header.payload_nbytes, root)
+        parent, children, chunk_nbytes = place
+        beside = [peer for peer in self._others() if self._is_shared(message, peer)]
+        if not header.is_inline:
+            is_last = not header.payload_nbytes
+            body = self._body_pieces(message, chunk_nbytes)
+            self._relay(body, place, message, self.words_of(children) if is_last else None)
+        if parent is not None:
+            self._open(message, is_shared=bool(beside))
+        if beside:
+            parent, children = self._hand_out(message, root, place, beside)
+        elif header.payload_nbytes:
+            pieces = self._pieces(message, chunk_nbytes)
+            self._relay(pieces, place, message, self.words_of(children))
+        if not is_paced(message) and self._is_noticed(message):
+            self.confirm([] if parent is None else [parent], children)
+
+    def pass_around(self, messages: Sequence[Message], ring: Sequence[int]) -> None:
+        """What follows every rank's head, each rank's from neighbour to neighbour to all others.
+
+        Args:
+            messages: of all ranks, in rank order; at least one has more than its head.
+            ring: all ranks, the same on each; a rank receives from the one before it.
+        """
+        at = ring.index(self.rank)
+        left, right = ring[at - 1], ring[(at + 1) % self.size]
+        coming = [messages[ring[at - steps]] for steps in range(1, self.size)]  # in this order
+        for cut in (self._body_pieces, self._pieces):
+            rest = [(message, self.ended([piece])) for message in coming for piece in cut(message)]
+            arriving = [self._posted(left, unit) for _, unit in rest]
+            self._meter.expect(nbytes_of([unit for _, unit in rest]))
+            mine = messages[self.rank]
+            for piece in itertools.chain.from_iterable(self.ended([each]) for each in cut(mine)):
+                self._send(piece, right, self._payload_tag, mine)
+            for (message, unit), pendings in zip(rest, arriving, strict=True):
+                self._take(unit, pendings, left)
+                for piece in unit if message is not messages[right] else ():
+                    self._send(piece, right, self._payload_tag, message)
+            self.rounds += bool(rest)
+            for message in coming if cut == self._body_pieces else ():
+                if not message.is_all_head:
+                    self._open(message, is_shared=False)
+        self.confirm([left], [right])
+
+    def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
+        """Bytes that all ranks have agreed on, none empty, from ``root``'s memory into others'."""
+        place = parent, children, chunk_nbytes = self._place(sum(f.numel() for f in flats), root)
+        self._relay([piece for flat in flats for piece in flat.split(chunk_nbytes)], place, flats)
+        self.confirm([] if parent is None else [parent], children)
+
+    def workspace(self, nbytes: int) -> Workspace | None:
+        """Memory in which all ranks read what each writes; None where they share no host.
+
+        Or where so many bytes are not worth it, or the system has no such memory for one of them.
+        Every rank calls this in the same operation, or none does. The first time on a lane they
+        hand it to each other.
+        """
+        others = list(self._others())
+        is_worth_it = nbytes >= SHARED_MIN_NBYTES
+        if not is_worth_it or any(self._link.sharing_with(peer) is None for peer in others):
+            return None
+        if not self._lane.has_asked:
+            self._lane.has_asked = True
+            self._lane.workspace = self._new_workspace(others)
+        return self._lane.workspace
+
+    def _new_workspace(self, others: Sequence[int]) -> Workspace | None:
+        nbytes = part_nbytes(self.size)
+        own, memories = None, []
+        with contextlib.suppress(OSError):
+            own = Share.fixed(nbytes)
+        parts = {**self.swap(own, others), self.rank: own}
+        with contextlib.suppress(OSError, ValueError):
+            memories = [
+                share.common(nbytes, is_own=rank == self.rank)
+                for rank, share in sorted(parts.items())
+                if share is not None
+            ]
+        has_all = torch.tensor([len(memories) == self.size], dtype=torch.uint8)
+        told = [(peer, self.arriving(empty(1), peer, is_ended=False)) for peer in others]
+        for peer in others:
+            self.send_flat(has_all, peer, is_ended=False)
+        have_all = [bool(each.wait(peer).item()) for peer, each in told]
+        return Workspace(memories) if has_all.item() and all(have_all) else None
+
+    def _place(self, nbytes: int, root: int) -> "_Place":
+        """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
+        route, chunk_nbytes = topology.for_payload(nbytes, self.hosts)
+        return *route(self.rank, root, self.size), chunk_nbytes
+
+    def _others(self) -> Iterable[int]:
+        return (peer for peer in range(self.size) if peer != self.rank)
+
+    def _is_shared(self, message: Message, peer: int) -> bool:
+        """Whether a rank hands its large members over in memory; the same on both ranks."""
+        is_large = message.header.payload_nbytes >= SHARED_MIN_NBYTES
+        can_be = is_large and self._link.sharing_with(peer) is not None
+        return can_be and not is_paced(message) and not self.device.is_staged(message)
+
+    def make_room(self, message: Message, peer: int) -> None:
+        """Have memory for what follows the head, as far as that tells, and comes from ``peer``."""
+        if message.header.is_inline:
+            self._open(message, is_shared=self._is_shared(message, peer))
+
+    def _open(self, message: Message, *, is_shared: bool) -> None:
+        """Make room for what follows a body, but for what comes with memory of its own; once."""
+        if not message.is_open:
+            mapped_from = MAPPED_MIN_NBYTES if is_shared else math.inf
+            open_body(message, self.device.device, mapped_from)
+
+    def _hand_out(
+        self, message: Message, root: int, place: "_Place", beside: Sequence[int]
+    ) -> topology.Place:
+        """Large members of ``root``'s to every rank, once all have given their word to take them.
+
+        One rank of each host gets them, passes them on to other hosts, and hands them to those
+        beside it: in memory that its bytes have arrived in, so that the host has them once.
+
+        Args:
+            message: the root's.
+            root: whose it is.
+            place: from whom its bytes come, and to whom they go on, where nothing is handed over.
+            beside: all other ranks of this host.
+
+        Returns:
+            From whom they came, and to whom this rank has passed them on.
+        """
+        parent, children, chunk_nbytes = place
+        first = topology.firsts(self.hosts, root)[self.hosts[self.rank]]
+        self.rounds += 1
+        if self.rank != first:
+            loan = self.borrow(message.on_host, first)
+            self.give_word(first)
+            message.replace(message.on_host, self.lent(loan))
+            return first, []
+        far = [child for child in children if child not in beside]
+        words = self.words_of([*far, *beside])
+        place = parent, far, chunk_nbytes
+        if parent is None:
+            share = self._sent_and_copied(message, place, words)
+        else:
+            share = self._arrived_in_share(message, place, words)
+        self.share(message.following_on_host, beside, share)
+        return parent, [*far, *beside]
+
+    def _sent_and_copied(
+        self, message: Message, place: "_Place", words: Callable[[], None]
+    ) -> Share | None:
+        """A root's large members to other hosts, and into memory for this one meanwhile."""
+        copies: list[Share | None] = []
+
+        def are_all_ready() -> None:
+            copies.append(share_of(message.following_on_host))
+            words()
+
+        self._relay(self._pieces(message, place[2]), place, message, are_all_ready)
+        return copies.pop()
+
+    def _arrived_in_share(
+        self, message: Message, place: "_Place", words: Callable[[], None]
+    ) -> Share | None:
+        """The same from another host, and on to the next one, on the first rank of its own."""
+        share = None
+        with contextlib.suppress(OSError):  # no memory for it, or the system refuses such files
+            share = Share.with_room([buffer.flat.numel() for buffer in message.on_host])
+        if share is None:
+            message.replace(message.on_host, [with_memory(each) for each in message.on_host])
+            self._relay(self._pieces(message, place[2]), place, message, words)
+            return None
+        # No variable may keep a piece: its memory goes before this call does.
+        self._relay(
+            [piece for flat in share.flats for piece in flat.split(place[2])], place, share, words
+        )
+        self.hand_over()  # none of it may be written to any more, nor be under way
+        try:
+            share.seal()
+        except OSError:
+            own = [with_memory(each) for each in message.on_host]
+            message.replace(message.on_host, taken_out(own, share))
+            return None
+        message.replace(message.on_host, taken_out(message.on_host, share))
+        return share
+
+    def _is_noticed(self, message: Message) -> bool:
+        """Whether so much follows its head here that a receipt is due; the same on both ranks."""
+        body_nbytes = 0 if message.header.is_inline else message.header.body_nbytes
+        flats = self.device.not_carried(message)
+        return body_nbytes + sum(flat.numel() for flat in flats) > _UNNOTICED_NBYTES
+
+    def _body_units(self, message: Message) -> list[Unit]:
+        body = [] if message.header.is_inline else [view(message.body)]
+        return self.units(message, body, topology.CHUNK_MAX_NBYTES)
+
+    def _payload_units(self, message: Message) -> list[Unit]:
+        return self.units(message, self._pieces(message), topology.CHUNK_MAX_NBYTES)
+
+    def _body_pieces(
+        self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
+    ) -> Sequence[torch.Tensor]:
+        return () if message.header.is_inline else view(message.body).split(chunk_nbytes)
+
+    def _pieces(
+        self, message: Message, chunk_nbytes: int = topology.CHUNK_MAX_NBYTES
+    ) -> list[torch.Tensor]:
+        flats = self.device.not_carried(message)
+        return [piece for flat in flats for piece in flat.split(chunk_nbytes)]
+
+    def _relay(
+        self,
+        pieces: Sequence[torch.Tensor],
+        place: "_Place",
+        owner: object,
+        are_all_ready: Callable[[], None] | None = None,
+    ) -> None:
+        """Pass bytes on; the last ones leave their root when all that get them are ready.
+
+        Args:
+            pieces: the bytes, or where they will be.
+            place: this rank's.
+            owner: keeps them alive; a message that is paced has receipts.
+            are_all_ready: waits until those are that get them from this rank; None if more will
+                follow.
+        """
+        self.rounds += bool(pieces)
+        parent, children, _ = place
+        has_receipts = isinstance(owner, Message) and is_paced(owner)
+        relayed = [self.ended([piece]) for piece in pieces]
+        self._meter.expect(nbytes_of(relayed))
+        if has_receipts:
+            self._expect_receipts(relayed, children, is_counted=parent is None)
+        if parent is None:
+            arriving = _held_back(relayed, are_all_ready or _are_ready)
+        else:
+            arriving = self._stream(relayed, parent, is_paced=has_receipts)
+            if are_all_ready is not None:
+                are_all_ready()
+                self.give_word(parent)
+        for unit in arriving:
+            for child in children:
+                for piece in unit:
+                    self._send(piece, child, self._payload_tag, owner)
+
+    def _wait_for(self, arriving: Sequence[tuple[int, Message, list[Unit]]]) -> None:
+        if not any(rest for _, _, rest in arriving):
+            return
+        self.rounds += 1
+        streams = [
+            self._stream(rest, peer, is_paced=is_paced(message)) for peer, message, rest in arriving
+        ]
+        self._meter.expect(sum(nbytes_of(rest) for _, _, rest in arriving))
+        # Of all peers in turn, because they send at the same time.
+        for _ in itertools.zip_longest(*streams):
+            pass
+
+
+def _held_back(units: Sequence[Unit], are_all_ready: Callable[[], None]) -> Iterator[Unit]:
+    """What a root sends: its end, a byte or a piece, when all others have given their word."""
+    yield from units[:-1]
+    yield from (unit[:-1] for unit in units[-1:])
+    are_all_ready()
+    yield from (unit[-1:] for unit in units[-1:])
+
+
+def _are_ready() -> None:
+    """For what is not the last."""
+
+
+#: See ``Exchange._place``.
+_Place = tuple[int | None, list[int], int]

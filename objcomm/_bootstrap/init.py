@@ -1,0 +1,335 @@
+"""Joining the ranks of a job, and leaving them.
+
+Knows the calls by which torch.distributed starts and ends, and which backend and device a rank
+uses if nobody says; how a launcher names ranks knows ``environment``.
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from objcomm._calls.group import resolve
+from objcomm._config import DeviceLike, Timeout, seconds_of
+from objcomm._environment import Placement, has_agent_store, placement_in
+from objcomm._observe.history import call_site
+from objcomm._observe.log import log
+from objcomm._transport.rendezvous import GivenUpError, MeetingState, await_all, meet
+from objcomm._world import is_initialized, is_reachable, store_of
+from objcomm.errors import StartError, UsageError
+
+
+def default_backend() -> str:
+    """Gloo, and NCCL beside it for what lies on CUDA devices, if there are any."""
+    has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
+
+
+def backends_in(backend: str) -> dict[str, str]:
+    """Backends by type of device, however it is written."""
+    parts = {}
+    for part in filter(None, backend.lower().split(",")):
+        device, _, name = part.rpartition(":")
+        for each in [device] if device else ["cpu", "cuda"]:
+            parts[each] = name
+    return parts
+
+
+def uses_nccl(backend: str) -> bool:
+    """Whether tensors on CUDA devices go over NCCL."""
+    return backends_in(backend).get("cuda") == "nccl"
+
+
+def check_backend(backend: str) -> None:
+    """See that this torch has a backend.
+
+    Raises:
+        UsageError: it has not.
+    """
+    known = getattr(dist.Backend, "backend_list", [])
+    for name in set(backends_in(backend).values()):
+        if name not in known or name == "undefined":
+            raise UsageError(f"init: backend={backend!r}: there is no {name!r}, only {known}")
+        if not dist.is_backend_available(name):
+            raise UsageError(
+                f"init: backend={backend!r}, but this torch was built without {name}; "
+                "leave backend out, or use 'gloo'"
+            )
+
+
+def cuda_device(place: Placement, device: DeviceLike) -> torch.device:
+    """Which CUDA device is this rank's.
+
+    Args:
+        place: where the rank stands.
+        device: what the caller wants, if anything.
+
+    Raises:
+        UsageError: nothing tells, or there are too few.
+    """
+    count = torch.cuda.device_count()
+    if device is not None:
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if place.local_rank is None:
+        raise UsageError(
+            "init: no variable says which of this host's ranks this is; set LOCAL_RANK, counted "
+            "from 0 on each host, or give device="
+        )
+    if place.local_rank < count:
+        return torch.device("cuda", place.local_rank)
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return torch.device("cuda", 0)
+    raise UsageError(
+        f"init: this is rank {place.local_rank} of this host, which has {count} CUDA devices; "
+        "start no more ranks than devices on each host (torchrun --nproc-per-node, srun "
+        "--ntasks-per-node), check CUDA_VISIBLE_DEVICES, or use backend='gloo'"
+    )
+
+
+_SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
+
+# In torchrun's store, once all ranks have joined.
+_HAVE_JOINED = "objcomm/have joined"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What ``init`` found and chose.
+
+    Attributes:
+        launcher: whose variables told it: ``"torchrun"``, ``"Open MPI"``, ``"PMI"``, ``"SLURM"`` or
+            ``"jsrun"``; ``"program"`` if torch.distributed had been initialised before; empty if
+            nothing promises another rank, and so nothing was initialised.
+        rank: this process's.
+        world_size: number of ranks.
+        local_rank: among the ranks of this host; None where no variable tells.
+        backend: as torch was given it; empty if nothing was initialised.
+        device: this rank's own device: the CUDA device that was set, or the CPU.
+        address: ``host:port`` where the ranks met; empty if they met elsewhere or not at all.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    backend: str
+    device: torch.device
+    address: str
+
+    def __str__(self) -> str:
+        if not self.launcher:
+            return "no launcher: a world of one, torch.distributed stays uninitialised"
+        local = "" if self.local_rank is None else f" (local rank {self.local_rank})"
+        place = f", meeting at {self.address}" if self.address else ""
+        return (
+            f"rank {self.rank} of {self.world_size}{local} by {self.launcher}, "
+            f"backend {self.backend}, device {self.device}{place}"
+        )
+
+
+def init(
+    backend: str | None = None,
+    *,
+    timeout: Timeout = None,
+    device: DeviceLike = None,
+) -> Start:
+    """Join the ranks that a launcher has started, and say what was chosen.
+
+    Every rank of the job must call this, and it returns when all have joined and objcomm's own
+    connections stand, which tell from then on of a rank that dies. It reads the variables of
+    torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order, initialises
+    torch.distributed, and changes none. Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``; where
+    they are not set, at the first host of SLURM's list or, if all ranks are on one host, at this
+    one, and at a port that is derived from SLURM's job and step, or 29500.
+
+    Without any launcher's variables nothing is initialised: the program is a world of one, in which
+    every function of objcomm works. If torch.distributed is initialised already, nothing changes.
+
+    Args:
+        backend: as ``init_process_group`` takes it. None: ``cpu:gloo,cuda:nccl`` where there are a
+            CUDA device and NCCL, otherwise ``gloo``.
+        timeout: seconds or timedelta for the ranks to meet, and for operations of the group;
+            torch's own if None.
+        device: this rank's CUDA device, made the current one if the backend has NCCL. None: the
+            one of this rank's number on this host, or the only one if ``CUDA_VISIBLE_DEVICES``
+            shows each rank its own.
+
+    Returns:
+        What was found and chosen. It is also logged, as INFO.
+
+    Raises:
+        UsageError: a variable is missing or wrong, and the error names it; a backend is not
+            there; there are too few CUDA devices; the program has initialised another backend.
+            The rank that sees it, before it meets the others.
+        StartError: the ranks could not meet. Every rank that has tried.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.init().world_size
+        1
+    """
+    limit = None if timeout is None else timedelta(seconds=seconds_of("init", timeout))
+    if is_initialized():
+        start = _as_it_is(backend)
+    else:
+        place = placement_in(os.environ)
+        start = _alone() if place is None else _joined(place, backend, limit, device)
+    log.info("%s", start)
+    return start
+
+
+def _connect(limit: timedelta | None) -> None:
+    """Let objcomm's own connections be there from the start: they tell of ranks that die."""
+    whole = resolve(None)
+    if whole.size > 1:
+        whole.join("init", whole.deadline("init", limit), call_site())
+
+
+def shutdown() -> None:
+    """Leave the ranks: end objcomm's connections and torch.distributed's groups of this process.
+
+    Waits for no other rank, so it may stand in a ``finally``, and a rank may leave after an error
+    while others still compute. Called twice, or where nothing was initialised, it does nothing.
+    After it, ``init`` may be called again if all ranks do. In a process that a rank has forked, it
+    leaves that rank's groups alone.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.shutdown()
+    """
+    # A fork has none of the threads that torch's groups live by: to destroy them there is a crash.
+    if is_initialized() and not resolve(None).is_of_the_parent:
+        dist.destroy_process_group()
+
+
+def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:
+    """Join the ranks as SpeechBrain's function of this name does, by ``init``.
+
+    Every rank of the job must call this. Any launcher will do, where SpeechBrain's asks for
+    ``RANK`` and ``LOCAL_RANK`` and else returns without a word.
+
+    Args:
+        run_opts: SpeechBrain's run options; ``distributed_backend`` is used, and ``device`` if it
+            is a CUDA device. Others are ignored.
+
+    Returns:
+        As ``init``.
+
+    Raises:
+        UsageError: as ``init``, on the same ranks.
+        StartError: as ``init``, on the same ranks.
+
+    Examples:
+        >>> from objcomm.compat.speechbrain import ddp_init_group
+        >>> ddp_init_group({"distributed_backend": "gloo"}).world_size
+        1
+    """
+    device = torch.device(run_opts.get("device") or "cpu")
+    return init(
+        run_opts.get("distributed_backend"),
+        timeout=_SPEECHBRAIN_TIMEOUT_SECONDS,
+        device=device if device.type == "cuda" and device.index is not None else None,
+    )
+
+
+def _alone() -> Start:
+    return Start("", 0, 1, 0, "", torch.device("cpu"), "")
+
+
+def _as_it_is(backend: str | None) -> Start:
+    """The facts where the program has initialised torch.distributed itself."""
+    current = str(dist.get_backend_config())
+    wanted, there = backends_in(backend or ""), backends_in(current)
+    if any(there.get(each, name) != name for each, name in wanted.items()):
+        raise UsageError(
+            f"init: backend={backend!r}, but torch.distributed is initialised with {current!r}; "
+            "call objcomm.shutdown first, or leave backend out"
+        )
+    index = torch.cuda.current_device() if uses_nccl(current) else None
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    return Start("program", dist.get_rank(), dist.get_world_size(), None, current, device, "")
+
+
+def _joined(
+    place: Placement,
+    backend: str | None,
+    limit: timedelta | None,
+    device: DeviceLike,
+) -> Start:
+    if not place.host:
+        raise UsageError(
+            f"init: {place.launcher} has started {place.world_size} ranks, but MASTER_ADDR is not "
+            "set; set it to the host of rank 0, the same on every rank"
+        )
+    if not dist.is_available():
+        raise UsageError(f"init: {place.world_size} ranks, but this torch has no distributed")
+    chosen = backend or default_backend()
+    check_backend(chosen)
+    own = cuda_device(place, device) if uses_nccl(chosen) else torch.device("cpu")
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    address = f"{f'[{place.host}]' if ':' in place.host else place.host}:{place.port}"
+    try:
+        agents = _store_of_agent(place, limit) if has_agent_store(os.environ) else None
+        dist.init_process_group(
+            chosen,
+            store=None if agents is None else _fresh_part(agents, place),
+            init_method=f"tcp://{address}" if agents is None else None,
+            timeout=limit,
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+        world = dist.group.WORLD
+        if world is not None and is_reachable(None):
+            _connect(limit)
+            # Who left sooner would end connections that other ranks are still making.
+            await_all(store_of(world), place.world_size)
+        if agents is not None:
+            agents.set(_HAVE_JOINED, "")
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        shutdown()
+        raise StartError(place.rank, place.world_size, address, str(error)) from error
+    return Start(
+        place.launcher, place.rank, place.world_size, place.local_rank, chosen, own, address
+    )
+
+
+# Quoted, for a torch that was built without distributed.
+def _store_of_agent(place: Placement, limit: timedelta | None) -> "dist.Store":
+    """The store that torchrun keeps for all attempts of this job's ranks to meet."""
+    from torch.distributed.constants import default_pg_timeout  # noqa: PLC0415  # needs distributed
+
+    patience = limit or default_pg_timeout
+    return dist.TCPStore(
+        place.host, place.port, place.world_size, is_master=False, timeout=patience
+    )
+
+
+def _fresh_part(store: "dist.Store", place: Placement) -> "dist.Store":
+    """The part of the store in which torch's ranks meet, or a new one if they met there before.
+
+    Gloo finds the others by addresses that it leaves in the store and never removes: who joins
+    again would connect to what has ended.
+
+    Raises:
+        TimeoutError: some ranks have not come.
+    """
+    if place.world_size == 1 or not store.check([_HAVE_JOINED]):
+        return dist.PrefixStore("default_pg", store)  # as init_process_group names it
+    progress = MeetingState(place.rank, tuple(range(place.world_size)))
+    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in torch's stub
+    timer = threading.Timer(seconds, setattr, (progress, "is_over", True))
+    timer.daemon = True
+    timer.start()
+    try:
+        meet(dist.PrefixStore(_HAVE_JOINED, store), place.rank, place.world_size, progress)
+    except GivenUpError:
+        raise TimeoutError(f"not all ranks have come within {seconds:g} s") from None
+    finally:
+        timer.cancel()
+    return dist.PrefixStore(progress.nonce, store)

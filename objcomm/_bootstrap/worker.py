@@ -1,0 +1,93 @@
+"""What one process of ``launch`` does: join, run the function, leave word of how it went.
+
+Started by ``launch`` alone, with the folder of the job and the process id of its parent.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from objcomm._bootstrap.init import init, shutdown
+from objcomm._wire.failure_message import failure_of
+from objcomm.errors import CollectiveError, TransportError, TransportTimeout
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run this rank's part; return its exit status."""
+    folder, parent, rank = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
+    del sys.argv[1:]
+    _end_with(parent)
+    with (folder / f"stacks{rank}").open("wb") as stacks:
+        # So that launch can ask a rank that does not end where it is.
+        faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
+        try:
+            _leave(folder / f"result{rank}", cloudpickle.dumps(_run(folder)))
+        except BaseException as error:  # noqa: BLE001  # all of them are told
+            failure = failure_of(error, rank)
+            told = (failure.type_name, failure.message, failure.traceback)
+            _leave(folder / f"failure{rank}", json.dumps((is_heard(error), told)).encode())
+            return 1
+        finally:
+            # Now that its own failure is told: others that wait for this rank hear of its end.
+            shutdown()
+            faulthandler.unregister(signal.SIGUSR1)
+    return 0
+
+
+def is_heard(error: BaseException) -> bool:
+    """Whether a failure is what this rank heard of another's, and so never the first.
+
+    A time limit that has passed is this rank's own: the others may only be slow.
+    """
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        if isinstance(at, TransportError):
+            return not isinstance(at, TransportTimeout)
+        if isinstance(at, CollectiveError):
+            return at.__cause__ is None
+        seen.add(id(at))
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return False
+
+
+def _run(folder: Path) -> Any:
+    fn, args, joined, backend = pickle.loads((folder / "order").read_bytes())  # noqa: S301  # our parent's
+    try:
+        if joined:
+            init(backend)
+        return fn(*args)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+        return None
+
+
+def _leave(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(content)
+    # The kernel's own stamps are some milliseconds coarse; who failed first is told by them.
+    now = time.time_ns()
+    os.utime(unfinished, ns=(now, now))
+    unfinished.rename(path)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent has ended, however that came."""
+    with contextlib.suppress(AttributeError, OSError):  # no Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,161 @@
+"""One call's turn on its lane: the time during which ranks wait for each other.
+
+After an error in it nobody knows what the other ranks wait for, so all are told, and every
+connection is closed: they raise too, instead of waiting.
+"""
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from objcomm._algorithms import routes
+from objcomm._algorithms.exchange import Exchange
+from objcomm._failures.mesh import Mesh, end_by_loss, local
+from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
+from objcomm._failures.watchdog import check_running, end_elsewhere, hurry, interruptible
+from objcomm._observe.tracing import Span, begun
+from objcomm._transport.lane import Lane
+from objcomm._transport.link import Deadline
+from objcomm._wire.failure_message import failure_of
+from objcomm.errors import TransportError
+
+if TYPE_CHECKING:
+    from objcomm._wire.message import Message
+
+
+class Watched:
+    """See the module; a context in which Ctrl-C ends a wait, entered again if it is confirmed.
+
+    Attributes:
+        exchange: the traffic.
+        is_confirmed: whether ranks tell each other afterwards how it went, in a turn of its own.
+        is_over: whether no other rank waits for this one in this call any more.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        lane: Lane,
+        exchange: Exchange,
+        deadline: Deadline,
+        meeting: "Message | None" = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            mesh: joins the ranks.
+            lane: whose turn it is.
+            exchange: the call's traffic.
+            deadline: for all waits together; it counts in turns only, because a limit is for
+                waiting, not for encoding or callbacks.
+            meeting: any small message, if all ranks are to agree on the call before it begins.
+        """
+        self.exchange = exchange
+        self.is_confirmed = False
+        self.is_over = False
+        self._meeting = meeting
+        self._mesh = mesh
+        self._lane = lane
+        self._entry = exchange.entry
+        self._deadline = deadline
+        is_by_itself = exchange.is_interruptible and not exchange.device.linked
+        self._interruptible = None if is_by_itself else interruptible(mesh)
+        self._span: Span | None = None
+
+    @property
+    def place(self) -> str:
+        """A name of this call that is the same on every rank and means no other call."""
+        header = self.exchange.header
+        return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
+
+    def __enter__(self) -> Exchange:
+        lane, entry, verdict = self._lane, self._entry, self._mesh.verdict
+        check_running(entry.operation)
+        if verdict is not None:  # while this call waited for those before it
+            self._absolve()
+            end_elsewhere(verdict, lane.owner)
+            raise verdict.error(entry.operation, self.exchange.header.position)
+        entry.regions = regions.get()
+        seconds = self._deadline.apply(entry)
+        lane.begin(entry)
+        try:
+            hurry(seconds)
+            if self._interruptible is not None:
+                self._interruptible.__enter__()
+            self._span = begun("transfer")
+            if self._meeting is not None:
+                routes.all_meet(self.exchange, self._meeting)
+                self._meeting = None
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self.exchange
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            try:
+                self.exchange.finish()
+            except BaseException as failure:
+                self._leave(failure)
+                raise
+            self.is_over = not self.is_confirmed
+        self._leave(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others of an error outside of the traffic, if they wait for this call."""
+        if not self.is_over:
+            self._absolve()
+            # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
+            self._mesh.settle(self._proposal(error))
+
+    def _proposal(self, error: BaseException) -> Verdict:
+        """What this rank says of an error, with the user's line."""
+        rank, proposal = self._mesh.rank, proposal_for(error, self._mesh.rank)
+        if not proposal.failures:
+            return proposal
+        failure = failure_of(error, rank, self._entry.header.call_site)
+        return proposal._replace(failures=(failure,))
+
+    def _absolve(self) -> None:
+        """The thread that called hears of it by this call, on whatever lanes it makes others."""
+        self._mesh.absolve(self._lane.owner)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Wait no more, whatever fails meanwhile: Ctrl-C may come at any of these steps."""
+        try:
+            try:
+                self._stop_waiting()
+            finally:
+                if error is not None:
+                    self._raise_verdict(error)
+        finally:
+            self._lane.end(self._entry)
+
+    def _stop_waiting(self) -> None:
+        shown, self._span = self._span, None
+        try:
+            if shown is not None:
+                shown.__exit__(None, None, None)
+        finally:
+            if self._interruptible is not None:
+                self._interruptible.__exit__(None, None, None)
+            self._deadline.pause()
+
+    def _raise_verdict(self, error: BaseException) -> None:
+        """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""
+        mesh, position = self._mesh, self.exchange.header.position
+        operation = self._entry.operation
+        self._absolve()
+        proposal = self._proposal(error)
+        is_loss = proposal.cause is Cause.LOST
+        verdict = end_by_loss(mesh, proposal) if is_loss else mesh.settle(proposal)
+        # On a line's thread it is raised for the one that called.
+        end_elsewhere(verdict, None if self._lane.order else self._lane.owner)
+        if isinstance(error, TransportError):
+            raise local(mesh, verdict, error).error(operation, position) from None
+        if verdict.name != proposal.name and isinstance(error, Exception):
+            raise verdict.error(operation, position) from error

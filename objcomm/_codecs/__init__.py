@@ -1,0 +1,14 @@
+"""Codecs: an object becomes the codec's own bytes and a list of raw buffers, and back.
+
+Knows nothing of groups, ranks or messages.
+"""
+
+from objcomm._codecs.base import codec_named, copy, decode, encode, register_codec
+from objcomm._codecs.msgpack import PlainCodec
+from objcomm._codecs.pickle5 import PickleCodec
+from objcomm._codecs.types import register
+
+__all__ = ["codec_named", "copy", "decode", "encode", "register", "register_codec"]
+
+register_codec(PickleCodec())
+register_codec(PlainCodec())

@@ -1,0 +1,273 @@
+"""What a codec is, which ones this process has, and which member of an object one refused.
+
+A codec splits an object into *meta*, its own bytes, and *buffers*, the memory of large members.
+Buffers travel as they are, from the sender's memory into memory that the receiver allocates once.
+"""
+
+import dataclasses
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from objcomm._codecs.buffers import Buffer, duplicate
+from objcomm._config import settings
+from objcomm.errors import DecodeError, EncodeError, UsageError, name_of, not_accepted, text_of
+
+#: Members of this size or more leave a codec's bytes and become buffers.
+OUT_OF_BAND_FROM_NBYTES = 64 * 1024
+
+_NAME_MAX_NBYTES = 16  # the header's field
+
+
+@dataclass(slots=True)
+class Encoded:
+    """One object, split.
+
+    Attributes:
+        meta: the codec's own bytes.
+        buffers: memory of large members, in the order in which ``decode`` takes them.
+    """
+
+    meta: bytes | bytearray
+    buffers: list[Buffer] = field(default_factory=list)
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Turns objects into bytes and back; one instance serves all threads at once.
+
+    Attributes:
+        name: at most 16 ASCII characters; travels in every header, so that a receiver knows what
+            it got. The same on every rank.
+    """
+
+    name: str
+
+    def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
+        """Split ``obj``.
+
+        Args:
+            obj: anything; it is not changed, and may not be changed until it was sent.
+            device_type: tensors on this type of device may stay there, as
+                ``BufferKind.DEVICE`` buffers; all others become CPU buffers.
+
+        Raises:
+            EncodeError: the codec refuses the object. Anything else that it raises becomes one.
+        """
+
+    def decode(
+        self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+    ) -> Any:
+        """Rebuild an object.
+
+        Args:
+            meta: what ``encode`` gave.
+            buffers: each buffer's ``owner``, in order.
+            device: where its tensors shall lie; ``None`` keeps each tensor's type of device.
+
+        Raises:
+            DecodeError: it can't be rebuilt here. Anything else that it raises becomes one.
+        """
+
+
+class _Registry:
+    """The codecs by name; reading needs no lock because the mapping is replaced, never changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._codecs: dict[str, Codec] = {}
+
+    def add(self, codec: Codec) -> None:
+        with self._lock:
+            self._codecs = {**self._codecs, codec.name: codec}
+
+    def get(self, name: str) -> Codec | None:
+        return self._codecs.get(name)
+
+    def names(self) -> list[str]:
+        return sorted(self._codecs)
+
+
+_registry = _Registry()
+
+
+def register_codec(codec: Codec) -> None:
+    """Let ``codec=codec.name`` be used in every operation; call it on every rank.
+
+    Args:
+        codec: see ``objcomm.codecs.Codec``. One of the same name is replaced.
+
+    Raises:
+        UsageError: its name does not fit into a message's header.
+
+    Examples:
+        >>> import json, objcomm
+        >>> from objcomm.codecs import Encoded
+        >>> class Json:
+        ...     name = "json"
+        ...     def encode(self, obj, *, device_type=None):
+        ...         return Encoded(json.dumps(obj).encode())
+        ...     def decode(self, meta, buffers, *, device=None):
+        ...         return json.loads(bytes(meta))
+        >>> objcomm.codecs.register_codec(Json())
+        >>> objcomm.from_tensor(objcomm.to_tensor({"lr": 0.1}, codec="json"))
+        {'lr': 0.1}
+    """
+    name = codec.name
+    if not (name.isascii() and name.isprintable() and 0 < len(name) <= _NAME_MAX_NBYTES):
+        raise UsageError(f"a codec's name has 1 to {_NAME_MAX_NBYTES} ASCII letters, not {name!r}")
+    _registry.add(codec)
+
+
+def codec_named(name: str, operation: str = "") -> Codec:
+    """The codec that an operation's ``codec=`` names.
+
+    Args:
+        name: as the user gave it.
+        operation: what the user has called, for an error's text.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    codec = _registry.get(name)
+    if codec is None:
+        said_by = f"{operation}: " if operation else ""
+        raise UsageError(
+            f"{said_by}codec={name!r} must be one of {', '.join(_registry.names())}; register "
+            "another one with objcomm.codecs.register_codec"
+        )
+    return codec
+
+
+def encode(codec: Codec, obj: object, *, device_type: str | None = None) -> Encoded:
+    """Encode by any codec; whatever it raises is an EncodeError.
+
+    Raises:
+        EncodeError: it refuses the object.
+    """
+    try:
+        encoded = codec.encode(obj, device_type=device_type)
+    except EncodeError:
+        raise
+    except Exception as error:
+        kind = name_of(type(obj), "__qualname__")
+        raise EncodeError(codec.name, kind, "obj", text_of(error)) from error
+    if not isinstance(encoded, Encoded):
+        kind = name_of(type(obj), "__qualname__")
+        reason = f"its encode() returned a {name_of(type(encoded))}, not an Encoded"
+        raise EncodeError(codec.name, kind, "obj", reason)
+    return encoded
+
+
+def decode(
+    name: str, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+) -> Any:
+    """Decode what a message carries, by the codec that it names; whatever it raises is one error.
+
+    Raises:
+        DecodeError: this process has no such codec, or does not accept it, or it failed.
+    """
+    accepted = settings().accept
+    if accepted is not None and name not in accepted:
+        raise not_accepted(name, accepted)
+    codec = _registry.get(name)
+    if codec is None:
+        known = ", ".join(_registry.names())
+        raise DecodeError(name, f"it is not registered on this rank, which has {known}")
+    return _decode_by(codec, meta, buffers, device)
+
+
+def _decode_by(
+    codec: Codec, meta: memoryview, buffers: Sequence[Any], device: torch.device | None = None
+) -> Any:
+    try:
+        return codec.decode(meta, buffers, device=device)
+    except DecodeError:
+        raise
+    except MemoryError as error:  # there may be none for its text either
+        raise DecodeError(codec.name, "there is no memory for it") from error
+    except Exception as error:
+        raise DecodeError(codec.name, text_of(error)) from error
+
+
+def copy(codec: Codec, obj: object) -> Any:
+    """An independent copy of what this rank would send.
+
+    Raises:
+        CodecError: the codec refuses the object, or can't rebuild it.
+    """
+    make: Callable[[object], Any] | None = getattr(codec, "copy", None)
+    if make is not None:
+        try:
+            return make(obj)
+        except Exception as error:
+            encode(codec, obj)  # if that fails it says which member is to blame
+            raise DecodeError(codec.name, text_of(error)) from error
+    encoded = encode(codec, obj)
+    owners = [duplicate(buffer).owner for buffer in encoded.buffers]
+    # Not by ``decode``: what this rank accepts is said of other ranks' messages.
+    return _decode_by(codec, memoryview(encoded.meta), owners)
+
+
+# Deep enough for any object that a person can read a path into; a cycle ends here too.
+_DEPTH_MAX = 32
+
+
+def blame(obj: object, can_encode: Callable[[object], bool]) -> tuple[str, object]:
+    """Walk down to the innermost member that cannot be encoded by itself.
+
+    Args:
+        obj: what was refused as a whole.
+        can_encode: whether a codec takes one member; called for each on the way, so this is slow
+            and only for errors.
+
+    Returns:
+        Its path, such as ``obj['model'].head``, and the member.
+    """
+    path, culprit = "obj", obj
+    for _ in range(_DEPTH_MAX):
+        try:
+            refused = next(
+                ((step, member) for step, member in members(culprit) if not can_encode(member)),
+                None,
+            )
+        except Exception:  # noqa: BLE001  # an attribute or repr() that raises: the path ends here
+            break
+        if refused is None:
+            break
+        path, culprit = path + refused[0], refused[1]
+    return path, culprit
+
+
+def members(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What ``obj`` holds, each with the step that leads to it.
+
+    A mapping's keys, a function's closure and an object's attributes count as members.
+    """
+    if isinstance(obj, Mapping):
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+        yield from ((f" key {key!r}", key) for key in obj)
+    elif isinstance(obj, (list, tuple)):
+        names = getattr(obj, "_fields", None)
+        steps = [f".{name}" for name in names] if names else [f"[{at}]" for at in range(len(obj))]
+        yield from zip(steps, obj, strict=True)
+    elif isinstance(obj, (set, frozenset)):
+        yield from ((f" member {value!r}", value) for value in obj)
+    elif not isinstance(obj, type):
+        yield from _attributes(obj)
+
+
+def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, types.FunctionType) and obj.__closure__:
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__, strict=True):
+            yield f" closure {name!r}", cell.cell_contents
+    elif dataclasses.is_dataclass(obj):
+        for field in dataclasses.fields(obj):
+            yield f".{field.name}", getattr(obj, field.name, None)
+    else:
+        for name, value in getattr(obj, "__dict__", {}).items():
+            yield f".{name}", value

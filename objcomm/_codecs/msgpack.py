@@ -1,0 +1,323 @@
+"""The ``msgpack`` codec: plain data with exact types; decoding runs no code that a sender chose.
+
+Beyond msgpack's own types every value is a list that begins with an extension naming what the rest
+is, such as ``[Tag("tuple"), 1, 2]``; user data cannot contain such an extension. A class of the
+user's own travels under the name it was given to ``register``. Members are values here: an object
+that occurs twice arrives as two (but the memory of tied tensors arrives tied).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import torch
+
+from objcomm._codecs import array_dtypes, tensors
+from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
+from objcomm._codecs.buffers import Buffer, BufferKind, view
+from objcomm._codecs.nesting import Budget, Spread, check_nesting, weight_of
+from objcomm._codecs.types import BUILTIN_ERRORS, CONSTRUCTORS, LOWER, classes, raise_exception
+from objcomm._config import settings
+from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, name_of, shown, text_of
+
+_NAME = "msgpack"
+_TAG_CODE = 1
+_AS_DATETIME = 3  # of msgpack's own extension, which asks no hook
+_TEXT_ERRORS = "surrogatepass"  # os.fsdecode makes such strings of odd file names
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1  # what msgpack itself can carry
+
+# A tensor's or an array's shape and dtype lie deeper in the stream than it does in the object.
+_DESCRIPTION_DEPTH = 8
+
+# Lists of nothing else, and mappings with such keys, go to msgpack's C code as they are.
+_NATIVE = frozenset({type(None), bool, int, float, str})
+# Nobody can choose their hashes, so that a mapping of them costs what its length says.
+_NATIVE_KEYS = frozenset({str, bytes})
+
+
+class _Tag(str):
+    """The head of an extended value on the receiver; no string that arrives is one."""
+
+    __slots__ = ()
+
+
+class _RefusedError(TypeError):
+    """No rule for a value; the text is for the user."""
+
+
+class PlainCodec:
+    """See the module."""
+
+    name = _NAME
+
+    def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
+        """Encode plain data; an unregistered type is named with its path."""
+        try:
+            return _Encoder(device_type).encode(obj)
+        except Exception as error:
+            path, culprit = blame(obj, _can_encode)
+            reason = str(error) if isinstance(error, _RefusedError) else text_of(error)
+            kind = name_of(type(culprit), "__qualname__")
+            raise EncodeError(_NAME, kind, path, reason) from error
+
+    def decode(
+        self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+    ) -> Any:
+        """Rebuild plain data; only functions given to ``register`` on this rank are called."""
+        token = tensors.landing.set(tensors.Landing(device))
+        try:
+            return _Decoder(meta, buffers).decode()
+        finally:
+            tensors.landing.reset(token)
+
+
+def _can_encode(obj: object) -> bool:
+    try:
+        _Encoder(None).encode(obj)
+    except Exception:  # noqa: BLE001  # the question is only whether; the caller reports it
+        return False
+    return True
+
+
+class _Encoder:
+    """Lowers one object to what msgpack packs by itself, and collects buffers on the way."""
+
+    def __init__(self, device_type: str | None) -> None:
+        self._device_type = device_type
+        self._max_depth = settings().max_depth
+        self._depth = 0
+        self._buffers: list[Buffer] = []
+        self._positions: dict[tuple[Any, ...], int] = {}
+
+    def encode(self, obj: object) -> Encoded:
+        lowered = self._lower(obj)
+        meta = msgpack.packb(lowered, strict_types=True, unicode_errors=_TEXT_ERRORS)
+        return Encoded(meta, self._buffers)
+
+    def _lower(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind in _NATIVE:
+            return _lower_int(obj) if kind is int else obj
+        self._depth += 1
+        if self._depth > self._max_depth:
+            raise _RefusedError(
+                f"it lies deeper than {self._max_depth}; see objcomm.configure(max_depth=)"
+            )
+        lowered = self._lower_member(kind, obj)
+        self._depth -= 1
+        return lowered
+
+    def _lower_member(self, kind: type, obj: Any) -> Any:
+        lower = _LOWER_BY_TYPE.get(kind)
+        if lower is not None:
+            return lower(self, obj)
+        rule = LOWER.get(kind)
+        if rule is not None:
+            return _extended(rule[0], *[self._lower(member) for member in rule[1](obj)])
+        return self._lower_other(obj)
+
+    def _lower_list(self, members: list[Any]) -> list[Any]:
+        is_native = _NATIVE.issuperset(map(type, members)) and _all_fit(members)
+        return members if is_native else [self._lower(member) for member in members]
+
+    def _lower_bytes(self, content: bytes | bytearray) -> Any:
+        if type(content) is bytes and len(content) < OUT_OF_BAND_FROM_NBYTES:
+            return content
+        made = BufferKind.BYTES if type(content) is bytes else BufferKind.BYTEARRAY
+        locked = memoryview(content)  # nobody can resize a bytearray meanwhile
+        return _extended("buffer", self._buffer(Buffer(made, locked, view(locked))))
+
+    def _lower_dict(self, mapping: dict[Any, Any]) -> Any:
+        if _NATIVE_KEYS.issuperset(map(type, mapping)):
+            return {key: self._lower(value) for key, value in mapping.items()}
+        pairs = (self._lower(member) for pair in mapping.items() for member in pair)
+        return _extended("dict", *pairs)
+
+    def _lower_other(self, obj: Any) -> Any:
+        if tensors.is_plain_tensor(obj):
+            about, flat = tensors.describe(obj, self._device_type)
+            kind = BufferKind.TENSOR if flat.device.type == "cpu" else BufferKind.DEVICE
+            position = self._buffer(Buffer(kind, flat, flat))
+            return _extended("tensor", position, *map(_listed, about))
+        if tensors.is_coo_tensor(obj):
+            return _extended("sparse", *map(self._lower, tensors.describe_coo(obj)))
+        if isinstance(obj, torch.Tensor):
+            raise _RefusedError(
+                "a tensor of this class or layout is no plain data; send its parts, or use "
+                "codec='pickle'"
+            )
+        if tensors.is_plain_array(obj):
+            order, flat, owner = tensors.describe_array(obj)
+            position = self._buffer(Buffer(BufferKind.TENSOR, owner, flat))
+            dtype = array_dtypes.array_dtype_name(obj.dtype)
+            return _extended("ndarray", position, dtype, list(obj.shape), order)
+        if type(obj).__module__ == "numpy" and hasattr(obj, "dtype") and hasattr(obj, "tobytes"):
+            return _extended("scalar", array_dtypes.array_dtype_name(obj.dtype), obj.tobytes())
+        if type(obj).__module__ == "numpy.dtypes":
+            return _extended("dtype", array_dtypes.array_dtype_name(obj))
+        return self._lower_object(obj)
+
+    def _lower_object(self, obj: Any) -> Any:
+        name = type(obj).__name__
+        entry = classes.by_class(type(obj))
+        if entry is not None:
+            return _extended("object", entry.name, self._lower(entry.encode(obj)))
+        if BUILTIN_ERRORS.get(name) is not type(obj):
+            raise _RefusedError(
+                "its class is not registered; use objcomm.register(cls), or codec='pickle'"
+            )
+        notes = getattr(obj, "__notes__", [])
+        args = obj.__reduce__()[1]  # an OSError's has the file's name
+        return _extended("exception", *map(self._lower, (name, args, notes, str(obj))))
+
+    def _buffer(self, buffer: Buffer) -> int:
+        """The position of a buffer; members over exactly the same bytes share one."""
+        flat, new = buffer.flat, len(self._buffers)
+        key = (buffer.kind, flat.device, flat.data_ptr(), flat.numel()) if flat.numel() else (new,)
+        position = self._positions.setdefault(key, new)
+        if position == new:
+            self._buffers.append(buffer)
+        return position
+
+
+# By functions: an object's own table of its methods would refer to it, and only the garbage
+# collector would free what it holds, such as the caller's tensors.
+_LOWER_BY_TYPE: dict[type, Callable[[_Encoder, Any], Any]] = {
+    list: _Encoder._lower_list,  # noqa: SLF001  # part of that class, which does not exist sooner
+    dict: _Encoder._lower_dict,  # noqa: SLF001  # likewise
+    bytes: _Encoder._lower_bytes,  # noqa: SLF001  # likewise
+    bytearray: _Encoder._lower_bytes,  # noqa: SLF001  # likewise
+}
+
+
+def _lower_int(value: int) -> Any:
+    return value if _INT_MIN <= value <= _INT_MAX else _extended("int", hex(value))
+
+
+def _extended(name: str, *members: Any) -> list[Any]:
+    return [msgpack.ExtType(_TAG_CODE, name.encode()), *members]
+
+
+def _all_fit(members: Any) -> bool:
+    return all(_INT_MIN <= member <= _INT_MAX for member in members if type(member) is int)
+
+
+def _listed(field: Any) -> Any:
+    return list(field) if isinstance(field, tuple) else field
+
+
+class _Decoder:
+    """Rebuilds one object; every name that arrives is looked up in a table of this process."""
+
+    def __init__(self, meta: memoryview, buffers: Sequence[Any]) -> None:
+        self._meta = meta
+        self._buffers = buffers
+        self._budget = Budget(_NAME, meta, buffers)
+        self._heads = 0  # extensions that no list has begun with yet
+
+    def decode(self) -> Any:
+        check_nesting(self._meta, settings().max_depth, _DESCRIPTION_DEPTH)
+        decoded = msgpack.unpackb(
+            self._meta,
+            unicode_errors=_TEXT_ERRORS,
+            ext_hook=self._raise_tag,
+            timestamp=_AS_DATETIME,
+            list_hook=self._raise_list,
+        )
+        if self._heads:
+            raise DecodeError(_NAME, "an extension stands where no list begins")
+        return decoded
+
+    def _raise_tag(self, code: int, name: bytes) -> _Tag:
+        if code != _TAG_CODE:
+            raise DecodeError(_NAME, f"unknown extension {code}")
+        self._heads += 1
+        return _Tag(name, "ascii")
+
+    def _raise_list(self, members: list[Any]) -> Any:
+        if members and type(members[0]) is _Tag:
+            self._heads -= 1
+            name = members[0]
+            rule = _RAISE.get(name)
+            if rule is not None:
+                return rule(self, *members[1:])
+            constructor = CONSTRUCTORS.get(name)
+            if constructor is None:
+                raise DecodeError(_NAME, f"no rule for {name!r}; is the sender newer?")
+            return constructor(*members[1:])
+        return members
+
+    def _at(self, position: Any) -> Any:
+        if type(position) is not int or not 0 <= position < len(self._buffers):
+            raise DecodeError(_NAME, f"the number of a buffer is {shown(position)}")
+        return self._buffers[position]
+
+    def _raise_buffer(self, position: Any) -> Any:
+        buffer = self._at(position)
+        if not isinstance(buffer, (bytes, bytearray)):
+            raise DecodeError(_NAME, f"buffer {position} holds no bytes")
+        return buffer
+
+    def _raise_flat(self, position: Any) -> torch.Tensor:
+        flat = self._at(position)
+        if not isinstance(flat, torch.Tensor):
+            raise DecodeError(_NAME, f"buffer {position} holds no tensor")
+        return flat
+
+    def _raise_tensor(self, position: Any, *about: Any) -> torch.Tensor:
+        fields = [tuple(field) if type(field) is list else field for field in about]
+        return tensors.rebuild(tensors.Dense._make(fields), self._raise_flat(position))
+
+    def _raise_sparse(
+        self, indices: Any, values: Any, shape: Any, is_coalesced: Any, requires_grad: Any
+    ) -> torch.Tensor:
+        self._budget.spend(tensors.numel_of(indices) + tensors.numel_of(values))
+        return tensors.rebuild_coo(indices, values, shape, is_coalesced, requires_grad)
+
+    def _raise_array(self, position: Any, dtype: Any, shape: Any, order: Any) -> Any:
+        flat = self._raise_flat(position)
+        if type(shape) is not list:
+            raise DecodeError(_NAME, "the shape of an array is no list")
+        named = array_dtypes.array_dtype_named(dtype)
+        return tensors.rebuild_array(flat, named, tuple(shape), order)
+
+    def _raise_dict(self, *members: Any) -> dict[Any, Any]:
+        Spread(self._budget, weight_of).add(members[::2])
+        return dict(zip(members[::2], members[1::2], strict=True))
+
+    def _raise_set(self, *members: Any) -> set[Any]:
+        Spread(self._budget, weight_of).add(members)
+        return set(members)
+
+    def _raise_frozenset(self, *members: Any) -> frozenset[Any]:
+        Spread(self._budget, weight_of).add(members)
+        return frozenset(members)
+
+    def _raise_object(self, name: Any, state: Any) -> Any:
+        if type(name) is not str:
+            raise DecodeError(_NAME, f"the name of an object's class is {shown(name)}")
+        entry = classes.by_name(name)
+        if entry is None:
+            raise ForbiddenTypeError(
+                _NAME, f"class {shown(name)} is not registered on this rank; use objcomm.register"
+            )
+        return entry.decode(state)
+
+
+# By functions: see ``_LOWER_BY_TYPE``.
+_RAISE: dict[str, Callable[..., Any]] = {
+    "tuple": lambda _, *members: members,
+    "buffer": _Decoder._raise_buffer,  # noqa: SLF001  # part of that class
+    "tensor": _Decoder._raise_tensor,  # noqa: SLF001  # likewise
+    "sparse": _Decoder._raise_sparse,  # noqa: SLF001  # likewise
+    "ndarray": _Decoder._raise_array,  # noqa: SLF001  # likewise
+    "dict": _Decoder._raise_dict,  # noqa: SLF001  # likewise
+    "set": _Decoder._raise_set,  # noqa: SLF001  # likewise
+    "frozenset": _Decoder._raise_frozenset,  # noqa: SLF001  # likewise
+    "object": _Decoder._raise_object,  # noqa: SLF001  # likewise
+    "scalar": lambda _, dtype, raw: tensors.rebuild_scalar(
+        array_dtypes.array_dtype_named(dtype), raw
+    ),
+    "dtype": lambda _, name: array_dtypes.array_dtype_named(name),
+    "exception": lambda _, *parts: raise_exception(*parts),
+}

@@ -1,0 +1,320 @@
+"""The ``pickle`` codec: anything that Python can pickle, and more.
+
+Protocol 5, with the memory of tensors, arrays and large ``bytes`` out of band. Each class or
+function goes by reference where the receiver can import it, and by value, through cloudpickle,
+only where it can't; that is decided member by member, so that ``isinstance`` holds for the rest.
+
+Decoding runs code that the sender chose, unless ``allow=`` says what it may name. See
+``docs/guide/security.md`` before using it between processes that do not trust each other.
+"""
+
+import abc
+import dataclasses
+import importlib
+import pickle
+import struct
+import sys
+import types
+import typing
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from objcomm._codecs import array_dtypes, restricted, tensors
+from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
+from objcomm._codecs.buffers import Buffer, BufferKind, duplicate, view
+from objcomm._config import settings
+from objcomm.errors import EncodeError, name_of, text_of
+
+_NAME = "pickle"
+
+# Opcodes of protocol 5, from pickletools. The pickler writes a large object's opcode and length,
+# then hands the object itself to its file: what stands before it is all that must be recognised.
+_LARGE_OBJECT: dict[type, tuple[tuple[bytes, struct.Struct], ...]] = {
+    bytes: ((b"B", struct.Struct("<I")), (b"\x8e", struct.Struct("<Q"))),
+    bytearray: ((b"\x96", struct.Struct("<Q")),),
+}
+_NEXT_BUFFER = b"\x97"
+_FRAME = b"\x95"
+_FRAME_LENGTH = struct.Struct("<Q")
+
+# What plain pickle refuses and cloudpickle knows, besides functions and classes. Open files are
+# left out on purpose: cloudpickle would send their content.
+_BY_VALUE = frozenset(
+    {
+        types.ModuleType,
+        types.CodeType,
+        types.CellType,
+        types.MappingProxyType,
+        types.GetSetDescriptorType,
+        typing.TypeVar,
+        type(dataclasses._FIELD),  # type: ignore[attr-defined]  # noqa: SLF001  # known by identity
+        property,
+        classmethod,
+        staticmethod,
+        type({}.keys()),
+        type({}.values()),
+        type({}.items()),
+        type(OrderedDict().keys()),
+        type(OrderedDict().values()),
+        type(OrderedDict().items()),
+        abc.abstractclassmethod,
+        abc.abstractstaticmethod,
+        abc.abstractproperty,
+        weakref.WeakSet,
+    }
+)
+# Pickle writes these three by a rule of its own.
+_SINGLETON_TYPES = (type(None), type(...), type(NotImplemented))
+
+
+class PickleCodec:
+    """See the module."""
+
+    name = _NAME
+
+    def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
+        """Pickle ``obj``; what can't be pickled is named with its path."""
+        sink = _Sink()
+        try:
+            _Pickler(sink, device_type).dump(obj)
+        except Exception as error:
+            path, culprit = blame(obj, _can_pickle)
+            kind = name_of(type(culprit), "__qualname__")
+            raise EncodeError(_NAME, kind, path, text_of(error)) from error
+        return Encoded(b"".join(sink.parts), sink.buffers)
+
+    def copy(self, obj: object) -> Any:
+        """An independent copy of ``obj`` for this process itself.
+
+        What would travel by value is the very same object here: rebuilding a class by value in the
+        process that has it would write over its attributes.
+        """
+        kept: list[Any] = []
+        sink = _Sink()
+        _Pickler(sink, None, kept).dump(obj)
+        token = _kept.set(kept)
+        try:
+            owners = [duplicate(buffer).owner for buffer in sink.buffers]
+            return pickle.loads(b"".join(sink.parts), buffers=owners)  # noqa: S301  # its own
+        finally:
+            _kept.reset(token)
+
+    def decode(
+        self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+    ) -> Any:
+        """Unpickle; an error of any ``__setstate__`` comes out as it is."""
+        in_force = settings()
+        token = tensors.landing.set(tensors.Landing(device))
+        try:
+            if in_force.allow is not None:
+                return restricted.loads(meta, buffers, in_force.allow, in_force.max_depth)
+            return pickle.loads(meta, buffers=buffers)  # noqa: S301  # what this codec is for
+        finally:
+            tensors.landing.reset(token)
+
+
+#: While a copy is made: the members that it shares with what it is a copy of.
+_kept: ContextVar[list[Any]] = ContextVar("objcomm_kept")
+
+
+def _kept_at(position: int) -> Any:
+    return _kept.get()[position]
+
+
+class _Sink:
+    """The pickler's file: keeps the stream's parts, and large objects as buffers beside it."""
+
+    __slots__ = ("buffers", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.buffers: list[Buffer] = []
+
+    def write(self, chunk: Any) -> None:
+        """Take the next part of the stream.
+
+        A frame of the stream is never taken for a large object: it is no ``bytearray``, and
+        begins with its own opcode and length.
+        """
+        kind = type(chunk)
+        if kind not in _LARGE_OBJECT:
+            chunk = bytes(chunk)  # a view of a string's encoding, which ends with this call
+        elif len(chunk) >= OUT_OF_BAND_FROM_NBYTES and self.parts and not _is_frame(chunk):
+            before = self.parts[-1]
+            for opcode, length in _LARGE_OBJECT[kind]:
+                announced = opcode + length.pack(len(chunk)) if _fits(length, chunk) else None
+                if announced and before.endswith(announced):
+                    self.parts[-1] = before[: -len(announced)] + _NEXT_BUFFER
+                    made = BufferKind.BYTES if kind is bytes else BufferKind.BYTEARRAY
+                    locked = memoryview(chunk)  # nobody can resize a bytearray meanwhile
+                    self.buffers.append(Buffer(made, locked, view(locked)))
+                    return
+        self.parts.append(chunk)
+
+    def take(self, buffer: pickle.PickleBuffer) -> None:
+        """Take the next member that pickles out of band."""
+        owner = memoryview(buffer).obj
+        if type(owner) is _Carrier:
+            self.buffers.append(owner.buffer)
+        else:
+            kept = [buffer, *tensors.resize_locks(owner)]
+            self.buffers.append(Buffer(BufferKind.MEMORY, kept, view(buffer.raw())))
+
+
+def _is_frame(chunk: bytes) -> bool:
+    header_nbytes = len(_FRAME) + _FRAME_LENGTH.size
+    return chunk[:header_nbytes] == _FRAME + _FRAME_LENGTH.pack(len(chunk) - header_nbytes)
+
+
+def _fits(length: struct.Struct, chunk: bytes) -> bool:
+    return len(chunk) < 1 << (8 * length.size)
+
+
+class _Memory:
+    """A tensor's memory as a member of its own, so that tied tensors arrive tied."""
+
+    __slots__ = ("buffer",)
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+
+class _Carrier(bytearray):
+    """Lets a ``PickleBuffer`` carry a flat tensor, which has no buffer protocol, to the sink."""
+
+    __slots__ = ("buffer",)
+    buffer: Buffer
+
+
+class _Pickler(pickle.Pickler):
+    """Decides member by member; see the module."""
+
+    def __init__(self, sink: _Sink, device_type: str | None, kept: list[Any] | None = None) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=sink.take)
+        self._kept = kept
+        self._sink = sink
+        self._device_type = device_type
+        self._memories: dict[tuple[Any, ...], _Memory] = {}
+        self._by_value: Any = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Called for every member that is not of a builtin container or scalar type."""
+        kind = type(obj)
+        if kind is _Memory:
+            carrier = _Carrier()
+            carrier.buffer = obj.buffer
+            return _same, (pickle.PickleBuffer(carrier),)
+        if issubclass(kind, torch.Tensor):
+            return self._reduce_tensor(obj)
+        if tensors.is_plain_array(obj):
+            return self._reduce_array(obj)
+        if issubclass(kind, type) or kind is types.FunctionType:
+            return NotImplemented if _is_importable(obj) else self._reduce_by_value(obj)
+        if kind in _BY_VALUE:
+            return self._reduce_by_value(obj)
+        return _reduce_dtype(obj) if kind.__module__ == "numpy.dtypes" else NotImplemented
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensors.is_plain_tensor(tensor):
+            about, flat = tensors.describe(tensor, self._device_type)
+            kind = BufferKind.TENSOR if flat.device.type == "cpu" else BufferKind.DEVICE
+            memory = self._memory(Buffer(kind, flat, flat))
+            rebuilt = _rebuild_tensor, (tuple(about), memory)
+            attributes = vars(tensor)
+            return (*rebuilt, attributes, None, None, _set_attributes) if attributes else rebuilt
+        if tensors.is_coo_tensor(tensor):
+            return tensors.rebuild_coo, tensors.describe_coo(tensor)
+        if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
+            raise TypeError(
+                "a DTensor is one shard of a distributed tensor; send its to_local() or "
+                "full_tensor()"
+            )
+        return NotImplemented  # quantised, nested, compressed and subclasses: torch's own way
+
+    def _reduce_array(self, array: Any) -> Any:
+        order, flat, owner = tensors.describe_array(array)
+        memory = self._memory(Buffer(BufferKind.TENSOR, owner, flat))
+        return tensors.rebuild_array, (memory, array.dtype, array.shape, order)
+
+    def _memory(self, buffer: Buffer) -> _Memory:
+        """One ``_Memory`` for all members over exactly the same bytes."""
+        flat = buffer.flat
+        key = (flat.device, flat.data_ptr(), flat.numel()) if flat.numel() else (id(buffer),)
+        return self._memories.setdefault(key, _Memory(buffer))
+
+    def _reduce_by_value(self, obj: Any) -> Any:
+        if self._kept is not None:
+            self._kept.append(obj)
+            return _kept_at, (len(self._kept) - 1,)
+        if self._by_value is None:
+            import cloudpickle  # noqa: PLC0415  # most streams never need it
+
+            self._by_value = cloudpickle.Pickler(self._sink)
+        reduced = self._by_value.reducer_override(obj)
+        if reduced is NotImplemented:
+            reducer = self._by_value.dispatch_table.get(type(obj))
+            return NotImplemented if reducer is None else reducer(obj)
+        return reduced
+
+
+def _is_importable(obj: Any) -> bool:
+    """Whether a receiver that imports the same modules finds the very same object by its name."""
+    if obj in _SINGLETON_TYPES:
+        return True
+    found: Any = _module(getattr(obj, "__module__", None) or "")
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def _module(name: str) -> Any:
+    """The module of that name; one that was not imported yet is, as by pickle itself."""
+    if name in sys.modules or not name:
+        return sys.modules.get(name)
+    try:
+        return importlib.import_module(name)
+    except Exception:  # noqa: BLE001  # there is none, as for classes made by a program
+        return None
+
+
+def _reduce_dtype(dtype: Any) -> Any:
+    """As plain data, where that tells all: numpy's own way sets a state that nothing checks."""
+    try:
+        name = array_dtypes.array_dtype_name(dtype)
+    except (TypeError, ValueError):
+        return NotImplemented
+    if (
+        not array_dtypes.is_told(name, dtype)
+        or dtype.metadata
+        or dtype.isalignedstruct
+        or dtype.subdtype
+    ):
+        return NotImplemented
+    return array_dtypes.array_dtype_named, (name,)
+
+
+def _same(buffer: Any) -> Any:
+    # Pickle memoizes what a call returns, but not the buffer itself.
+    return buffer
+
+
+def _rebuild_tensor(about: tuple[Any, ...], flat: torch.Tensor) -> torch.Tensor:
+    return tensors.rebuild(tensors.Dense(*about), flat)
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    # Tensor.__setstate__ takes something else.
+    vars(tensor).update(attributes)
+
+
+def _can_pickle(obj: object) -> bool:
+    try:
+        _Pickler(_Sink(), None).dump(obj)
+    except Exception:  # noqa: BLE001  # the question is only whether; the caller reports it
+        return False
+    return True

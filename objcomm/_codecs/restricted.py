@@ -1,0 +1,536 @@
+"""Unpickling that admits listed classes and functions only, for pickles of a stranger.
+
+An unpickler of Python's with its tables replaced: what a stream may name is looked up, never
+imported; only what was looked up may be called; and state may be given only to instances of an
+admitted class, so that no class, function or enum member of this process can be changed. What is
+used again and again costs a stream two bytes each time, so that work is counted. It is Python's
+slow unpickler, because the fast one can't be held to this.
+
+What an admitted class does with arguments or a state that a stranger chose is its own affair.
+"""
+
+import collections
+import copyreg
+import enum
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from objcomm._codecs import array_dtypes, tensors
+from objcomm._codecs.nesting import Budget, Spread, length_of, weight_of
+from objcomm._codecs.types import CONSTRUCTORS, check_attributes, member_of
+from objcomm.errors import DecodeError, ForbiddenTypeError, name_of, shown
+
+_NAME = "pickle"
+
+# All that this package's pickler writes. Left out: persistent ids, the extension registry, whose
+# cache would be asked before ``find_class``, and every opcode of protocols 0 and 1.
+_PLAIN_OPCODES = [
+    "PROTO",
+    "FRAME",
+    "STOP",
+    "MARK",
+    "POP",
+    "POP_MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "LONG4",
+    "BINFLOAT",
+    "SHORT_BINBYTES",
+    "BINBYTES",
+    "BINBYTES8",
+    "SHORT_BINUNICODE",
+    "BINUNICODE",
+    "BINUNICODE8",
+    "EMPTY_TUPLE",
+    "EMPTY_LIST",
+    "EMPTY_DICT",
+    "EMPTY_SET",
+    "MEMOIZE",
+    "STACK_GLOBAL",
+    "NEXT_BUFFER",
+    "READONLY_BUFFER",
+]
+
+
+def loads(
+    meta: memoryview, buffers: Sequence[Any], allow: Mapping[str, Any], max_depth: int
+) -> Any:
+    """Unpickle what names nothing but builtin types, tensors, arrays and ``allow``.
+
+    Args:
+        meta: the stream.
+        buffers: its large members.
+        allow: what it may name besides, by ``module.qualname``.
+        max_depth: how deep containers may lie in each other.
+
+    Raises:
+        ForbiddenTypeError: it names something else, or would change what is not its own.
+        DecodeError: it is nested too deep. Whatever else it raises is an error of the stream, or
+            of an admitted class.
+    """
+    unpickler = _Unpickler(meta, buffers, allow, max_depth)
+    found = unpickler.load()
+    unpickler.check_depth(found)
+    return found
+
+
+_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # see the module
+
+_STEPS_MAX = 1 << 62
+_BITS_PER_STEP = 1 << 10
+_WALKED_MAX = 1_000
+_STEPS_PER_FIELD = 20  # of a dtype
+
+
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no types
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]]
+
+    def __init__(
+        self, meta: memoryview, buffers: Sequence[Any], allow: Mapping[str, Any], max_depth: int
+    ) -> None:
+        super().__init__(io.BytesIO(meta), buffers=buffers)
+        self._nbytes = len(meta)
+        self._admitted = {**_TOOLS, **allow}
+        self._callable = {id(each) for each in self._admitted.values()}
+        self._classes = {each for each in allow.values() if isinstance(each, type)}
+        self._classes.add(collections.OrderedDict)
+        self._tools = {id(each) for each in (*_TOOLS.values(), *_CALLED.values())}
+        self._budget = Budget(_NAME, meta, buffers)
+        self._max_depth = max_depth
+        # Of each container: how deep it reaches, and how many members one meets who walks through
+        # it, where one that is a member twice counts twice.
+        self._extents: dict[int, tuple[int, int]] = {}
+        self._alive: list[Any] = []  # so that no id in ``_extents`` comes to stand for another
+        self._held: set[int] = set()  # what is a member of something, and may still grow
+        self._has_grown_late = False
+        self._spreads: dict[int, Spread] = {}
+        self._fetched: dict[tuple[int, int], int] = {}  # by the place on the stack, what
+
+    def check_depth(self, found: Any) -> None:
+        """Look again how deep ``found`` is, if anything grew that was in something else already.
+
+        As what is in a circle does, such as a child that knows its parent.
+
+        Raises:
+            DecodeError: it is too deep.
+        """
+        if not self._has_grown_late:
+            return
+        depths: dict[int, int] = {}  # of what was looked through, by how deep it reaches
+        path: list[tuple[Any, Iterator[Any], int]] = [(found, _members_of(found), 0)]
+        under_way = {id(found)}
+        while path:
+            if len(path) > self._max_depth + 1:
+                raise self._too_deep()
+            each, members, depth = path.pop()
+            for member in members:
+                if id(member) in under_way:  # a circle
+                    continue
+                known = depths.get(id(member))
+                if known is None:
+                    path += [(each, members, depth), (member, _members_of(member), 0)]
+                    under_way.add(id(member))
+                    break
+                depth = max(depth, known)
+            else:
+                under_way.discard(id(each))
+                depths[id(each)] = depth + (type(each) not in _SCALARS)
+                if depths[id(each)] + len(path) > self._max_depth:
+                    raise self._too_deep()
+                if path:
+                    outer, rest, reached = path.pop()
+                    path.append((outer, rest, max(reached, depths[id(each)])))
+
+    def _too_deep(self) -> DecodeError:
+        return DecodeError(
+            _NAME, f"it is nested deeper than {self._max_depth}; see objcomm.configure(max_depth=)"
+        )
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a stream names; a dotted name leads nowhere but to an entry of that name."""
+        found = self._admitted.get(f"{module}.{name}")
+        if found is None:
+            raise ForbiddenTypeError(
+                _NAME, f"'{module}.{name}' is not admitted; list it in allow= to admit it"
+            )
+        return found
+
+    def _nest(self, made: Any, *parts: Any) -> Any:
+        """Note how far ``made`` reaches, so that nothing recursive meets a deeper one."""
+        extents = self._extents
+        depth, steps = 0, 0
+        for part in parts:
+            if type(part) in _GROWING or type(part) in self._classes:
+                self._held.add(id(part))
+            known = extents.get(id(part))
+            if known is None:
+                steps += 1 if type(part) is not int else self._steps(part)
+            else:
+                depth, steps = max(depth, known[0]), steps + known[1]
+        depth += 1
+        if depth > self._max_depth:
+            raise self._too_deep()
+        if made is not None:
+            before = extents.get(id(made))
+            if before is None:
+                self._alive.append(made)
+                before = 1, 1
+            extents[id(made)] = max(depth, before[0]), min(steps + before[1], _STEPS_MAX)
+        return made
+
+    def _steps(self, given: Any) -> int:
+        """How much there is to walk through."""
+        known = self._extents.get(id(given))
+        if known is not None:
+            return known[1]
+        if type(given) is int:  # its hash is computed each time
+            return 1 + given.bit_length() // _BITS_PER_STEP
+        return len(given) if type(given) in {str, bytes, bytearray} else 1
+
+    def _weight(self, member: Any) -> int:
+        """How many steps it takes to compare a member of a set; one that doubles is not walked."""
+        steps = self._steps(member)
+        return steps if steps > _WALKED_MAX else weight_of(member) + steps
+
+    def _called(self, function: Any, arguments: Any, options: Mapping[str, Any]) -> None:
+        if type(arguments) is not tuple:
+            raise DecodeError(_NAME, "the arguments of a call are no tuple")
+        parts = (*arguments, *options.values())
+        # What a class of the program's does with its arguments is its own affair, but many walk
+        # through them, and a range of 20 bytes may have any length.
+        steps = len(parts) + sum(length_of(each) for each in parts if type(each) is range)
+        if id(function) in self._tools:
+            weight = _STEPS_PER_FIELD if function is array_dtypes.array_dtype_named else 1
+            steps += weight * sum(map(self._steps, parts))
+            steps += sum(map(tensors.numel_of, parts)) if function is tensors.rebuild_coo else 0
+        self._budget.spend(steps)
+        self.append(self._nest(function(*arguments, **options), *parts))
+
+    def _look_up(self, cls: enum.EnumMeta, arguments: Any) -> None:
+        """The member of an enum's class that has a value."""
+        if type(arguments) is not tuple or len(arguments) != 1:
+            raise DecodeError(_NAME, f"a {cls.__name__} is not made of one value")
+        self._budget.spend(1 + self._steps(arguments[0]))
+        if not self._is_value(arguments[0]):  # an error would show it, and that may be gigabytes
+            kind = name_of(type(arguments[0]))
+            raise DecodeError(_NAME, f"the value of a {cls.__name__} is a {kind}, which is refused")
+        self.append(self._nest(member_of(cls, arguments[0]), arguments[0]))
+
+    def _is_value(self, given: Any) -> bool:
+        kind = type(given)
+        if kind in {tuple, frozenset}:
+            return all(map(self._is_value, given))
+        is_listed = kind in self._classes or id(given) in self._callable
+        return is_listed or kind in _SCALARS or kind in {torch.dtype, torch.device}
+
+    def _make(self, cls: Any, arguments: Any, options: Mapping[str, Any]) -> None:
+        is_own = isinstance(cls, type) and cls in self._classes and cls not in _CALLED
+        if not is_own or isinstance(cls, enum.EnumMeta):  # whose members are looked up
+            raise ForbiddenTypeError(_NAME, f"a {type(cls).__name__} is made like a class")
+        self._called(lambda *given, **named: cls.__new__(cls, *given, **named), arguments, options)
+
+    def _target(self, *usual: type) -> Any:
+        """What the stream adds members to: of a ``usual`` type, or of a class of the program's.
+
+        An array, for instance, takes members from whatever names an address in memory.
+        """
+        target = self.stack[-1]
+        self._has_grown_late |= id(target) in self._held
+        kind = type(target)
+        is_named = id(target) in self._callable or isinstance(target, enum.Enum)
+        if is_named or (kind not in usual and kind not in self._classes):
+            raise ForbiddenTypeError(_NAME, f"members are added to a {name_of(kind)}")
+        if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):
+            # What holds it would become deeper, and nobody would notice.
+            raise DecodeError(_NAME, "members are added to what is a member of something else")
+        return target
+
+    def _get(self, position: int) -> None:
+        """Fetch what the stream has made before; what is being made never is in that place."""
+        self.append(self.memo[position])
+        self._fetched[len(self.metastack), len(self.stack)] = id(self.stack[-1])
+
+    def load_binget(self) -> None:
+        self._get(self.read(1)[0])
+
+    def load_long_binget(self) -> None:
+        self._get(int.from_bytes(self.read(4), "little"))
+
+    def _hashed(self, target: Any, members: Sequence[Any]) -> None:
+        """Count what it takes to make ``members`` keys of ``target``, or members of a set."""
+        # A tuple's hash is that of all it holds, found out each time.
+        self._budget.spend(sum(map(self._steps, members)))
+        spread = self._spreads.get(id(target))
+        if spread is None:
+            spread = self._spreads[id(target)] = Spread(self._budget, self._weight)
+        spread.add(members)
+
+    def load_tuple(self) -> None:
+        members = self.pop_mark()
+        self.append(self._nest(tuple(members), *members))
+
+    def load_tuple1(self) -> None:
+        self._take_last(1)
+
+    def load_tuple2(self) -> None:
+        self._take_last(2)
+
+    def load_tuple3(self) -> None:
+        self._take_last(3)
+
+    def _take_last(self, count: int) -> None:
+        members = tuple(self.stack[-count:])
+        self.stack[-count:] = [self._nest(members, *members)]
+
+    def load_frozenset(self) -> None:
+        members = self.pop_mark()
+        self._budget.spend(sum(map(self._steps, members)))
+        spread = Spread(self._budget, self._weight)
+        spread.add(members)
+        made = self._nest(frozenset(members), *members)
+        depth, steps = self._extents[id(made)]
+        self._extents[id(made)] = depth, min(steps + spread.spent, _STEPS_MAX)
+        self.append(made)
+
+    def load_append(self) -> None:
+        member = self.stack.pop()
+        self._nest(self._target(list), member).append(member)
+
+    def load_appends(self) -> None:
+        members = self.pop_mark()
+        self._nest(self._target(list), *members).extend(members)
+
+    def load_additems(self) -> None:
+        members = self.pop_mark()
+        target = self._nest(self._target(set), *members)
+        self._hashed(target, members)
+        for member in members:
+            target.add(member)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        target = self._nest(self._target(dict), key, value)
+        self._hashed(target, (key,))
+        target[key] = value
+
+    def load_setitems(self) -> None:
+        members = self.pop_mark()
+        target = self._nest(self._target(dict), *members)
+        self._hashed(target, members[::2])
+        for at in range(0, len(members), 2):
+            target[members[at]] = members[at + 1]
+
+    def load_reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if id(function) not in self._callable:
+            raise ForbiddenTypeError(_NAME, f"a {type(function).__name__} is called")
+        if isinstance(function, enum.EnumMeta):
+            self._look_up(function, arguments)
+            return
+        is_class = isinstance(function, type)
+        self._called(_CALLED.get(function, function) if is_class else function, arguments, {})
+
+    def load_newobj(self) -> None:
+        arguments, cls = self.stack.pop(), self.stack.pop()
+        self._make(cls, arguments, {})
+
+    def load_newobj_ex(self) -> None:
+        options, arguments, cls = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        self._make(cls, arguments, options)
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        kind = type(self.stack[-1])
+        if kind not in self._classes:
+            raise ForbiddenTypeError(
+                _NAME, f"a {kind.__name__} is given a state, but its class is not in allow="
+            )
+        target = self._target()
+        self._nest(target, state)
+        self._budget.spend(len(state) if type(state) in {dict, tuple} else 1)
+        if hasattr(kind, "__setstate__"):
+            target.__setstate__(state)
+            return
+        slots: dict[str, Any] = {}
+        if type(state) is tuple and len(state) == 2:  # noqa: PLR2004  # (state, slots), as pickle
+            state, slots = state
+        state, slots = state or {}, slots or {}
+        for each in (state, slots):
+            if type(each) is not dict or not all(type(name) is str for name in each):
+                raise DecodeError(_NAME, f"the state of a {kind.__name__} has no names")
+        check_attributes(state)
+        if kind is collections.OrderedDict and any(hasattr(kind, name) for name in state | slots):
+            raise ForbiddenTypeError(_NAME, "an OrderedDict's own methods are set")
+        vars(target).update(state)
+        for name, value in slots.items():
+            if name.startswith("__") and name.endswith("__"):
+                raise ForbiddenTypeError(_NAME, f"the state of a {kind.__name__} sets {name!r}")
+            setattr(target, name, value)
+
+    def load_bytearray8(self) -> None:
+        nbytes = int.from_bytes(self.read(8), "little")
+        if nbytes > self._nbytes:
+            raise DecodeError(_NAME, f"it announces a bytearray of {nbytes} bytes")
+        self.append(bytearray(self.read(nbytes)))
+
+
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+_GROWING = frozenset({list, dict, set, collections.OrderedDict})
+
+
+def _members_of(each: Any) -> Iterator[Any]:
+    """What one meets who walks through ``each``."""
+    kind = type(each)
+    if kind in _SCALARS:
+        return
+    if issubclass(kind, (list, tuple, set, frozenset, collections.deque)):
+        yield from each
+    elif kind is slice:
+        yield from (each.start, each.stop, each.step)
+    elif issubclass(kind, dict):
+        yield from each.keys()
+        yield from each.values()
+    state = getattr(each, "__dict__", None)
+    if type(state) is dict:
+        yield from state.values()
+    for name in copyreg._slotnames(kind):  # type: ignore[attr-defined]  # noqa: SLF001  # as pickle does
+        yield getattr(each, name, None)
+
+
+def _check_memory(flat: Any) -> None:
+    # Another tensor might be expanded, and take gigabytes where it is moved.
+    if not (tensors.is_plain_tensor(flat) and flat.dtype is torch.uint8 and flat.dim() == 1):
+        raise DecodeError(_NAME, f"a {name_of(type(flat))} is no memory of a tensor or an array")
+    if not flat.is_contiguous():
+        raise DecodeError(_NAME, "the memory of a tensor or an array is not in one piece")
+
+
+def _tensor(about: Any, flat: Any) -> torch.Tensor:
+    if type(about) is not tuple:
+        raise DecodeError(_NAME, "a tensor is not made of a description and memory")
+    _check_memory(flat)
+    return tensors.rebuild(tensors.Dense(*about), flat)
+
+
+def _array(flat: Any, *about: Any) -> Any:
+    _check_memory(flat)
+    return tensors.rebuild_array(flat, *about)
+
+
+def _scalar(dtype: Any, raw: Any) -> Any:
+    import numpy as np  # noqa: PLC0415  # numpy is optional
+
+    if not isinstance(dtype, np.dtype) or dtype.hasobject:
+        raise DecodeError(_NAME, "a numpy scalar is not made of a dtype and bytes")
+    return tensors.rebuild_scalar(dtype, raw)
+
+
+def _set_attributes(tensor: Any, attributes: Any) -> None:
+    if not isinstance(tensor, torch.Tensor) or type(attributes) is not dict:
+        raise DecodeError(_NAME, "attributes are set on what is no tensor")
+    for name in attributes:
+        if type(name) is not str or hasattr(torch.Tensor, name):
+            raise ForbiddenTypeError(_NAME, f"a tensor's own {shown(name)} is set")
+    check_attributes(attributes)
+    vars(tensor).update(attributes)
+
+
+def _sizes(sizes: Any) -> Any:
+    if type(sizes) is not tuple:  # a range would be walked to its end
+        raise DecodeError(_NAME, "a torch.Size is not made of a tuple")
+    return CONSTRUCTORS["torch.Size"](*sizes)
+
+
+def _ordered() -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict()
+
+
+def _same(buffer: Any) -> Any:
+    return buffer
+
+
+#: What every stream may name, by the name it has there.
+_TOOLS: dict[str, Any] = {
+    **{f"builtins.{each.__name__}": each for each in (complex, range, slice)},
+    "builtins.Ellipsis": ...,
+    "builtins.NotImplemented": NotImplemented,
+    "collections.OrderedDict": collections.OrderedDict,
+    "torch.device": torch.device,
+    "torch.Size": torch.Size,
+    **{str(each): each for each in tensors.DTYPES.values()},
+    "objcomm._codecs.array_dtypes.array_dtype_named": array_dtypes.array_dtype_named,
+    "objcomm._codecs.tensors.array_dtype_named": array_dtypes.array_dtype_named,
+    "objcomm._codecs.tensors.rebuild_array": _array,
+    "objcomm._codecs.tensors.rebuild_coo": tensors.rebuild_coo,
+    "objcomm._codecs.pickle5._rebuild_tensor": _tensor,
+    "objcomm._codecs.pickle5._same": _same,
+    "objcomm._codecs.pickle5._set_attributes": _set_attributes,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray.scalar": _scalar,
+}
+
+#: What is called in the place of a class that every stream may name.
+_CALLED: dict[type, Callable[..., Any]] = {
+    complex: CONSTRUCTORS["complex"],
+    range: CONSTRUCTORS["range"],
+    slice: CONSTRUCTORS["slice"],
+    collections.OrderedDict: _ordered,
+    torch.device: CONSTRUCTORS["torch.device"],
+    torch.Size: _sizes,
+}
+
+
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    """By their bytes; any other one is refused by its name."""
+
+    def __missing__(self, opcode: int) -> Callable[[Any], None]:
+        raise ForbiddenTypeError(
+            _NAME, f"the opcode {_OPCODE_NAMES.get(opcode, opcode)} stands in it"
+        )
+
+
+_OPCODE_NAMES = {
+    getattr(pickle, name)[0]: name
+    for name in pickle.__all__
+    if name.isupper() and type(getattr(pickle, name)) is bytes
+}
+
+_Unpickler.dispatch = _Opcodes(
+    {
+        **{
+            getattr(pickle, name)[0]: _PythonUnpickler.dispatch[getattr(pickle, name)[0]]
+            for name in _PLAIN_OPCODES
+        },
+        **{
+            getattr(pickle, name)[0]: getattr(_Unpickler, f"load_{name.lower()}")
+            for name in [
+                "TUPLE",
+                "TUPLE1",
+                "TUPLE2",
+                "TUPLE3",
+                "FROZENSET",
+                "APPEND",
+                "APPENDS",
+                "ADDITEMS",
+                "SETITEM",
+                "SETITEMS",
+                "REDUCE",
+                "NEWOBJ",
+                "NEWOBJ_EX",
+                "BUILD",
+                "BYTEARRAY8",
+                "BINGET",
+                "LONG_BINGET",
+            ]
+        },
+    }
+)

@@ -1,0 +1,347 @@
+"""Tensors and arrays as plain attributes and flat memory, for every codec.
+
+Only viewed elements travel: one row of a large matrix costs one row. Values, dtype, shape, dense
+strides, ``requires_grad`` and the type of device arrive as they were; a device's index does not,
+because the sender's ``cuda:1`` means nothing on the receiver.
+"""
+
+import math
+import re
+import weakref
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from objcomm._codecs.array_dtypes import (
+    DIMENSIONS_MAX,
+    array_dtype_named,  # noqa: F401  # streams of before name it here
+)
+from objcomm._codecs.buffers import at_address
+from objcomm.errors import DecodeError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Landing:
+    """Where one message's tensors go."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        """Begin.
+
+        Args:
+            device: where ``Codec.decode`` wants them; on devices of their own types if None.
+        """
+        self._device = device
+        self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def land(self, flat: torch.Tensor, device_type: str) -> torch.Tensor:
+        """A piece of memory where it belongs; moved once, so that tied tensors stay tied.
+
+        Raises:
+            DecodeError: this rank has no such device.
+        """
+        device = self._device or torch.device(device_type)
+        if flat.device.type == device.type and device.index in (None, flat.device.index):
+            return flat
+        key = id(flat), device
+        if key not in self._moved:
+            try:
+                self._moved[key] = flat, flat.to(device)
+            except (RuntimeError, AssertionError) as error:
+                reason = f"a tensor belongs on device {str(device)!r}, which this rank cannot use"
+                raise DecodeError("tensor", f"{reason} ({error}); pass another device=") from error
+        return self._moved[key][1]
+
+
+#: The message's that is decoded, for the functions that a pickle calls by name.
+landing: ContextVar[Landing | None] = ContextVar("objcomm_landing", default=None)
+
+#: By name, so that a stream can name nothing but a dtype.
+DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The inverse of ``dtype_name``.
+
+    Raises:
+        DecodeError: this torch has no such dtype.
+    """
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise DecodeError("tensor", f"this torch has no dtype {name!r}")
+    return dtype
+
+
+_NUMEL_MAX = (1 << 63) - 1
+_INTEGERS = frozenset({int})
+_USUAL_DEVICE_TYPES = frozenset({"cpu", "cuda", "meta", "mps", "xpu"})
+_DEVICE_TYPE = re.compile("[a-z][a-z0-9_]{0,31}")
+
+
+class Dense(NamedTuple):
+    """All of a strided tensor but its elements; every field is plain data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None  # dimensions by falling stride; None means C order
+    expanded: tuple[int, ...] | None  # the shape before stride-0 dimensions were dropped
+    device_type: str
+    requires_grad: bool
+    is_parameter: bool
+
+
+def is_plain_tensor(obj: object) -> bool:
+    """Whether this module carries ``obj`` by itself: strided, no subclass but Parameter."""
+    return (
+        type(obj) in (torch.Tensor, torch.nn.Parameter)
+        and obj.layout is torch.strided  # type: ignore[attr-defined]  # a tensor by its type
+        and not obj.is_quantized  # type: ignore[attr-defined]
+        and not obj.is_nested  # type: ignore[attr-defined]
+    )
+
+
+def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torch.Tensor]:
+    """Split a plain tensor into its description and a flat ``uint8`` view of its elements.
+
+    Args:
+        tensor: see ``is_plain_tensor``.
+        device_type: elements on such a device stay there; all others end on the CPU.
+
+    Returns:
+        The description, and the elements in the description's order: the tensor's own memory where
+        it is dense, a compact copy where it is not. A meta tensor has no elements.
+    """
+    elements = tensor.detach()
+    expanded = None
+    if 0 in elements.stride() and elements.numel() > 0:
+        expanded = tuple(elements.shape)
+        for dim, stride in enumerate(elements.stride()):
+            if stride == 0:
+                elements = elements.narrow(dim, 0, 1)
+    elements = elements.resolve_conj().resolve_neg()
+    order = None
+    if not elements.is_contiguous():
+        by_stride = sorted(range(elements.dim()), key=elements.stride, reverse=True)
+        permuted = elements.permute(by_stride)
+        if permuted.is_contiguous():
+            elements, order = permuted, tuple(by_stride)
+    about = Dense(
+        dtype_name(tensor.dtype),
+        tuple(elements.shape),
+        order,
+        expanded,
+        tensor.device.type,
+        tensor.requires_grad,
+        isinstance(tensor, torch.nn.Parameter),
+    )
+    if tensor.is_meta:
+        return about, torch.empty(0, dtype=torch.uint8, device="cpu")
+    if tensor.device.type not in ("cpu", device_type):
+        elements = elements.cpu()
+    # ``as_strided``: a one-element view may have any stride, which ``view`` would keep.
+    compact = elements.contiguous().as_strided((elements.numel(),), (1,))
+    return about, compact.view(torch.uint8)
+
+
+def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``describe`` saw, over the memory ``flat``.
+
+    Raises:
+        DecodeError: dtype or sizes make no sense, or its device does not exist here.
+    """
+    _check(about)
+    dtype = dtype_named(about.dtype)
+    with torch.inference_mode(mode=False):
+        if about.device_type == "meta":
+            tensor = torch.empty(about.shape, dtype=dtype, device="meta")
+        else:
+            landed = (landing.get() or Landing(None)).land(flat, about.device_type)
+            tensor = landed.view(dtype).view(about.shape)
+        if about.order is not None:
+            inverse = sorted(range(len(about.order)), key=about.order.__getitem__)
+            tensor = tensor.permute(inverse)
+        if about.expanded is not None:
+            tensor = tensor.expand(about.expanded)
+        if about.is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad=about.requires_grad)
+        return tensor.requires_grad_(about.requires_grad) if about.requires_grad else tensor
+
+
+def _check(about: Any) -> None:
+    """Refuse a description that torch might walk to its end, or multiply."""
+    is_plain = (
+        type(about.dtype) is str
+        and type(about.requires_grad) is bool
+        and type(about.is_parameter) is bool
+        and type(about.device_type) is str
+        and (about.device_type in _USUAL_DEVICE_TYPES or _DEVICE_TYPE.fullmatch(about.device_type))
+    )
+    if not is_plain:
+        raise DecodeError("tensor", "its description is no plain data")
+    check_shape("tensor", about.shape)
+    if about.expanded is not None:
+        check_shape("tensor", about.expanded)
+    order = about.order
+    if order is not None and (
+        type(order) is not tuple
+        or not all(type(each) is int for each in order)
+        or sorted(order) != list(range(len(about.shape)))
+    ):
+        raise DecodeError("tensor", "the order of its dimensions is none")
+
+
+def check_shape(what: str, shape: Any) -> None:
+    """Refuse a shape with which nothing can be made.
+
+    Raises:
+        DecodeError: it is no tuple of sizes, or has too many of them, or they are too large.
+    """
+    if type(shape) is not tuple or len(shape) > DIMENSIONS_MAX:
+        raise DecodeError(what, f"its shape is no tuple of up to {DIMENSIONS_MAX} sizes")
+    if not _INTEGERS.issuperset(map(type, shape)) or min(shape, default=0) < 0:
+        raise DecodeError(what, "its shape has sizes that make no sense")
+    # As if no size were 0: some code multiplies before it looks.
+    if max(shape, default=0) > _NUMEL_MAX or math.prod(filter(None, shape)) > _NUMEL_MAX:
+        raise DecodeError(what, "its shape has more elements than there can be")
+
+
+def is_coo_tensor(obj: object) -> bool:
+    """Whether ``obj`` is a sparse tensor of coordinates, which two plain tensors make up."""
+    return type(obj) is torch.Tensor and obj.layout is torch.sparse_coo
+
+
+def numel_of(part: Any) -> int:
+    """How many elements a member has, if it is a tensor."""
+    return part.numel() if isinstance(part, torch.Tensor) else 0
+
+
+def describe_coo(
+    tensor: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], bool, bool]:
+    """What ``rebuild_coo`` takes; a tensor that was not coalesced stays so."""
+    return (
+        tensor._indices().contiguous(),  # noqa: SLF001  # indices() refuses uncoalesced ones
+        tensor._values().contiguous(),  # noqa: SLF001  # likewise
+        tuple(tensor.shape),
+        tensor.is_coalesced(),
+        tensor.requires_grad,
+    )
+
+
+def rebuild_coo(
+    indices: Any, values: Any, shape: Any, is_coalesced: Any, requires_grad: Any
+) -> torch.Tensor:
+    """The tensor that ``describe_coo`` saw.
+
+    Raises:
+        DecodeError: its parts are not those of a sparse tensor.
+    """
+    check_shape("tensor", shape)
+    parts = (indices, values)
+    # Expanded, a few bytes would be the indices of billions of elements, and torch looks at each.
+    if not all(is_plain_tensor(part) and part.is_contiguous() for part in parts):
+        raise DecodeError("tensor", "a sparse tensor is not made of two dense ones")
+    if type(is_coalesced) is not bool or type(requires_grad) is not bool:
+        raise DecodeError("tensor", "its description is no plain data")
+    if indices.is_meta or values.is_meta:
+        raise DecodeError("tensor", "a sparse tensor is not made of tensors without elements")
+    tensor = torch.sparse_coo_tensor(
+        indices,
+        values,
+        shape,
+        device=values.device,
+        is_coalesced=is_coalesced,
+        check_invariants=True,
+    )
+    return tensor.requires_grad_(requires_grad)
+
+
+def is_plain_array(obj: object) -> bool:
+    """Whether ``obj`` is exactly a ``numpy.ndarray`` of plain memory, without importing numpy."""
+    kind = type(obj)
+    return (
+        kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not obj.dtype.hasobject  # type: ignore[attr-defined]  # an ndarray by its type
+    )
+
+
+def describe_array(array: "np.ndarray[Any, Any]") -> tuple[str, torch.Tensor, Any]:
+    """Split an array into its memory order, a flat view of its elements, and their owner.
+
+    Returns:
+        ``"C"`` or ``"F"``; the flat view, a compact copy where the array was not contiguous; and
+        what keeps that memory alive.
+    """
+    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    owner = array if array.flags.forc else array.copy(order="C")
+    if not owner.nbytes:
+        return order, torch.empty(0, dtype=torch.uint8, device="cpu"), owner
+    kept = [owner, *resize_locks(owner)]
+    if not owner.flags.writeable:  # torch.from_numpy warns of those
+        address = owner.__array_interface__["data"][0]
+        return order, at_address(address, owner.nbytes, owner), kept
+    return order, torch.from_numpy(owner.ravel("K").view("u1")), kept
+
+
+def resize_locks(owner: Any) -> list[Any]:
+    """What keeps numpy from moving an array's memory, and that of the array that it views.
+
+    ``ndarray.resize(refcheck=False)`` frees memory that others hold, buffer exports included, which
+    ends the process if it travels just then; but it refuses an array with a weak reference.
+
+    Args:
+        owner: any object; only arrays have such locks.
+    """
+    locks = []
+    while ("numpy", "ndarray") in [
+        (each.__module__, each.__name__) for each in type(owner).__mro__
+    ]:
+        locks.append(weakref.ref(owner))
+        owner = owner.base
+    return locks
+
+
+def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np.ndarray[Any, Any]":
+    """The array that ``describe_array`` saw, over the memory ``flat``: writable and aligned.
+
+    Raises:
+        DecodeError: the sizes do not agree, or the dtype holds Python objects.
+    """
+    import numpy as np  # noqa: PLC0415  # numpy is optional
+
+    check_shape("array", shape)
+    is_order = type(order) is str and order in {"C", "F"}
+    if not is_order or not isinstance(dtype, np.dtype):
+        raise DecodeError("array", "it is not made of a dtype and an order")
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
+        raise DecodeError("array", f"{flat.numel()} bytes are no {dtype} array of shape {shape}")
+    if flat.numel() == 0 and not dtype.itemsize:
+        # As a view, because numpy would give texts of no length room for one letter each.
+        return np.ndarray(shape, dtype, buffer=b"", order=order)
+    if flat.numel() == 0:
+        return np.empty(shape, dtype, order)
+    return np.ndarray(shape, dtype, buffer=flat.numpy(), order=order)
+
+
+def rebuild_scalar(dtype: "np.dtype[Any]", raw: Any) -> Any:
+    """A numpy scalar from its ``tobytes()``.
+
+    Raises:
+        DecodeError: the bytes are not as many as the dtype has, which might be gigabytes.
+    """
+    import numpy as np  # noqa: PLC0415  # numpy is optional
+
+    if type(raw) is not bytes or dtype.itemsize != len(raw):
+        raise DecodeError("array", f"what arrived is no {dtype} scalar")
+    # Empty text has items of no bytes, which frombuffer refuses.
+    return np.frombuffer(raw, dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]

@@ -1,0 +1,344 @@
+"""From all ranks to one, or to all, and what one rank makes of it: ``gather``, ``all_gather``.
+
+A function whose name ends in ``_in`` is the first step of a call that was entered: it encodes. What
+it returns is the second, to be called on the spot or given to ``call.run``. Others build on it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar, Unpack, overload
+
+from objcomm._algorithms import routes
+from objcomm._algorithms.exchange import Exchange
+from objcomm._calls.call import Call
+from objcomm._calls.work import Work
+from objcomm._config import Allowed, DeviceLike, GroupLike, ShownOptions, Timeout
+from objcomm._wire.header import Operation
+from objcomm._wire.message import Message
+
+T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@overload
+def gather(
+    obj: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[ShownOptions],
+) -> list[T] | Any: ...
+@overload
+def gather(
+    obj: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: Literal[True],
+    **options: Unpack[ShownOptions],
+) -> Work[list[T] | Any]: ...
+@overload
+def gather(
+    obj: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    async_op: bool,
+    **options: Unpack[ShownOptions],
+) -> list[T] | Work[list[T] | Any] | Any: ...
+def gather(
+    obj: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    device: DeviceLike = None,
+    confirm: bool = False,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+    progress: bool = False,
+    async_op: bool = False,
+) -> list[T] | Work[list[T] | Any] | Any:
+    """Collect one object from every rank onto one.
+
+    Every rank of ``group`` must call this. Each contribution travels at its own size. A rank that
+    only sends returns when its contribution was taken, which may be before ``dst`` calls.
+
+    Args:
+        obj: this rank's contribution.
+        dst: global rank that receives.
+        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+        codec: what encodes this rank's contribution.
+        device: where tensors inside received objects shall lie.
+        confirm: make every rank wait, and raise, if any contribution was missing or unreadable.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
+        progress: let the group's first rank show a bar of the bytes that it receives, or sends
+            where another rank is the destination; as in ``objcomm.broadcast``.
+        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
+            ``obj`` must not change before its ``wait`` returns.
+
+    Returns:
+        On the destination one object per rank, in the order of group ranks; its own is the
+        identical one. ``None`` elsewhere.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        NotInGroupError: this rank is no member of ``group``.
+        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
+            traffic.
+        CollectiveError: some rank could not encode its object. The destination and that rank.
+        DecodeError: an object could not be rebuilt. The destination, after the traffic.
+        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
+            next call.
+        TransportTimeout: the limit passed. Every rank that still waited.
+        TransportError: a rank died. Every rank that waited for it.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.gather({"rank": 0, "correct": 41})
+        [{'rank': 0, 'correct': 41}]
+    """
+    with Call(
+        Operation.GATHER,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        device=device,
+        global_root=dst,
+        group_root=group_dst,
+        root_argument="dst",
+        has_root=True,
+        confirm=confirm,
+        accept=accept,
+        allow=allow,
+        progress=progress,
+        async_op=async_op,
+    ) as call:
+        return call.run(gather_in(call, lambda: obj))
+
+
+@overload
+def all_gather(
+    obj: T,
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[ShownOptions],
+) -> list[T]: ...
+@overload
+def all_gather(
+    obj: T,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[ShownOptions],
+) -> Work[list[T]]: ...
+@overload
+def all_gather(
+    obj: T,
+    *,
+    async_op: bool,
+    **options: Unpack[ShownOptions],
+) -> list[T] | Work[list[T]]: ...
+def all_gather(
+    obj: T,
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    device: DeviceLike = None,
+    confirm: bool = False,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+    progress: bool = False,
+    async_op: bool = False,
+) -> list[T] | Work[list[T]]:
+    """Collect one object from every rank onto every rank.
+
+    Every rank of ``group`` must call this. Each contribution travels at its own size.
+
+    Args:
+        obj: this rank's contribution.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+        codec: what encodes this rank's contribution.
+        device: where tensors inside received objects shall lie.
+        confirm: wait until every rank has decoded, and raise everywhere if one could not.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
+        progress: let the group's first rank show a bar of the bytes that it receives, and of its
+            own as they reach all others; as in ``objcomm.broadcast``.
+        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
+            ``obj`` must not change before its ``wait`` returns.
+
+    Returns:
+        One object per rank, in the order of group ranks; this rank's own is the identical one.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        NotInGroupError: this rank is no member of ``group``.
+        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
+            traffic.
+        CollectiveError: some rank could not encode its object. Every rank.
+        DecodeError: an object could not be rebuilt. That rank only; later calls work.
+        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
+            next call.
+        TransportTimeout: the limit passed. Every rank that still waited.
+        TransportError: a rank died. Every rank that waited for it.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.all_gather("shard-0.parquet")
+        ['shard-0.parquet']
+    """
+    with Call(
+        Operation.ALL_GATHER,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        device=device,
+        confirm=confirm,
+        accept=accept,
+        allow=allow,
+        progress=progress,
+        async_op=async_op,
+    ) as call:
+        return call.run(all_gather_in(call, obj))
+
+
+def gather_in(call: Call, produce: Callable[[], T]) -> Callable[[], list[T] | None]:
+    """``gather`` for a call that was already begun.
+
+    Args:
+        call: the call.
+        produce: gives this rank's contribution; an error travels as this rank's failure.
+    """
+    if call.is_alone:
+        return lambda: [call.alone(produce)]
+    own: list[T] = []
+    mine = call.message(lambda: kept(own, produce()))
+
+    def rest() -> list[T] | None:
+        with call.traffic() as exchange:
+            messages = routes.gather(exchange, mine, call.root)
+        with call.confirmation():
+            call.raise_failures(messages or ())
+            return None if messages is None else decode_others(call, messages, *own)
+
+    return rest
+
+
+def kept(place: list[T], value: T) -> T:
+    """Keep what a callback returned: its own rank gets the object itself, no copy."""
+    place.append(value)
+    return value
+
+
+def _is_any(_: object) -> bool:
+    return True
+
+
+def decide_in(
+    call: Call,
+    produce: Callable[[], A],
+    decide: Callable[[list[A]], B],
+    *,
+    is_part: Callable[[Any], bool] = _is_any,
+    is_answer: Callable[[Any], bool] = _is_any,
+) -> Callable[[], B]:
+    """Let one rank compute something of all ranks' contributions, for all.
+
+    Args:
+        call: the call.
+        produce: gives this rank's contribution; an error travels as this rank's failure.
+        decide: called on the group's first rank with all contributions in rank order, once and
+            only if every rank has one. What it raises is raised on all ranks; a
+            ``DisagreementError`` in the name of the ranks that it blames.
+        is_part: whether an object can be what another rank's ``produce`` gave.
+        is_answer: whether it can be what ``decide`` gave on the first rank.
+    """
+    if call.is_alone:
+        return partial(call.alone, lambda: decide([produce()]))
+    own: list[A] = []
+    shared: list[B] = []
+    mine = call.message(lambda: kept(own, produce()))
+
+    def answer(messages: list[Message]) -> B:
+        return kept(shared, decide(decode_others(call, messages, *own, is_part=is_part)))
+
+    def rest() -> B:
+        with call.traffic() as exchange:
+            message = answered(call, exchange, mine, answer)
+        call.raise_failures([message])
+        result: B = shared[0] if shared else call.decode_as(message, is_answer, "such answer")
+        return result
+
+    return rest
+
+
+def answered(
+    call: Call,
+    exchange: Exchange,
+    mine: Message,
+    decide: Callable[[list[Message]], object],
+    hub: int = routes.HUB,
+) -> Message:
+    """One rank's answer to the messages of all; every rank calls this in its traffic.
+
+    Args:
+        call: the call.
+        exchange: its traffic.
+        mine: this rank's message.
+        decide: gives the answer; called on ``hub`` with all messages in rank order, and only if
+            none of them tells of a failure. An error of it travels instead: as that rank's, or, a
+            ``DisagreementError`` or ``DifferenceError``, as that of the ranks that it blames.
+        hub: which rank; the same on all.
+    """
+    messages = routes.gather(exchange, mine, hub)
+    answer = None
+    if messages is not None:
+        answer = call.failures(messages) or call.message(lambda: decide(messages), messages)
+    return routes.broadcast(exchange, answer, hub)
+
+
+def decode_others(
+    call: Call,
+    messages: Sequence[Message],
+    own: T,
+    *,
+    is_part: Callable[[Any], bool] = _is_any,
+) -> list[T]:
+    """The objects of all ranks, this rank's own being the identical one."""
+    return [
+        own if rank == call.rank else call.decode_as(message, is_part, "such part")
+        for rank, message in enumerate(messages)
+    ]
+
+
+def all_gather_in(
+    call: Call, obj: T, check: Callable[[T], T] = lambda obj: obj
+) -> Callable[[], list[T]]:
+    """``all_gather`` for a call that was already begun.
+
+    Args:
+        call: the call.
+        obj: this rank's contribution.
+        check: returns it, or raises; an error travels as this rank's failure.
+    """
+    if call.is_alone:
+        return lambda: [call.alone(lambda: check(obj))]
+    mine = call.message(lambda: check(obj))
+
+    def rest() -> list[T]:
+        with call.traffic() as exchange:
+            messages = routes.all_gather(exchange, mine)
+        with call.confirmation():
+            call.raise_failures(messages)
+            return decode_others(call, messages, obj)
+
+    return rest

@@ -1,0 +1,303 @@
+"""What joins some ranks of one group for all of its life: one mesh after another.
+
+Lets one call at a time in on each lane, and renews the mesh after a verdict that all ranks outlive.
+A group has one channel for all of its ranks, and one for each pair that sends from rank to rank:
+the two need nobody else to be there, and what ends their connections ends nobody else's.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import contextlib
+import functools
+import threading
+from typing import TYPE_CHECKING
+
+from objcomm._failures.mesh import Mesh
+from objcomm._failures.noticeboard import Board, StoreSilentError
+from objcomm._failures.verdict import DESTROYED, Cause, Verdict
+from objcomm._failures.watchdog import FAREWELL_SECONDS, board_thread_of, end_elsewhere, watch
+from objcomm._transport.lane import IN_TURNS, Lane
+from objcomm._transport.link import LANE_BITS, Deadline
+from objcomm._wire.header import fingerprint
+from objcomm._world import is_alive, store_of
+from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch.distributed as dist
+
+    from objcomm._observe.history import CallRecord, History
+    from objcomm._transport.threads import TicketQueue
+
+
+class Channel:
+    """See the module; every method may be called from any thread.
+
+    Attributes:
+        members: the ranks that it joins, as ranks within the group.
+        global_ranks: the same as global ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        process_group: Callable[[], dist.ProcessGroup],
+        world: Callable[[], dist.ProcessGroup],
+        ranks: tuple[int, ...],
+        rank: int,
+        members: tuple[int, ...],
+        history: History,
+        whole: Channel | None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            name: the group's, or that of some of its ranks; the same on each of them.
+            process_group: the user's group; raises UsageError once it was destroyed.
+            world: the group of all ranks.
+            ranks: the group's global ranks.
+            rank: this process's rank within the group.
+            members: the ranks to join, as ranks within the group.
+            history: the group's calls on this rank.
+            whole: what joins all of the group's ranks, if this joins two of them.
+        """
+        self.members = members
+        self.global_ranks = tuple(ranks[member] for member in members)
+        self._name = name
+        self._process_group = process_group
+        self._world = world
+        self._ranks = ranks
+        self._rank = rank
+        self._history = history
+        self._whole = whole
+        self._lock = threading.Lock()
+        self._mesh: Mesh | None = None
+        # By thread, what ended an earlier mesh; by None where any thread may use the lane.
+        self._owed: dict[threading.Thread | None, Verdict] = {}
+
+    def enter(
+        self, operation: str, deadline: Deadline, call_site: str, lane_name: str
+    ) -> tuple[Mesh, Lane]:
+        """The connections and the calling thread's lane; the first call connects.
+
+        Args:
+            operation: for an error's text.
+            deadline: the call's.
+            call_site: the user's line.
+            lane_name: of the calling thread's lane.
+
+        Raises:
+            BrokenGroupError: an earlier error has closed the connections for good.
+            ObjcommError: what has closed them since this thread's last call; the next is served.
+            UsageError: the group is destroyed, another thread has the lane, or this one has it and
+                waits for a callback.
+            TransportTimeout: not every member came.
+        """
+        mesh, lane = self.admit(operation, lane_name)
+        if mesh.link is None:
+            self.connect(mesh, lane, operation, deadline, call_site)
+        return mesh, lane
+
+    def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
+        """Connect now what the first call would connect; every member must call this.
+
+        As ``enter``, with its errors, but no thread has taken a lane afterwards.
+        """
+        mesh, lane = self.enter(operation, deadline, call_site, "")
+        with self._lock:
+            if mesh.lanes.get(lane.name) is lane:
+                del mesh.lanes[lane.name]
+
+    def admit(
+        self, operation: str, lane_name: str, order: TicketQueue | None = None
+    ) -> tuple[Mesh, Lane]:
+        """As ``enter``, without connecting.
+
+        Args:
+            operation: for an error's text.
+            lane_name: of the calling thread's lane.
+            order: given if any thread may use the lane.
+        """
+        mesh = self._mesh
+        if mesh is None or mesh.verdict is not None or self._owed:
+            mesh = self._settled(operation)
+        lane = mesh.lanes.get(lane_name)
+        if order is not None:
+            return mesh, lane or self._taken(operation, mesh, lane_name, order)
+        caller = "" if lane is None else lane.caller
+        if caller:
+            raise UsageError(
+                f"{operation}: a callback of {caller} cannot use the group that waits "
+                "for it; communicate before or after that call"
+            )
+        if lane is None or lane.owner is not threading.current_thread():
+            lane = self._taken(operation, mesh, lane_name)
+        return mesh, lane
+
+    def connect(
+        self,
+        mesh: Mesh,
+        lane: Lane,
+        operation: str,
+        deadline: Deadline,
+        call_site: str,
+        *,
+        caller: CallRecord | None = None,
+    ) -> None:
+        """Wait until every member has come and ``mesh`` is connected; see ``Mesh.connect``."""
+        try:
+            mesh.connect(self.store(), deadline, lane, operation, call_site, caller=caller)
+        except ObjcommError:
+            if mesh.verdict is not None:
+                end_elsewhere(mesh.verdict)
+            raise
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The one that is in use, or the last one."""
+        return self._mesh
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call waits on it, or is in flight."""
+        mesh = self._mesh
+        return mesh is not None and any(lane.is_busy for lane in tuple(mesh.lanes.values()))
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it can carry no more objects."""
+        mesh = self._mesh
+        return mesh is not None and mesh.verdict is not None and not mesh.can_be_replaced
+
+    def absolve(self, verdict: Verdict) -> None:
+        """End the connections by a verdict that the calling thread raises elsewhere.
+
+        Other threads raise it in their next calls, as they do on the other ranks.
+        """
+        mesh = self._mesh
+        if mesh is None or (mesh.verdict is None and self._is_clear_of(mesh, verdict)):
+            return
+        if mesh.settle(verdict).name != verdict.name:
+            return
+        with self._lock:
+            mesh.absolve(threading.current_thread())
+            self._owed.pop(threading.current_thread(), None)
+            self._owed.pop(None, None)
+
+    def _is_clear_of(self, mesh: Mesh, verdict: Verdict) -> bool:
+        """Whether the other rank of a pair may have joined ``mesh`` when this was over for it."""
+        return self._whole is not None and (mesh.link is None or mesh.outlives == verdict.name)
+
+    def store(self) -> dist.Store:
+        """Where the ranks of the world meet."""
+        store: dist.Store = store_of(self._world())
+        return store
+
+    @property
+    def _pair(self) -> str:
+        return "-".join(map(str, self.members))
+
+    def _settled(self, operation: str) -> Mesh:
+        """A mesh that nothing has ended, once the thread has raised what ended the last one."""
+        thread = threading.current_thread()
+        with self._lock:
+            owed = self._owed.pop(thread, None) or self._owed.pop(None, None)
+            mesh = self._mesh
+            if mesh is not None and mesh.verdict is not None and mesh.absolve(thread):
+                owed = mesh.verdict
+            if owed is not None:
+                end_elsewhere(owed)
+                raise owed.error(operation)
+            if mesh is None or mesh.verdict is not None:
+                mesh = self._mesh = self._renewed(operation, mesh)
+            return mesh
+
+    def _renewed(self, operation: str, ended: Mesh | None) -> Mesh:
+        """A new mesh in the place of one that has ended."""
+        if ended is not None and ended.verdict is not None:
+            if not ended.can_be_replaced:
+                raise BrokenGroupError(operation, text_of(ended.verdict.error("an earlier call")))
+            # A thread that has ended is in no sequence of calls that others could be ahead of.
+            lanes = [lane for lane in ended.lanes.values() if lane.owner.is_alive()]
+            owing = [None if lane.order else lane.owner for lane in lanes if lane.owes]
+            left = {each: why for each, why in self._owed.items() if not each or each.is_alive()}
+            self._owed = left | dict.fromkeys(owing, ended.verdict)
+        group, is_whole = self._process_group(), self._whole is None
+        is_world = is_whole and group is self._world() and self._name == group.group_name
+        mesh = Mesh(
+            name=self._name if is_whole else f"{self._name}, ranks {self._pair}",
+            is_world=is_world,
+            ranks=self._ranks,
+            rank=self._rank,
+            history=self._history,
+            board_thread=board_thread_of(self._world()),
+            members=self.members,
+            # Not by ``self``, which holds the mesh: a cycle would keep its connections open.
+            whole=None if self._whole is None else functools.partial(_mesh_of, self._whole),
+            is_destroyed=functools.partial(_is_destroyed, self._process_group),
+        )
+        if ended is not None and ended.link is None:
+            mesh.failed_meeting = ended.nonce
+        watch(mesh)
+        return mesh
+
+    def _taken(
+        self, operation: str, mesh: Mesh, name: str, order: TicketQueue | None = None
+    ) -> Lane:
+        """The lane of that name for the calling thread."""
+        thread = threading.current_thread()
+        with self._lock:
+            lane = mesh.lanes.get(name) or self._new_lane(mesh, name, thread, order)
+            is_taken = lane.owner is not thread and lane.owner.is_alive()
+            if order is None and is_taken and name != IN_TURNS:
+                which = f"lane {name!r} of this group" if name else "this group"
+                raise UsageError(
+                    f"{operation}: thread {lane.owner.name!r} already uses {which}; let "
+                    f"{thread.name!r} take a lane of its own: with objcomm.lane('…'):"
+                )
+            lane.owner = thread
+            return lane
+
+    def _new_lane(
+        self, mesh: Mesh, name: str, thread: threading.Thread, order: TicketQueue | None
+    ) -> Lane:
+        number = fingerprint(name) % (1 << LANE_BITS)
+        for other in mesh.lanes.values():
+            if other.number == number:
+                raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
+        mesh.lanes[name] = Lane(name, number, thread, order)
+        return mesh.lanes[name]
+
+
+def say_farewell(channels: Iterable[Channel]) -> None:
+    """End the connections of a group that is no more, and let the other ranks know why."""
+    verdicts: dict[Mesh, Verdict] = {}
+    for channel in channels:
+        mesh = channel.mesh
+        if mesh is not None and mesh.verdict is None:
+            verdicts[mesh] = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
+
+    def tell(board: Board) -> None:
+        for mesh, verdict in verdicts.items():
+            if mesh.link is not None and mesh.verdict is None:
+                mesh.stop(board.propose(mesh.nonce, verdict), board)
+
+    # All in one: where the world has gone as well, the board's thread does no second job.
+    for board_thread in {mesh.board_thread for mesh in verdicts}:
+        with contextlib.suppress(StoreSilentError):
+            board_thread.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
+    for mesh, verdict in verdicts.items():
+        mesh.stop(verdict._replace(is_store_silent=True))
+
+
+def _is_destroyed(process_group: Callable[[], dist.ProcessGroup]) -> bool:
+    try:
+        return not is_alive(process_group())
+    except UsageError:
+        return True
+
+
+def _mesh_of(channel: Channel) -> Mesh | None:
+    return channel.mesh

@@ -1,0 +1,293 @@
+"""Where each process is, on every lane it uses, and whether a wait can ever end: no traffic.
+
+A wait can't end if the awaited rank makes another call where this one is made, or if following who
+waits for whom leads in a circle. Whoever computes outside of objcomm may still come, so waiting
+for that is no conflict.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+from objcomm._transport.store import pack_record, unpack_record
+from objcomm._wire.header import Operation
+
+#: The number of the call in which a group's ranks meet: before all others.
+MEETING = -1
+
+
+class Step(NamedTuple):
+    """One call, as far as all ranks must agree on it."""
+
+    sequence: int
+    operation: int
+    root: int
+    fingerprint: int
+    call_site: str
+    operation_name: str = ""  # of the call that made the ranks meet, where operation is NONE
+    name: str = ""  # of a barrier
+
+    def agrees_with(self, other: "Step") -> bool:
+        """Whether both can be the same call; a meeting serves any."""
+        if Operation.NONE in (self.operation, other.operation):
+            return True
+        return self[1:4] == other[1:4]
+
+
+class LaneWait(NamedTuple):
+    """One lane of one group in one process.
+
+    Attributes:
+        group: its name, the same on every rank.
+        nonce: which mesh of the group's; empty before its ranks have met.
+        number: the lane's.
+        thread: whoever owns the lane, as a number that means something in that process only.
+        waiter: the thread that can do nothing else before the call under way has ended.
+        next_sequence: calls begun so far; where any thread may send, messages sent or to be sent.
+        taken: where any thread may send, messages that have arrived; -1 on other lanes.
+        now: the call under way, if the lane is waiting.
+        awaits: the global rank that it can't go on without; -1 if none, as where the caller gave a
+            message's wait a limit of its own.
+        since: when the wait began, by that process's clock: no two waits of a lane's have the same.
+        seconds: since the wait began, or since the last call ended.
+        past: the latest calls, the one under way included, oldest first.
+        is_inside: whether the last of them has not returned though the lane does not wait: it
+            encodes, or is in a callback.
+        has_ended: whether there is a verdict on that mesh: who waits on it will be told.
+    """
+
+    group: str
+    nonce: str
+    number: int
+    thread: int
+    waiter: int
+    next_sequence: int
+    taken: int
+    now: Step | None
+    awaits: int
+    since: float
+    seconds: float
+    past: tuple[Step, ...]
+    is_inside: bool = False
+    has_ended: bool = False
+
+    def is_over(self, step: Step) -> bool:
+        """Whether a call of the lane's has returned."""
+        is_last = self.is_inside and self.past[-1:] == (step,)
+        return self.now is None and not is_last
+
+
+class Deadlock(NamedTuple):
+    """Two or more ranks whose calls can't meet.
+
+    Attributes:
+        reason: what differs.
+        found: each rank's lane and call.
+        is_told: whether one of those ranks was sure of it, and has raised.
+    """
+
+    reason: str
+    found: tuple[tuple[int, LaneWait, Step], ...]
+    is_told: bool = False
+
+    @property
+    def is_of_one_lane(self) -> bool:
+        """Whether it is two calls with the same number on one lane, which both ranks remember.
+
+        Messages from rank to rank are no such calls, nor are meetings.
+        """
+        calls = {(state.nonce, state.number, step.sequence) for _, state, step in self.found}
+        is_numbered = all(
+            state.taken < 0 and step.sequence != MEETING for _, state, step in self.found
+        )
+        return len(calls) == 1 and is_numbered
+
+    def holds(self, rank: int, lane: LaneWait) -> bool:
+        """Whether ``lane`` of ``rank`` still waits where this was found."""
+        wait = (rank, lane.group, lane.number, lane.since)
+        return any(
+            (other, state.group, state.number, state.since) == wait
+            for other, state, _ in self.found
+        )
+
+    def pack(self) -> bytes:
+        """As bytes for the store."""
+        return pack_record(self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "Deadlock":
+        """The inverse of ``pack``.
+
+        Raises:
+            WireError: another program wrote it.
+        """
+        return unpack_record(raw, cls, "a circle")
+
+
+class WaitSnapshot(NamedTuple):
+    """One process.
+
+    Attributes:
+        asked: the latest question that it answers, so that a reader knows how fresh this is.
+        main_thread: the number of its main thread.
+        lanes: all of them.
+        circles: the latest ones that it was in. It has raised and waits no more, so whoever comes
+            later could not find them.
+        is_single: whether no thread but the main one can make calls.
+    """
+
+    asked: int
+    main_thread: int
+    lanes: tuple[LaneWait, ...]
+    circles: tuple[Deadlock, ...] = ()
+    is_single: bool = False
+
+    def waiting_since(self, group: str, number: int, since: float) -> LaneWait | None:
+        """The state of one lane in one wait; ``None`` if that wait is over."""
+        for lane in self.lanes:
+            if (lane.group, lane.number, lane.since) == (group, number, since) and lane.now:
+                return lane
+        return None
+
+    def lane(self, group: str, number: int) -> LaneWait | None:
+        """The state of one lane; ``None`` if that process has not used it."""
+        found = (lane for lane in self.lanes if (lane.group, lane.number) == (group, number))
+        return next(found, None)
+
+    def waiting_of(self, thread: int) -> LaneWait | None:
+        """The lane on which a thread waits just now."""
+        found = (lane for lane in self.lanes if lane.waiter == thread and lane.now is not None)
+        return next(found, None) if thread else None
+
+    def pack(self) -> bytes:
+        """As bytes for the store."""
+        return pack_record(self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """The inverse of ``pack``.
+
+        Raises:
+            WireError: another program wrote it.
+        """
+        return unpack_record(raw, cls, "whereabouts")
+
+
+Fetch = Callable[[int], WaitSnapshot | None]
+
+
+def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
+    rank: int, mine: WaitSnapshot, start: LaneWait, fetch: Fetch
+) -> Deadlock | None:
+    """Whether ``start``, a waiting lane of ``rank``, waits in vain.
+
+    Args:
+        rank: this process, as a global rank like all others here.
+        mine: its whereabouts.
+        start: one of its lanes, which waits.
+        fetch: reads another rank's whereabouts; ``None`` if it does not answer.
+    """
+    holder, here, lane = rank, mine, start
+    path: list[tuple[int, LaneWait, Step]] = []
+    while lane.now is not None:
+        path.append((holder, lane, lane.now))
+        theirs = fetch(lane.awaits) if lane.awaits >= 0 else None
+        if theirs is None:
+            return None
+        told = next((circle for circle in theirs.circles if circle.holds(rank, start)), None)
+        if told is not None:
+            return told._replace(is_told=True)
+        their_lane = theirs.lane(lane.group, lane.number)
+        if their_lane is not None and _is_of_one_mesh(lane, their_lane, theirs):
+            differing = _first_difference(lane, their_lane)
+            if differing is not None and lane.group == start.group:
+                reason = _difference(*differing)
+                ours, other = differing
+                return Deadlock(reason, ((holder, lane, ours), (lane.awaits, their_lane, other)))
+            if _is_under_way(lane, lane.now, their_lane):
+                return None
+        following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
+        if following is None or _is_ending(lane, lane.now, following, theirs):
+            return None
+        holder, here, lane = lane.awaits, theirs, following
+        met = [(other, each.group, each.number, each.since) for other, each, _ in path]
+        wait = (holder, lane.group, lane.number, lane.since)
+        if wait in met:
+            circle = path[met.index(wait) :]
+            if any(each.group == start.group for _, each, _ in circle):
+                return Deadlock("each waits for another", tuple(circle))
+            return None  # those ranks will raise, and may come here then
+    return None
+
+
+def _serving(
+    lane: LaneWait, here: WaitSnapshot, theirs: LaneWait | None, there: WaitSnapshot
+) -> int:
+    """The thread of the awaited process that would make the call that ``lane`` waits for."""
+    if _is_shared(lane):
+        return there.main_thread if there.is_single else 0
+    if theirs is not None:
+        return theirs.thread
+    return there.main_thread if lane.thread == here.main_thread else 0
+
+
+def _is_of_one_mesh(lane: LaneWait, theirs: LaneWait, there: WaitSnapshot) -> bool:
+    """Whether two ranks' states are of one mesh, whose name not both may know yet."""
+    if lane.nonce == theirs.nonce:
+        return True
+    if _is_shared(lane):
+        # The host of two that meet knows the name first. A name that is known where nobody meets
+        # may be that of an earlier mesh.
+        return not theirs.nonce or (not lane.nonce and _is_meeting(theirs, there))
+    calls = [each.now is not None and each.now.sequence for each in (lane, theirs)]
+    return calls == [MEETING, MEETING] and "" in (lane.nonce, theirs.nonce)
+
+
+def _is_meeting(lane: LaneWait, there: WaitSnapshot) -> bool:
+    """Whether some call waits on that lane for its ranks to meet."""
+    return any(
+        each.now is not None and each.now.sequence == MEETING
+        for each in there.lanes
+        if (each.group, each.number) == (lane.group, lane.number)
+    )
+
+
+def _is_under_way(lane: LaneWait, call: Step, theirs: LaneWait) -> bool:
+    """Whether the awaited rank has sent what ``lane`` waits for, or is sending it."""
+    if _is_shared(lane):
+        return call.operation == Operation.RECV and theirs.next_sequence > lane.taken
+    return theirs.next_sequence > call.sequence
+
+
+def _is_ending(lane: LaneWait, call: Step, following: LaneWait, there: WaitSnapshot) -> bool:
+    """Whether the mesh of one of two waits in a row has ended, so that who waits there is told.
+
+    A group has one mesh at a time: who waits on another one than this rank has yet to hear, or this
+    one has. A busy rank may hear later than others have asked it twice where it is.
+    """
+    are_known = bool(lane.nonce and following.nonce)
+    if lane.group == following.group and are_known and lane.nonce != following.nonce:
+        return True
+    theirs = next((each for each in there.lanes if each.group == lane.group), None)
+    if theirs is None or not lane.nonce or call.sequence == MEETING:
+        return False
+    return theirs.has_ended or theirs.nonce != lane.nonce
+
+
+def _is_shared(lane: LaneWait) -> bool:
+    """Whether any thread may use the lane, for messages from rank to rank."""
+    return lane.taken >= 0
+
+
+def _first_difference(mine: LaneWait, theirs: LaneWait) -> tuple[Step, Step] | None:
+    by_sequence = {step.sequence: step for step in theirs.past}
+    for step in mine.past:
+        other = by_sequence.get(step.sequence)
+        if other is not None and not step.agrees_with(other):
+            return step, other
+    return None
+
+
+def _difference(mine: Step, theirs: Step) -> str:
+    if mine.operation != theirs.operation:
+        return "other operations"
+    return "other roots" if mine.root != theirs.root else "other names"

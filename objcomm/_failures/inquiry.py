@@ -1,0 +1,606 @@
+"""Tells where this process is, asks where the other ranks are, and ends what can't end by itself.
+
+All of it runs on the board's thread, because it talks to the store.
+"""
+
+import random
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, MutableSet, Sequence
+from typing import TypeVar
+
+from objcomm._failures.deadlock import (
+    MEETING,
+    Deadlock,
+    LaneWait,
+    Step,
+    WaitSnapshot,
+    find_deadlock,
+)
+from objcomm._failures.mesh import Mesh, lost_ranks, missing_members
+from objcomm._failures.noticeboard import Board
+from objcomm._failures.verdict import Cause, Verdict
+from objcomm._observe.history import CallRecord
+from objcomm._observe.log import log
+from objcomm._transport.lane import Lane
+from objcomm._wire.header import operation_name
+from objcomm.errors import Position
+
+# Most training scripts have a thread of these, which must not keep a circle from being found.
+_SERVING = frozenset({"torch", "tqdm"})
+
+# An executor's thread waits in this function itself (its queue is written in C), and does its
+# work further down.
+_IDLE = ("concurrent.futures.thread", "_worker")
+
+
+def wait_snapshot(meshes: Iterable[Mesh], asked: int) -> WaitSnapshot:
+    """Where this process is.
+
+    Args:
+        meshes: all that it has; one that has ended counts where its group has no other.
+        asked: the number of the question.
+    """
+    in_order = sorted(meshes, key=lambda mesh: mesh.verdict is not None)
+    lanes = [
+        _state(mesh, lane, entry)
+        for mesh in in_order
+        for lane in tuple(mesh.lanes.values())
+        for entry in (of_each_kind(lane.waits()) or (None,))
+    ]
+    main = threading.main_thread().ident or 0
+    return WaitSnapshot(asked, main, tuple(lanes), is_single=_is_single())
+
+
+def of_each_kind(entries: Iterable[CallRecord]) -> list[CallRecord]:
+    """Of one lane's calls that no thread waits for, the first that waits for the same.
+
+    Whatever is found of it holds for the others; a thousand of them must not keep anybody busy.
+    """
+    found: dict[object, CallRecord] = {}
+    for entry in entries:
+        waiter = (entry.caller or entry).waiter
+        kind = (
+            (entry.awaits, entry.is_served, entry.has_own_limit, entry.regions)
+            if not waiter and entry.header.sequence != MEETING
+            else id(entry)
+        )
+        known = found.setdefault(kind, entry)
+        if entry.waits_since < known.waits_since:
+            found[kind] = entry
+    return list(found.values())
+
+
+def _is_single() -> bool:
+    """Whether no thread but the main one can make calls."""
+    return all(
+        each is threading.main_thread()
+        or each.name.startswith("objcomm-")
+        or serves_a_library(each)
+        or is_idle_in_a_pool(each)
+        for each in threading.enumerate()
+    )
+
+
+def serves_a_library(thread: threading.Thread) -> bool:
+    """Whether a thread is one that makes no calls: a progress bar's, a data loader's."""
+    target = getattr(thread, "_target", None)
+    modules = (type(thread).__module__, getattr(target, "__module__", None) or "")
+    return any(module.partition(".")[0] in _SERVING for module in modules)
+
+
+def is_idle_in_a_pool(thread: threading.Thread) -> bool:
+    """Whether an executor's thread has nothing to do: only another thread can give it something.
+
+    torch.compile and many libraries keep such threads for as long as the program runs.
+    """
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # documented by CPython
+    if frame is None:
+        return False
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == _IDLE
+
+
+def _state(mesh: Mesh, lane: Lane, entry: CallRecord | None) -> LaneWait:
+    entries = list(lane.past)
+    order = lane.order
+    if order is not None:
+        next_sequence = lane.sequence + order.waiting
+        waiter = 0 if entry is None else (entry.caller or entry).waiter
+    elif entry is not None:
+        next_sequence, waiter = entry.header.sequence + 1, lane.waiting_thread
+    else:
+        next_sequence, waiter = lane.sequence, 0
+    # A wait that is meant to end by itself is no part of a circle, on whichever rank that closes.
+    is_free = entry is None or entry.is_served or (entry.caller or entry).has_own_limit
+    awaits = -1 if entry is None or is_free else entry.awaits
+    last = entries[-1] if entries else None
+    if entry is not None:
+        seconds = time.monotonic() - entry.waits_since
+    else:
+        seconds = last.position().seconds if last is not None else 0.0
+    is_idle = last is None or last.is_over
+    return LaneWait(
+        group=mesh.name,
+        nonce=mesh.nonce,
+        number=lane.number,
+        thread=lane.owner.ident or 0,
+        waiter=waiter,
+        next_sequence=next_sequence,
+        taken=-1 if order is None else lane.taken,
+        now=None if entry is None else _step(entry),
+        awaits=mesh.ranks[awaits] if awaits >= 0 else -1,
+        since=0.0 if entry is None else entry.waits_since,
+        seconds=seconds,
+        past=tuple(_step(each) for each in entries),
+        is_inside=entry is None and order is None and not is_idle,
+        has_ended=mesh.verdict is not None,
+    )
+
+
+def _step(entry: CallRecord) -> Step:
+    header = entry.header
+    return Step(
+        header.sequence,
+        header.operation,
+        header.root,
+        header.fingerprint,
+        header.call_site,
+        entry.operation,
+        header.name,
+    )
+
+
+T = TypeVar("T")
+
+#: A call of one lane that waits for other ranks.
+Waiting = tuple[Mesh, Lane, CallRecord]
+
+# Ranks that are not waiting look three times a second whether they are asked.
+_ANSWERS_WITHIN_SECONDS = 0.4
+# A wait is asked about after half a second.
+_SURELY_ANSWERED_SECONDS = 1.2
+_PAUSE_SECONDS = 0.02
+# A limit under this was meant so: asking makes it twice as long at most, with a fifth of that time
+# for what comes after the answers.
+_BRIEF_SECONDS = 0.5
+_SHARE_OF_ANSWERS = 0.8
+# Under this one nobody would answer in time.
+_WORTH_ASKING_SECONDS = 0.1
+
+# Who uses objcomm has said who it is when its first call has lasted so long.
+_SURELY_TOLD_SECONDS = 1.0
+
+_NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
+
+_MOST_NAMED = 8
+# A thousand ranks that wait would keep the store busy with each other's names.
+_MOST_LEARNED = 8
+
+
+def first_of_each_kind(waiting: Sequence[Waiting]) -> list[Waiting]:
+    """As ``of_each_kind``, of several lanes."""
+    lanes: defaultdict[tuple[Mesh, Lane], list[CallRecord]] = defaultdict(list)
+    for mesh, lane, entry in waiting:
+        lanes[mesh, lane].append(entry)
+    return [
+        (mesh, lane, entry)
+        for (mesh, lane), entries in lanes.items()
+        for entry in of_each_kind(entries)
+    ]
+
+
+def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
+    """For each call that waits: has anybody ended it, and can it ever end?"""
+    asked = board.ask()
+    mine = wait_snapshot(meshes, asked)
+    board.publish(mine)
+    for mesh, lane, entry in waiting:
+        if mesh.verdict is not None or not lane.has_waiting(entry):
+            continue
+        _learn(board, mesh, entry)
+        entry.first_asked = entry.first_asked or asked
+        if not _heed(board, mesh, entry) and not _is_deserted(board, mesh, meshes, entry):
+            _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
+
+
+def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Board) -> None:
+    """End meshes whose ranks have not met, if one of them can't come any more.
+
+    Args:
+        meshes: which; each is listened to.
+        missed: those of which the last look has found the same. What a rank sends before its end
+            may come a moment later than its end is known.
+        board: the store.
+    """
+    for mesh in _some(meshes):
+        ranks = [mesh.ranks[peer] for peer in mesh.others]
+        board.learn(rank for rank in ranks if not mesh.board_thread.processes.is_beside(rank))
+        _note_cut_off(mesh, mesh.others)
+    for mesh in meshes:
+        missing = missing_members(mesh, board)
+        if not missing:
+            missed.discard(mesh)
+        elif mesh not in missed:
+            missed.add(mesh)
+        else:
+            wanted = [mesh.ranks[peer] for peer in missing]
+            board.learn(wanted)
+            words = filter(None, map(mesh.board_thread.processes.end_of, wanted))
+            reason = next(words, _NEVER_CAME)
+            found = Verdict.of(Cause.LOST, ranks=missing, reason=reason, is_final=True)
+            mesh.settle_on(board, found)
+
+
+def _learn(board: Board, mesh: Mesh, entry: CallRecord) -> None:
+    """Ask who the processes are that a call waits for, and whether those elsewhere have ended."""
+    processes = mesh.board_thread.processes
+    unknown = [peer for peer in mesh.others if processes.of(mesh.ranks[peer]) is None]
+    awaited = [] if entry.awaits < 0 else [entry.awaits]
+    if len(mesh.others) == 1:  # one that waits for any rank awaits each, too
+        awaited = list(mesh.others)
+    asked_about = {*awaited, *_some(unknown)}
+    wanted = {mesh.ranks[peer] for peer in asked_about}
+    board.learn(rank for rank in wanted if not processes.is_beside(rank))
+    if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
+        _note_cut_off(mesh, asked_about)  # who meets needs all of them
+
+
+def _some(each: Sequence[T]) -> list[T]:
+    """Those to ask about this time: a thousand at a time would keep the store busy."""
+    return random.sample(each, min(len(each), _MOST_LEARNED))
+
+
+def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
+    """Take in that ranks have ended that had not used objcomm, as torch's own connection tells."""
+    processes = mesh.board_thread.processes
+    for rank in [mesh.ranks[peer] for peer in awaited if mesh.link is None]:
+        if processes.of(rank) is None and mesh.board_thread.is_cut_off(rank):
+            processes.note_end(rank, "it died, or left its process group, before it came here")
+
+
+def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
+    """End the mesh if another rank has said so, or has failed in a block around this call.
+
+    What can be withdrawn ends by itself, with all that waits in the same blocks.
+    """
+    posted = board.look(mesh.nonce) if mesh.nonce else None
+    if posted is not None:
+        mesh.settle_on(board, posted)
+        return True
+    for region in entry.regions:
+        posted = posted or board.look(region)
+    if posted is not None:
+        for each in [each for lane in tuple(mesh.lanes.values()) for each in lane.waits()]:
+            if each.regions == entry.regions:
+                end(board, mesh, each, posted)
+    return posted is not None
+
+
+def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord) -> bool:
+    """End a mesh whose ranks have not met, if one of them can't come any more."""
+    missing = missing_members(mesh, board) or _dead(board, mesh, meshes, entry)
+    if missing:
+        found = Verdict.of(Cause.LOST, ranks=missing, reason=_NEVER_CAME, is_final=True)
+        mesh.settle_on(board, found)
+    return bool(missing)
+
+
+def _dead(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord) -> tuple[int, ...]:
+    """Members whose connections with this rank in the world have ended, and who do not answer.
+
+    Either alone is no proof: a network may fail for a while, and a rank may be too busy to answer.
+    """
+    if mesh.link is not None or time.monotonic() - entry.waits_since < _SURELY_ANSWERED_SECONDS:
+        return ()
+    worlds = [each for each in meshes if each.is_world and each is not mesh]
+    lost = {rank for world in worlds for rank in lost_ranks(world, board)}
+    return tuple(
+        peer
+        for peer in mesh.others
+        if mesh.ranks[peer] in lost and board.read(mesh.ranks[peer], entry.first_asked) is None
+    )
+
+
+def _look_for_conflict(
+    board: Board, mine: WaitSnapshot, meshes: Sequence[Mesh], waiting: Waiting
+) -> None:
+    mesh, lane, entry = waiting
+    start = mine.waiting_since(mesh.name, lane.number, entry.waits_since)
+    if start is None:
+        return
+    asked, suspected = entry.suspicion or (entry.first_asked, None)
+    conflict = find_deadlock(board.rank, mine, start, lambda rank: board.read(rank, asked))
+    # What ranks have done does not change, but whereabouts are read one after another, and a busy
+    # rank's are old: who waits for whom must look the same twice, in answers to a later question.
+    # Two waits of one call, or two polls, are not the same: each has a beginning of its own.
+    calls = conflict and [
+        (rank, *state[:3], state.since, step.sequence) for rank, state, step in conflict.found
+    ]
+    is_sure = conflict is not None and (
+        conflict.is_told or conflict.is_of_one_lane or suspected == calls
+    )
+    entry.suspicion = (mine.asked, calls) if calls else None
+    if conflict is not None and is_sure and lane.has_waiting(entry):
+        verdict = _desync(mesh, conflict)
+        if not conflict.is_of_one_lane:
+            board.tell_circle(conflict)
+            board.publish(mine)
+        for other in meshes:  # before any connection closes: the others look there
+            if other is not mesh and other.verdict is None and other.nonce in verdict.meshes:
+                board.propose(other.nonce, _desync(other, conflict))
+        mesh.settle_on(board, verdict)
+
+
+def _desync(mesh: Mesh, conflict: Deadlock) -> Verdict:
+    positions = [
+        _position(mesh, mesh.ranks.index(rank), state, step)
+        for rank, state, step in conflict.found
+        if rank in mesh.ranks
+    ]
+    meshes = {state.nonce for _, state, _ in conflict.found if state.nonce}
+    return Verdict.of(
+        Cause.DESYNC,
+        reason=conflict.reason,
+        positions=tuple(positions),
+        meshes=tuple(sorted(meshes)),
+        circle=b"" if conflict.is_of_one_lane else conflict.pack(),
+    )
+
+
+def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> None:
+    """End meshes because the limits of calls have passed, and say where everybody is.
+
+    Args:
+        board: the store.
+        meshes: all of this process's.
+        expiring: the calls; is emptied, and more may come meanwhile.
+    """
+    if not expiring:
+        return
+    asked = board.ask()
+    waiting = _taken(expiring)
+
+    def concerned() -> set[int]:
+        waiting.extend(_taken(expiring))
+        # Those of one lane that wait in the same blocks are told the same.
+        told: dict[object, bool] = {}
+        for mesh, lane, entry in waiting:
+            if _still_waits(mesh, lane, entry) and (mesh, entry.regions) not in told:
+                told[mesh, entry.regions] = _heed(board, mesh, entry)
+        waiting[:] = [each for each in waiting if _still_waits(*each)]
+        now = time.monotonic()
+        return _ranks_of(
+            (mesh, lane, entry)
+            for mesh, lane, entry in waiting
+            if not is_brief(entry) or now < entry.waits_until + _SHARE_OF_ANSWERS * patience(entry)
+        )
+
+    since = min(entry.first_asked or asked for _, _, entry in waiting)
+    answers = _answers(board, meshes, asked, since, concerned)
+    for mesh, lane, entry in waiting:
+        end_late(
+            mesh, lane, entry, timeout_verdict(mesh, lane, entry, _known(mesh, answers)), board
+        )
+
+
+def end_late(
+    mesh: Mesh, lane: Lane, entry: CallRecord, verdict: Verdict, board: Board | None = None
+) -> None:
+    """End a call whose limit has passed, if the wait that passed it has not ended since.
+
+    A call that succeeds meanwhile has harmed nobody, and its mesh serves others by then.
+
+    Args:
+        mesh: whose.
+        lane: which waited.
+        entry: its call.
+        verdict: that the limit has passed.
+        board: the store; None where it did not answer in time.
+    """
+    withdraw = entry.withdraw  # first: what follows the wait may have none
+    # A later wait of the same call has a limit that has yet to be seen to pass.
+    if not lane.has_waiting(entry) or not entry.has_expired:
+        return
+    if withdraw is not None:
+        withdraw(verdict)
+    elif board is not None:
+        mesh.settle_on(board, verdict)
+    else:
+        mesh.stop(verdict)
+
+
+def is_brief(entry: CallRecord) -> bool:
+    """Whether a call that polls has a limit so short that others may not answer in as much time."""
+    return entry.withdraw is not None and entry.limit_seconds < _BRIEF_SECONDS
+
+
+def patience(entry: CallRecord) -> float:
+    """How much longer than its limit a call may take, so that others are asked where they are."""
+    if not is_brief(entry):
+        return _ANSWERS_WITHIN_SECONDS
+    return entry.limit_seconds if entry.limit_seconds >= _WORTH_ASKING_SECONDS else 0.0
+
+
+def report(
+    board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting], told: threading.Event
+) -> None:
+    """Log for what calls wait that have waited for long.
+
+    Args:
+        board: the store.
+        meshes: all of this process's.
+        waiting: the calls.
+        told: to be set when the store has answered.
+    """
+    asked = board.ask()
+    answers = _answers(board, meshes, asked, asked, lambda: _ranks_of(waiting))
+    told.set()
+    for mesh, lane, entry in waiting:
+        known = _known(mesh, answers)
+        # One line for a call, not one for each rank that waits in it.
+        has_come = _is_meeting if mesh.link is None else _has_arrived
+        is_told = lane.order is None and any(
+            rank < mesh.rank and has_come(mesh, lane, entry, known[rank]) for rank in known
+        )
+        if mesh.verdict is None and lane.has_waiting(entry) and not is_told:
+            _warn(mesh, entry, timeout_verdict(mesh, lane, entry, known))
+
+
+def report_silence(waiting: Sequence[Waiting], told: threading.Event) -> None:
+    """As ``report``, if the store has not answered."""
+    if told.is_set():
+        return
+    for mesh, lane, entry in waiting:
+        if mesh.verdict is None and lane.has_waiting(entry):
+            _warn(mesh, entry, timeout_verdict(mesh, lane, entry, None))
+
+
+def _warn(mesh: Mesh, entry: CallRecord, verdict: Verdict) -> None:
+    log.warning("%s", _text(entry, verdict), extra=mesh.labels)
+
+
+def _text(entry: CallRecord, verdict: Verdict) -> str:
+    told = [str(each) for each in verdict.positions if each.rank in verdict.ranks]
+    told += [f"rank {rank}: no answer" for rank in verdict.silent]
+    told += ["store: no answer"] * verdict.is_store_silent
+    more = [f"and {len(told) - _MOST_NAMED} more ranks"] * (len(told) > _MOST_NAMED)
+    others = "; ".join([*told[:_MOST_NAMED], *more])
+    return f"{entry.position()} and waits: {others or 'all ranks are in it'}"
+
+
+def _answers(
+    board: Board,
+    meshes: Sequence[Mesh],
+    asked: int,
+    since: int,
+    concerned: Callable[[], Collection[int]],
+) -> dict[int, WaitSnapshot]:
+    """Where ranks are, by global rank, as far as they answer in time.
+
+    Args:
+        board: the store.
+        meshes: all of this process's.
+        asked: the question's number.
+        since: of the first question that an answer may be to.
+        concerned: whose answers are wanted; asked again and again.
+    """
+    answers = {board.rank: wait_snapshot(meshes, asked)}
+    board.publish(answers[board.rank])
+    until = time.monotonic() + _ANSWERS_WITHIN_SECONDS
+    while True:
+        missing = set(concerned()) - answers.keys()
+        found = {rank: board.read(rank, since) for rank in missing}
+        answers |= {rank: answer for rank, answer in found.items() if answer is not None}
+        if missing <= answers.keys() or time.monotonic() > until:
+            return answers
+        time.sleep(_PAUSE_SECONDS)
+        if board.asked() > board.answered:  # another rank asks as well
+            board.publish(wait_snapshot(meshes, board.asked()))
+
+
+def _ranks_of(waiting: Iterable[Waiting]) -> set[int]:
+    return {mesh.ranks[each] for mesh, _, _ in waiting for each in mesh.members}
+
+
+def _known(mesh: Mesh, answers: dict[int, WaitSnapshot]) -> dict[int, WaitSnapshot]:
+    """Answers by rank within the mesh's group."""
+    return {rank: answers[mesh.ranks[rank]] for rank in mesh.members if mesh.ranks[rank] in answers}
+
+
+def end(board: Board, mesh: Mesh, entry: CallRecord, verdict: Verdict) -> None:
+    """End one call, and with it its mesh unless it can be withdrawn."""
+    if entry.withdraw is None:
+        mesh.settle_on(board, verdict)
+    else:
+        entry.withdraw(verdict)
+
+
+def _taken(expiring: deque[Waiting]) -> list[Waiting]:
+    return [expiring.popleft() for _ in range(len(expiring))]
+
+
+def _still_waits(mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
+    return mesh.verdict is None and lane.has_waiting(entry)
+
+
+def timeout_verdict(
+    mesh: Mesh, lane: Lane, entry: CallRecord, answers: dict[int, WaitSnapshot] | None
+) -> Verdict:
+    """What to raise when a limit has passed.
+
+    Args:
+        mesh: whose.
+        lane: which waits.
+        entry: its call.
+        answers: whereabouts by rank, this one's at least; ``None`` if the store did not answer.
+    """
+    awaited = (entry.awaits,) if entry.awaits >= 0 else ()
+    processes = mesh.board_thread.processes.stopped()
+    stopped = tuple(peer for peer in mesh.others if mesh.ranks[peer] in processes)
+    if answers is None:
+        # Whom this rank awaits may itself wait for one that is stopped, maybe with the store.
+        return Verdict.of(
+            Cause.TIMEOUT,
+            ranks=stopped or awaited,
+            seconds=entry.limit_seconds,
+            silent=stopped,
+            is_store_silent=True,
+        )
+    # An answer to a question of this wait may be as old as the wait, from before it was stopped.
+    answers = {rank: answer for rank, answer in answers.items() if rank not in stopped}
+    missing = tuple(
+        rank
+        for rank in (mesh.others if lane.order is not None else mesh.members)
+        if rank not in answers or not _has_arrived(mesh, lane, entry, answers[rank])
+    )
+    return Verdict.of(
+        Cause.TIMEOUT,
+        ranks=missing or awaited,
+        seconds=entry.limit_seconds,
+        positions=tuple(_where(mesh, lane, rank, answers[rank]) for rank in sorted(answers)),
+        silent=tuple(rank for rank in mesh.members if rank not in answers and not is_brief(entry)),
+    )
+
+
+def _is_meeting(mesh: Mesh, lane: Lane, entry: CallRecord, answer: WaitSnapshot) -> bool:
+    state = answer.lane(mesh.name, lane.number)
+    called = None if state is None else state.now
+    return called is not None and called.sequence == entry.header.sequence
+
+
+def _has_arrived(mesh: Mesh, lane: Lane, entry: CallRecord, answer: WaitSnapshot) -> bool:
+    state = answer.lane(mesh.name, lane.number)
+    if state is None or state.nonce != mesh.nonce or lane.order is not None:
+        return False
+    is_at_work = state.is_inside and state.past[-1].sequence == entry.header.sequence
+    return state.next_sequence > entry.header.sequence and not is_at_work
+
+
+def _where(mesh: Mesh, lane: Lane, rank: int, answer: WaitSnapshot) -> Position:
+    state = answer.lane(mesh.name, lane.number)
+    thread = answer.main_thread if state is None or lane.order is not None else state.thread
+    waiting = answer.waiting_of(thread)
+    if waiting is None and state is not None and state.now is not None:
+        waiting = state  # an asynchronous call, whose thread goes on meanwhile
+    if waiting is not None and waiting.now is not None:
+        return _position(mesh, rank, waiting, waiting.now)
+    if state is not None and state.past:
+        return _position(mesh, rank, state, state.past[-1])
+    return Position(rank, "", 0, -1, "", is_over=True)
+
+
+def _position(mesh: Mesh, rank: int, state: LaneWait, step: Step) -> Position:
+    is_meeting = step.sequence == MEETING
+    return Position(
+        rank=rank,
+        operation=step.operation_name or operation_name(step.operation),
+        sequence=0 if is_meeting else step.sequence,
+        root=step.root,
+        call_site=step.call_site,
+        seconds=state.seconds,
+        is_over=state.is_over(step),
+        group="" if state.group == mesh.name else state.group,
+        name=step.name,
+    )

@@ -1,0 +1,180 @@
+"""Which processes of a world are there, known by the processes and not by their connections.
+
+Connections come and go: a group has none before its first use, nor between an error that it
+outlives and its next call, and a child that a dead rank has forked keeps that rank's open. So each
+process tells the others in the store who it is, when it first uses a world, and leaves a word there
+when it ends by itself. Whether a process of the same host is there, the kernel knows, and tells at
+once; of those on other hosts the processes beside them tell, by writing that word in their place.
+"""
+
+import os
+import select
+import time
+import uuid
+from pathlib import Path
+from typing import Annotated, NamedTuple, Self
+
+from objcomm._environment import machine, namespace
+from objcomm._transport.store import pack_record, unpack_record
+
+#: How the reason of a process begins that ended without a word of its own.
+KILLED = "its process, "
+
+_PF_EXITING = 0x4  # linux/sched.h
+
+
+class Process(NamedTuple):
+    """One process, as it tells the others of its world who it is.
+
+    Attributes:
+        name: unlike any other process's, and another one in each world.
+        place: equal where processes can see each other by their numbers.
+        pid: its number.
+        born: when it began, as the kernel counts, because numbers are used again; 0 if unknown.
+        word: why it has ended, or left its world; empty while it is there.
+    """
+
+    name: str
+    place: str
+    pid: Annotated[int, range(1, 1 << 31)]  # the kernel is asked by it; negative, of many
+    born: int
+    word: str = ""
+
+    @classmethod
+    def own(cls) -> Self:
+        """This one."""
+        return cls(uuid.uuid4().hex, _place(), os.getpid(), _born(os.getpid()))
+
+    def has_ended(self) -> bool:
+        """Whether the kernel says so, to a process of the same place."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        except (AttributeError, OSError):  # no Linux, or no descriptors left
+            return not _is_there(self.pid)
+        try:
+            watched = select.poll()
+            watched.register(descriptor, select.POLLIN)
+            # One that waits for its parent to take its exit status has ended, too.
+            return bool(watched.poll(0)) or _is_another_or_ending(self.pid, self.born)
+        finally:
+            os.close(descriptor)
+
+    def is_stopped(self) -> bool:
+        """Whether a process of the same place is stopped, by SIGSTOP or a debugger."""
+        return _stat(self.pid)[:1] in (["T"], ["t"])
+
+    def pack(self) -> bytes:
+        """As bytes for the store."""
+        return pack_record(self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """The inverse of ``pack``.
+
+        Raises:
+            WireError: another program wrote it.
+        """
+        return unpack_record(raw, cls, "a process")
+
+
+class Processes:
+    """What this process knows of the others of one world; any thread may ask.
+
+    Attributes:
+        own: this one.
+        is_new: whether no earlier world had its ranks' words in the same store. Where one had, a
+            process that was never seen alive may be that one's.
+    """
+
+    def __init__(self) -> None:
+        self.own = Process.own()
+        self.is_new = True
+        self._known: dict[int, Process] = {}
+        self._noticed: dict[str, float] = {}
+
+    def note(self, rank: int, process: Process) -> None:
+        """Take in who a rank's process is, or that it has ended."""
+        known = self._known.get(rank)
+        is_other = known is None or known.name != process.name
+        if self.is_new or not is_other or not self._end(process):
+            self._known[rank] = process
+
+    def note_end(self, rank: int, word: str) -> None:
+        """Take in that a rank's process has ended, or left the world, of which no more is known."""
+        self._known[rank] = Process(uuid.uuid4().hex, "", 0, 0, word)
+
+    def of(self, rank: int) -> Process | None:
+        """A rank's process, as far as it is known."""
+        return self._known.get(rank)
+
+    def is_beside(self, rank: int) -> bool:
+        """Whether the kernel can tell of a rank's process."""
+        process = self._known.get(rank)
+        return process is not None and process.place == self.own.place
+
+    def killed(self) -> dict[int, str]:
+        """The ranks whose processes have ended without a word of their own, each with why."""
+        ends = {rank: self.end_of(rank) for rank in tuple(self._known)}
+        return {rank: why for rank, why in ends.items() if why.startswith(KILLED)}
+
+    def stopped(self) -> set[int]:
+        """The ranks whose processes are on this host and stopped."""
+        known = tuple(self._known.items())
+        return {rank for rank, each in known if self.is_beside(rank) and each.is_stopped()}
+
+    def end_of(self, rank: int, for_seconds: float = 0.0) -> str:
+        """Why a rank's process has ended, if that was noticed so long ago; empty if not."""
+        process = self._known.get(rank)
+        end = "" if process is None else self._end(process)
+        if process is None or not end:
+            return ""
+        now = time.monotonic()
+        return end if now - self._noticed.setdefault(process.name, now) >= for_seconds else ""
+
+    def _end(self, process: Process) -> str:
+        if process.word or process.place != self.own.place or not process.has_ended():
+            return process.word
+        return f"{KILLED}{process.pid}, has ended"
+
+
+def _place() -> str:
+    try:
+        return f"{machine()}/{namespace('pid')}"
+    except OSError:
+        return machine()
+
+
+def _born(pid: int) -> int:
+    return _birth_and_flags(pid)[0]
+
+
+def _is_another_or_ending(pid: int, born: int) -> bool:
+    """Whether the number is used again, or its process about to end, having closed its sockets."""
+    began, flags = _birth_and_flags(pid)
+    return began != born or bool(flags & _PF_EXITING)
+
+
+def _birth_and_flags(pid: int) -> tuple[int, int]:
+    fields = _stat(pid)
+    return (int(fields[19]), int(fields[6])) if fields else (0, 0)
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process from its state on, see proc_pid_stat(5), or nothing."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return told.rpartition(")")[2].split()
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True

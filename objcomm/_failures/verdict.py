@@ -1,0 +1,164 @@
+"""Why a mesh ended: one finding, the same on every rank, and the error that it means there.
+
+A verdict is first written to the store (the first one wins), then the connections are closed, so
+whoever finds a closed connection can look up why. Ranks in it are ranks within the mesh's group.
+Who ends a wait by an error proposes one; a ``fail_together`` block gives those within it a name.
+"""
+
+import uuid
+from contextvars import ContextVar
+from enum import IntEnum
+from typing import Any, NamedTuple, Self
+
+from objcomm._transport.store import pack_record, unpack_record
+from objcomm._wire.failure_message import failure_of
+from objcomm.errors import (
+    CollectiveError,
+    DesyncError,
+    ObjcommError,
+    Position,
+    RankFailure,
+    TransportError,
+    TransportTimeout,
+    text_of,
+)
+
+
+class Cause(IntEnum):
+    """What happened."""
+
+    DESYNC = 1  # ranks are in different operations
+    REFUSED = 2  # a rank refused a message after its header, or failed while others wait for it
+    FAILED = 3  # an error inside of fail_together
+    TIMEOUT = 4  # a limit passed
+    LOST = 5  # a connection closed, and nobody had said why
+    LEFT = 6  # a rank gave its call up, by Ctrl-C for instance, and may be gone
+
+
+#: The reason of a rank that has left because it had nothing more to do.
+PROGRAM_ENDED = "its program has ended"
+
+#: The reason of one that has destroyed its process group.
+DESTROYED = "it destroyed its process group"
+
+#: After these a rank has nothing more to say, and nothing is wrong.
+FAREWELLS = frozenset({PROGRAM_ENDED, DESTROYED})
+
+#: After these all ranks live and know it, so they can meet again.
+_RECOVERABLE = frozenset({Cause.DESYNC, Cause.REFUSED, Cause.FAILED})
+
+
+class Verdict(NamedTuple):
+    """Why a mesh ended.
+
+    Attributes:
+        cause: what happened.
+        name: unlike any other verdict's.
+        ranks: whom it concerns: the missing, the dead, the one that left.
+        reason: in words.
+        seconds: the limit that passed.
+        positions: where ranks are.
+        failures: what went wrong on which rank.
+        silent: ranks that did not answer when asked where they are.
+        is_store_silent: whether the store did not answer; it is told this verdict when it does.
+        operation: what failed, where it is not the operation that a rank is in.
+        meshes: the nonces of all meshes that it ends, where there are several.
+        circle: who waited for whom, as ``Deadlock.pack`` gives it, where ranks waited in a circle.
+        is_final: whether no rank's next call may try again, though its own ranks had not met: one
+            is known to be gone, or another rank has connected and lost what it had.
+        block: the key of the block in which a rank has failed.
+    """
+
+    cause: Cause
+    name: str
+    ranks: tuple[int, ...] = ()
+    reason: str = ""
+    seconds: float = 0.0
+    positions: tuple[Position, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
+    silent: tuple[int, ...] = ()
+    is_store_silent: bool = False
+    operation: str = ""
+    meshes: tuple[str, ...] = ()
+    circle: bytes = b""
+    is_final: bool = False
+    block: str = ""
+
+    @classmethod
+    def of(cls, cause: Cause, **fields: Any) -> Self:
+        """A new verdict."""
+        return cls(cause, uuid.uuid4().hex, **fields)
+
+    @property
+    def is_recoverable(self) -> bool:
+        """Whether the group's next call may connect its ranks anew."""
+        return self.cause in _RECOVERABLE
+
+    def error(self, operation: str, own: Position | None = None) -> ObjcommError:
+        """What a rank raises.
+
+        Args:
+            operation: the one that the rank is in.
+            own: where it is.
+        """
+        if self.cause is Cause.DESYNC:
+            known = {each.rank for each in self.positions}
+            added = () if own is None or own.rank in known else (own,)
+            return DesyncError(self.reason, (*self.positions, *added))
+        if self.cause in (Cause.REFUSED, Cause.FAILED):
+            return CollectiveError(
+                self.operation or operation, {each.rank: each for each in self.failures}
+            )
+        if self.cause is Cause.TIMEOUT:
+            return TransportTimeout(
+                operation,
+                self.ranks,
+                self.seconds,
+                self.positions,
+                self.silent,
+                self.is_store_silent,
+            )
+        silent = "; store: no answer" if self.is_store_silent else ""
+        return TransportError(operation, self.ranks, self.reason + silent)
+
+    def pack(self) -> bytes:
+        """As bytes for the store."""
+        failures = [
+            (each.rank, each.type_name, each.message, each.traceback) for each in self.failures
+        ]
+        return pack_record(self._replace(failures=failures))  # type: ignore[arg-type]  # plain lists travel
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """The inverse of ``pack``.
+
+        Raises:
+            WireError: another program wrote it.
+        """
+        return unpack_record(raw, cls, "a verdict")
+
+
+def proposal_for(error: BaseException, rank: int) -> Verdict:
+    """The verdict that ``error`` on ``rank`` calls for."""
+    if isinstance(error, DesyncError):
+        positions = tuple(error.positions.values())
+        return Verdict.of(Cause.DESYNC, reason=error.reason, positions=positions)
+    if isinstance(error, TransportTimeout):
+        return Verdict.of(Cause.TIMEOUT, ranks=error.missing, seconds=error.seconds)
+    if isinstance(error, TransportError):
+        return Verdict.of(Cause.LOST, ranks=error.peers, reason=error.reason)
+    if isinstance(error, Exception):
+        # A message was refused, or memory is missing, of which torch says so by a RuntimeError: the
+        # connections are at fault in none of these, because what they raise has its name by now.
+        return Verdict.of(Cause.REFUSED, failures=(failure_of(error, rank),))
+    reason = f"it left after {text_of(error)}"
+    return Verdict.of(Cause.LEFT, ranks=(rank,), reason=reason)
+
+
+#: Each block's key in the store, where the first rank that fails in it posts its verdict.
+regions: ContextVar[tuple[str, ...]] = ContextVar("objcomm_regions", default=())
+
+
+def nonce_of(block: str) -> str:
+    """The name of the mesh in which a block began."""
+    return block.partition("/")[0]

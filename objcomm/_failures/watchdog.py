@@ -1,0 +1,592 @@
+"""Sees to it that no wait is a silent one: one thread for all groups of a process.
+
+Four times a second it looks at the calls that wait. What has waited for half a second is
+investigated: where are the others, and has anybody ended this? What has waited for a minute is
+logged, and what has passed its limit ends, at that moment and not at the next look. The thread
+itself never talks to the store, which may not answer: that is the board's thread's work, and what
+this has not done after half a second is done here without it.
+
+It also lets Ctrl-C end a wait that sits in C++. Python runs signal handlers between bytecodes of
+the main thread only, and a wait for a peer is one long call. So while the main thread waits, the
+interpreter writes each signal's number into a socket that the watchdog sleeps on; it ends the mesh,
+the wait raises, and the handler runs. Only SIGINT does that: its handler usually raises, so the
+operation is lost anyway, whereas a SIGTERM handler usually sets a flag ("checkpoint after this
+step") and must not cost the connections.
+
+And it ends with the program: a thread that comes back from C++ while the interpreter ends would
+abort the process, so no thread of objcomm's, nor one that calls it, stays inside of torch.
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from objcomm._failures import inquiry
+from objcomm._failures.deadlock import WaitSnapshot
+from objcomm._failures.inquiry import Waiting, investigate, wait_snapshot
+from objcomm._failures.mesh import Mesh, by_name, death_among, in_vain, never_comes
+from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._failures.verdict import DESTROYED, FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
+from objcomm._observe.history import CallRecord
+from objcomm._observe.log import logged
+from objcomm._transport.gloo import is_cut_off
+from objcomm._transport.sockets import hang_up
+from objcomm._transport.threads import are_executors_busy, are_pools_busy
+from objcomm._world import store_of
+from objcomm.errors import UsageError, text_of
+
+_TICK_SECONDS = 0.25
+#: A wait of this length is no surprise; a longer one is investigated.
+OVERDUE_SECONDS = 0.5
+# A wait this long will be longer still: every fourth look does.
+_LONG_SECONDS = 4.0
+_LONG_LOOKS = 4
+_EXPIRY_SECONDS = 0.9
+_INTERRUPT_SECONDS = 0.3
+_NUDGE = b"\0"  # no signal's number
+
+
+class Watchdog(threading.Thread):
+    """See the module; one per process, made by its first mesh."""
+
+    def __init__(self, former: "Watchdog | None" = None) -> None:
+        """Begin.
+
+        Args:
+            former: whose work this one takes over, because its thread has ended.
+        """
+        super().__init__(name="objcomm-watch", daemon=True)
+        self.pid = os.getpid()
+        self.target: Mesh | None = None  # these two are written by the main thread only
+        self.forward_to = -1
+        self._receiving, self._sending = socket.socketpair()
+        self._sending.setblocking(False)  # noqa: FBT003  # socket's own signature
+        self._lock = threading.Lock()
+        self._meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+        self._listeners = weakref.WeakKeyDictionary[Mesh, threading.Thread]()
+        # Also those whose world has gone, until their threads have ended.
+        self.board_threads: weakref.WeakSet[BoardThread] = weakref.WeakSet()
+        self._fallbacks: list[tuple[float, Callable[[], object]]] = []
+        # Weak: a question that comes when the world has just gone is never asked, nor done with.
+        self._investigating: weakref.WeakSet[BoardThread] = weakref.WeakSet()
+        self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
+        self._expiring = weakref.WeakKeyDictionary[BoardThread, deque[Waiting]]()
+        self._looked_at = 0.0
+        self._looks = 0
+        self._is_closing = False
+        if former is not None:
+            self._meshes, self._listeners = former._meshes, former._listeners  # noqa: SLF001  # its own class
+            self.board_threads, self._fallbacks = former.board_threads, former._fallbacks  # noqa: SLF001  # likewise
+        self.start()
+        # A thread that is inside of torch when the interpreter ends would abort the process.
+        atexit.register(self._close)
+
+    def add(self, mesh: Mesh) -> None:
+        """Watch a mesh as long as it lives."""
+        with self._lock:
+            self._meshes.add(mesh)
+        self._nudge()
+
+    def expect(self, mesh: Mesh, listener: threading.Thread) -> None:
+        """End a thread that waits on ``mesh`` before the interpreter ends."""
+        with self._lock:
+            self._listeners[mesh] = listener
+
+    def meshes(self, board_thread: BoardThread) -> list[Mesh]:
+        """Those of one world."""
+        with self._lock:
+            return [mesh for mesh in self._meshes if mesh.board_thread is board_thread]
+
+    def has_open(self, board_thread: BoardThread) -> bool:
+        """Whether one of those is connected: where its group has ended it is about to say so."""
+        return any(
+            mesh.verdict is None and mesh.link is not None for mesh in self.meshes(board_thread)
+        )
+
+    def named(self, nonces: Sequence[str]) -> list[Mesh]:
+        """The meshes of these names."""
+        with self._lock:
+            return [mesh for mesh in self._meshes if mesh.nonce in nonces]
+
+    def snapshot(self, board_thread: BoardThread, asked: int) -> WaitSnapshot:
+        """Where this process is, in one world."""
+        return wait_snapshot(self.meshes(board_thread), asked)
+
+    def listen(self) -> None:
+        """Let the interpreter write signals' numbers here."""
+        self.forward_to = signal.set_wakeup_fd(self._sending.fileno(), warn_on_full_buffer=False)
+
+    def rest(self) -> None:
+        """Give the descriptor back to whoever had it."""
+        former, self.forward_to = self.forward_to, -1
+        try:
+            signal.set_wakeup_fd(former)
+        except (OSError, ValueError):  # its owner has closed it meanwhile, or before
+            signal.set_wakeup_fd(-1)
+
+    def run(self) -> None:
+        """Look, sleep, and look again; no error ends that."""
+        with selectors.PollSelector() as selector:  # select() knows no descriptor above 1,023
+            selector.register(self._receiving, selectors.EVENT_READ)
+            while not self._is_closing:
+                pause: float | None = _TICK_SECONDS
+                with logged("the watchdog could not look how long it may sleep"):
+                    pause = self._pause()
+                if selector.select(pause):
+                    self._heed_signals(self._receiving.recv(64))
+                with logged("the watchdog could not look after what waits"):
+                    self._tick(time.monotonic())
+
+    def _pause(self) -> float | None:
+        """Until the next look, or the next limit; without a mesh there is nothing to look at."""
+        if not self._meshes and not self._fallbacks:
+            return None
+        dues = [entry.waits_until for _, _, entry in self._waiting() if not entry.has_expired]
+        dues += [due for due, _ in self._fallbacks]
+        return max(0.0, min([self._looked_at + _TICK_SECONDS, *dues]) - time.monotonic())
+
+    def _heed_signals(self, numbers: bytes) -> None:
+        target, forward_to = self.target, self.forward_to
+        if signal.SIGINT in numbers and target is not None:
+            verdict = Verdict.of(Cause.LEFT, ranks=(target.rank,), reason="it was interrupted")
+            target.board_thread.submit(functools.partial(target.settle_on, proposal=verdict))
+            alone = verdict._replace(is_store_silent=True)
+            self._fall_back(_INTERRUPT_SECONDS, functools.partial(target.stop, alone))
+        if forward_to != -1 and (signals := numbers.replace(_NUDGE, b"")):
+            with contextlib.suppress(OSError):  # its owner may have closed it
+                os.write(forward_to, signals)  # asyncio finds its signals there
+
+    def _fall_back(self, seconds: float, end: Callable[[], object]) -> None:
+        """End a mesh, or one call, without the store's help unless it has ended by then."""
+        self._fallbacks.append((time.monotonic() + seconds, end))
+
+    def _tick(self, now: float) -> None:
+        """Do what is due; who polls wakes the thread often, and not each time is a look around."""
+        is_look = now >= self._looked_at + _TICK_SECONDS
+        self._looked_at = now if is_look else self._looked_at
+        self._looks += is_look
+        overdue: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
+        expired: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
+        late: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
+        ended: dict[object, bool] = {}
+        for mesh, lane, entry in self._waiting():
+            waited = now - entry.waits_since
+            if is_look and waited >= OVERDUE_SECONDS and self._is_in_vain(mesh, entry, ended):
+                continue
+            if now >= entry.waits_until:
+                expired[mesh.board_thread].append((mesh, lane, entry))
+            elif is_look and self._is_overdue(waited):
+                overdue[mesh.board_thread].append((mesh, lane, entry))
+            if entry.report_at <= now < entry.waits_until:
+                entry.report_at = now + waited
+                late[mesh.board_thread].append((mesh, lane, entry))
+        if is_look:
+            self._leave_destroyed()
+            self._leave_failed()
+            self._look_for_the_dead_in_blocks()
+            self._look_for_senders()
+            self._move_links()
+        for board_thread, waiting in overdue.items():
+            self._investigate(board_thread, inquiry.first_of_each_kind(waiting))
+        for board_thread, waiting in expired.items():
+            self._expire(board_thread, waiting)
+        for board_thread, waiting in late.items():
+            self._report(board_thread, inquiry.first_of_each_kind(waiting))
+        self._end_overdue(now)
+
+    def _end_overdue(self, now: float) -> None:
+        """End without the store what it was to end, and has not."""
+        for due, end in self._fallbacks:
+            if due <= now:
+                with logged("a wait that is over could not be ended"):  # the others still can
+                    end()
+        self._fallbacks = [each for each in self._fallbacks if each[0] > now]
+
+    def _leave_destroyed(self) -> None:
+        """Close the connections of groups that the program has destroyed: others may wait."""
+        for mesh in self._look()[0]:
+            if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
+                left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
+                if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
+                    mesh.stop(left._replace(is_store_silent=True))  # as if the group were collected
+                else:
+                    mesh.board_thread.submit(functools.partial(mesh.settle_on, proposal=left))
+
+    def _leave_failed(self) -> None:
+        """Tell who waits for the main thread that it has failed, where others keep its process."""
+        main, error = threading.main_thread(), getattr(sys, "last_value", None)
+        if main.is_alive() or error is None:
+            return
+        reason = f"its main thread ended by {text_of(error)}, and another one goes on"
+        for mesh in self._look()[0]:
+            is_its = any(lane.owner is main for lane in tuple(mesh.lanes.values()))
+            if is_its and mesh.verdict is None and mesh.link is not None:
+                left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason)
+                mesh.board_thread.submit(functools.partial(mesh.settle_on, proposal=left))
+
+    def _look_for_the_dead_in_blocks(self) -> None:
+        """Let those who poll in a block know that a rank has died in it: they are never overdue."""
+        for mesh in self._look()[0]:
+            if mesh.blocks and mesh.verdict is None:
+                with logged("whether a process has ended could not be found out"):
+                    mesh.died = death_among(mesh, mesh.ranks)
+
+    def _move_links(self) -> None:
+        """Let go out and come in what a rank has begun that waits elsewhere, as in another group.
+
+        Some links move only while a thread waits for them, and others may need that first.
+        """
+        for mesh in self._look()[0]:
+            link = mesh.link
+            if link is not None and not mesh.is_closed:
+                with logged("what is under way could not be moved"):
+                    # Ctrl-C may have struck between the verdict and the end of the connections.
+                    (link.move if mesh.verdict is None else link.abort)()
+
+    def _is_in_vain(self, mesh: Mesh, entry: CallRecord, known: dict[object, bool]) -> bool:
+        """``_has_ended_in_vain``, asked once for a thousand calls that wait for the same."""
+        kind = mesh, entry.awaits, entry.regions
+        if kind not in known:
+            known[kind] = self._has_ended_in_vain(mesh, entry)
+        return known[kind]
+
+    def _has_ended_in_vain(self, mesh: Mesh, entry: CallRecord) -> bool:
+        """End a mesh, if one of its calls waits for a process that has ended."""
+        verdict = None
+        with logged("whether a process has ended could not be found out"):  # limits still hold
+            blocks = {each.nonce: each.ranks for each in self._look()[0]} if entry.regions else {}
+            verdict = in_vain(mesh, entry, blocks)
+        if verdict is not None:
+            self._end_in_vain(mesh, verdict)
+        return verdict is not None
+
+    def _look_for_senders(self) -> None:
+        """End what is listened to and never comes: who polls makes no call that is overdue."""
+        if self._looks % _LONG_LOOKS:
+            return
+        unmet: defaultdict[BoardThread, list[Mesh]] = defaultdict(list)
+        for mesh, _ in self._look()[1]:
+            if mesh.verdict is not None or mesh.link is not None:
+                continue
+            verdict = None
+            with logged("whether a process has ended could not be found out"):  # the others go on
+                verdict = never_comes(mesh)
+            if verdict is None:
+                unmet[mesh.board_thread].append(mesh)
+            else:
+                self._end_in_vain(mesh, verdict)
+        for board_thread, meshes in unmet.items():
+            self._ask(
+                board_thread, functools.partial(inquiry.look_for_senders, meshes, self._missed)
+            )
+
+    def _end_in_vain(self, mesh: Mesh, verdict: Verdict) -> None:
+        """End a mesh because of a process that has ended, by the reason that is known best."""
+        verdict = verdict._replace(is_final=True)
+
+        def job(board: Board) -> None:
+            told = by_name(mesh, verdict, board)
+            for rank in told.ranks:
+                board.tell_end(mesh.ranks[rank], told.reason)
+            mesh.settle_on(board, told)
+
+        mesh.board_thread.submit(job)
+        alone = verdict._replace(is_store_silent=True)
+        self._fall_back(_INTERRUPT_SECONDS, functools.partial(mesh.stop, alone))
+
+    def _is_overdue(self, waited: float) -> bool:
+        is_long = waited > _LONG_SECONDS
+        return waited >= OVERDUE_SECONDS and not (is_long and self._looks % _LONG_LOOKS)
+
+    def _waiting(self) -> list[Waiting]:
+        with self._lock:
+            meshes = [mesh for mesh in self._meshes if mesh.verdict is None]
+        return [
+            (mesh, lane, entry)
+            for mesh in meshes
+            for lane in tuple(mesh.lanes.values())
+            for entry in lane.waits()
+        ]
+
+    def _expire(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
+        """End all calls whose limits have passed, in one go: asking takes a while.
+
+        A job that is under way takes more of them on.
+        """
+        waiting = [each for each in waiting if not each[2].has_expired]
+        if not waiting:
+            return
+        meshes = self.meshes(board_thread)
+        expiring = self._expiring.setdefault(board_thread, deque())
+        expiring.extend(each for each in waiting if inquiry.patience(each[2]))
+        board_thread.submit(lambda board: inquiry.expire(board, meshes, expiring))
+        here: WaitSnapshot | None = None
+        for mesh, lane, entry in waiting:
+            entry.has_expired = True
+            seconds, answers = _EXPIRY_SECONDS, None
+            if inquiry.is_brief(entry):  # nobody else need know
+                here = here or wait_snapshot(meshes, 0)
+                seconds, answers = inquiry.patience(entry), {mesh.rank: here}
+            verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
+            end = functools.partial(inquiry.end_late, mesh, lane, entry, verdict)
+            self._fall_back(seconds, end)
+
+    def _report(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
+        meshes, told = self.meshes(board_thread), threading.Event()
+        board_thread.submit(lambda board: inquiry.report(board, meshes, waiting, told))
+        silence = functools.partial(inquiry.report_silence, waiting, told)
+        self._fall_back(_EXPIRY_SECONDS, silence)
+
+    def _investigate(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
+        meshes = self.meshes(board_thread)
+        self._ask(board_thread, lambda board: investigate(board, meshes, waiting))
+
+    def _ask(self, board_thread: BoardThread, question: Callable[[Board], None]) -> None:
+        """Have something looked into, unless a question before it still waits for the store."""
+        if board_thread in self._investigating:
+            return
+        self._investigating.add(board_thread)
+
+        def job(board: Board) -> None:
+            try:
+                question(board)
+            finally:
+                self._investigating.discard(board_thread)
+
+        board_thread.submit(job)
+
+    def _look(self) -> tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]:
+        with self._lock:
+            return list(self._meshes), list(self._listeners.items())
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it is awake
+            self._sending.send(_NUDGE)
+
+    def _close(self) -> None:
+        if self.pid != os.getpid():
+            return
+        bring_back(self._look, list(self.board_threads))
+        self._is_closing = True
+        self._nudge()
+        self.join(FAREWELL_SECONDS)
+        if not self.is_alive():
+            self._receiving.close()
+            self._sending.close()
+
+
+class _Watchdogs:
+    """This process's watchdog, and a board's thread for each world; a forked child gets its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watchdog: Watchdog | None = None
+        self._board_threads = weakref.WeakKeyDictionary[dist.ProcessGroup, BoardThread]()
+
+    def watchdog(self) -> Watchdog:
+        with self._lock:
+            if self._watchdog is None or self._watchdog.pid != os.getpid():
+                self._watchdog = Watchdog()
+            elif not self._watchdog.is_alive() and not sys.is_finalizing():
+                self._watchdog = Watchdog(self._watchdog)
+            return self._watchdog
+
+    def board_thread(self, world: dist.ProcessGroup) -> BoardThread:
+        watchdog = self.watchdog()
+        with self._lock:
+            if world not in self._board_threads:
+                is_there = weakref.ref(world)
+                found = self._board_threads[world] = BoardThread(
+                    store_of(world),
+                    world.rank(),
+                    world.size(),
+                    describe=watchdog.snapshot,
+                    is_needed=lambda own: is_there() is not None or watchdog.has_open(own),
+                    is_cut_off=lambda rank: (at := is_there()) is not None and is_cut_off(at, rank),
+                )
+                watchdog.board_threads.add(found)
+            return self._board_threads[world]
+
+
+_watchdogs = _Watchdogs()
+
+
+def check_running(operation: str) -> None:
+    """Refuse a call that nothing could end.
+
+    Raises:
+        UsageError: the interpreter is shutting down, and no thread runs any more.
+    """
+    if sys.is_finalizing():
+        raise UsageError(
+            f"{operation}: the interpreter is shutting down; make the last call before the program "
+            "ends, or in an atexit handler"
+        )
+
+
+def board_thread_of(world: dist.ProcessGroup) -> BoardThread:
+    """Where the ranks of a world tell each other what keeps them."""
+    return _watchdogs.board_thread(world)
+
+
+def watch(mesh: Mesh) -> None:
+    """See to it that no wait on ``mesh`` is a silent one, as long as it lives."""
+    _watchdogs.watchdog().add(mesh)
+
+
+def hurry(seconds: float) -> None:
+    """Let a wait that has begun end after so long, though the watchdog may sleep for longer."""
+    if seconds < _TICK_SECONDS:
+        _watchdogs.watchdog()._nudge()  # noqa: SLF001  # its own module's
+
+
+def expect(mesh: Mesh, listener: threading.Thread) -> None:
+    """End a thread that waits on ``mesh`` before the interpreter ends."""
+    _watchdogs.watchdog().expect(mesh, listener)
+
+
+def died_in(block: str) -> Verdict | None:
+    """What to say in a block in which a rank has died, as far as this process has seen."""
+    meshes = _watchdogs.watchdog().named((nonce_of(block),))
+    return next((mesh.died for mesh in meshes), None)
+
+
+def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> None:
+    """End the other meshes that a verdict names.
+
+    Args:
+        verdict: what ends them.
+        thread: raises it for all of them; the calling one if None.
+    """
+    thread = thread or threading.current_thread()
+    for mesh in _watchdogs.watchdog().named(verdict.meshes):
+        mesh.settle(verdict)  # told before it closes: not every finder of a circle has all meshes
+        mesh.absolve(thread)
+
+
+class interruptible:  # noqa: N801  # used as a function, like contextlib's
+    """While entered, Ctrl-C ends ``mesh`` within moments; nothing on other threads.
+
+    Not for a wait that it ends by itself: who was interrupted may be in the next call, with another
+    mesh, when the watchdog gets its turn.
+
+    A wake-up descriptor that was set before (asyncio sets one) is served meanwhile and put back
+    afterwards.
+    """
+
+    __slots__ = ("_mesh", "_outer", "_watchdog")
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._watchdog: Watchdog | None = None
+        self._outer: Mesh | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._watchdog = _watchdogs.watchdog()
+            self._outer, self._watchdog.target = self._watchdog.target, self._mesh
+            if self._outer is None:
+                self._watchdog.listen()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._watchdog is not None:
+            self._watchdog.target = self._outer  # a callback's call on another group ends here
+            if self._outer is None:
+                self._watchdog.rest()
+
+
+#: Usually threads end at once; a machine that is busy gets its time, and a slow store does.
+FAREWELL_SECONDS = 2.0
+_PAUSE_SECONDS = 0.01
+
+# Names of threads that connect a mesh, or listen on one.
+_OF_A_MESH = frozenset({"objcomm-connect", "objcomm-listen"})
+
+_Look: TypeAlias = Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]]
+
+
+def bring_back(look: _Look, board_threads: Sequence[BoardThread]) -> None:
+    """End what threads do in C++, and what the boards' own do.
+
+    A store that is stopped, or behind a network that fails, holds a thread for as long as it gives
+    no answer; one that came while the interpreter ends would abort the process. So who has not come
+    back in time is cut off from the store.
+
+    Args:
+        look: as ``end_waits`` takes it.
+        board_threads: all of this process's.
+    """
+    if not _are_all_back(look, board_threads):
+        hang_up({address for board_thread in board_threads for address in board_thread.addresses})
+        _are_all_back(look, board_threads)
+
+
+def _are_all_back(look: _Look, board_threads: Sequence[BoardThread]) -> bool:
+    are_back = [end_waits(look)]
+    are_back += [board_thread.close(FAREWELL_SECONDS, _ending()) for board_thread in board_threads]
+    return all(are_back)
+
+
+def end_waits(look: _Look) -> bool:
+    """Let threads come back from C++: connections close, and the other ranks are told why.
+
+    Args:
+        look: gives all of this process's meshes, and the threads that wait for messages, each with
+            its mesh; asked again and again, because a thread may just be about to begin.
+
+    Returns:
+        Whether all have come back in time.
+    """
+    until = time.monotonic() + FAREWELL_SECONDS
+    while True:
+        meshes, listeners = look()
+        occupied = {mesh for mesh in meshes if _is_occupied(mesh)}
+        occupied |= {mesh for mesh, listener in listeners if listener.is_alive()}
+        for mesh in occupied:
+            leaves = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending())
+            # Who ends by an error because of another's death is not the one to be named.
+            mesh.settle(leaves if leaves.reason in FAREWELLS else by_name(mesh, leaves))
+        is_any_away = (
+            bool(occupied) or are_pools_busy() or are_executors_busy() or _are_any_leaving()
+        )
+        if not is_any_away or time.monotonic() > until:
+            return not is_any_away
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _are_any_leaving() -> bool:
+    """Whether threads live that belong to a mesh.
+
+    One whose mesh is no more may be in that mesh's destructor, in C++.
+    """
+    return any(each.name in _OF_A_MESH for each in threading.enumerate())
+
+
+def _is_occupied(mesh: Mesh) -> bool:
+    """Whether a thread is, or soon will be, in C++ on its behalf."""
+    return mesh.is_meeting or any(lane.is_busy for lane in tuple(mesh.lanes.values()))
+
+
+def _ending() -> str:
+    """How the program ends; Python keeps an exception that nobody caught."""
+    failed = getattr(sys, "last_value", None)
+    return PROGRAM_ENDED if failed is None else f"its program ended by {text_of(failed)}"

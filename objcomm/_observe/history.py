@@ -1,0 +1,266 @@
+"""The last calls of one group on this rank, which of them is under way, and what all have cost.
+
+One entry per call, kept whole: what the watchdog compares with other ranks, what an error carries
+and what ``objcomm.recorder.dump`` writes are all read from here. Knows headers; knows no ranks but
+this one, and writes nothing anywhere.
+"""
+
+import heapq
+import itertools
+import math
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from objcomm._wire.header import Header
+from objcomm.errors import Position, name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+#: Older ones are forgotten: 140 KiB for a group.
+LENGTH = 256
+
+#: How an operation that returned is recorded.
+RETURNED = "returned"
+
+#: How one that has not ended is.
+UNDER_WAY = "under way"
+
+#: Of the form in which a history is written down; a reader refuses others.
+DUMP_VERSION = 1
+
+# One for each time that the group's ranks met, so the first and some that failed.
+_MEETINGS = 16
+
+
+class CallRecord:
+    """One call of an operation on this rank.
+
+    Attributes:
+        header: what its messages carry.
+        operation: its name.
+        codec: what this rank sends with.
+        lane: its lane's name.
+        began: when it was called, in seconds of ``time.time``.
+        seconds: how long it took, negative while it is under way.
+        sent_nbytes: bytes sent, to all ranks together.
+        received_nbytes: bytes received.
+        outcome: ``"returned"``, or the type of the error that it raised.
+        waits_since: when it began to wait for other ranks, in seconds of ``time.monotonic``.
+        waits_until: when its time limit passes.
+        limit_seconds: that limit.
+        has_own_limit: whether its caller gave it that limit, so that its wait is meant to end.
+        report_at: when it will have waited long enough to be logged.
+        awaits: the rank that it can't go on without just now; -1 if none.
+        first_asked: the number of the first question where the others are that it made; 0 if none.
+        suspicion: what may keep it from ever ending, found once and to be confirmed.
+        has_expired: whether its limit has been seen to pass in this wait.
+        regions: the keys of the ``fail_together`` blocks around it.
+        waiter: the thread that can do nothing else before it ends; 0 if there is none.
+        is_served: whether what it waits for is under way.
+        caller: the call that this one is part of; None if it is none's.
+        withdraw: ends it by a verdict that ends nothing else; None where there is no such way.
+    """
+
+    __slots__ = (
+        "awaits",
+        "began",
+        "caller",
+        "codec",
+        "first_asked",
+        "has_expired",
+        "has_own_limit",
+        "header",
+        "is_served",
+        "lane",
+        "limit_seconds",
+        "operation",
+        "outcome",
+        "received_nbytes",
+        "regions",
+        "report_at",
+        "seconds",
+        "sent_nbytes",
+        "suspicion",
+        "waiter",
+        "waits_since",
+        "waits_until",
+        "withdraw",
+    )
+
+    def __init__(self, header: Header, operation: str, codec: str = "", lane: str = "") -> None:
+        self.header = header
+        self.operation = operation
+        self.codec = codec
+        self.lane = lane
+        self.began = time.time()
+        self.seconds = -1.0
+        self.sent_nbytes = 0
+        self.received_nbytes = 0
+        self.outcome = ""
+        self.waits_since = 0.0
+        self.waits_until = 0.0
+        self.limit_seconds = 0.0
+        self.has_own_limit = False
+        self.report_at = math.inf
+        self.awaits = -1
+        self.first_asked = 0
+        self.suspicion: tuple[int, Any] | None = None
+        self.has_expired = False
+        self.regions: tuple[str, ...] = ()
+        self.waiter = 0
+        self.is_served = False
+        self.caller: CallRecord | None = None
+        self.withdraw: Callable[[Any], object] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has returned or raised."""
+        return self.seconds >= 0
+
+    def end(self, error: BaseException | None, seconds: float) -> None:
+        """The call has returned, or raised ``error``, after so many seconds."""
+        self.outcome = RETURNED if error is None else name_of(type(error))
+        self.seconds = seconds
+
+    def position(self) -> Position:
+        """Where this rank was or is, for an error's text."""
+        age = time.time() - self.began - max(self.seconds, 0.0)
+        position = self.header.position
+        if position.sequence < 0:  # before its first call of all, the ranks meet
+            position = position._replace(operation=self.operation, sequence=0)
+        return position._replace(seconds=max(age, 0.0), is_over=self.is_over)
+
+    def plain(self) -> dict[str, Any]:
+        """All that is worth keeping, in JSON's types."""
+        header, seconds = self.header, self.seconds
+        return {
+            "operation": self.operation,
+            "sequence": header.sequence,
+            "mesh": header.group,
+            "lane": header.lane,
+            "lane_name": self.lane,
+            "root": header.root,
+            "fingerprint": header.fingerprint,
+            "codec": self.codec,
+            "call_site": header.call_site,
+            "began": self.began,
+            "ms": None if seconds < 0 else round(seconds * 1e3, 4),
+            "sent_nbytes": self.sent_nbytes,
+            "received_nbytes": self.received_nbytes,
+            "outcome": UNDER_WAY if seconds < 0 else self.outcome,
+            "awaits": self.awaits if seconds < 0 else -1,
+        }
+
+
+class History:
+    """A ring of entries; appending is atomic, so threads need no lock.
+
+    Attributes:
+        add: takes the latest call.
+        add_meeting: takes a wait for the ranks to meet, which is part of a call and none itself.
+        next_number: the number of the next call, in a group of one rank, which has no lanes.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[CallRecord] = deque(maxlen=LENGTH)
+        self._meetings: deque[CallRecord] = deque(maxlen=_MEETINGS)
+        self.add = self._entries.append
+        self.add_meeting = self._meetings.append
+        self.next_number = itertools.count().__next__
+
+    def entries(self) -> list[CallRecord]:
+        """All that are remembered, oldest first."""
+        return list(self._entries)
+
+    def plain(self) -> list[dict[str, Any]]:
+        """Calls in their order, with the meetings at the times when they began."""
+        # Merged, not sorted: a clock may be set back, and is read a moment too late where another
+        # process gets the processor in between. Copied first: other threads go on calling.
+        both = heapq.merge(self._meetings.copy(), self._entries.copy(), key=lambda each: each.began)
+        return [entry.plain() for entry in both]
+
+
+def call_site() -> str:
+    """The innermost ``file:line`` outside of objcomm."""
+    frame = sys._getframe(1)  # noqa: SLF001  # inspect.stack() reads source files: a thousand times slower
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        is_inner = module.startswith("objcomm.") and not module.startswith("objcomm.demo")
+        # contextlib stands between a ``with`` and a block that is a generator.
+        if not is_inner and module != "contextlib":
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@dataclass(frozen=True, slots=True)
+class OperationStats:
+    """One operation's figures on this rank, summed over its calls.
+
+    Attributes:
+        calls: how often it was called.
+        exchanges: rounds of messages, each of which had to wait for the one before.
+        sent_nbytes: bytes sent, to all ranks together.
+        received_nbytes: bytes received.
+        seconds: time spent in it, waiting for other ranks included.
+    """
+
+    calls: int = 0
+    exchanges: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    seconds: float = 0.0
+
+
+class Counters:
+    """The figures of one group, which several threads may add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_operation: dict[str, list[float]] = {}
+
+    def add(  # the fields of OperationStats
+        self,
+        operation: str,
+        *,
+        exchanges: int,
+        sent_nbytes: int,
+        received_nbytes: int,
+        seconds: float,
+    ) -> None:
+        """Add one call's cost."""
+        # A list that is added to in place: an object per call would cost 3 µs.
+        with self._lock:
+            totals = self._by_operation.setdefault(operation, [0, 0, 0, 0, 0.0])
+            totals[0] += 1
+            totals[1] += exchanges
+            totals[2] += sent_nbytes
+            totals[3] += received_nbytes
+            totals[4] += seconds
+
+    def snapshot(self) -> dict[str, OperationStats]:
+        """The figures so far, by operation."""
+        with self._lock:
+            return {
+                operation: OperationStats(
+                    int(calls), int(rounds), int(sent), int(received), seconds
+                )
+                for operation, (
+                    calls,
+                    rounds,
+                    sent,
+                    received,
+                    seconds,
+                ) in self._by_operation.items()
+            }
+
+    def clear(self) -> None:
+        """Begin at zero."""
+        with self._lock:
+            self._by_operation.clear()

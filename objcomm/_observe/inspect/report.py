@@ -1,0 +1,337 @@
+"""What a reader sees: the calls as a table for a terminal, and in one sentence where ranks part.
+
+One line stands for all ranks that did the same.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
+
+from objcomm._observe.inspect.dumps import Dump, DumpedCall
+from objcomm._observe.inspect.rows import (
+    Absence,
+    CallRow,
+    Clock,
+    Key,
+    Parting,
+    first_parting,
+    is_stuck,
+)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in order, runs of them shortened: ``ranks 0-2, 5``."""
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(texts)}"
+
+
+def duration_text(seconds: float) -> str:
+    """A time in the unit that shows it best."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def call_text(key: Key) -> str:
+    """Which call: its number, or that the ranks meet."""
+    if key.sequence < 0:
+        return "first use"
+    if key.alone >= 0:
+        return "message"
+    return f"{'message' if key.pair else 'call'} {key.sequence}"
+
+
+def operation_text(call: DumpedCall, key: Key) -> str:
+    """An operation with its root, as a global rank."""
+    has_root = 0 <= call.root < len(key.ranks)
+    if call.is_message:
+        side = "to" if call.is_send else "from"
+        return f"{call.operation} {side} {key.ranks[call.root] if has_root else 'any'}"
+    return f"{call.operation} (root {key.ranks[call.root]})" if has_root else call.operation
+
+
+def group_text(row: CallRow) -> str:
+    """A row's group and lane."""
+    key = row.key
+    known_as = row.description if row.description not in {"", "undefined"} else key.group
+    name = f"group {known_as!r}" if known_as else "no process group"
+    return f"{name} ({ranks_text(key.ranks)})" + f", lane {row.lane_name!r}" * bool(row.lane_name)
+
+
+class Places:
+    """Call sites without the folder that all of them share."""
+
+    def __init__(self, rows: Sequence[CallRow]) -> None:
+        sites = {call.call_site for row in rows for call in row.calls.values()}
+        paths = [PurePosixPath(site) for site in sites]
+        folders = {str(path.parent) for path in paths if path.is_absolute()}
+        shared = os.path.commonpath(folders) if folders else ""
+        self._shared = shared.rstrip("/") + "/"
+
+    def text(self, call: DumpedCall) -> str:
+        """Where a call was made."""
+        return call.call_site.removeprefix(self._shared)
+
+
+def conclude(rows: Sequence[CallRow], places: Places) -> str:
+    """The sentence.
+
+    Args:
+        rows: every matched call, oldest first.
+        places: shortens call sites.
+    """
+    row = first_parting(rows)
+    if row is None:
+        return _agreement(rows, places)
+    if row.parting is Parting.DIFFERS:
+        told = _differing(row, rows, places)
+    elif row.parting is Parting.MISSING:
+        told = _missing(row, rows, places)
+    elif row.key.pair:
+        told = _stuck_message(row, rows, places)
+    else:
+        told = _stuck(row, places)
+    return f"{group_text(row)}: {told}"
+
+
+def _agreement(rows: Sequence[CallRow], places: Places) -> str:
+    shared = [row for row in rows if len(row.calls) > 1 and row.key.sequence >= 0]
+    if not shared:
+        return "No call was made by more than one of these ranks, so there is nothing to compare."
+    # Whether a rank waited for a message's other end does not follow from who came last.
+    widest = max(shared, key=lambda row: (not row.key.pair, row.skew_seconds))
+    last = widest.last_rank
+    return (
+        f"The ranks do not part: {len(shared)} calls match. They waited longest for each other in "
+        f"{call_text(widest.key)} of {group_text(widest)}, "
+        f"{_made(widest.calls[last], places)}: rank {last} came last, "
+        f"{duration_text(widest.skew_seconds)} after the first."
+    )
+
+
+def _differing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+    by_call: dict[str, list[int]] = defaultdict(list)
+    for rank, call in row.calls.items():
+        root = f" with root {row.key.ranks[call.root]}" if _has_root(row, call) else ""
+        other = f" [{call.fingerprint:08x}]" if row.has_other_names else ""
+        by_call[f"{call.operation}{root}{other}{_at(call, places)}"].append(rank)
+    sides = "; ".join(f"{ranks_text(ranks)} made {text}" for text, ranks in by_call.items())
+    hint = (
+        " (names, operators or options differ: the number in brackets)"
+        if row.has_other_names
+        else ""
+    )
+    return f"the ranks part in {call_text(row.key)}: {sides}{hint}.{_before(row, rows, places)}"
+
+
+def _missing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+    lacking = [rank for rank, why in row.absent.items() if why is Absence.NEVER]
+    made = _made(row.calls[min(row.calls)], places)
+    never = "never came to the" if row.key.sequence < 0 else "never made"
+    told = f"{ranks_text(lacking)} {never} {call_text(row.key)} ({made} on {ranks_text(row.calls)})"
+    if len(lacking) > 1:
+        return f"{told}.{_before(row, rows, places)}"
+    last = _last_text(lacking[0], row, rows, places)
+    if not last:
+        return f"{told}; it made no call on this group, or had destroyed it before its dump."
+    return f"{told}; its last was {last} the others came."
+
+
+def _last_text(rank: int, row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+    """What a rank did last, and how long before or after the others came to ``row``."""
+    last = _last_of(rank, row, rows)
+    if last is None:
+        return ""
+    call = last.calls[rank]
+    ago = row.began - (call.began if call.ended is None else call.ended)
+    when = f"{duration_text(abs(ago))} {'before' if ago >= 0 else 'after'}"
+    what = operation_text(call, last.key) if call.is_message else call.operation
+    where = f"{what} ({call_text(last.key)}){_at(call, places)}"
+    return f"{where}, {'under way since' if call.is_under_way else 'over'} {when}"
+
+
+def _stuck_message(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+    ends = "; ".join(
+        f"{operation_text(call, row.key)}{_at(call, places)} on rank {rank}: {call.outcome}"
+        for rank, call in row.calls.items()
+        if is_stuck(call)
+    )
+    told = f"the {call_text(row.key)} did not end well: {ends}"
+    (absent, why), *_ = [*row.absent.items(), (None, None)]
+    if absent is None:
+        return f"{told}."
+    if why is Absence.NO_DUMP:
+        return f"{told}; there is no dump of rank {absent}, so look there first."
+    last = _last_text(absent, row, rows, places)
+    did = f"its last was {last} this one began" if last else "it made no call on this group"
+    return f"{told}; rank {absent} was waited for; {did}."
+
+
+def _stuck(row: CallRow, places: Places) -> str:
+    by_outcome: dict[str, list[int]] = defaultdict(list)
+    for rank, call in row.calls.items():
+        if is_stuck(call):
+            by_outcome[call.outcome].append(rank)
+    ends = "; ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in by_outcome.items())
+    made = _made(row.calls[min(row.calls)], places)
+    told = (
+        f"no rank made another call than the rest, but {call_text(row.key)} ({made}) did not end "
+        f"well: {ends}"
+    )
+    unheard = [rank for rank, why in row.absent.items() if why is Absence.NO_DUMP]
+    if unheard:
+        return f"{told}; there is no dump of {ranks_text(unheard)}, so look there first."
+    members = row.key.ranks
+    numbers = {call.awaits for call in row.calls.values() if 0 <= call.awaits < len(members)}
+    awaited = ranks_text(members[number] for number in numbers)
+    waits = f"; {awaited} was waited for" if numbers else ""
+    last = f"rank {row.last_rank} came last, {duration_text(row.skew_seconds)} after the first"
+    return f"{told}{waits}; {last}."
+
+
+def _before(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+    """The last call that all had made alike."""
+    agreed = [
+        each
+        for each in rows
+        if each.key.stretch == row.key.stretch and 0 <= each.key.sequence < row.key.sequence
+    ]
+    if not agreed:
+        return ""
+    last = max(agreed, key=lambda each: each.key.sequence)
+    made = _made(last.calls[min(last.calls)], places)
+    return f" The last that all made: {made} ({call_text(last.key)})."
+
+
+def _last_of(rank: int, row: CallRow, rows: Sequence[CallRow]) -> CallRow | None:
+    """The rank's last call on that row's lane or to another rank; else on its group."""
+    own = [
+        each
+        for each in rows
+        if rank in each.calls
+        and each.key.sequence >= 0
+        and (each.key.group, each.key.ranks) == (row.key.group, row.key.ranks)
+    ]
+    # Messages are on no lane.
+    is_same = [each.key.stretch == row.key.stretch or bool(each.key.pair) for each in own]
+    same = own if row.key.pair else [each for each, same in zip(own, is_same, strict=True) if same]
+    same = same or own
+    return max(same, key=lambda each: each.calls[rank].began, default=None)
+
+
+def _has_root(row: CallRow, call: DumpedCall) -> bool:
+    return 0 <= call.root < len(row.key.ranks)
+
+
+def _made(call: DumpedCall, places: Places) -> str:
+    return f"{call.operation}{_at(call, places)}"
+
+
+def _at(call: DumpedCall, places: Places) -> str:
+    return f" at {places.text(call)}" if call.call_site else ""
+
+
+# Ranks that come this close together are not worth a word.
+_SKEW_SECONDS = 1e-3
+
+_PARTED = ">"
+
+
+def heading(dumps: Sequence[Dump], clocks: dict[str, Clock]) -> list[str]:
+    """Whose dumps these are, why they were written, and how far their times can be compared."""
+    size = max(dump.world_size for dump in dumps)
+    known = {dump.rank for dump in dumps}
+    lines = [f"dumps of {ranks_text(known)}, of {size} in all"]
+    if lacking := set(range(size)) - known:
+        lines.append(f"no dump of {ranks_text(lacking)}")
+    reasons: dict[str, list[int]] = defaultdict(list)
+    for dump in dumps:
+        if dump.error:
+            # Where each rank is, which follows in such texts, the table shows.
+            reasons[dump.error.partition("; ")[0]].append(dump.rank)
+    lines += [f"{ranks_text(ranks)} wrote on {error}" for error, ranks in reasons.items()]
+    reference = dumps[0].host
+    return lines + [
+        _clock_line(host, clock, reference)
+        for host, clock in sorted(clocks.items())
+        if host != reference
+    ]
+
+
+def _clock_line(host: str, clock: Clock, reference: str) -> str:
+    if clock.margin_seconds == float("inf"):
+        return f"host {host!r}: no calls compare its clock with {reference!r}'s; taken as it is"
+    margin = f"estimated within {duration_text(clock.margin_seconds)} from {clock.count} calls"
+    if not clock.ahead_seconds:
+        return f"host {host!r}: its clock agrees with {reference!r}'s, {margin}"
+    side = "ahead of" if clock.ahead_seconds > 0 else "behind"
+    off = duration_text(abs(clock.ahead_seconds))
+    return f"host {host!r}: its clock is {off} {side} {reference!r}'s, {margin}; corrected"
+
+
+def sections(rows: Sequence[CallRow], places: Places, last: int) -> list[str]:
+    """A table for each lane of each group.
+
+    Args:
+        rows: every matched call, oldest first.
+        places: shortens call sites.
+        last: how many of a lane's calls to show; what is marked is always shown.
+    """
+    by_lane: dict[tuple[object, ...], list[CallRow]] = defaultdict(list)
+    for row in rows:
+        key = row.key
+        by_lane[key.group, key.ranks, key.lane].append(row)
+    lines = []
+    for of_lane in by_lane.values():
+        shown = [row for at, row in enumerate(of_lane) if at >= len(of_lane) - last or row.parting]
+        lines += ["", group_text(of_lane[-1])]
+        if left_out := len(of_lane) - len(shown):
+            lines.append(f"  ({left_out} earlier; --last {len(of_lane)} shows them)")
+        lines += _aligned([cells for row in shown for cells in _cells(row, places)])
+    return lines
+
+
+def _cells(row: CallRow, places: Places) -> list[list[str]]:
+    """A row's lines, each as its columns."""
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for rank, call in row.calls.items():
+        name = f" [{call.fingerprint:08x}]" if row.has_other_names else ""
+        did = (operation_text(call, row.key) + name, places.text(call), call.outcome)
+        alike[did].append(rank)
+    lines = [[ranks_text(ranks), *did, _spent(row, ranks)] for did, ranks in alike.items()]
+    missed: dict[Absence, list[int]] = defaultdict(list)
+    for rank, why in row.absent.items():
+        if row.key.sequence >= 0 or why is Absence.NEVER:
+            missed[why].append(rank)
+    lines += [[ranks_text(ranks), why.value] for why, ranks in missed.items()]
+    if row.skew_seconds > _SKEW_SECONDS:
+        skew = duration_text(row.skew_seconds)
+        lines[0].append(f"rank {row.last_rank} came last, by {skew}")
+    mark = _PARTED if row.parting else ""
+    first = [mark, call_text(row.key)]
+    return [[*(first if at == 0 else [mark, ""]), *line] for at, line in enumerate(lines)]
+
+
+def _spent(row: CallRow, ranks: Sequence[int]) -> str:
+    times = [ms / 1e3 for rank in ranks if (ms := row.calls[rank].ms) is not None]
+    if not times:
+        return ""
+    least, most = duration_text(min(times)), duration_text(max(times))
+    return least if least == most else f"{least} to {most}"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    # A line's last cell may be long and must not widen its column.
+    widths: dict[int, int] = defaultdict(int)
+    for line in lines:
+        for at, cell in enumerate(line[:-1]):
+            widths[at] = max(widths[at], len(cell))
+    return [
+        "  ".join(cell.ljust(widths[at]) for at, cell in enumerate(line)).rstrip() for line in lines
+    ]

@@ -1,0 +1,318 @@
+"""Which calls of different ranks are the same call, where the ranks part, and how clocks differ.
+
+No rank gets another's message before it was sent. So the time at which a rank left a call, and that
+at which the rank whose message it needed had entered it, bound the difference of their clocks from
+one side, and calls in the other direction from the other side.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from objcomm._observe.inspect.dumps import Dump, DumpedCall, GroupDump
+
+
+class Absence(Enum):
+    """Why a rank has no part in a call that others made."""
+
+    NEVER = "never made it"
+    EARLIER = "had not come to it when its dump was taken"
+    FORGOTTEN = "no longer remembers it"
+    NO_DUMP = "left no dump"
+    UNTAKEN = "has not taken it"
+    UNSENT = "sent nothing that it takes"
+
+
+class Parting(Enum):
+    """In which way ranks part."""
+
+    DIFFERS = "other operations"
+    MISSING = "a rank never made it"
+    STUCK = "it did not end well"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What two ranks' parts in one call have in common.
+
+    Attributes:
+        group: the group's name.
+        ranks: its members, as global ranks.
+        mesh: which connections of the group's; 0 if it had none.
+        lane: which lane's.
+        sequence: the number of the call on that lane; below 0 where the ranks meet.
+        occurrence: how many of this key the rank has made before: meetings that failed, say.
+        pair: sender and receiver of a message, as global ranks, -1 for any; both in order where
+            they meet; empty for a collective.
+        alone: the rank that made it, if it is a call that has got no message.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    mesh: int
+    lane: int
+    sequence: int
+    occurrence: int = 0
+    pair: tuple[int, ...] = ()
+    alone: int = -1
+
+    @property
+    def stretch(self) -> tuple[str, tuple[int, ...], int, int, tuple[int, ...]]:
+        """Calls that follow one another without a gap: a lane of one mesh."""
+        return self.group, self.ranks, self.mesh, self.lane, self.pair
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part, as global ranks."""
+        return tuple(rank for rank in self.pair if rank >= 0) or self.ranks
+
+
+@dataclass(slots=True)
+class CallRow:
+    """One call, with each rank's part in it.
+
+    Attributes:
+        key: which call.
+        lane_name: its lane's.
+        description: what its group is for.
+        calls: by global rank.
+        absent: the members that have no part in it, and why.
+    """
+
+    key: Key
+    lane_name: str
+    description: str
+    calls: dict[int, DumpedCall] = field(default_factory=dict)
+    absent: dict[int, Absence] = field(default_factory=dict)
+
+    @property
+    def began(self) -> float:
+        """When the first rank made it."""
+        return min(call.began for call in self.calls.values())
+
+    @property
+    def last_rank(self) -> int:
+        """Who came last."""
+        return max(self.calls, key=lambda rank: self.calls[rank].began)
+
+    @property
+    def skew_seconds(self) -> float:
+        """How long after the first rank the last one came."""
+        return max(call.began for call in self.calls.values()) - self.began
+
+    @property
+    def has_other_names(self) -> bool:
+        """Whether it is one operation everywhere, but not by the same name, operator or options."""
+        calls = self.calls.values()
+        alike = len({(call.operation, call.root) for call in calls}) == 1
+        return alike and len({call.fingerprint for call in calls}) > 1
+
+    @property
+    def parting(self) -> Parting | None:
+        """How the ranks part in it, if they do; a message has nobody to part with."""
+        if self.key.pair:
+            return Parting.STUCK if any(is_stuck(call) for call in self.calls.values()) else None
+        agreed = {(call.operation, call.root, call.fingerprint) for call in self.calls.values()}
+        if len(agreed) > 1 and self.key.sequence >= 0:
+            return Parting.DIFFERS
+        if Absence.NEVER in self.absent.values():
+            return Parting.MISSING
+        return Parting.STUCK if any(is_stuck(call) for call in self.calls.values()) else None
+
+
+def is_stuck(call: DumpedCall) -> bool:
+    """Whether its rank was waiting in it, or lost the others in it."""
+    lost = ("Transport", "Desync", "BrokenGroup", "WireError")
+    return call.is_under_way or call.outcome.startswith(lost)
+
+
+def match(dumps: Sequence[Dump]) -> list[CallRow]:
+    """Lay the calls of all ranks side by side, in the order in which they were made."""
+    rows: dict[Key, CallRow] = {}
+    for dump in dumps:
+        for group in dump.groups:
+            for key, call in _keyed(group, dump.rank):
+                lane_name = "" if call.is_meeting else call.lane_name
+                row = rows.setdefault(key, CallRow(key, lane_name, group.description))
+                row.calls[dump.rank] = call
+    _explain_absences(rows, dumps)
+    return sorted(rows.values(), key=lambda row: (row.began, row.key.sequence))
+
+
+def _keyed(group: GroupDump, rank: int) -> list[tuple[Key, DumpedCall]]:
+    made: Counter[Key] = Counter()
+    keyed = []
+    for call in group.calls:
+        # Which lane made the ranks meet differs from rank to rank.
+        numbers = (call.mesh, 0 if call.is_meeting else call.lane, call.sequence)
+        key = Key(group.name, group.ranks, *numbers)
+        if call.is_message:
+            key = _key_of_message(key, call, rank)
+        keyed.append((replace(key, occurrence=made[key]), call))
+        made[key] += 1
+    return keyed
+
+
+def _key_of_message(key: Key, call: DumpedCall, rank: int) -> Key:
+    """Messages are numbered for each pair and direction, once they have begun to travel."""
+    has_peer = 0 <= call.root < len(key.ranks)
+    peer = key.ranks[call.root] if has_peer else -1
+    if call.is_meeting:
+        return replace(key, pair=tuple(sorted((rank, peer))), alone=-1 if has_peer else rank)
+    pair = (rank, peer) if call.is_send else (peer, rank)
+    return replace(key, pair=pair, alone=-1 if call.mesh else rank)
+
+
+def _explain_absences(rows: dict[Key, CallRow], dumps: Sequence[Dump]) -> None:
+    by_rank = {dump.rank: dump for dump in dumps}
+    made: dict[tuple[object, int], list[int]] = defaultdict(list)
+    for key, row in rows.items():
+        for rank in row.calls:
+            made[key.stretch, rank].append(key.sequence)
+    for key, row in rows.items():
+        for rank in key.members:
+            if key.pair and rank not in row.calls:
+                absence = _absence_of_message(row, rank, by_rank.get(rank))
+                row.absent |= {} if absence is None else {rank: absence}
+            elif rank not in row.calls:
+                sequences = made[key.stretch, rank]
+                row.absent[rank] = _absence(row, by_rank.get(rank), sequences)
+
+
+def _absence(row: CallRow, dump: Dump | None, sequences: Sequence[int]) -> Absence:
+    """Why a rank has no part in a row, from its calls on the same stretch."""
+    key = row.key
+    if dump is None:
+        return Absence.NO_DUMP
+    group = _group_of(key, dump)
+    if group is None and not dump.is_whole:
+        return Absence.NO_DUMP
+    # Of a stretch the latest calls are remembered, so a gap before one was forgotten, not left out.
+    is_forgotten = any(number > key.sequence for number in sequences)
+    is_met = key.sequence < 0 and (key.mesh != 0 or bool(sequences))
+    if is_forgotten or is_met or (group is not None and group.is_full and not sequences):
+        return Absence.FORGOTTEN
+    return Absence.EARLIER if dump.at < row.began else Absence.NEVER
+
+
+def _group_of(key: Key, dump: Dump) -> GroupDump | None:
+    same = (each for each in dump.groups if (each.name, each.ranks) == (key.group, key.ranks))
+    return next(same, None)
+
+
+def _absence_of_message(row: CallRow, rank: int, dump: Dump | None) -> Absence | None:
+    """Why the other rank has no part in a message; ``None`` if that says nothing."""
+    key, (call,) = row.key, row.calls.values()
+    group = None if dump is None else _group_of(key, dump)
+    if dump is None or (group is None and not dump.is_whole):
+        return Absence.NO_DUMP
+    if call.is_meeting or (call.operation == "probe" and call.has_returned):
+        return None
+    if group is not None and group.is_full and row.began < group.began:
+        return Absence.FORGOTTEN
+    if dump.at < row.began:
+        return Absence.EARLIER
+    unsent = Absence.UNSENT if key.alone >= 0 else Absence.FORGOTTEN
+    return Absence.UNTAKEN if rank == key.pair[-1] else unsent
+
+
+def first_parting(rows: Sequence[CallRow]) -> CallRow | None:
+    """Where the ranks part first; where none left the sequence, the first call that went wrong."""
+    parted = [row for row in rows if row.parting is not None]
+    left = [row for row in parted if row.parting is not Parting.STUCK]
+    return next(iter(left or parted), None)
+
+
+_FROM_ROOT = frozenset({"broadcast", "broadcast_object_list", "scatter", "scatter_object_list"})
+_TO_ROOT = frozenset({"gather", "gather_object", "gather_scalar", "reduce"})
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """One host's clock against that of the first rank's host.
+
+    Attributes:
+        ahead_seconds: by how much it is ahead; what is subtracted from its times.
+        margin_seconds: how far that may be wrong; infinite if nothing is known.
+        count: how many matching calls tell.
+    """
+
+    ahead_seconds: float = 0.0
+    margin_seconds: float = math.inf
+    count: int = 0
+
+
+def estimate(rows: Sequence[CallRow], dumps: Sequence[Dump]) -> dict[str, Clock]:
+    """Each host's clock. Ranks of one host share one.
+
+    Args:
+        rows: matched calls, by the ranks' own clocks.
+        dumps: all of them, the first rank's first.
+    """
+    reference = dumps[0].host
+    host_of = {dump.rank: dump.host for dump in dumps}
+    most: dict[str, float] = defaultdict(lambda: math.inf)
+    least: dict[str, float] = defaultdict(lambda: -math.inf)
+    counts: Counter[str] = Counter()
+    for row in rows:
+        sent, taken = _bounds(row, host_of)
+        for host in (sent.keys() | taken.keys()) - {reference}:
+            counts[host] += 1
+            if reference in sent and host in taken:
+                most[host] = min(most[host], taken[host] - sent[reference])
+            if host in sent and reference in taken:
+                least[host] = max(least[host], sent[host] - taken[reference])
+    clocks = {
+        host: _between(least[host], most[host], counts[host]) for host in set(host_of.values())
+    }
+    return clocks | {reference: Clock(margin_seconds=0.0)}
+
+
+def _between(least: float, most: float, count: int) -> Clock:
+    if math.isinf(least) or math.isinf(most):
+        return Clock(count=count)
+    middle, margin = (least + most) / 2, abs(most - least) / 2
+    # Clocks that may well agree are left alone.
+    return Clock(0.0 if least <= 0.0 <= most else middle, margin, count)
+
+
+def _bounds(row: CallRow, host_of: dict[int, str]) -> tuple[dict[str, float], dict[str, float]]:
+    """By host, when its last sender entered a call, and when its first receiver left it."""
+    sent: dict[str, float] = {}
+    taken: dict[str, float] = {}
+    if row.key.pair and (len(row.calls) == 1 or row.key.sequence < 0):
+        return sent, taken
+    for rank, call in row.calls.items():
+        if call.ended is None or not call.has_returned:
+            continue
+        if call.is_message:
+            host = host_of[rank]
+            if call.is_send:
+                sent[host] = call.began
+            else:
+                taken[host] = call.ended
+            continue
+        is_root = row.key.ranks.index(rank) == call.root if rank in row.key.ranks else False
+        host = host_of[rank]
+        if is_root or call.operation not in _FROM_ROOT:
+            sent[host] = max(sent.get(host, call.began), call.began)
+        if is_root or call.operation not in _TO_ROOT:
+            taken[host] = min(taken.get(host, call.ended), call.ended)
+    return sent, taken
+
+
+def corrected(dumps: Sequence[Dump], clocks: dict[str, Clock]) -> list[Dump]:
+    """The same dumps with all times by the first rank's clock."""
+    return [_shifted(dump, clocks[dump.host].ahead_seconds) for dump in dumps]
+
+
+def _shifted(dump: Dump, ahead: float) -> Dump:
+    if not ahead:
+        return dump
+    groups = tuple(
+        replace(group, calls=tuple(replace(call, began=call.began - ahead) for call in group.calls))
+        for group in dump.groups
+    )
+    return replace(dump, at=dump.at - ahead, groups=groups)

@@ -1,0 +1,184 @@
+"""What each operation has cost this rank: as figures, Prometheus' text, and TensorBoard's scalars.
+
+Needs neither package. What is counted, and when, ``recorder`` knows.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+from objcomm._config import GroupLike
+from objcomm._observe.history import OperationStats
+from objcomm._observe.recorder import counters_of, known_recorders
+from objcomm._world import rank
+from objcomm.errors import UsageError
+
+
+class ScalarWriter(Protocol):
+    """What ``stats_to_tensorboard`` writes to; ``torch.utils.tensorboard.SummaryWriter`` is one."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
+        """Keep a value of one step."""
+
+
+# By the field of OperationStats: what monitoring calls it, in base units, and what it is.
+_FIGURES = {
+    "calls": ("calls", "Calls of the operation on this rank."),
+    "exchanges": (
+        "exchanges",
+        "Rounds of messages, each of which had to wait for the one before.",
+    ),
+    "sent_nbytes": ("sent_bytes", "Bytes that this rank sent, to all ranks together."),
+    "received_nbytes": ("received_bytes", "Bytes that this rank received."),
+    "seconds": (
+        "seconds",
+        "Time that this rank spent in the operation, waiting for other ranks included.",
+    ),
+}
+
+_LABEL = re.compile("(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+_OWN_LABELS = ("operation", "group", "rank")
+
+
+def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
+    """The counters of all groups that this process uses, in Prometheus' text format.
+
+    Local: needs no other rank, and may be called from any thread, also while a call waits. A call
+    counts when it has ended. Serve it as ``text/plain; version=0.0.4; charset=utf-8``, or write it
+    to a ``.prom`` file for node_exporter.
+
+    Args:
+        labels: for every sample besides ``operation``, ``group`` and ``rank``, such as the job's
+            name; names as Prometheus has them.
+
+    Returns:
+        Five counters: ``objcomm_calls_total``, ``objcomm_exchanges_total``,
+        ``objcomm_sent_bytes_total``, ``objcomm_received_bytes_total`` and
+        ``objcomm_seconds_total``. ``rank`` is this process's in the world, and ``group`` torch's
+        name of the group; empty for calls that were made without torch.distributed.
+
+    Raises:
+        UsageError: a label has a name that Prometheus does not allow, or that is in use.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.reset_stats()
+        >>> objcomm.barrier()
+        >>> text = objcomm.exporters.stats_to_prometheus()
+        >>> [line for line in text.splitlines() if "calls_total{" in line]
+        ['objcomm_calls_total{operation="barrier",group="",rank="0"} 1']
+    """
+    added = dict(labels or {})
+    for name in added:
+        if not _LABEL.fullmatch(name) or name in _OWN_LABELS:
+            raise UsageError(f"stats_to_prometheus: {name!r} can be no label; give it another name")
+    counted = {}
+    for (group, operation), of in _by_group().items():
+        own = {"operation": operation, "group": group, "rank": max(rank(), 0)}
+        counted[_written(own | added)] = of
+    lines = []
+    for field, (name, meaning) in _FIGURES.items():
+        metric = f"objcomm_{name}_total"
+        lines += [f"# HELP {metric} {meaning}", f"# TYPE {metric} counter"]
+        lines += [f"{metric}{{{each}}} {getattr(of, field)}" for each, of in counted.items()]
+    return "\n".join([*lines, ""])
+
+
+def stats_to_tensorboard(writer: ScalarWriter, step: int, group: GroupLike = None) -> None:
+    """Write the counters of one group as scalars, such as ``objcomm/broadcast/sent_bytes``.
+
+    Local: needs no other rank. Each rank has counters of its own; let those ranks call it that
+    have a writer.
+
+    Args:
+        writer: ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``.
+        step: the training step that TensorBoard shows them at.
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Raises:
+        NotInGroupError: this rank is no member of ``group``.
+
+    Examples:
+        >>> import objcomm
+        >>> class Printer:
+        ...     def add_scalar(self, tag, value, step):
+        ...         if tag.endswith("calls"):
+        ...             print(tag, value, step)
+        >>> objcomm.reset_stats()
+        >>> objcomm.barrier()
+        >>> objcomm.exporters.stats_to_tensorboard(Printer(), step=100)
+        objcomm/barrier/calls 1 100
+    """
+    for operation, counted in stats(group).items():
+        for field, (name, _) in _FIGURES.items():
+            writer.add_scalar(f"objcomm/{operation}/{name}", getattr(counted, field), step)
+
+
+def _by_group() -> dict[tuple[str, str], OperationStats]:
+    """All counters by group and operation.
+
+    A group that was destroyed and made again may have its old counters beside its new ones for as
+    long as somebody holds it; a sample may stand only once, so they are added up.
+    """
+    found: dict[tuple[str, str], OperationStats] = {}
+    # A part of a group counts with the whole.
+    for each in {id(each.counters): each for each in reversed(known_recorders())}.values():
+        for operation, counted in each.counters.snapshot().items():
+            before = found.get((each.name, operation), OperationStats())
+            sums = {field: getattr(before, field) + getattr(counted, field) for field in _FIGURES}
+            found[each.name, operation] = OperationStats(**sums)
+    return found
+
+
+def _written(labels: Mapping[str, object]) -> str:
+    """Labels as they stand between braces."""
+    return ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def stats(group: GroupLike = None) -> dict[str, OperationStats]:
+    """What each operation on ``group`` has cost this rank so far.
+
+    Local: needs no other rank.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Returns:
+        Figures by operation, such as ``stats()["broadcast"].sent_nbytes``. After
+        ``destroy_process_group`` the last ones: those of the world until a call is made without
+        it, those of another group for as long as somebody holds that.
+
+    Raises:
+        UsageError: the environment promises other ranks, which have not joined yet.
+        NotInGroupError: this rank is no member of ``group``.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.reset_stats()
+        >>> objcomm.barrier()
+        >>> objcomm.stats()["barrier"].calls
+        1
+    """
+    return counters_of(group, "stats").snapshot()
+
+
+def reset_stats(group: GroupLike = None) -> None:
+    """Begin counting ``group``'s operations at zero, on this rank.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the world.
+
+    Raises:
+        NotInGroupError: this rank is no member of ``group``.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.reset_stats()
+        >>> objcomm.stats()
+        {}
+    """
+    counters_of(group, "reset_stats").clear()

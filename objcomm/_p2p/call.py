@@ -1,0 +1,771 @@
+"""One point-to-point call on this rank: a send, or a receive, and what the two have in common.
+
+A send is encoded, queues for its receiver, and is transmitted. A receive asks for a message, waits,
+takes it in and decodes it. Those that nobody waits for wait without a thread: a send in the queue,
+or offered to its receiver, and a receive in the mailbox. What ends such a wait hands the rest over
+to a thread that does one after another.
+"""
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from types import TracebackType
+from typing import Any, ClassVar, NoReturn, Self, cast
+
+from objcomm._algorithms.device import DevicePath
+from objcomm._algorithms.exchange import Exchange
+from objcomm._calls.absence import acts_alone
+from objcomm._calls.call import Coding
+from objcomm._calls.group import resolve
+from objcomm._calls.watched import Watched
+from objcomm._calls.work import Envelope, Work
+from objcomm._config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
+from objcomm._failures.mesh import Mesh
+from objcomm._failures.verdict import Cause, Verdict, regions
+from objcomm._failures.watchdog import died_in, end_elsewhere, hurry
+from objcomm._observe.history import CallRecord, call_site
+from objcomm._observe.tracing import Span, begun
+from objcomm._p2p.mailbox import Arrived, RecvRequest
+from objcomm._p2p.peer import Offers, Pair, peers_of
+from objcomm._transport.lane import Lane
+from objcomm._transport.threads import Alarm, SerialQueue, Ticket
+from objcomm._wire.admission import Gate
+from objcomm._wire.failure_message import failure_message, failure_of, failures_in, raise_together
+from objcomm._wire.header import Flag, Header, Operation, operation_name
+from objcomm._wire.message import Message
+from objcomm.errors import RankFailure, TransportError, TransportTimeout, UsageError
+
+_TAG_MAX = (1 << 32) - 1
+_OFFERED = int(Flag.OFFERED)  # an IntFlag's ``&`` costs 0.7 µs
+
+
+class P2PCall:
+    """What a send and a receive share; constructing it checks arguments and starts nothing.
+
+    Entered as a context it is carried out there: it is noted before and concluded afterwards.
+
+    Attributes:
+        operation: SEND or RECV.
+        group: where it takes place.
+        entry: its record.
+        peer: the other rank, within the group; None for any.
+        tag: of the message; None for any.
+        envelopes: that of the message that was received, once it was.
+    """
+
+    operation: ClassVar[Operation]
+
+    def __init__(
+        self,
+        *,
+        group: GroupLike,
+        timeout: Timeout,
+        coding: Coding,
+        tag: int | None,
+        global_peer: int | None,
+        group_peer: int | None,
+        name: str = "",
+    ) -> None:
+        """Begin.
+
+        Args:
+            group: as the user gave it, like the next.
+            timeout: in seconds.
+            coding: encodes or decodes.
+            tag: of the message; None for any.
+            global_peer: the other rank as a global rank.
+            group_peer: the same as a rank within the group; neither for any.
+            name: of the user's call, where it is another.
+
+        Raises:
+            UsageError: an argument is wrong, or this rank is in a region where the others make no
+                such call.
+            NotInGroupError: this rank is no member.
+        """
+        self._began = time.perf_counter()
+        self._name = name or operation_name(self.operation)
+        self.group = resolve(group, self._name)
+        self._peers = peers_of(self.group)
+        self._coding = coding
+        self._deadline = self.group.deadline(self._name, timeout)
+        self.tag = None if tag is None else _tag(self._name, tag)
+        self.peer: int | None = None
+        if global_peer is not None or group_peer is not None:
+            argument = "dst" if self.operation is Operation.SEND else "src"
+            self.peer = self.group.root(self._name, global_peer, group_peer, argument)
+        acts_alone(self._name, self.group.ranks, self.group.rank)
+        header = Header(
+            operation=self.operation,
+            sender=self.group.rank,
+            root=-1 if self.peer is None else self.peer,
+            tag=self.tag or 0,
+            call_site=call_site(),
+        )
+        self.entry = CallRecord(header, self._name, coding.codec_name)
+        self.entry.awaits = header.root
+        # No limit at all (``inf``) is cut to one of 115 days: nobody polls so.
+        self.entry.has_own_limit = timeout is not None and self._deadline.seconds < FOREVER_SECONDS
+        self._exchange: Exchange | None = None
+        self._own_error: BaseException | None = None
+        self._ended_by: BaseException | None = None
+        self.envelopes: list[Envelope] = []
+        self._rest: list[Callable[[], None]] = []  # of a work: what is to be done at its end
+        self._alarm: Alarm | None = None
+        self._is_wait_over = False
+        self._span: Span | None = None
+        self._has_begun = False
+        self._claim = threading.Lock()
+
+    def begin(self) -> None:
+        """Note that the call is under way: nothing is wrong with its arguments."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.group.recorder.history.add(self.entry)
+
+    def work(self) -> Work[Any]:
+        """A work for what this point-to-point call gives."""
+        return Work(self._name, self.entry.header.call_site, self.entry, self.envelopes)
+
+    def claim(self) -> bool:
+        """Whether this thread is the one to conclude it, as the first that asks is.
+
+        Where Ctrl-C comes while it is handed over to another thread, both have it.
+        """
+        return self._claim.acquire(blocking=False)
+
+    def conclude(self, error: BaseException | None) -> None:
+        """Note how it has ended."""
+        # The traceback of one holds the caller's object, and of the other this call.
+        self._own_error = self._ended_by = None
+        cost = (0, 0, 0) if self._exchange is None else self._exchange.cost
+        self.group.recorder.conclude(self.entry, error, self._began, cost)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Do the rest of a work on this thread; if there is an error, it is what the work raises.
+
+        Args:
+            error: without a traceback: that would hold the work, and so the error itself.
+        """
+        self._ended_by = error
+        del error  # as in ``Work.carry_out_here``
+        if self._rest:
+            # In no variable: an error's traceback would hold that, and so the work.
+            self._rest.pop()()
+
+    def _limit(self, seconds: float, end: Callable[[], object]) -> None:
+        """Have ``end`` called after so long, unless the wait is over by then."""
+        self._alarm = self._peers.limits.set(seconds, end)
+        if self._is_wait_over:
+            self._peers.limits.cancel(self._alarm)
+
+    def _lift_limit(self) -> None:
+        self._is_wait_over = True
+        if self._alarm is not None:
+            self._peers.limits.cancel(self._alarm)
+
+    def __enter__(self) -> Self:
+        self.begin()
+        self._span = begun(self._name)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._span is not None:
+            self._span.__exit__(kind, error, traceback)
+        self.conclude(error)
+
+    def _joined(self, mesh: Mesh, lane: Lane, sequence: int) -> Exchange:
+        """The traffic of the message of this number."""
+        self.entry.header = self.entry.header._replace(
+            lane=lane.number, group=mesh.number, sequence=sequence
+        )
+        self._exchange = Exchange(
+            link=mesh.connections_for(self.entry.operation),
+            lane=lane,
+            entry=self.entry,
+            deadline=self._deadline,
+            gate=Gate(self._coding.settings, mesh.session, self.group.rank),
+            device=DevicePath(None),
+        )
+        return self._exchange
+
+
+def _tag(operation: str, tag: object) -> int:
+    """A tag as a number.
+
+    Raises:
+        UsageError: it is none, or too large.
+    """
+    number = whole_number(tag)
+    if number is not None and 0 <= number <= _TAG_MAX:
+        return number
+    raise UsageError(f"{operation}: tag={tag!r} is no integer from 0 to {_TAG_MAX}")
+
+
+class Send(P2PCall):
+    """A message from this rank to one other: encode it, queue for the receiver, transmit it."""
+
+    operation = Operation.SEND
+
+    is_synchronous = False  # whether it ends no sooner than its message is received
+    # Of a work.
+    _steps: list[Callable[[], None]]  # what is to be done when its turn comes
+    _is_brief = True  # that waits for nobody: nothing follows the head, or stays for now
+    _refusal: RuntimeError | None = None
+    _offered: tuple[Mesh, Lane, Exchange] | None = None
+    _is_taken = False
+    _verdict: Verdict | None = None  # has ended an offer, and nothing else
+    _halves: Iterator[int]  # the head was sent, and the receiver takes the message
+
+    def run(self, obj: object) -> None:
+        """Send, and return when the message was taken."""
+        pair = self._pair()
+        if pair is None:
+            with self:
+                self._keep(obj)
+            return
+        with self, Ticket(pair.order) as place:
+            self.entry.waiter = threading.get_ident()
+            message = self._message(obj)
+            self._deadline.restart()
+            place.take()
+            self._transmit(pair, place, message)
+
+    def launch(self, obj: object, *, is_kept: bool = True) -> Work[None]:
+        """Encode, and let other threads do the rest; ``obj`` may not change before its end.
+
+        Args:
+            obj: what to send.
+            is_kept: whether what follows the head of a large message stays here until the receiver
+                says that it takes it: that costs two ranks a word, and no thread meanwhile.
+        """
+        pair = self._pair()
+        if pair is None and self.is_synchronous:
+            return self._launch_to_itself(obj)
+        if pair is None:
+            return self.work().carry_out_here(lambda: self.run(obj))
+        self.begin()
+        place = Ticket(pair.order, lambda: self._hand_over(pair))
+        try:
+            message = self._message(obj)
+            work = self.work()
+            is_synchronous = self.is_synchronous and self._own_error is None
+            if not is_synchronous and (message.is_all_head or not is_kept):
+                self._is_brief = message.is_all_head
+                self._steps = [functools.partial(self._finish, None)]
+                self._rest = [work.job(lambda: self._go_on(pair, place, message))]
+            else:
+                header = message.header
+                message.header = header._replace(flags=header.flags | Flag.OFFERED)
+                # The rest's own context can't be entered twice.
+                context = contextvars.copy_context()
+                offer = functools.partial(self._offer, pair, place, message)
+                self._steps = [functools.partial(context.run, offer)]
+                self._halves = itertools.count()
+                self._rest = [work.job(lambda: self._go_on_offered(pair, place, message))]
+            self._deadline.restart()
+            place.take()
+            if not place.turn.is_set():
+                self._limit(self._deadline.seconds_left, lambda: self._give_up(pair))
+        except BaseException as error:  # Ctrl-C, or there can be no more threads
+            if self.claim():
+                self._lift_limit()
+                place.leave()
+                self._steps.clear()
+                self._rest.clear()
+                self.conclude(error)
+            raise
+        if self._refusal is not None:
+            work.disown()
+            raise self._refusal
+        return work
+
+    def run_until_received(self, obj: object) -> None:
+        """Send, and return when the message was received.
+
+        Raises:
+            UsageError: the receiver is this rank, which does not receive.
+        """
+        rank, tag = self.group.rank, self.entry.header.tag
+        if self._pair() is None and not self._peers.mailbox.is_wanted(rank, tag):
+            raise UsageError(
+                f"{self._name}: rank {rank} would wait until it receives a message of its own; "
+                "begin the receive first, or use issend"
+            )
+        work = self.launch(obj)
+        try:
+            work.wait()
+        finally:
+            del work  # it holds the error, whose traceback holds this frame
+
+    def _launch_to_itself(self, obj: object) -> Work[None]:
+        """As ``launch``; the work ends when this rank receives what it has sent."""
+        self.begin()
+        work = self.work()
+        self._rest = [work.job(self._go_on_taken)]
+        try:
+            try:
+                self._keep(obj, lambda: self._end_own(None))
+            except Exception as error:  # noqa: BLE001  # raised where somebody waits
+                self._finish(error.with_traceback(None))
+            else:
+                seconds = self._deadline.seconds
+                late = TransportTimeout(self._name, (self.group.rank,), seconds)
+                self._limit(seconds, lambda: self._end_own(late))
+            return work
+        finally:
+            del work  # as in ``Work.carry_out_here``
+
+    def _end_own(self, error: TransportTimeout | None) -> None:
+        """What this rank has sent to itself is received, or its limit has passed."""
+        if self.claim():
+            self._lift_limit()
+            self._finish(error)
+
+    def _go_on_taken(self) -> None:
+        with self:
+            if self._ended_by is not None:
+                raise self._ended_by
+
+    def _hand_over(self, pair: Pair) -> None:
+        """Its turn has come, as some thread knows that must not do the rest: another one does."""
+        line = pair.departing if self._is_brief else self._peers.pool
+        try:
+            line.submit(self._begin_step)
+        except RuntimeError as error:
+            if self.claim():
+                self._refusal = error.with_traceback(None)
+                self._steps.clear()
+                self._finish(self._refusal)
+
+    def _begin_step(self) -> None:
+        if self.claim():
+            self._lift_limit()
+            self._steps.pop()()
+
+    def _give_up(self, pair: Pair) -> None:
+        """Its limit has passed before its turn has come."""
+        if self.claim():
+            self._steps.clear()
+            self._finish(TransportTimeout(self._name, (pair.peer,), self._deadline.seconds))
+
+    def _go_on(self, pair: Pair, place: Ticket, message: Message) -> None:
+        with self, place:
+            if self._ended_by is not None:
+                raise self._ended_by
+            self._transmit(pair, place, message)
+
+    def _offer(self, pair: Pair, place: Ticket, message: Message) -> None:
+        """Send the head of a message; the rest waits, without a thread, for the receiver's word."""
+        is_awaited = False
+        try:
+            with place:
+                mesh, lane, exchange = self._entered(pair, place)
+                offers, number = pair.offers(mesh), lane.sequence
+                self._offered = mesh, lane, exchange
+                with Watched(mesh, lane, exchange, self._deadline):
+                    offers.put(number, functools.partial(self._take_up, pair))
+                    is_awaited = True
+                    self._send_head(lane, exchange, message)
+                if message.is_all_head:  # nothing has begun that others would miss
+                    end = functools.partial(self._withdraw, pair, offers, number)
+                    self.entry.withdraw = end
+                self._deadline.apply(self.entry)
+                lane.begin(self.entry)
+        except BaseException as error:  # noqa: BLE001  # raised where somebody waits
+            self._ended_by = error.with_traceback(None)
+            if not is_awaited or offers.withdraw(number):
+                self._take_up(pair)
+        self._take_up(pair)
+
+    def _withdraw(self, pair: Pair, offers: Offers, number: int, verdict: Verdict) -> None:
+        """End an offer by a verdict, unless it was taken."""
+        if offers.withdraw(number):
+            self._verdict = verdict
+            self._take_up(pair)
+
+    def _take_up(self, pair: Pair, is_taken: bool = False) -> None:  # noqa: FBT001, FBT002  # a callback's
+        """The head was sent, or it is known whether the message is taken: the rest follows both."""
+        self._is_taken |= is_taken
+        if next(self._halves):
+            rest = functools.partial(self._finish, self._ended_by)
+            try:
+                pair.leaving.submit(rest)
+            except RuntimeError:  # there can be no more threads: this one does it
+                rest()
+
+    def _go_on_offered(self, pair: Pair, place: Ticket, message: Message) -> None:
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            self._deadline.pause()
+            offered[1].end(self.entry)
+            self.entry.withdraw = None
+        with self, place:
+            if self._ended_by is not None:
+                raise self._ended_by
+            if self._verdict is not None:
+                pair.absolve(self._verdict)
+                end_elsewhere(self._verdict)
+                raise self._verdict.error(self._name, self.entry.header.position)
+            if self._is_taken and message.is_all_head:
+                return
+            mesh, lane, exchange = cast("tuple[Mesh, Lane, Exchange]", offered)
+            with Watched(mesh, lane, exchange, self._deadline):
+                exchange.send_rest(message, [pair.peer])
+
+    def _pair(self) -> Pair | None:
+        """This rank and the receiver; None if they are the same.
+
+        Raises:
+            UsageError: there is no receiver or no tag, which a receive may do without.
+        """
+        if self.peer is None:
+            raise UsageError(f"{self._name}: give dst= or group_dst=")
+        if self.tag is None:
+            raise UsageError(f"{self._name}: a message has a tag; only a receiver takes any")
+        return None if self.peer == self.group.rank else self._peers.pair(self.group, self.peer)
+
+    def _keep(self, obj: object, on_taken: Callable[[], object] | None = None) -> None:
+        """Send to this rank itself; an error has the form that it has between two ranks."""
+        tag, rank = self.entry.header.tag, self.group.rank
+        try:
+            own = self._coding.copy(obj)
+        except BaseException as error:
+            raise_together(self._name, {rank: self._failure_of(error)}, error, rank)
+            raise
+        self._peers.mailbox.deliver(Arrived(rank, tag, 0, obj=own, on_taken=on_taken))
+
+    def _message(self, obj: object) -> Message:
+        """Encode; an error becomes a failure message, and is raised when that was sent."""
+        try:
+            return self._coding.message(self.entry.header, lambda: obj)
+        except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
+            self._own_error = error
+            return failure_message(self.entry.header, [self._failure_of(error)])
+
+    def _failure_of(self, error: BaseException) -> RankFailure:
+        return failure_of(error, self.group.rank, self.entry.header.call_site)
+
+    def _transmit(self, pair: Pair, place: Ticket, message: Message) -> None:
+        """Send, after whatever was to be sent before; leaves the place when the next may begin."""
+        mesh, lane, exchange = self._entered(pair, place)
+        with Watched(mesh, lane, exchange, self._deadline):
+            self._send_head(lane, exchange, message)
+            exchange.send_rest(message, [pair.peer])
+            place.leave()  # this one ends when it was taken
+        if self._own_error is not None:
+            rank, own = self.group.rank, self._own_error
+            raise_together(self._name, {rank: self._failure_of(own)}, own, rank)
+
+    def _entered(self, pair: Pair, place: Ticket) -> tuple[Mesh, Lane, Exchange]:
+        """The connection and this message's traffic, when its turn has come.
+
+        Raises:
+            TransportTimeout: those before waited for the receiver, or it did not come.
+            ObjcommError: what has ended the connection.
+        """
+        is_its_turn = place.enter(self._deadline.seconds_left)
+        if not is_its_turn or self._deadline.has_passed:
+            raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
+        mesh, lane = pair.enter(self._deadline, self.entry)
+        return mesh, lane, self._joined(mesh, lane, lane.sequence)
+
+    def _send_head(self, lane: Lane, exchange: Exchange, message: Message) -> None:
+        """Number the message, and begin to send its first part."""
+        lane.sequence += 1
+        header, peer = exchange.header, exchange.header.root
+        message.header = message.header._replace(
+            lane=header.lane, group=header.group, sequence=header.sequence
+        )
+        exchange.rounds += 1
+        exchange.send_head(message, [peer], destination=peer)
+
+
+# A limit that is short is for finding a message. What has begun to come, and would take the
+# connection with it, gets so much at least.
+_TRANSFER_SECONDS = 2.0
+
+
+class Receive(P2PCall):
+    """A message from another rank: ask, wait, take it in and decode it; or look, and leave it."""
+
+    operation = Operation.RECV
+
+    has_envelope = False  # whether it gives that with the object
+    _lanes: Sequence[Lane] = ()  # on which the watchdog sees it wait
+
+    def run(self) -> Any:
+        """Wait for a message; returns its object."""
+        with self:
+            return self._result_of(self.awaited())
+
+    def launch(self) -> Work[Any]:
+        """Ask for a message; when it has come another thread takes it in."""
+        self.begin()
+        work = self.work()
+        request = RecvRequest(self.peer, self.tag, on_end=lambda: self._hand_over(request))
+        self._rest = [work.job(lambda: self._go_on(request))]
+        work.cancelled_by(lambda: self._cancel(request))
+        try:
+            self._ask(request)
+        except BaseException as error:
+            if self.claim():
+                self._peers.mailbox.cancel(request)
+                self._finish(error.with_traceback(None))
+            if not isinstance(error, Exception):  # Ctrl-C
+                work.disown()
+                raise
+        try:
+            return work
+        finally:
+            del work  # as in ``Work.carry_out_here``
+
+    def _cancel(self, request: RecvRequest) -> bool:
+        """Take it back, unless its wait is over; returns whether it was taken back."""
+        if not self._peers.mailbox.take_back(request) or not self.claim():
+            return False
+        place = f"{self._name} at {self.entry.header.call_site}"
+        self._finish(CancelledError(f"{place} was cancelled before a message came"))
+        return True
+
+    def _hand_over(self, request: RecvRequest) -> bool:
+        """The wait is over, as some thread knows that must not do the rest: another one goes on.
+
+        Returns:
+            False if there can be no more threads: the work has ended so, the message is left.
+        """
+        try:
+            self._line_for(request.arrival).submit(self._end)
+        except RuntimeError as error:
+            if self.claim():
+                self._finish(error.with_traceback(None))
+                return False
+        return True
+
+    def _line_for(self, arrival: Arrived | None) -> SerialQueue:
+        """Who takes a message in; one that has not come whole may take its time."""
+        if arrival is None or arrival.is_whole:
+            return self._peers.ending
+        return self._peers.pair(self.group, arrival.peer).arriving
+
+    def _end(self) -> None:
+        if self.claim():
+            self._finish(None)
+
+    def _go_on(self, request: RecvRequest) -> Any:
+        with self:
+            self._end_wait()
+            if self._ended_by is not None:
+                raise self._ended_by
+            return self._result_of(self._found(request))
+
+    def _result_of(self, arrival: Arrived) -> Any:
+        """What the call gives of a message."""
+        envelope = self.envelope_of(arrival)
+        self.envelopes.append(envelope)
+        obj = self.take_in(arrival)
+        return (obj, envelope) if self.has_envelope else obj
+
+    def envelope_of(self, arrival: Arrived) -> Envelope:
+        """What is known of a message."""
+        src = self.group.ranks[arrival.peer]
+        return Envelope(src, arrival.peer, arrival.tag, arrival.nbytes)
+
+    def awaited(self, *, is_probe: bool = False) -> Arrived:
+        """Wait for a message.
+
+        Raises:
+            UsageError: this rank waits for itself, which has sent nothing.
+            ObjcommError: why nothing will come.
+        """
+        group = self.group
+        is_alone = self.peer == group.rank or group.size == 1
+        if is_alone and self._peers.mailbox.look(self.peer, self.tag) is None:
+            raise UsageError(
+                f"{self._name}: rank {group.rank} waits for a message of its own, but has sent "
+                "none; send it first"
+            )
+        signal = _Signal()
+        request = RecvRequest(self.peer, self.tag, is_probe=is_probe, on_end=signal.set)
+        self.entry.waiter = threading.get_ident()
+        try:
+            self._ask(request)
+            signal.wait()
+        except BaseException:  # Ctrl-C, or there can be no more threads
+            self._peers.mailbox.cancel(request)
+            raise
+        finally:
+            self._end_wait()
+        return self._found(request)
+
+    def peek(self) -> Arrived | None:
+        """The message that a receive would take now; without one, listen to who may send it."""
+        found = self._peers.mailbox.poll(self.peer, self.tag)
+        if found is None:
+            admitted = self._admitted()
+            self._heed(admitted)
+            for pair, mesh, lane in admitted:
+                pair.listen(mesh, lane)
+        return found
+
+    def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
+        """Raise what is known to have failed in a block around this call, or who has died there.
+
+        The watchdog tells who waits. Who polls waits too briefly to be told, or not at all.
+        """
+        for _, mesh, _ in admitted[:1]:  # all are of one world
+            for key in regions.get():
+                told = mesh.board_thread.heard(key) or died_in(key)
+                if told is not None:
+                    self._raise(told)
+
+    def _ask(self, request: RecvRequest) -> None:
+        """Put a request to the mailbox; whoever may serve it is listened to from now on.
+
+        Raises:
+            ObjcommError: no message has come, and no rank that may serve it can send any more.
+            RuntimeError: this process can start no more threads.
+        """
+        mailbox = self._peers.mailbox
+        if mailbox.meet(request):
+            return
+        admitted = self._admitted()
+        self._heed(admitted)
+        self._deadline.apply(self.entry)
+        self.entry.regions = regions.get()
+        self.entry.withdraw = functools.partial(self._withdraw, request)
+        self._lanes = [lane for _, _, lane in admitted]
+        request.among = frozenset(pair.peer for pair, _, _ in admitted)
+        for lane in self._lanes:
+            lane.begin(self.entry)
+        hurry(self._deadline.seconds)
+        mailbox.ask(request)  # from now on the wait may be over, on another thread
+        if not admitted:  # from this rank itself: no lane, no watchdog
+            seconds = self._deadline.seconds
+            late = Verdict.of(Cause.TIMEOUT, ranks=(self.group.rank,), seconds=seconds)
+            self._limit(seconds, functools.partial(self._withdraw, request, late))
+        for pair, mesh, lane in admitted:
+            ended = pair.listen(mesh, lane)
+            if ended is not None:
+                mailbox.withdraw(request, ended)
+
+    def _admitted(self) -> list[tuple[Pair, Mesh, Lane]]:
+        """The connections to the ranks that may serve a request."""
+        pairs = self._pairs()
+        if len(pairs) == 1:
+            return [(pairs[0], *pairs[0].admit(self._name))]
+        joined = [(pair, pair.admit_among(self._name)) for pair in pairs]
+        admitted = [(pair, *each) for pair, each in joined if each is not None]
+        if pairs and not admitted:
+            pairs[0].admit(self._name)  # raises: nobody is left
+        return admitted
+
+    def _pairs(self) -> list[Pair]:
+        """This rank and each that may send, itself left out."""
+        peers = range(self.group.size) if self.peer is None else [self.peer]
+        return [self._peers.pair(self.group, peer) for peer in peers if peer != self.group.rank]
+
+    def _withdraw(self, request: RecvRequest, verdict: Verdict) -> None:
+        if request.src is None and verdict.cause is Cause.TIMEOUT:
+            others = tuple(rank for rank in range(self.group.size) if rank != self.group.rank)
+            verdict = verdict._replace(ranks=others)
+        self._peers.mailbox.withdraw(request, verdict)
+
+    def _end_wait(self) -> None:
+        self._lift_limit()
+        # The history keeps the entry, and this would keep the message.
+        self.entry.withdraw = _ignore
+        for lane in self._lanes:
+            lane.end(self.entry)
+
+    def _found(self, request: RecvRequest) -> Arrived:
+        """What a request that has ended found.
+
+        Raises:
+            ObjcommError: why nothing will come.
+        """
+        if request.verdict is not None:
+            self._raise(request.verdict)
+        return cast("Arrived", request.arrival)  # a wait ends by a message or by a verdict
+
+    def _raise(self, verdict: Verdict) -> NoReturn:
+        for pair in self._pairs():
+            pair.absolve(verdict)
+        end_elsewhere(verdict)
+        raise verdict.error(self._name, self.entry.header.position)
+
+    def take_in(self, arrival: Arrived) -> Any:
+        """The object of a message whose first part is here.
+
+        Raises:
+            CollectiveError: its sender could not encode it.
+            DecodeError: it can't be rebuilt.
+            ObjcommError: the rest of it did not come.
+        """
+        origin = arrival.origin
+        if origin is None:
+            if arrival.on_taken is not None:
+                arrival.on_taken()
+            return arrival.obj
+        header, mesh, lane = origin
+        self.entry.header = self.entry.header._replace(root=arrival.peer, tag=arrival.tag)
+        exchange = self._joined(mesh, lane, header.sequence)
+        exchange.rounds += 1
+        exchange.received_nbytes += len(arrival.raw)
+        is_offered = bool(header.flags & _OFFERED)
+        if header.is_all_head:
+            message = exchange.adopt(arrival.raw, header)
+            if is_offered and mesh.verdict is None:
+                self.entry.withdraw = None
+                self._deadline.leave(_TRANSFER_SECONDS)
+                # The message is here; that its sender is gone is the next call's business.
+                with (
+                    contextlib.suppress(TransportError),
+                    Watched(mesh, lane, exchange, self._deadline),
+                ):
+                    self._tell_taken(arrival.peer, mesh, exchange)
+        else:
+            self.entry.is_served = True
+            self.entry.withdraw = None  # the sender waits, too: only both can end this
+            self._deadline.leave(_TRANSFER_SECONDS)
+            with Watched(mesh, lane, exchange, self._deadline):
+                message = exchange.adopt(arrival.raw, header)
+                if is_offered:
+                    self._tell_taken(arrival.peer, mesh, exchange)
+                exchange.recv_rest([(arrival.peer, message)])
+        raise_together(self._name, failures_in([message]), None, self.group.rank)
+        return self._coding.decode(message)
+
+    def _tell_taken(self, peer: int, mesh: Mesh, exchange: Exchange) -> None:
+        """Let the sender know that its message is taken."""
+        offers = self._peers.pair(self.group, peer).offers(mesh)
+        number = exchange.header.sequence
+        word = offers.take(number, self.entry, self._deadline, exchange.gate)
+        exchange.sent_nbytes += word.sent_nbytes
+        word.finish()
+
+
+class _Signal:
+    """Lets one thread wait for what another does; Ctrl-C ends the wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.set: Callable[[], None] = self._lock.release
+
+    def wait(self) -> None:
+        """Return when ``set`` was called; once."""
+        self._lock.acquire()
+
+
+def _ignore(_: object) -> None:
+    """Withdraws what has ended."""

@@ -1,0 +1,405 @@
+"""Messages from rank to rank that have come to one rank of a group, and who waits for them.
+
+Pure matching, no traffic: a message goes to the first request that admits its sender and its tag,
+and of several messages that a request admits it takes the one that came first. Neither search is
+longer where there are thousands.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import heapq
+import itertools
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from objcomm._failures.verdict import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from objcomm._failures.mesh import Mesh
+    from objcomm._failures.verdict import Verdict
+    from objcomm._transport.lane import Lane
+    from objcomm._wire.header import Header
+
+
+# What one rank keeps of another's before somebody asks for it; more waits on the sender.
+_KEPT_MAX_NBYTES = 64 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Arrived:
+    """A message whose first part is here.
+
+    Attributes:
+        peer: who sent it.
+        tag: its tag.
+        nbytes: of the whole message.
+        header: its header; None if this rank sent it to itself.
+        raw: its first part.
+        mesh: over which it came.
+        lane: over which it came.
+        obj: what this rank sent to itself.
+        number: the mailbox's own, in the order of arrival.
+        on_taken: called when somebody receives what this rank sent to itself, if the sender waits.
+    """
+
+    peer: int
+    tag: int
+    nbytes: int
+    header: Header | None = None
+    raw: bytes = b""
+    mesh: Mesh | None = None
+    lane: Lane | None = None
+    obj: Any = None
+    number: int = 0
+    on_taken: Callable[[], object] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it has yet to come."""
+        return self.header is None or self.header.is_all_head
+
+    def is_lost(self, verdict: Verdict | None) -> bool:
+        """Whether what ended its connection has ended it, too.
+
+        What is not here whole can't come any more; its sender is told by the same verdict. What was
+        sent before a block failed may be part of that block, which nothing outside of it may meet.
+        """
+        return verdict is not None and (not self.is_whole or verdict.cause is Cause.FAILED)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its connection is known to have ended, and it is lost with it."""
+        return self.mesh is not None and self.is_lost(self.mesh.verdict)
+
+    @property
+    def origin(self) -> tuple[Header, Mesh, Lane] | None:
+        """How it came; None if this rank sent it to itself."""
+        if self.header is None or self.mesh is None or self.lane is None:
+            return None
+        return self.header, self.mesh, self.lane
+
+
+class RecvRequest:
+    """Somebody who waits for a message.
+
+    Attributes:
+        src: from this rank; None from any.
+        tag: of this tag; None of any.
+        is_probe: whether the message stays for somebody else.
+        among: who may serve it; None if not known yet. That another one is gone is no news to it.
+        arrival: what was found.
+        verdict: why nothing will come.
+        number: the mailbox's own, in the order in which requests were put; -1 before that.
+    """
+
+    def __init__(
+        self,
+        src: int | None,
+        tag: int | None,
+        *,
+        is_probe: bool = False,
+        on_end: Callable[[], bool | None],
+    ) -> None:
+        """Begin.
+
+        Args:
+            src: from this rank; None from any.
+            tag: of this tag; None of any.
+            is_probe: whether the message stays for somebody else.
+            on_end: called once when ``arrival`` or ``verdict`` is there, on whichever thread. Must
+                not raise; returns False if the message can't be taken: the next request gets it.
+        """
+        self.src = src
+        self.tag = tag
+        self.is_probe = is_probe
+        self.among: frozenset[int] | None = None
+        self.arrival: Arrived | None = None
+        self.verdict: Verdict | None = None
+        self.number = -1
+        self._on_end = on_end
+
+    def counts_on(self, peer: int) -> bool:
+        """Whether it takes any rank's message, and was put when this one could still send."""
+        return self.src is None and (self.among is None or peer in self.among)
+
+    def tell(self) -> bool:
+        """Let its maker know that it has ended; returns whether a message can be taken."""
+        on_end, self._on_end = self._on_end, _nothing  # it may hold this request
+        return on_end() is not False
+
+    def forget(self) -> None:
+        """Its maker knows that it has ended, and need not be told."""
+        self._on_end = _nothing
+
+
+#: A sender and a tag; None for any.
+_Pattern = tuple[int | None, int | None]
+
+
+def _patterns(peer: int, tag: int) -> tuple[_Pattern, ...]:
+    """Those of all requests that admit a message."""
+    return (peer, tag), (peer, None), (None, tag), (None, None)
+
+
+class _Numbered(Protocol):
+    number: int
+
+
+N = TypeVar("N", bound=_Numbered)
+
+
+class _Shelves(Generic[N]):
+    """What waits, in the order of its numbers, and under each pattern by itself."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[_Pattern, OrderedDict[int, N]] = {}
+
+    def put(self, each: N, patterns: tuple[_Pattern, ...]) -> None:
+        """Put something where its number belongs, which is behind all others as a rule."""
+        for pattern in patterns:
+            shelf = self._shelves.setdefault(pattern, OrderedDict())
+            is_behind = not shelf or next(reversed(shelf)) < each.number
+            shelf[each.number] = each
+            if not is_behind:
+                self._shelves[pattern] = OrderedDict(sorted(shelf.items()))
+
+    def take(self, each: N, patterns: tuple[_Pattern, ...]) -> bool:
+        """Take it out again; returns whether it was there."""
+        is_here = False
+        for pattern in patterns:
+            shelf = self._shelves.get(pattern)
+            is_here |= shelf is not None and shelf.pop(each.number, None) is not None
+            if shelf is not None and not shelf:
+                del self._shelves[pattern]
+        return is_here
+
+    def under(self, *patterns: _Pattern) -> Iterator[N]:
+        """All that stands under some patterns, in order."""
+        shelves = [self._shelves[each].values() for each in patterns if each in self._shelves]
+        return iter(shelves[0]) if len(shelves) == 1 else heapq.merge(*shelves, key=_number)
+
+    def all(self) -> Iterator[N]:
+        """All that stands under one pattern only, in order."""
+        return self.under(*self._shelves)
+
+
+class Mailbox:
+    """See the module; one for each group on each rank."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        """Begin.
+
+        Args:
+            rank: this one, within the group.
+            size: number of ranks.
+        """
+        self._expected = set(range(size)) - {rank}
+        self._sources: dict[int, object] = {}
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._arrived = _Shelves[Arrived]()
+        self._requests = _Shelves[RecvRequest]()
+        self._asking: dict[int | None, int] = {}  # how many requests name a sender, or none
+        self._kept_nbytes: dict[int, int] = {}
+        self._credited: set[int] = set()  # who may send one message more than there is room for
+
+    def expect(self, peer: int, source: object) -> None:
+        """A rank can send again, after its connection had ended.
+
+        Args:
+            peer: which.
+            source: its new connection: what is told of the end of an older one counts no more.
+        """
+        with self._changed:
+            self._sources[peer] = source
+            self._expected.add(peer)
+
+    def look(self, src: int | None, tag: int | None) -> Arrived | None:
+        """The message that a request would take now; it stays."""
+        with self._changed:
+            return self._first(RecvRequest(src, tag, on_end=_nothing))
+
+    def is_wanted(self, peer: int, tag: int) -> bool:
+        """Whether a receive waits that such a message would end."""
+        with self._changed:
+            waiting = self._requests.under(*_patterns(peer, tag))
+            return any(not each.is_probe for each in waiting)
+
+    def poll(self, src: int | None, tag: int | None) -> Arrived | None:
+        """As ``look``; where there is none, one more message may come although there is no room.
+
+        Else who polls for a message behind more than is kept would never see it.
+        """
+        with self._changed:
+            found = self._first(RecvRequest(src, tag, on_end=_nothing))
+            if found is None:
+                self._credited |= self._expected if src is None else {src}
+                self._changed.notify_all()
+            return found
+
+    def meet(self, request: RecvRequest) -> bool:
+        """Give ``request`` a message that is here; returns whether there was one."""
+        with self._changed:
+            is_met = self._serve(request)
+        if is_met:
+            self._tell(request)
+        return is_met
+
+    def ask(self, request: RecvRequest) -> None:
+        """Give ``request`` a message that is here, or the first that comes and it admits."""
+        with self._changed:
+            is_over = request.verdict is not None or self._serve(request)
+            if not is_over:
+                request.number = next(self._numbers)
+                self._requests.put(request, ((request.src, request.tag),))
+                self._asking[request.src] = self._asking.get(request.src, 0) + 1
+                self._changed.notify_all()
+        if is_over:
+            self._tell(request)
+
+    def _serve(self, request: RecvRequest) -> bool:
+        """Give ``request`` a message that is here, without telling anybody."""
+        found = self._first(request)
+        if found is not None and not request.is_probe:
+            self._take(found)
+        # Under the lock, like the next: where Ctrl-C comes before anybody is told, it is known
+        # what to give back.
+        request.arrival = found
+        return found is not None
+
+    def _tell(self, request: RecvRequest) -> None:
+        if not request.tell() and request.arrival is not None:
+            self.give_back(request.arrival)
+
+    def deliver(self, arrival: Arrived) -> None:
+        """Take a message in."""
+        with self._changed:
+            arrival.number = next(self._numbers)
+        self.give_back(arrival)
+
+    def give_back(self, arrival: Arrived) -> None:
+        """Give a message to whoever waits for it, or put it before all that came later."""
+        is_placed = False
+        while not is_placed:
+            told = [request.tell() for request in self._served(arrival)]
+            is_placed = all(told)  # else who was to take it can't: the next one
+
+    def _served(self, arrival: Arrived) -> list[RecvRequest]:
+        """The requests that a message ends; where none of them takes it, it is kept."""
+        with self._changed:
+            if arrival.is_dead:
+                return []
+            served: list[RecvRequest] = []
+            # Probes that asked before the taker see it; those behind would see it gone.
+            for request in self._requests.under(*_patterns(arrival.peer, arrival.tag)):
+                served.append(request)
+                if not request.is_probe:
+                    break
+            for request in served:
+                self._remove(request)
+                request.arrival = arrival
+            if not served or served[-1].is_probe:
+                self._arrived.put(arrival, _patterns(arrival.peer, arrival.tag))
+                self._count(arrival, len(arrival.raw))
+            return served
+
+    def withdraw(self, request: RecvRequest, verdict: Verdict) -> None:
+        """End a request by a verdict, if it still waits, or as soon as it is put."""
+        with self._changed:
+            is_waiting = self._remove(request)
+            if request.arrival is None and request.verdict is None:
+                request.verdict = verdict
+        if is_waiting:
+            request.tell()
+
+    def take_back(self, request: RecvRequest) -> bool:
+        """Take a request back, if it still waits; returns whether it did."""
+        with self._changed:
+            is_taken = self._remove(request)
+        if is_taken:
+            request.forget()
+        return is_taken
+
+    def cancel(self, request: RecvRequest) -> None:
+        """Take a request back, and with it a message that it was given; its maker knows."""
+        with self._changed:
+            self._remove(request)
+        request.forget()
+        if request.arrival is not None and not request.is_probe:
+            self.give_back(request.arrival)
+
+    def _remove(self, request: RecvRequest) -> bool:
+        is_waiting = self._requests.take(request, ((request.src, request.tag),))
+        self._asking[request.src] = self._asking.get(request.src, 0) - is_waiting
+        return is_waiting
+
+    def fail(self, peer: int, source: object, verdict: Verdict, *, is_for_any: bool) -> None:
+        """End the requests that wait for ``peer`` alone, or also those for any rank.
+
+        Those end in any case when there is nobody left.
+
+        Messages that are here whole outlive their connection, and come before those of the next.
+
+        Args:
+            peer: whose connection has ended.
+            source: that connection; nothing happens if there is a newer one.
+            verdict: why.
+            is_for_any: whether requests for any rank end as well.
+        """
+        with self._changed:
+            if self._sources.get(peer) is not source:
+                return
+            here = self._arrived.under((peer, None))
+            lost = [each for each in here if each.is_lost(verdict)]
+            for arrival in lost:
+                self._take(arrival)
+            self._changed.notify_all()  # the connection's own thread, which may wait for room
+            self._expected.discard(peer)
+            ended = [
+                each
+                for each in self._requests.all()
+                if each.src == peer
+                or (is_for_any and each.counts_on(peer))
+                or (each.src is None and not self._expected)
+            ]
+            for request in ended:
+                self._remove(request)
+                request.verdict = verdict
+        for request in ended:
+            request.tell()
+
+    def await_room(self, peer: int, is_over: Callable[[], bool], seconds: float) -> None:
+        """Block while ``peer``'s messages fill their share and nobody asks for another one."""
+        with self._changed:
+            while not is_over() and self._is_full(peer):
+                self._changed.wait(seconds)
+            self._credited.discard(peer)
+
+    def _is_full(self, peer: int) -> bool:
+        is_wanted = peer in self._credited or self._asking.get(peer) or self._asking.get(None)
+        return self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and not is_wanted
+
+    def _first(self, request: RecvRequest) -> Arrived | None:
+        # A connection ends on another thread: one that has just ended may not be told of yet.
+        here = self._arrived.under((request.src, request.tag))
+        return next((each for each in here if not each.is_dead), None)
+
+    def _take(self, arrival: Arrived) -> None:
+        self._arrived.take(arrival, _patterns(arrival.peer, arrival.tag))
+        self._count(arrival, -len(arrival.raw))
+        self._changed.notify_all()
+
+    def _count(self, arrival: Arrived, nbytes: int) -> None:
+        self._kept_nbytes[arrival.peer] = self._kept_nbytes.get(arrival.peer, 0) + nbytes
+
+
+def _number(each: _Numbered) -> int:
+    return each.number
+
+
+def _nothing() -> None:
+    """For a request that nobody waits for."""

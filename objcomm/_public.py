@@ -1,0 +1,178 @@
+"""The public names of ``objcomm`` itself, which has them from here as soon as it is asked for one.
+
+So ``import objcomm`` alone imports no torch, and ``python -m objcomm --help`` need not wait for it.
+"""
+
+import gc
+
+# Once torch is imported, a collection of all its objects is nearly due. It would fall into this
+# import and take longer than the import, to find nothing: what an import makes is there to stay.
+_was_collecting = gc.isenabled()
+gc.disable()
+try:
+    from objcomm import codecs, errors, exporters, metrics, models, recorder
+    from objcomm._bootstrap.init import Start, init, shutdown
+    from objcomm._bootstrap.launch import launch
+    from objcomm._calls.group import is_main, lane
+    from objcomm._calls.work import Envelope, Work, as_completed, wait_all
+    from objcomm._codecs.types import register
+    from objcomm._collectives.agree import agree, all_ranks, any_rank, shared_seed
+    from objcomm._collectives.broadcast import barrier, broadcast
+    from objcomm._collectives.fail_together import fail_together
+    from objcomm._collectives.gather import all_gather, gather
+    from objcomm._collectives.reduction.operators import Op
+    from objcomm._collectives.reduction.reduce import all_reduce, reduce
+    from objcomm._collectives.reduction.scan import exscan, scan
+    from objcomm._collectives.scatter import all_to_all, reduce_scatter, scatter
+    from objcomm._collectives.split import dup, leaders, new_group, node_group, split
+    from objcomm._config import check, configure
+    from objcomm._observe.history import OperationStats
+    from objcomm._observe.stats import reset_stats, stats
+    from objcomm._observe.tracing import publish
+    from objcomm._p2p.messages import (
+        iprobe,
+        irecv,
+        isend,
+        issend,
+        probe,
+        recv,
+        send,
+        sendrecv,
+        ssend,
+    )
+    from objcomm._training.data import Shard, loader
+    from objcomm._training.main_process import (
+        compute_and_broadcast,
+        ddp_broadcast,
+        main_first,
+        main_process_only,
+        node_first,
+        rank_prefixed_message,
+        run_on_main,
+    )
+    from objcomm._training.metrics import (
+        gather_scalar,
+        reduce_and_broadcast,
+    )
+    from objcomm._training.once import once_per_node, run_once_per_node
+    from objcomm._wire.as_tensor import from_tensor, to_tensor
+    from objcomm._world import is_initialized, rank, world_size
+    from objcomm.errors import (
+        AuthenticationError,
+        BrokenGroupError,
+        CodecError,
+        CollectiveError,
+        DecodeError,
+        DesyncError,
+        EncodeError,
+        ForbiddenTypeError,
+        LaunchError,
+        MissingDependencyError,
+        NotInGroupError,
+        ObjcommError,
+        Position,
+        RankFailure,
+        StartError,
+        TransportError,
+        TransportTimeout,
+        UsageError,
+        WireError,
+    )
+finally:
+    if _was_collecting:
+        gc.enable()
+
+__all__ = [
+    "AuthenticationError",
+    "BrokenGroupError",
+    "CodecError",
+    "CollectiveError",
+    "DecodeError",
+    "DesyncError",
+    "EncodeError",
+    "Envelope",
+    "ForbiddenTypeError",
+    "LaunchError",
+    "MissingDependencyError",
+    "NotInGroupError",
+    "ObjcommError",
+    "Op",
+    "OperationStats",
+    "Position",
+    "RankFailure",
+    "Shard",
+    "Start",
+    "StartError",
+    "TransportError",
+    "TransportTimeout",
+    "UsageError",
+    "WireError",
+    "Work",
+    "agree",
+    "all_gather",
+    "all_ranks",
+    "all_reduce",
+    "all_to_all",
+    "any_rank",
+    "as_completed",
+    "barrier",
+    "broadcast",
+    "check",
+    "codecs",
+    "compute_and_broadcast",
+    "configure",
+    "ddp_broadcast",
+    "dup",
+    "errors",
+    "exporters",
+    "exscan",
+    "fail_together",
+    "from_tensor",
+    "gather",
+    "gather_scalar",
+    "init",
+    "iprobe",
+    "irecv",
+    "is_initialized",
+    "is_main",
+    "isend",
+    "issend",
+    "lane",
+    "launch",
+    "leaders",
+    "loader",
+    "main_first",
+    "main_process_only",
+    "metrics",
+    "models",
+    "new_group",
+    "node_first",
+    "node_group",
+    "once_per_node",
+    "probe",
+    "rank",
+    "rank_prefixed_message",
+    "recorder",
+    "recv",
+    "reduce",
+    "reduce_and_broadcast",
+    "reduce_scatter",
+    "register",
+    "reset_stats",
+    "run_on_main",
+    "run_once_per_node",
+    "scan",
+    "scatter",
+    "send",
+    "sendrecv",
+    "shared_seed",
+    "shutdown",
+    "split",
+    "ssend",
+    "stats",
+    "to_tensor",
+    "wait_all",
+    "world_size",
+]
+
+publish("objcomm", {name: globals()[name] for name in __all__})

@@ -1,0 +1,531 @@
+"""Tensors that all ranks change alike, in place and in few transfers: shared, or averaged.
+
+First all ranks compare digests of what they have. Only where those differ, one rank reads all
+manifests, and names the first difference or settles whose gradients are missing; nothing has moved
+by then. Then small tensors of one dtype travel together, and large ones from their own memory into
+their own memory.
+"""
+
+import enum
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from objcomm._algorithms import routes, tensor_reduction
+from objcomm._algorithms.exchange import Exchange
+from objcomm._algorithms.parts import Combine, Part
+from objcomm._algorithms.tensor_reduction import reduce_on_device
+from objcomm._calls.call import Call
+from objcomm._codecs.buffers import COPIED_MAX_NBYTES
+from objcomm._codecs.tensors import dtype_name, is_plain_tensor
+from objcomm._collectives.gather import answered
+from objcomm._collectives.reduction import elementwise
+from objcomm._wire.failure_message import DifferenceError
+from objcomm._wire.message import Message
+from objcomm.errors import UsageError
+
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+
+
+class Rule(enum.Enum):
+    """What becomes of tensors."""
+
+    SHARE = "shared"  # the root's
+    AVERAGE = "averaged"  # added up in float64: equal tensors stay equal, bit by bit
+    GRADIENTS = "averaged as gradients"  # as DistributedDataParallel does
+
+
+class Bundle(NamedTuple):
+    """Tensors of one rule.
+
+    Attributes:
+        rule: what becomes of them.
+        names: for errors; empty texts where they have none.
+        likes: one tensor for each, which tells dtype, shape and device.
+        tensors: what changes; None for a gradient that this rank does not have.
+    """
+
+    rule: Rule
+    names: Sequence[str]
+    likes: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor | None]
+
+
+class TensorGroup(NamedTuple):
+    """What some tensors have in common.
+
+    Attributes:
+        text: all that must agree of a tensor besides its name.
+        rule: what becomes of it; those without fractions are shared.
+        lot: a name of those that may travel as one.
+        device_type: where it lies.
+        nbytes: of all its elements.
+    """
+
+    text: str
+    rule: Rule
+    lot: str
+    device_type: str
+    nbytes: int
+
+
+class Manifest(NamedTuple):
+    """All that ranks must agree on before anything moves.
+
+    Attributes:
+        lines: a text for each tensor of each bundle, in order: its name, and what it is.
+        present: for each, whether this rank has it.
+        linked: the type of device that this rank's device link joins; empty if there is none.
+    """
+
+    lines: Sequence[str]
+    present: bytes
+    linked: str
+
+    @property
+    def digest(self) -> bytes:
+        """Equal on two ranks if all else is."""
+        text = "\n".join(self.lines).encode("utf-8", "surrogatepass")
+        tail = b"\0" + self.present + b"\0" + self.linked.encode()
+        return hashlib.blake2b(text + tail, digest_size=16).digest()
+
+
+def manifest_of(bundles: Sequence[Bundle], linked: str) -> tuple[Manifest, list[TensorGroup]]:
+    """This rank's, and the kind of each tensor.
+
+    Raises:
+        UsageError: a tensor can't be changed in place; names it.
+    """
+    kinds: list[TensorGroup] = []
+    lines: list[str] = []
+    for bundle in bundles:
+        found = _kinds(bundle)
+        texts = [kind.text for kind in found]
+        _mark_repeated(bundle, found, texts)
+        kinds += found
+        lines += [f"{name}\0{text}" for name, text in zip(bundle.names, texts, strict=True)]
+    present = bytes([tensor is not None for bundle in bundles for tensor in bundle.tensors])
+    return Manifest(lines, present, linked), kinds
+
+
+def merged(manifests: Sequence[Manifest]) -> Manifest:
+    """What holds for all ranks: what any of them has, and a device link if all have it.
+
+    Args:
+        manifests: one per rank, in rank order.
+
+    Raises:
+        DifferenceError: they have other tensors; names the first.
+    """
+    first = manifests[0]
+    for rank, other in enumerate(manifests):
+        _compare(first.lines, other.lines, rank)
+    present = bytes(map(max, *(each.present for each in manifests)))
+    linked = {each.linked for each in manifests}
+    return Manifest(first.lines, present, linked.pop() if len(linked) == 1 else "")
+
+
+def _compare(first: Sequence[str], other: Sequence[str], rank: int) -> None:
+    for at, (ours, theirs) in enumerate(zip(first, other, strict=False)):
+        if ours != theirs:
+            (our_name, our_kind), (name, kind) = _parts(ours), _parts(theirs)
+            if our_name == name:
+                raise DifferenceError(_label(name, at), (0, rank), f"{our_kind}; and {kind}")
+            reason = f"{_label(our_name, at)} ({our_kind}); and {_label(name, at)} ({kind})"
+            raise DifferenceError(f"tensor {at}", (0, rank), reason)
+    if len(first) != len(other):
+        at = min(len(first), len(other))
+        lacking = rank if len(first) > at else 0
+        name, kind = _parts((first if len(first) > at else other)[at])
+        reason = f"{len(first)}; and {len(other)}. Rank {lacking} lacks {_label(name, at)} ({kind})"
+        raise DifferenceError("the number of tensors", (0, rank), reason)
+
+
+def _parts(line: str) -> tuple[str, str]:
+    name, _, kind = line.partition("\0")
+    return name, kind.replace("\0", ", the same memory as tensor ")
+
+
+def is_repeated(line: str) -> bool:
+    """Whether a tensor is one that stands further ahead, too."""
+    return line.count("\0") > 1
+
+
+# All tensors are asked one thing after another, and looked at one by one only where something is
+# wrong: a loop over 1,000 of them that asks each for everything takes as long as their transfer.
+
+
+def _kinds(bundle: Bundle) -> list[TensorGroup]:
+    rule, names, likes, tensors = bundle
+    _check_plain(names, likes, "")
+    keys = [(each.dtype, each.shape, each.device) for each in likes]
+    firsts = dict(zip(keys, range(len(keys)), strict=True))
+    found = {key: _kind(rule, names[at], at, likes[at]) for key, at in firsts.items()}
+    if tensors is not likes:
+        _check_gradients(names, likes, tensors)
+    what = "" if tensors is likes else "the gradient of "
+    for at, each in enumerate(tensors):
+        if each is None or (each.is_contiguous() and each.data_ptr()):
+            continue
+        if torch._debug_has_internal_overlap(each) == 1:  # noqa: SLF001  # no public way
+            raise UsageError(
+                f"{what}{_label(names[at], at)} is expanded: several of its elements are one. "
+                "Give its clone()"
+            )
+        if each.numel() and not each.data_ptr():
+            raise UsageError(f"{what}{_label(names[at], at)} has no memory: somebody has freed it")
+    return [found[key] for key in keys]
+
+
+def _check_plain(names: Sequence[str], tensors: Sequence[torch.Tensor], what: str) -> None:
+    kinds = set(map(type, tensors))
+    if kinds <= _PLAIN_TYPES and {each.layout for each in tensors} <= {torch.strided}:
+        return
+    at = next(at for at, each in enumerate(tensors) if not is_plain_tensor(each))
+    found = tensors[at]
+    layout = f" of {getattr(found, 'layout', 'no layout')}"
+    raise UsageError(
+        f"{what}{_label(names[at], at)} is a {type(found).__name__}{layout}; only dense tensors "
+        "of no subclass change in place"
+    )
+
+
+def _check_gradients(
+    names: Sequence[str], likes: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
+) -> None:
+    places = [at for at, each in enumerate(tensors) if each is not None]
+    owned = [each for each in tensors if each is not None]
+    _check_plain([names[at] for at in places], owned, "the gradient of ")
+    dtypes = [likes[at].dtype for at in places]
+    if [each.dtype for each in owned] != dtypes:  # torch sees to shapes and devices
+        at = next(at for at, own in zip(places, owned, strict=True) if own.dtype != likes[at].dtype)
+        raise UsageError(f"the gradient of {_label(names[at], at)} has another dtype than it")
+
+
+def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> TensorGroup:
+    if like.is_meta or like.is_quantized:
+        what = "a meta tensor" if like.is_meta else "quantized"
+        raise UsageError(f"{_label(name, at)} is {what}, and can't be changed in place")
+    dtype, device_type = dtype_name(like.dtype), like.device.type
+    where = "" if device_type == "cpu" else f" on {device_type}"
+    text = f"{dtype} of shape {tuple(like.shape)}{where}, {rule.value}"
+    is_fraction = like.is_floating_point() or like.is_complex()
+    kept = rule if is_fraction and like.dtype in elementwise.DTYPES else Rule.SHARE
+    return TensorGroup(text, kept, f"{kept.name} {dtype} {device_type}", device_type, like.nbytes)
+
+
+def _mark_repeated(bundle: Bundle, kinds: Sequence[TensorGroup], texts: list[str]) -> None:
+    """Say of each large tensor whether it is one that stands further ahead.
+
+    A gradient that this rank lacks is its parameter's: another rank may have it.
+    """
+    places: dict[tuple[bool, int], int] = {}
+    for at, (kind, tensor) in enumerate(zip(kinds, bundle.tensors, strict=True)):
+        if kind.nbytes > COPIED_MAX_NBYTES:
+            lacking = tensor is None
+            key = id(bundle.likes[at]) if tensor is None else tensor.data_ptr()
+            first = places.setdefault((lacking, key), at)
+            if first != at:
+                texts[at] += f"\0{first}"
+
+
+def _label(name: str, at: int) -> str:
+    return repr(name) if name else f"tensor {at}"
+
+
+# What is packed takes memory of its own: over a device link for one bucket at a time, in CPU memory
+# for all.
+_BUCKET_MAX_NBYTES = 32 << 20
+
+
+def synchronise(call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool = True) -> None:
+    """All tensors of all bundles, in place.
+
+    Args:
+        call: the call, which was entered; its root's tensors are shared.
+        make: gives the bundles, in the same order on all ranks; an error of it is this rank's.
+        moves: whether to do more than to compare what the ranks have.
+    """
+    if call.is_alone:
+        call.alone(lambda: manifest_of(make(), ""))
+        return
+    agreement = _Agreement(call, make)
+    made: dict[int, torch.Tensor] = {}
+    # One turn for all of it: a rank for which memory is missing must tell the others.
+    with call.traffic() as exchange:
+        told, manifest = agreement.reach(exchange)
+        if moves and manifest is not None:
+            with torch.inference_mode(mode=False):  # what is made here must serve autograd
+                buckets = _buckets(agreement.bundles, manifest, agreement.kinds, made)
+            # In this mode those tensors can be changed, too, that were made in it; and none is
+            # traced.
+            with torch.inference_mode():
+                _Moving(call, exchange).move(buckets, manifest.linked)
+    call.raise_failures(told)
+    likes = [like for bundle in agreement.bundles for like in bundle.likes]
+    for at, gradient in made.items():
+        likes[at].grad = gradient
+
+
+class _Agreement:
+    """Whether all ranks have the same tensors to change.
+
+    Attributes:
+        bundles: this rank's.
+        kinds: of each tensor of all bundles.
+    """
+
+    def __init__(self, call: Call, make: Callable[[], Sequence[Bundle]]) -> None:
+        self.bundles: Sequence[Bundle] = ()
+        self.kinds: Sequence[TensorGroup] = ()
+        self._call = call
+        self._manifest = Manifest((), b"", "")
+        self._mine = call.message(lambda: self._describe(make()))
+
+    def _describe(self, bundles: Sequence[Bundle]) -> bytes:
+        self.bundles = bundles
+        self._manifest, self.kinds = manifest_of(bundles, self._call.exchange.device.linked)
+        return self._manifest.digest
+
+    def reach(self, exchange: Exchange) -> tuple[Sequence[Message], Manifest | None]:
+        """What holds for all ranks, or None; and the messages that tell of what is wrong then.
+
+        They have other tensors, or some rank's can't be changed.
+        """
+        call, mine = self._call, self._manifest
+        messages = routes.all_gather(exchange, self._mine)
+        if call.failures(messages) is not None:
+            return messages, None
+        digests = {call.decode_as(message, _is_digest, "digest") for message in messages}
+        if len(digests) == 1:
+            return (), mine
+        described = call.message(lambda: (list(mine.lines), mine.present, mine.linked))
+        message = answered(call, exchange, described, self._merged)
+        if call.failures([message]) is not None:
+            return [message], None
+        present, linked = call.decode_as(message, self._is_merged, "such answer")
+        return (), Manifest(mine.lines, present, linked)
+
+    def _merged(self, messages: Sequence[Message]) -> tuple[bytes, str]:
+        plain = [
+            self._call.decode_as(message, _is_manifest, "description of tensors")
+            for message in messages
+        ]
+        found = merged([Manifest(*fields) for fields in plain])
+        return found.present, found.linked
+
+    def _is_merged(self, plain: Any) -> bool:
+        """Whether it can be what ``_merged`` gave on another rank."""
+        is_pair = isinstance(plain, (tuple, list)) and len(plain) == 2  # noqa: PLR2004  # a pair
+        return is_pair and _is_manifest([list(self._manifest.lines), *plain])
+
+
+def _is_digest(plain: object) -> bool:
+    return type(plain) is bytes
+
+
+def _is_manifest(plain: Any) -> bool:
+    """Whether it can be what makes a ``Manifest`` on another rank."""
+    if not isinstance(plain, (tuple, list)) or len(plain) != len(Manifest._fields):
+        return False
+    lines, present, linked = plain
+    is_right = isinstance(lines, list) and type(present) is bytes and type(linked) is str
+    return (
+        is_right
+        and len(present) == len(lines)
+        and set(present) <= {False, True}
+        and all(type(line) is str for line in lines)
+    )
+
+
+def _is_like(flat: torch.Tensor, plain: Any) -> bool:
+    """Whether it can be another rank's ``flat``."""
+    return isinstance(plain, torch.Tensor) and (plain.dtype, plain.shape) == (
+        flat.dtype,
+        flat.shape,
+    )
+
+
+class _Bucket:
+    """Tensors of one rule and dtype that travel as one; the same picture on all ranks.
+
+    Attributes:
+        rule: what becomes of them.
+        device_type: where they lie on all ranks.
+        tensors: this rank's own.
+        nbytes: of all of them.
+    """
+
+    def __init__(self, rule: Rule, device_type: str) -> None:
+        self.rule = rule
+        self.device_type = device_type
+        self.tensors: list[torch.Tensor] = []
+        self.nbytes = 0
+        self._views: list[torch.Tensor] = []
+        self._copied: list[int] = []
+        self._packed: torch.Tensor | None = None
+
+    def open(self) -> torch.Tensor:
+        """All elements one after another: a tensor's own memory where it is the only one.
+
+        They are packed on the first tensor's device. Ranks may have spread a model over devices of
+        one type in different ways, so a bucket is not of one device.
+        """
+        tensors = self.tensors
+        device = tensors[0].device
+        is_complex = tensors[0].is_complex()
+        # A tensor that torch conjugates or negates when it is read has no such memory, either.
+        self._copied = [
+            at
+            for at, each in enumerate(tensors)
+            if not each.is_contiguous()
+            or each.is_neg()
+            or (is_complex and each.is_conj())
+            or each.device != device
+        ]
+        views = [each if each.dim() == 1 else each.reshape(-1) for each in tensors]
+        for at in self._copied:
+            copied = torch.empty(tensors[at].shape, dtype=tensors[at].dtype, device=device)
+            views[at] = copied.copy_(tensors[at]).view(-1)
+        self._views = views
+        self._packed = views[0] if len(views) == 1 else torch.cat(views)
+        return self._packed
+
+    def close(self, flat: torch.Tensor) -> None:
+        """Put what has become of the elements where they belong, and tell autograd."""
+        views, tensors = self._views, self.tensors
+        if flat is not self._packed or len(views) > 1:
+            sizes = [view.numel() for view in views]
+            torch.split_with_sizes_copy(flat.to(views[0].device), sizes, out=views)
+        elif not self._copied and not tensors[0].is_inference():
+            increment_version(tensors[0])  # what arrives over a link does not count as a change
+        for at in self._copied:
+            tensors[at].copy_(views[at].view(tensors[at].shape))
+        self._views, self._packed = [], None
+
+
+def _buckets(
+    bundles: Sequence[Bundle],
+    manifest: Manifest,
+    kinds: Sequence[TensorGroup],
+    made: dict[int, torch.Tensor],
+) -> list[_Bucket]:
+    """Sort tensors by what all ranks know of them: rule, dtype, size and type of device."""
+    buckets: list[_Bucket] = []
+    open_ones: dict[str, _Bucket] = {}
+    likes = [like for bundle in bundles for like in bundle.likes]
+    tensors = [tensor for bundle in bundles for tensor in bundle.tensors]
+    for at, (kind, own) in enumerate(zip(kinds, tensors, strict=True)):
+        tensor, nbytes = own, kind.nbytes
+        is_large = nbytes > COPIED_MAX_NBYTES
+        if is_large and is_repeated(manifest.lines[at]):
+            continue
+        if own is None and manifest.present[at]:
+            tensor = made[at] = torch.zeros_like(likes[at])
+        if tensor is None or not nbytes:
+            continue
+        bucket = open_ones.get(kind.lot)
+        is_alone = is_large and kind.device_type == "cpu"
+        if is_alone or bucket is None or bucket.nbytes + nbytes > _BUCKET_MAX_NBYTES:
+            bucket = _Bucket(kind.rule, kind.device_type)
+            buckets.append(bucket)
+            if not is_alone:
+                open_ones[kind.lot] = bucket
+        bucket.tensors.append(tensor)
+        bucket.nbytes += nbytes
+    return buckets
+
+
+class _Moving:
+    """The transfers of one call on this rank."""
+
+    def __init__(self, call: Call, exchange: Exchange) -> None:
+        self._call = call
+        self._exchange = exchange
+
+    def move(self, buckets: Sequence[_Bucket], linked: str) -> None:
+        """Let all buckets travel: over the device link where it joins the tensors' devices."""
+        if self._exchange.gate.signer is not None:
+            # What travels outside of messages is not signed.
+            self._one_by_one(buckets, self._in_messages)
+            return
+        self._on_host([bucket for bucket in buckets if bucket.device_type != linked])
+        on_device = [bucket for bucket in buckets if bucket.device_type == linked]
+        self._one_by_one(on_device, self._on_device, self._exchange.device.device)
+
+    def _on_host(self, buckets: Sequence[_Bucket]) -> None:
+        flats = [(bucket, bucket.open().cpu()) for bucket in buckets]
+        shared = [flat.view(torch.uint8) for bucket, flat in flats if bucket.rule is Rule.SHARE]
+        averaged = [(bucket.rule, flat) for bucket, flat in flats if bucket.rule is not Rule.SHARE]
+        if shared:
+            routes.relay(self._exchange, shared, self._call.root)
+        tensor_reduction.reduce_tensors(
+            self._exchange, itertools.starmap(self._part, averaged), None
+        )
+        for bucket, flat in flats:
+            bucket.close(flat)
+
+    def _one_by_one(
+        self,
+        buckets: Sequence[_Bucket],
+        carry: Callable[[Rule, torch.Tensor], None],
+        device: torch.device | None = None,
+    ) -> None:
+        """One bucket after another, so that packed memory is needed for one only.
+
+        They travel from ``device``, if it is given.
+        """
+        for bucket in buckets:
+            flat = bucket.open()
+            if device is not None:
+                flat = flat.to(device)
+            carry(bucket.rule, flat)
+            bucket.close(flat)
+
+    def _on_device(self, rule: Rule, flat: torch.Tensor) -> None:
+        if rule is Rule.SHARE:
+            self._exchange.accelerators().broadcast_flat(flat.view(torch.uint8), self._call.root)
+        else:
+            reduce_on_device(self._exchange, [self._part(rule, flat)])
+
+    def _in_messages(self, rule: Rule, flat: torch.Tensor) -> None:
+        call = self._call
+        if rule is Rule.SHARE:
+            mine = call.message(lambda: flat) if call.is_root else None
+            message = routes.broadcast(self._exchange, mine, call.root)
+            if not call.is_root:
+                flat.copy_(call.decode_as(message, partial(_is_like, flat), "such tensor"))
+            return
+        # A copy, because the means take the place of what is still being sent.
+        messages = routes.all_gather(self._exchange, call.message(flat.clone))
+        operands = [
+            flat
+            if rank == call.rank
+            else call.decode_as(message, partial(_is_like, flat), "such tensor").to(flat.device)
+            for rank, message in enumerate(messages)
+        ]
+        _averaging(rule, flat.dtype)(operands, flat)
+
+    def _part(self, rule: Rule, flat: torch.Tensor) -> Part:
+        return Part(
+            operand=flat,
+            result=flat,  # which the averages may share with an operand
+            dtype=flat.dtype,
+            result_dtype=flat.dtype,
+            numel=flat.numel(),
+            present=tuple(range(self._exchange.size)),
+            combine=_averaging(rule, flat.dtype),
+            kind=(rule, flat.dtype),
+        )
+
+
+def _averaging(rule: Rule, dtype: torch.dtype) -> Combine:
+    if rule is Rule.GRADIENTS:
+        return elementwise.average
+    wide = elementwise.wide_dtype("mean", dtype, None)
+    return lambda operands, into: elementwise.combine("mean", operands, into, wide)

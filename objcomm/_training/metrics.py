@@ -1,0 +1,582 @@
+"""Familiar helpers around small results: scalars of every rank, and what is computed of them.
+
+Also averages of named numbers over ranks, weighted and exact.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, overload
+
+import torch
+
+from objcomm._calls.call import Call
+from objcomm._calls.work import Work
+from objcomm._collectives.gather import all_gather_in, decide_in, gather_in
+from objcomm._config import Allowed, DeviceLike, GroupLike, Timeout
+from objcomm._wire.failure_message import DisagreementError, named
+from objcomm._wire.header import Operation
+from objcomm.errors import UsageError
+
+T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class _Options(TypedDict, total=False):
+    group: GroupLike
+    timeout: Timeout
+    codec: str | None
+    device: DeviceLike
+    accept: Iterable[str] | None
+    allow: Iterable[Allowed] | None
+
+
+_PLAIN_SCALARS = (bool, int, float, complex, str, type(None))
+
+
+@overload
+def gather_scalar(
+    value: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: Literal[False] = False,
+) -> list[T] | Any: ...
+@overload
+def gather_scalar(
+    value: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: Literal[True],
+) -> Work[list[T] | Any]: ...
+@overload
+def gather_scalar(
+    value: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: bool,
+) -> list[T] | Work[list[T] | Any] | Any: ...
+def gather_scalar(
+    value: T,
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
+) -> list[T] | Work[list[T] | Any] | Any:
+    """Collect one scalar from every rank onto one, each with its exact value and type.
+
+    Every rank of ``group`` must call this. Types may differ between ranks: nothing is converted,
+    where a float32 tensor would change 2**24 + 1 and 0.1.
+
+    Args:
+        value: bool, int of any size, float, complex, str, None, a numpy scalar or a tensor without
+            dimensions.
+        dst: global rank that receives.
+        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+        async_op: return a work at once, whose ``wait`` gives the result.
+
+    Returns:
+        On the destination one value per rank, in the order of group ranks. ``None`` elsewhere.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: some rank's value is no scalar. The destination and that rank.
+        ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.gather_scalar(2**70 + 1)
+        [1180591620717411303425]
+    """
+    with Call(
+        Operation.GATHER_SCALAR,
+        group=group,
+        timeout=timeout,
+        codec=_codec_for(value),
+        global_root=dst,
+        group_root=group_dst,
+        root_argument="dst",
+        has_root=True,
+        async_op=async_op,
+    ) as call:
+        return call.run(gather_in(call, lambda: _check_scalar(value)))
+
+
+@overload
+def all_gather_scalar(
+    value: T,
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: Literal[False] = False,
+) -> list[T]: ...
+@overload
+def all_gather_scalar(
+    value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: Literal[True]
+) -> Work[list[T]]: ...
+@overload
+def all_gather_scalar(
+    value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: bool
+) -> list[T] | Work[list[T]]: ...
+def all_gather_scalar(
+    value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: bool = False
+) -> list[T] | Work[list[T]]:
+    """Collect one scalar from every rank onto every rank, each with its exact value and type.
+
+    Every rank of ``group`` must call this.
+
+    Args:
+        value: as in ``gather_scalar``.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+        async_op: return a work at once, whose ``wait`` gives the result.
+
+    Returns:
+        One value per rank, in the order of group ranks.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: some rank's value is no scalar. Every rank.
+        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.metrics.all_gather_scalar(True)
+        [True]
+    """
+    with Call(
+        Operation.ALL_GATHER_SCALAR,
+        group=group,
+        timeout=timeout,
+        codec=_codec_for(value),
+        async_op=async_op,
+    ) as call:
+        return call.run(all_gather_in(call, value, check=_check_scalar))
+
+
+def _codec_for(value: object) -> str:
+    """Scalars are plain data, so a rank that refuses pickles gets them; subclasses are not."""
+    kind = type(value)
+    is_plain = kind in _PLAIN_SCALARS or kind.__module__ == "numpy" or kind is torch.Tensor
+    return "msgpack" if is_plain else "pickle"
+
+
+def _check_scalar(value: T) -> T:
+    """Return a scalar, refuse anything else.
+
+    Raises:
+        TypeError: on the rank that passed it; it travels as that rank's failure.
+    """
+    if isinstance(value, _PLAIN_SCALARS):
+        return value
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value
+    bases = [(base.__module__, base.__name__) for base in type(value).__mro__]
+    if ("numpy", "generic") in bases:
+        return value
+    raise TypeError(f"a {type(value).__name__} is no scalar; objcomm.gather takes any object")
+
+
+def gather_from_all_ranks(
+    fn: Callable[[], T],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    device: DeviceLike = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+) -> list[T] | Any:
+    """Call a function on every rank and collect what it returns onto one.
+
+    Every rank of ``group`` must call this. Unlike ``gather(fn())`` it fails on every rank if ``fn``
+    fails on one, so every rank waits for the destination.
+
+    Args:
+        fn: called once on every rank; returns anything that can be encoded.
+        dst: global rank that receives.
+        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None. It begins after ``fn``.
+        codec: what encodes this rank's result.
+        device: where tensors inside received results shall lie.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
+
+    Returns:
+        On the destination one result per rank, in the order of group ranks. ``None`` elsewhere.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: ``fn`` raised on some rank, or a result could not be encoded or decoded.
+            Every rank, with each failing rank's type, message and traceback.
+        ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.metrics.gather_from_all_ranks(lambda: {"batches": 41})
+        [{'batches': 41}]
+    """
+    with Call(
+        Operation.GATHER_FROM_ALL_RANKS,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        device=device,
+        global_root=dst,
+        group_root=group_dst,
+        root_argument="dst",
+        has_root=True,
+        confirm=True,
+        accept=accept,
+        allow=allow,
+    ) as call:
+        rest = gather_in(call, fn)
+        return rest()
+
+
+def gather_scalar_from_all_ranks(
+    fn: Callable[[], T],
+    dst: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> list[T] | Any:
+    """Call a function on every rank and collect the scalar that it returns onto one.
+
+    Every rank of ``group`` must call this. Each value arrives as it is, whatever its type: ints
+    stay ints, ``2.0`` and ``True`` stay what they are. It fails on every rank if ``fn`` fails on
+    one, so every rank waits for the destination.
+
+    Args:
+        fn: called once on every rank; returns a scalar, as ``gather_scalar`` takes it.
+        dst: global rank that receives.
+        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None. It begins after ``fn``.
+
+    Returns:
+        On the destination one value per rank, in the order of group ranks. ``None`` elsewhere.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: ``fn`` raised on some rank, or returned no scalar. Every rank.
+        ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
+
+    Examples:
+        >>> from objcomm.compat.axolotl import gather_scalar_from_all_ranks
+        >>> gather_scalar_from_all_ranks(lambda: 2**31)
+        [2147483648]
+    """
+    produce, codec = _called(fn)
+    with Call(
+        Operation.GATHER_SCALAR_FROM_ALL_RANKS,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        global_root=dst,
+        group_root=group_dst,
+        root_argument="dst",
+        has_root=True,
+        confirm=True,
+    ) as call:
+        rest = gather_in(call, produce)
+        return rest()
+
+
+def _called(fn: Callable[[], T]) -> tuple[Callable[[], T], str]:
+    """Call a function now, because the codec depends on what it returns.
+
+    Returns:
+        What gives the result, or raises what the function raised; and the codec.
+    """
+    try:
+        value = fn()
+    except BaseException as error:  # noqa: BLE001  # this rank still takes part, and raises then
+        return functools.partial(_raise, error), "msgpack"
+    return lambda: _check_scalar(value), _codec_for(value)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], A],
+    fn2: Callable[[list[A]], B],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> B: ...
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], A],
+    fn2: Callable[[list[A]], B],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[_Options],
+) -> Work[B]: ...
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], A],
+    fn2: Callable[[list[A]], B],
+    *,
+    async_op: bool,
+    **options: Unpack[_Options],
+) -> B | Work[B]: ...
+def reduce_and_broadcast(
+    fn1: Callable[[], A],
+    fn2: Callable[[list[A]], B],
+    *,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    device: DeviceLike = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+    async_op: bool = False,
+) -> B | Work[B]:
+    """Compute something on every rank, then once of all results, and share that with every rank.
+
+    Every rank of ``group`` must call this.
+
+    Args:
+        fn1: called once on every rank; returns anything that can be encoded.
+        fn2: called once, on the group's first rank, with the list of all results in the order of
+            group ranks; returns anything that can be encoded.
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None. It begins after ``fn1``, and must
+            leave room for ``fn2``.
+        codec: what encodes the results.
+        device: where tensors inside what is received shall lie.
+        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+        allow: what a received pickle may name here, as in ``objcomm.configure``.
+        async_op: return a work at once, whose ``wait`` gives the result. ``fn1`` has been called by
+            then; ``fn2`` is called on another thread.
+
+    Returns:
+        What ``fn2`` returned, on every rank.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: ``fn1`` raised on some rank, or ``fn2`` did, or a result could not be
+            encoded. Every rank, with each failing rank's type, message and traceback.
+        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.reduce_and_broadcast(lambda: 41, lambda counts: sum(counts) / len(counts))
+        41.0
+    """
+    with Call(
+        Operation.REDUCE_AND_BROADCAST,
+        group=group,
+        timeout=timeout,
+        codec=codec,
+        device=device,
+        accept=accept,
+        allow=allow,
+        async_op=async_op,
+    ) as call:
+        return call.run(decide_in(call, fn1, fn2))
+
+
+_Number: TypeAlias = int | float
+_Counted: TypeAlias = tuple[_Number, _Number]  # a value, and how much it counts
+
+
+def average_metrics(
+    metrics: Mapping[str, Any],
+    count: float | Mapping[str, float] = 1,
+    *,
+    missing: Literal["error", "skip"] = "error",
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> dict[str, float]:
+    """Average named numbers over all ranks, each weighted by how many samples it stands for.
+
+    Every rank of ``group`` must call this. Names are matched, whatever their order. The average is
+    computed exactly and rounded once, so it depends neither on the order of the ranks nor on how
+    many there are: if all ranks have 2**53 - 1, that is the average.
+
+    Args:
+        metrics: numbers by name: bool, int, float, or a tensor or numpy value of one element.
+        count: what this rank's values weigh, such as its number of samples: one number for all, or
+            one for each name. Not negative. A value that counts 0 has no say, even if it is nan.
+        missing: what to do if a name is not on every rank: raise (``"error"``), or average over
+            the ranks that have it (``"skip"``).
+        group: who takes part; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Returns:
+        A new dict of floats, the same on every rank: this rank's names in their order, then names
+        of other ranks only. ``sum(value * count) / sum(count)``, and nan where no value counts. In
+        a world of one the same computation on one rank.
+
+    Raises:
+        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        CollectiveError: names differ, a value is no number or a count is none or negative. Every
+            rank; ``failures`` says for each rank what is wrong.
+        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.metrics.average_metrics({"loss": 0.5, "epoch": 16777217}, count=64)
+        {'loss': 0.5, 'epoch': 16777217.0}
+    """
+    if missing not in {"error", "skip"}:
+        raise UsageError(f"average_metrics: missing={missing!r} is neither 'error' nor 'skip'")
+    may_lack = missing == "skip"
+    with Call(
+        Operation.AVERAGE_METRICS,
+        group=group,
+        timeout=timeout,
+        codec="msgpack",
+        must_agree=missing,
+    ) as call:
+        rest = decide_in(
+            call,
+            lambda: _counted(metrics, count),
+            lambda operands: _means(operands, may_lack=may_lack),
+            is_part=_is_counted,
+            is_answer=lambda plain: _are_means(plain, metrics),
+        )
+        means = rest()
+    return {name: means[name] for name in (*metrics, *means)}
+
+
+def _counted(metrics: Mapping[str, Any], count: float | Mapping[str, float]) -> dict[str, _Counted]:
+    """This rank's contribution as plain numbers.
+
+    Raises:
+        TypeError: a name is no text, or a value or count no number.
+        ValueError: a count is negative or not finite, or a name has none.
+    """
+    if not isinstance(count, Mapping):
+        _weight(count, "all names")
+    counted = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise TypeError(f"a metric's name is text, not {name!r}")
+        if isinstance(count, Mapping) and name not in count:
+            raise ValueError(f"count= has nothing for {name!r}; give every name a count")
+        weight = count[name] if isinstance(count, Mapping) else count
+        counted[name] = _number(value, name), _weight(weight, name)
+    return counted
+
+
+def _is_counted(plain: object) -> bool:
+    """Whether it can be what ``_counted`` gave on another rank."""
+    return isinstance(plain, dict) and all(
+        isinstance(name, str)
+        and isinstance(counted, (tuple, list))
+        and len(counted) == 2  # noqa: PLR2004  # a value and its weight
+        and all(type(each) in {int, float} for each in counted)
+        for name, counted in plain.items()
+    )
+
+
+def _are_means(plain: object, metrics: Iterable[str]) -> bool:
+    """Whether it can be what ``_means`` gave on another rank."""
+    return (
+        isinstance(plain, dict)
+        and plain.keys() >= set(metrics)
+        and all(isinstance(name, str) for name in plain)
+        and all(type(mean) in {int, float} for mean in plain.values())
+    )
+
+
+def _weight(count: object, name: str) -> _Number:
+    weight = _number(count, f"count of {name}")
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"the count of {name!r} is {weight!r}, which is not a number of samples")
+    return weight
+
+
+def _number(value: object, name: str) -> _Number:
+    if hasattr(value, "item"):  # a tensor's or numpy's
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError) as error:
+            raise TypeError(f"{name!r} is no single number: {error}") from error
+    if isinstance(value, int) and abs(value) <= sys.float_info.max:
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    kind = "too large for a float" if isinstance(value, int) else f"a {type(value).__name__}"
+    raise TypeError(f"{name!r} is {kind}, so there is no average")
+
+
+def _means(operands: Sequence[Mapping[str, _Counted]], *, may_lack: bool) -> dict[str, float]:
+    """The average of each name.
+
+    Raises:
+        DisagreementError: names differ, and may not.
+    """
+    if not may_lack:
+        _check_names([frozenset(operand) for operand in operands])
+    names = dict.fromkeys(name for operand in operands for name in operand)
+    return {
+        name: _mean([operand[name] for operand in operands if name in operand]) for name in names
+    }
+
+
+def _check_names(found: Sequence[frozenset[str]]) -> None:
+    """Hold the ranks' names against those that most ranks have.
+
+    Raises:
+        DisagreementError: they differ.
+    """
+    kinds: dict[frozenset[str], list[int]] = {}
+    for rank, names in enumerate(found):
+        kinds.setdefault(names, []).append(rank)
+    usual = max(kinds, key=lambda names: len(kinds[names]))  # of several the first
+    most = named(kinds[usual])
+    reasons = {}
+    for names, ranks in kinds.items():
+        parts = (("lacks", usual - names), ("has also", names - usual))
+        words = [f"{verb} {', '.join(map(repr, sorted(few)))}" for verb, few in parts if few]
+        if words:
+            reason = f"unlike {most} it {' and '.join(words)}; missing='skip' takes what there is"
+            reasons.update(dict.fromkeys(ranks, reason))
+    if reasons:
+        raise DisagreementError(dict(sorted(reasons.items())))
+
+
+def _mean(operands: Sequence[_Counted]) -> float:
+    """``sum(value * count) / sum(count)``, rounded once."""
+    counted = [(value, count) for value, count in operands if count]
+    special = [value for value, _ in counted if isinstance(value, float) and value - value != 0]
+    if special:
+        return sum(special)  # infinities of both signs make nan
+    if not counted:
+        return math.nan
+    # Every float is a whole number over a power of two, so all this is exact.
+    ratios = [(*value.as_integer_ratio(), *count.as_integer_ratio()) for value, count in counted]
+    above, below = _sum([(p * r, q * s) for p, q, r, s in ratios])
+    total, parts = _sum([(r, s) for _, _, r, s in ratios])
+    return (above * parts) / (below * total)
+
+
+def _sum(ratios: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The sum of fractions whose denominators are powers of two."""
+    denominator = max(below for _, below in ratios)
+    return sum(above * (denominator // below) for above, below in ratios), denominator

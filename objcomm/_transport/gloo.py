@@ -1,0 +1,292 @@
+"""The link that carries all object bytes: a Gloo mesh of objcomm's own.
+
+The user's process group carries none of it, so a time-out or an abort here closes no connection
+of theirs (on a shared Gloo group it would close them all, and end DDP).
+
+All that is peculiar to Gloo stands here, as of torch 2.13; ``link`` says it without that name:
+
+- Its errors are ``RuntimeError``, and only their text tells one from another.
+- A wait whose limit passes closes all connections of this rank. So does ``abort``, by such a wait:
+  ``ProcessGroup.abort()`` does not wake an operation that waits.
+- When a connection closes (``Pair::signalException``) it wakes who waits for a receive, or for a
+  send that the peer has not asked for yet. It forgets the receive that is being filled (``rx_``),
+  and the send that is under way (the ``ubuf`` in ``tx_``): who waits for one of those waits until
+  the limit. Hence the last byte by itself, and ``wait_apart``.
+- A message leaves its rank after the peer's word that it has posted the receive. A receiver whose
+  memory is too short for it aborts its process.
+- A receive counts what has come for it: a second wait for one that has ended has no end.
+- A receive that is being filled must be kept: if its work is gone, nothing is read any more from
+  that connection, its end included, and Gloo's thread spins.
+- While bytes stand before it, its thread reads on with the connection locked, and nothing leaves.
+- A receive from any source is woken neither by a death nor by an abort, and there is no probe; so
+  there is none in ``link``.
+- It leaves its addresses in the store.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.autograd.profiler
+import torch.distributed as dist
+
+from objcomm._codecs.buffers import empty
+from objcomm._transport.link import (
+    HOST_LOST,
+    PEER_LOST,
+    Deadline,
+    LinkClosed,
+    LinkError,
+    LinkTimeout,
+    Memory,
+    Pending,
+)
+from objcomm._transport.sockets import flow, is_outage, notice_outages, open_sockets
+from objcomm._transport.store import reason_of
+from objcomm._transport.threads import AbandonedError, Apart
+from objcomm._world import CONNECT_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+
+# What Gloo says of connections that it closed because a wait of this rank's own timed out, and to
+# the one that waited.
+_OWN_DOING = "Application timeout"
+_LATE = "Timed out"
+
+# What it says where the other end of a connection that can't be made is at fault; all else is this
+# process's own: no descriptors, no threads, no such network interface.
+_OF_A_PEER = ("onnect", "imed out", "imeout")
+
+#: Nothing is ever sent with this tag, which none of ``link``'s functions gives.
+POKE_TAG = (1 << 31) - 1
+
+# It takes zero for its own default.
+_INSTANT = timedelta(milliseconds=1)
+
+_profiler = torch.autograd.profiler
+
+
+def keys_left(size: int) -> list[str]:
+    """Where ``size`` ranks leave their addresses (c10d::ProcessGroupGloo, first context)."""
+    return [f"0/{place}" for place in range(size)]
+
+
+class GlooLink:
+    """Joins ranks of one group by a private ``ProcessGroupGloo``.
+
+    Constructing it is collective.
+
+    Attributes:
+        kind: what the log calls it.
+        rank: rank within the group.
+        size: number of ranks that it joins.
+        hosts: of each rank that it joins, as a number.
+        needs_last_byte_apart: it does not wake a receive that is being filled. So a receiver waits
+            for the last byte first, which is posted until all before it has come.
+        is_interruptible: its waits are torch's, in C++.
+        ahead: with more pieces than that posted no receipt could leave: 1 GiB arrived in 9 s on a
+            busy machine, and so did all its receipts.
+    """
+
+    kind = "Gloo"
+    needs_last_byte_apart = True
+    is_interruptible = False
+    ahead = 4
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        members: tuple[int, ...],
+        hosts: tuple[int, ...],
+        deadline: Deadline,
+    ) -> None:
+        """Connect to each other rank; may block in C++ up to the limit.
+
+        Args:
+            store: a connection to it that no other thread uses, with a prefix that is this link's
+                alone.
+            rank: this one, within the group.
+            members: those that it joins, as ranks within the group; they have met.
+            hosts: of each of them.
+            deadline: how long to wait.
+
+        Raises:
+            DistNetworkError: the store is gone.
+            LinkClosed: another rank was lost, or does not answer.
+            LinkError: this process can't connect to any.
+        """
+        try:
+            self._connect(store, rank, members, hosts, deadline)
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError as error:
+            raise _in_vain(error) from error
+
+    def _connect(
+        self,
+        store: dist.Store,
+        rank: int,
+        members: tuple[int, ...],
+        hosts: tuple[int, ...],
+        deadline: Deadline,
+    ) -> None:
+        self.rank = rank
+        self.size = size = len(members)
+        self._places = {member: place for place, member in enumerate(members)}
+        place = self._places[rank]
+        self.hosts = hosts
+        # All ranks are here: one that dies now must not hold this thread for as long as a call.
+        limit = min(deadline.left(), CONNECT_MAX)
+        before = open_sockets()
+        # Any: torch's stubs leave out point-to-point of a backend.
+        self._mesh: Any = dist.ProcessGroupGloo(store, place, size, limit)
+        self._apart = Apart()
+        self._flow = flow(before, size - 1)
+        if len(set(self.hosts)) > 1:
+            notice_outages(before, deadline.settings.lost_after)
+
+    def sharing_with(self, peer: int) -> None:
+        """See ``Link``: it copies all."""
+
+    def over(self, raw: bytearray) -> torch.Tensor:
+        """See ``Link``: it takes nothing but tensors."""
+        return torch.frombuffer(raw, dtype=torch.uint8)
+
+    def send(self, flat: Memory, peer: int, tag: int) -> Pending:
+        """See ``Link``."""
+        try:
+            return _begun(self._mesh.send, flat, self._places[peer], tag)
+        except RuntimeError as error:
+            raise _ended(error) from error
+
+    def recv(self, flat: Memory, peer: int, tag: int) -> Pending:
+        """See ``Link``."""
+        try:
+            return _begun(self._mesh.recv, flat, self._places[peer], tag)
+        except RuntimeError as error:
+            raise _ended(error) from error
+
+    def wait(self, pending: Pending, limit: timedelta) -> None:
+        """See ``Link``."""
+        try:
+            pending.wait(limit)
+        except RuntimeError as error:
+            raise _ended(error) from error
+
+    def is_done(self, pending: Pending) -> bool:
+        """See ``Link``: a transfer that is done says so even after the link has broken."""
+        try:
+            return bool(pending.wait(_INSTANT))
+        except RuntimeError:
+            return False
+
+    def wait_apart(self, wait: Callable[[], None]) -> None:
+        """See ``Link``.
+
+        A small send can be forgotten, too, if the peer has reset the connection and Gloo has not
+        noticed yet: of 400 interrupts on a busy machine one left another rank waiting so.
+        """
+        try:
+            self._apart.do(wait)
+        except AbandonedError as error:
+            raise _ended(error) from error
+
+    def move(self) -> None:
+        """See ``Link``: Gloo's thread does."""
+
+    def is_flowing(self) -> bool:
+        """See ``Link``."""
+        return self._flow is not None and self._flow.is_free()
+
+    def abort(self) -> None:
+        """See ``Link``: a receive that times out closes all of this rank's connections."""
+        for peer in self._others():
+            # To each in turn: a connection that is closed already refuses, and closes no other.
+            self._poke(peer)
+        self._apart.abandon()
+
+    def closed(self) -> Sequence[int]:
+        """See ``Connections``."""
+        return [peer for peer in self._others() if self.is_closed(peer)]
+
+    def _others(self) -> list[int]:
+        return [peer for peer in self._places if peer != self.rank]
+
+    def is_closed(self, peer: int) -> bool:
+        """See ``Connections``: what begins a receive is told of the end of a connection."""
+        try:
+            self.recv(empty(1), peer, POKE_TAG)
+        except LinkClosed:
+            return True
+        return False
+
+    def beside(self, peers: Collection[int]) -> Sequence[int]:
+        """See ``Connections``."""
+        theirs = {self.hosts[self._places[peer]] for peer in peers}
+        return [peer for peer in self._others() if self.hosts[self._places[peer]] in theirs]
+
+    def closed_by(self) -> Sequence[int]:
+        """See ``Connections``."""
+        return [peer for peer in self._others() if _OWN_DOING not in self._poke(peer)]
+
+    def _poke(self, peer: int) -> str:
+        """Begin a receive that ends at once, and say how."""
+        try:
+            _begun(self._mesh.recv, empty(1), self._places[peer], POKE_TAG).wait(_INSTANT)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+def _ended(error: RuntimeError) -> LinkError:
+    """What Gloo raised, in the words of links."""
+    told = reason_of(error)
+    if _LATE in told:
+        return LinkTimeout(told)
+    return LinkClosed(f"{HOST_LOST if is_outage(told) else PEER_LOST} ({told})")
+
+
+def _in_vain(error: RuntimeError) -> LinkError:
+    """The same of connections that were not made."""
+    told = str(error)
+    return LinkClosed(told) if any(each in told for each in _OF_A_PEER) else LinkError(told)
+
+
+def is_cut_off(group: dist.ProcessGroup, peer: int) -> bool:
+    """Whether a process group's own Gloo connection to one of its ranks has closed.
+
+    Moves nothing, and closes nothing: what begins a receive that nobody answers is told of the end
+    of a connection. Each such receive keeps 130 bytes until the group is destroyed.
+    """
+    backend: Any = None
+    with contextlib.suppress(RuntimeError):  # it has none for CPU memory
+        backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001  # no public way
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return False
+    receive: Callable[..., Pending] = backend.recv  # type: ignore[attr-defined]  # not in torch's stubs
+    try:
+        _begun(receive, empty(1), peer, POKE_TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _begun(begin: Callable[..., Pending], flat: Memory, place: int, tag: int) -> Pending:
+    """Begin a transfer that ``torch.profiler`` does not see.
+
+    Of one that it sees, the time of its end is written into the profiler's memory, even when the
+    profiler was stopped before and that memory is somebody else's: torch 2.13 damages the heap so,
+    with a plain ``irecv`` too. A receive that stands ready outlives any ``with profile()``.
+    """
+    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
+        return begin([flat], place, tag)
+    torch.autograd._enable_record_function(False)  # noqa: SLF001, FBT003  # there is no public way
+    try:
+        return begin([flat], place, tag)
+    finally:
+        torch.autograd._enable_record_function(True)  # noqa: SLF001, FBT003  # likewise

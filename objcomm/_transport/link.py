@@ -1,0 +1,363 @@
+"""What a transport offers to the rooms above: links, their errors, tags and time limits.
+
+A *link* joins all ranks of a group for bytes in CPU memory; a *device link* does so for memory of
+an accelerator. Ranks here are ranks within the group.
+
+What stands at the methods of ``Link`` and ``Connections`` is a contract: the rooms above rely on
+that and on nothing else, and ``check_link`` of ``tests/contracts.py`` holds each link to it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from objcomm._config import FOREVER_SECONDS, settings
+from objcomm._observe.history import CallRecord
+from objcomm._transport.share import Share
+
+# Tags have 31 bits. First messages of a lane share one tag, so that mismatched operations meet
+# instead of waiting for each other; what follows is told apart by its operation's number.
+LANE_BITS = 12
+_SEQUENCE_BITS = 16
+_PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
+#: All of ``receipt_tag``'s have this bit, and no others.
+RECEIPT = _PAYLOAD << 1
+_RESULT = _PAYLOAD << 2
+_LEAST_SECONDS = 0.01
+_GRACE_SECONDS = 2.0
+
+
+def head_tag(lane: int) -> int:
+    """The tag of a lane's first messages."""
+    return lane
+
+
+def payload_tag(lane: int, sequence: int) -> int:
+    """The tag of all that follows one operation's first messages."""
+    return _PAYLOAD | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
+
+
+def receipt_tag(lane: int, sequence: int) -> int:
+    """The tag of what says that a payload has arrived."""
+    return RECEIPT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
+
+
+def result_tag(lane: int, sequence: int) -> int:
+    """The tag of what an owner has combined of other ranks' payloads."""
+    return _RESULT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
+
+
+#: How the reason of a connection's end begins where its other end, or all its host, is gone.
+PEER_LOST = "it died, exited or lost its network"
+HOST_LOST = "its host, or the network on the way there, has failed"
+
+
+class LinkError(Exception):
+    """What a link raises; itself where this process can't make one, and nobody else is at fault.
+
+    Attributes:
+        reason: what happened, and whose doing it was as far as the link knows.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class LinkTimeout(LinkError):
+    """The limit of a wait has passed."""
+
+
+class LinkClosed(LinkError):
+    """The connection has ended, or could not be made, and its other end is at fault.
+
+    Or this rank has aborted the link; why, it knows itself. The reason begins with ``HOST_LOST``
+    where the other end's whole host is out of reach.
+    """
+
+
+#: A transfer under way. What it is, only the link knows that began it: each gives its own. None is
+#: one that is over.
+Pending = Any
+
+#: What a link moves: a flat ``uint8`` tensor, or what ``Link.over`` has made of bytes.
+Memory = torch.Tensor | memoryview
+
+
+class Link(Protocol):
+    """Point-to-point transfers between CPU memories; any thread may call any method.
+
+    Transfers of one pair, direction and tag happen in the order in which they were posted, and wait
+    for no others. They move while any thread of this rank waits for one, or asks what is done or
+    closed, and need not at other times. What is sent before its receive is posted is not lost; what
+    is large stays with its sender until then, whose wait ends by an error if the peer ends first. A
+    receive may be longer than what is sent, never shorter: that may end the process. Nothing is a
+    message, too.
+
+    The end of a connection wakes who waits for a receive that no byte has reached yet. Whether it
+    wakes who waits for one that is being filled tells ``needs_last_byte_apart``. It need not wake
+    who waits for a send; ``abort`` wakes all who wait for a receive, or for a send by
+    ``wait_apart``.
+
+    Attributes:
+        kind: what the log calls it.
+        rank: this one.
+        size: number of ranks.
+        hosts: of each rank, as a number.
+        needs_last_byte_apart: whether the last byte of what a receiver waits for must be a transfer
+            of its own, because a receive that is being filled is not woken.
+        is_interruptible: whether a signal ends a wait of the main thread by itself, by what its
+            handler raises.
+        ahead: so many pieces a receiver posts at a time where it answers each; more would keep the
+            answers from leaving.
+    """
+
+    kind: str
+    rank: int
+    size: int
+    hosts: tuple[int, ...]
+    needs_last_byte_apart: bool
+    is_interruptible: bool
+    ahead: int
+
+    def sharing_with(self, peer: int) -> "Sharing | None":
+        """How large memory is handed over to a rank, and by it, without a copy for each receiver.
+
+        None where it is not; a pair's two ranks, and all that a link joins on one host, say alike.
+        """
+
+    def over(self, raw: bytearray) -> Memory:
+        """Bytes in the form that costs this link the least; the two share their memory."""
+
+    def send(self, flat: Memory, peer: int, tag: int) -> Pending:
+        """Begin to send; returns at once, whether or not the peer has asked for it.
+
+        Args:
+            flat: contiguous; it must live, and may not change, before the end.
+            peer: to whom; never this rank.
+            tag: 31 bits, of those that the functions of this module give.
+
+        Raises:
+            LinkClosed: the connection is known to have ended; else the wait says so.
+        """
+
+    def recv(self, flat: Memory, peer: int, tag: int) -> Pending:
+        """Begin to receive into ``flat``; returns at once. As ``send``.
+
+        Raises:
+            LinkClosed: as ``send``.
+        """
+
+    def wait(self, pending: Pending, limit: timedelta) -> None:
+        """Block until the memory of a transfer may be used again; once for each transfer.
+
+        What has arrived whole is given out also when the connection has ended since. A second wait
+        for the same transfer may have no end.
+
+        Args:
+            pending: what ``send`` or ``recv`` of this link has returned.
+            limit: how long; a millisecond at least.
+
+        Raises:
+            LinkTimeout: the limit passed first. Nothing that has arrived is lost, see
+                ``is_done``; but the link may have closed itself, and is of no more use.
+            LinkClosed: the connection ended first.
+        """
+
+    def is_done(self, pending: Pending) -> bool:
+        """Whether a transfer is over for which nobody has waited; returns soon.
+
+        For a link that is of no more use: to ask may close it, and counts as the one wait.
+        """
+
+    def wait_apart(self, wait: Callable[[], None]) -> None:
+        """Do ``wait``, which waits for sends, so that ``abort`` ends it.
+
+        Where the link's own waits for sends may miss that, a thread of the link's does it.
+
+        Raises:
+            LinkClosed: the link was aborted; that thread may wait on, with what it waits for.
+        """
+
+    def move(self) -> None:
+        """Move what can be moved just now, and return; for a rank that waits elsewhere.
+
+        Nothing is to be done where a thread of the link's own does so.
+        """
+
+    def is_flowing(self) -> bool:
+        """Whether every connection is known to stand and to take more bytes at once.
+
+        What the peers have asked for then leaves this rank at once, and ``wait_apart`` may be
+        saved. False is always right.
+        """
+
+    def abort(self) -> None:
+        """Close every connection, from any thread, so that whoever waits raises; also once more.
+
+        So do the peers that wait for this rank.
+        """
+
+
+class Borrowed(Protocol):
+    """What ``Sharing.recv_share`` has begun; to be waited for like any transfer.
+
+    Attributes:
+        share: the memory, once the wait has ended; None where its content has to be copied, see
+            ``Sharing.recv_instead``.
+        peer: whose it is.
+        number: the link's own.
+    """
+
+    share: Share | None
+    peer: int
+    number: int
+
+
+class Sharing(Protocol):
+    """Hands memory over to ranks of this host, which do not copy it."""
+
+    def send_share(
+        self, share: Share | None, flats: Sequence[torch.Tensor], peer: int, tag: int
+    ) -> Pending:
+        """Begin to hand some members over together; as ``Link.send``.
+
+        Args:
+            share: has their content; None where the system gives no such memory.
+            flats: the members, at least one; as for ``Link.send``: a receiver may need a copy.
+            peer: to whom; it calls ``recv_share``.
+            tag: as for ``Link.send``, but none of first messages.
+
+        Raises:
+            LinkClosed: as ``Link.send``.
+        """
+
+    def recv_share(self, nbytes: int, peer: int, tag: int) -> Borrowed:
+        """Begin to receive what a peer hands over; as ``Link.recv``.
+
+        Args:
+            nbytes: how long the members are together.
+            peer: who calls ``send_share``.
+            tag: as for ``send_share``.
+
+        Raises:
+            LinkClosed: as ``Link.recv``.
+        """
+
+    def recv_instead(self, borrowed: Borrowed, flats: Sequence[torch.Tensor]) -> Pending:
+        """Begin to receive the members' content where there is no share.
+
+        Args:
+            borrowed: what ``recv_share`` gave; its wait has ended.
+            flats: room for each of them.
+
+        Raises:
+            LinkClosed: as ``Link.recv``.
+        """
+
+
+class Connections(Link, Protocol):
+    """A link that knows which of its connections have ended: what a mesh is made of.
+
+    It notices by itself, and soon, that a peer's process has ended.
+    """
+
+    def closed(self) -> Sequence[int]:
+        """The peers to whom the connection is closed, on whichever side it began; closes none."""
+
+    def is_closed(self, peer: int) -> bool:
+        """Whether the connection to one peer is."""
+
+    def closed_by(self) -> Sequence[int]:
+        """The peers that had closed their connections before this rank did; may close the rest."""
+
+    def beside(self, peers: Sequence[int]) -> Sequence[int]:
+        """The other ranks on the hosts of some peers, those included, in order."""
+
+
+class DeviceLink(Protocol):
+    """Transfers between accelerator memories, on the caller's current stream.
+
+    All ranks concerned call in the same order: there are no tags.
+    """
+
+    device: torch.device
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Every rank: ``root``'s content into everybody's ``flat``."""
+
+    def send(self, flat: torch.Tensor, peer: int) -> None:
+        """To one rank, which receives."""
+
+    def recv(self, flat: torch.Tensor, peer: int) -> None:
+        """From one rank, which sends."""
+
+    def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """Every rank: of ``flat``, in as many parts as there are ranks, each rank's to it."""
+
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """Every rank: all ranks' ``flat`` one after another into ``into``."""
+
+
+class Deadline:
+    """A time limit that all waits of one operation share; between them it does not count.
+
+    Attributes:
+        seconds: how long it is.
+        settings: the options in force, for the connections that this operation has to make.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = min(seconds, FOREVER_SECONDS)
+        self.settings = settings()
+        self._left = self._end = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now, all of it."""
+        self._left = self.seconds
+        self._end = time.monotonic() + self._left
+
+    def leave(self, seconds: float) -> None:
+        """Let the next wait have so much at least, and say so if it does not do."""
+        self.seconds = max(self.seconds, seconds)
+        self._left = max(self._left, seconds)
+
+    def apply(self, entry: CallRecord) -> float:
+        """Count what is left, and let the watchdog know that ``entry`` waits, and until when.
+
+        Returns:
+            How many seconds that are.
+        """
+        now = entry.waits_since = time.monotonic()
+        self._end = entry.waits_until = now + self._left
+        entry.limit_seconds = self.seconds
+        entry.report_at = now + self.settings.report_after
+        entry.has_expired = False  # that was an earlier wait of the same call
+        return self._left
+
+    def pause(self) -> None:
+        """End a wait that ``apply`` began; the next one has what is left."""
+        self._left = max(0.0, self._end - time.monotonic())
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether nothing is left."""
+        return time.monotonic() >= self._end
+
+    @property
+    def seconds_left(self) -> float:
+        """How much is left, for a part of the operation that has a limit of its own; never 0."""
+        return max(_LEAST_SECONDS, self._end - time.monotonic())
+
+    def left(self) -> timedelta:
+        """How long a link may wait.
+
+        Two seconds more than is left: the watchdog ends a wait whose limit has passed, and tells
+        the other ranks before the connections close. The link's own limit closes them at once, and
+        is there for the case that the watchdog's thread gets no turn.
+        """
+        return timedelta(seconds=max(0.0, self._end - time.monotonic()) + _GRACE_SECONDS)

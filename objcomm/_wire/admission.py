@@ -1,0 +1,198 @@
+"""What of one call's messages this rank lets in: its limits, codecs and key, held against headers.
+
+Everything here happens before a byte is allocated for a message, and before one is decoded. Knows
+headers; knows nothing of links or of what messages mean.
+"""
+
+from objcomm._config import Settings
+from objcomm._wire.header import BLANK, EVERYONE, Flag, Header, Status, check_same_call, signed_part
+from objcomm._wire.message import Message, open_head
+from objcomm._wire.signing import Newest, environment_secret, signer_for
+from objcomm.errors import AuthenticationError, ObjcommError, WireError, not_accepted
+
+# An enumeration's members take longer to find than all else that is done with them.
+_VALUE, _BUNDLE = int(Status.VALUE), int(Status.BUNDLE)
+
+
+class Gate:
+    """The gate of one call on this rank: signs what goes out, judges what comes in.
+
+    Without a key nothing is signed, and what is signed is refused.
+
+    Attributes:
+        signer: signs and checks; None without a key.
+    """
+
+    __slots__ = ("_nbytes", "_rank", "_seen", "_sent", "_settings", "signer")
+
+    def __init__(self, chosen: Settings, purpose: str, rank: int = EVERYONE) -> None:
+        """Begin.
+
+        Args:
+            chosen: the options of this call.
+            purpose: what signatures are bound to: the session of this mesh, in whose name each of
+                its ranks has a fresh number.
+            rank: this rank, within the group.
+
+        Raises:
+            UsageError: the environment names a key file that does not serve.
+        """
+        self._settings = chosen
+        self._rank = rank
+        self._nbytes = 0
+        self.signer = None
+        secret = chosen.secret or environment_secret()
+        if secret is not None:
+            self.signer = signer_for(secret, purpose)
+            self._sent = 0
+            self._seen: set[tuple[int, int]] = set()
+
+    def head_of(self, message: Message, destination: int = EVERYONE) -> bytearray:
+        """The bytes of a message's head: signed, if there is a key and this rank made it.
+
+        Args:
+            message: to send; one that arrived is passed on as it came.
+            destination: the only rank that may take it.
+        """
+        if self.signer is None or message.arrived is not None:
+            return message.head
+        self._sent += 1
+        if message.header.digest == BLANK:
+            digest = self.signer.digest(message.content())
+            message.header = message.header._replace(digest=digest)
+        header = message.header._replace(destination=destination, number=self._sent)
+        return message.head_with(header.pack(self.signer.sign))
+
+    def header_in(self, raw: bytes | bytearray | memoryview, sender: int | None = None) -> Header:
+        """The header of a message that arrived, once its origin is proved.
+
+        Args:
+            raw: its first bytes.
+            sender: who must have made it, for an error's text; None if it came from no rank.
+
+        Raises:
+            AuthenticationError: this rank has a key, and it did not sign this header; or it has
+                none, and the header is signed.
+            WireError: these bytes are no header.
+        """
+        try:
+            header = Header.unpack(raw)
+        except WireError as error:
+            if sender is None:
+                raise
+            told = f"rank {sender} sent rank {self._rank} what it cannot read: {error}"
+            raise WireError(told) from error
+        if self.signer is None:
+            if header.signature != BLANK:
+                raise AuthenticationError(
+                    f"{header.position} signs its messages, but this rank has no key; see "
+                    "objcomm.configure(key=)"
+                )
+        elif header.signature == BLANK:
+            raise AuthenticationError(
+                f"{header.position} sent a message without a signature, but this rank has a key"
+            )
+        elif not self.signer.is_signed(signed_part(raw), header.signature):
+            raise AuthenticationError(
+                f"what claims to be of {header.position} is not signed with this rank's key"
+            )
+        return header
+
+    def check_call(self, mine: Header, theirs: Header, sender: int) -> None:
+        """Hold a proved header against this rank's own.
+
+        Args:
+            mine: what this rank would have sent.
+            theirs: what arrived.
+            sender: who must have made it.
+
+        Raises:
+            AuthenticationError: it is a message of before, or of this rank's own, or one for
+                another rank.
+            DesyncError: the other rank is in another operation, call or root.
+            WireError: the message is of another group, lane or sender.
+        """
+        signer = self.signer
+        if signer is None:
+            check_same_call(mine, theirs, sender)
+            return
+        if theirs.sender == self._rank != sender:
+            raise AuthenticationError(f"this rank's own message came back to it: {theirs.position}")
+        newest = signer.newest.setdefault((theirs.lane, theirs.sender), Newest(theirs.sequence))
+        if newest.sequence < theirs.sequence:
+            newest.sequence, newest.numbers = theirs.sequence, set()
+        is_old = theirs.sequence < newest.sequence or (
+            theirs.sequence < mine.sequence and theirs.number in newest.numbers
+        )
+        if not is_old:
+            newest.numbers.add(theirs.number)
+            check_same_call(mine, theirs, sender)
+        message = (theirs.sender, theirs.number)
+        if is_old or message in self._seen or (mine.flags ^ theirs.flags) & Flag.ACKNOWLEDGEMENT:
+            raise AuthenticationError(f"an old message came again: {theirs.position}")
+        if theirs.destination not in (EVERYONE, self._rank):
+            raise AuthenticationError(f"{theirs.position} sent this to rank {theirs.destination}")
+        self._seen.add(message)
+
+    def check_addressed(self, header: Header) -> None:
+        """Hold a message between two ranks against this rank's number.
+
+        Raises:
+            AuthenticationError: it was signed for another use in the same call.
+        """
+        if self.signer is not None and header.destination != self._rank:
+            raise AuthenticationError(f"{header.position} did not send this to one rank")
+
+    def take_in(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
+        """Begin to take a message in, if this rank's options let it pass.
+
+        One that came whole with its head is only marked where they do not, for nobody waits for
+        the rest of it: it is ``Message.check`` that raises then.
+
+        Args:
+            raw: what arrived; bytes behind the head are ignored.
+            header: what ``header_in`` gave.
+
+        Raises:
+            DecodeError: its codec is not accepted here; nothing was allocated for it.
+            WireError: it is larger than a limit; the same.
+        """
+        refusal = self.refusal(header)
+        if refusal is not None and not header.is_all_head:
+            raise refusal
+        message = open_head(raw, header)
+        message.refusal = refusal
+        message.signer = self.signer
+        return message
+
+    def refusal(self, header: Header) -> ObjcommError | None:
+        """Why a message may not come in, judged by its header; each is to be asked for once."""
+        chosen = self._settings
+        nbytes = header.body_nbytes + header.payload_nbytes
+        status = header.status
+        if status == _VALUE:
+            accepted = chosen.accept
+            # A message without a value, such as a barrier's, has no codec.
+            has_codec = header.codec or header.meta_nbytes
+            if accepted is not None and has_codec and header.codec not in accepted:
+                return not_accepted(header.codec, accepted)
+        elif header.is_all_head:
+            return None  # at most a window, and what this rank has to know
+        if nbytes > chosen.max_nbytes:
+            return _too_large(header, f"a message of {nbytes} bytes", "nbytes", chosen)
+        if header.buffer_count > chosen.max_buffers:
+            return _too_large(header, f"{header.buffer_count} buffers", "buffers", chosen)
+        if status != _BUNDLE:  # its members are counted one by one
+            self._nbytes += nbytes
+            if self._nbytes > chosen.max_operation_nbytes:
+                what = f"{self._nbytes} bytes with those of this operation before"
+                return _too_large(header, what, "operation_nbytes", chosen)
+        return None
+
+
+def _too_large(header: Header, what: str, option: str, chosen: Settings) -> WireError:
+    most = getattr(chosen, f"max_{option}")
+    return WireError(
+        f"{header.position} announces {what}, more than the limit of {most}; see "
+        f"objcomm.configure(max_{option}=)"
+    )

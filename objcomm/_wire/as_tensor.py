@@ -1,0 +1,123 @@
+"""The serialization layer by itself: any object as one ``uint8`` tensor, and back."""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from objcomm._codecs.base import codec_named, decode, encode
+from objcomm._codecs.buffers import readable, to_bytes, view
+from objcomm._config import Allowed, DeviceLike, parse_device, settings, settings_with, using
+from objcomm._wire.admission import Gate
+from objcomm._wire.header import HEADER_NBYTES, Header, Operation, Status
+from objcomm._wire.message import Message, compose, open_body
+from objcomm.errors import UsageError, WireError
+
+_HEADER = Header(status=Status.VALUE, operation=Operation.NONE)
+
+# What a signature is bound to: no group or moment, so bytes may be kept and read again.
+_PURPOSE = "to_tensor"
+
+
+def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
+    """Turn any object into bytes that a tensor collective, or a file, can carry.
+
+    Needs no process group. The bytes are one message of ``docs/wire-format.md``, with a checksum
+    over everything.
+
+    Args:
+        obj: anything that the codec takes.
+        codec: ``"pickle"``, ``"msgpack"`` or a registered name.
+
+    Returns:
+        A one-dimensional ``uint8`` CPU tensor of its own memory.
+
+    Raises:
+        EncodeError: the codec refuses the object; the error names its path.
+        UsageError: there is no such codec.
+
+    Examples:
+        >>> import objcomm
+        >>> flat = objcomm.to_tensor({"step": 3})
+        >>> flat.dtype, flat.dim()
+        (torch.uint8, 1)
+        >>> objcomm.from_tensor(flat)
+        {'step': 3}
+    """
+    in_force = settings()
+    chosen = codec_named(codec or in_force.codec, "to_tensor")
+    encoded = encode(chosen, obj)
+    message = compose(_HEADER, encoded.meta, encoded.buffers, codec=chosen.name)
+    message.header = message.header._replace(tag=_checksum(message.following_on_host))
+    head = Gate(in_force, _PURPOSE).head_of(message)[:HEADER_NBYTES]
+    parts = [view(head), view(message.body), *message.following_on_host]
+    return torch.cat([part for part in parts if part.numel()])
+
+
+def from_tensor(
+    tensor: torch.Tensor,
+    *,
+    device: DeviceLike = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+) -> Any:
+    """Turn the bytes that ``to_tensor`` made back into an object.
+
+    A pickle runs code that whoever made the bytes chose, unless ``allow`` is given.
+
+    Args:
+        tensor: one-dimensional ``uint8``, on any device.
+        device: where tensors inside the object shall lie.
+        accept: the codecs that may have made it.
+        allow: the classes and functions that a pickle may name; see ``objcomm.configure``.
+
+    Returns:
+        The object, independent of ``tensor``.
+
+    Raises:
+        UsageError: it is no flat ``uint8`` tensor.
+        WireError: the bytes are no message, damaged, cut off or larger than a limit; nothing was
+            allocated for them.
+        AuthenticationError: a key is set, and the bytes were not signed with it; or none is set,
+            and they are signed.
+        DecodeError: the codec is not accepted, or can't rebuild the object here.
+        ForbiddenTypeError: it holds what ``allow``, or the registered classes, do not admit.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.from_tensor(objcomm.to_tensor((1, 2.5, None), codec="msgpack"))
+        (1, 2.5, None)
+    """
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        raise UsageError(f"expected a flat uint8 tensor, not {tensor.dtype} of {tensor.dim()} dims")
+    target = parse_device(device, "from_tensor")
+    chosen = settings_with(accept, allow)
+    gate = Gate(chosen, _PURPOSE)
+    flat = tensor.detach().cpu().contiguous()
+    header = gate.header_in(to_bytes(flat[:HEADER_NBYTES]))
+    if refusal := gate.refusal(header):
+        raise refusal
+    nbytes = HEADER_NBYTES + header.body_nbytes + header.payload_nbytes
+    if header.status != Status.VALUE or nbytes != flat.numel():
+        raise WireError(f"a message of {nbytes} bytes was announced, here are {flat.numel()}")
+    body, payload = flat[HEADER_NBYTES:].tensor_split([header.body_nbytes])
+    if _checksum([payload]) != header.tag:
+        raise WireError("the payload's checksum is wrong: the message was damaged")
+    message = Message(header, bytearray(to_bytes(body)), signer=gate.signer)
+    open_body(message, None)
+    for large in message.following_on_host:
+        large.copy_(payload[: large.numel()])
+        payload = payload[large.numel() :]
+    message.check()
+    owners = [buffer.owner for buffer in message.buffers]
+    with using(chosen):
+        return decode(header.codec, message.meta, owners, device=target)
+
+
+def _checksum(flats: Sequence[torch.Tensor]) -> int:
+    checksum = 0
+    for flat in flats:
+        if flat.numel():
+            checksum = zlib.crc32(readable(flat), checksum)
+    return checksum

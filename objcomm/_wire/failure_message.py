@@ -1,0 +1,256 @@
+"""One rank's failure as text on the wire, and raising it alike on every rank that waited.
+
+A status in the header tells failures from values, so a value that is an exception stays a value.
+Live exceptions never travel: they may not pickle, and their frames hold other people's objects.
+"""
+
+import contextlib
+import linecache
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import msgpack
+
+from objcomm._codecs.nesting import check_nesting
+from objcomm._wire.header import Header, Status
+from objcomm._wire.message import Message, compose
+from objcomm.errors import (
+    CaughtAs,
+    CollectiveError,
+    DecodeError,
+    ObjcommError,
+    RankFailure,
+    UsageError,
+    WireError,
+    name_of,
+    text_of,
+)
+
+# A rank's own failure fits into the window with its header, whatever its characters are.
+_TEXT_MAX_NBYTES = 8000
+_NAME_MAX_NBYTES = 500
+_ERRORS = "surrogatepass"
+
+_REPORT_DEPTH = 2  # a list of lists of texts
+
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_DEMO = f"{_PACKAGE}demo/"  # reads as a user's program
+
+
+class DisagreementError(Exception):
+    """What ranks gave does not fit together; it becomes their failures, and never leaves here.
+
+    Attributes:
+        reasons: what is wrong with each rank's that differs, by rank.
+    """
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__(dict(reasons))
+        self.reasons = dict(reasons)
+
+    def failures(self, messages: Iterable[Message]) -> list[RankFailure]:
+        """One for each rank that differs, in whose code nothing was raised.
+
+        Args:
+            messages: what the ranks sent in this call; their headers have the users' lines.
+        """
+        kind = f"{UsageError.__module__}.{UsageError.__qualname__}"
+        places = {each.header.sender: each.header.call_site for each in messages}
+        return [
+            RankFailure(
+                rank,
+                kind,
+                _shortened(reason, _TEXT_MAX_NBYTES),
+                line_of(places.get(rank, "")),
+            )
+            for rank, reason in self.reasons.items()
+        ]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words, such as ``ranks 0, 2–7``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = ["–".join(map(str, run)) for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
+
+
+def failure_of(error: BaseException, rank: int, call_site: str = "") -> RankFailure:
+    """Describe an exception that happened on ``rank``; never raises.
+
+    Args:
+        error: the exception.
+        rank: this one.
+        call_site: the user's ``file:line``, where the error was caught inside of a call: its own
+            traceback does not reach as far up.
+    """
+    kind = type(error)
+    shown = kind
+    if isinstance(error, CaughtAs) and isinstance(error, UsageError):
+        shown = error.kinds[-1]  # so that other ranks' programs can catch it as that, too
+    name = name_of(shown, "__qualname__")
+    # Any code of a user's may raise, and even exit: ``__str__``, a metaclass, ``__notes__``.
+    with contextlib.suppress(BaseException):
+        name = f"{shown.__module__}.{name}".removeprefix("builtins.")
+    if isinstance(error, CollectiveError):
+        message = error.summary  # what it heard from other ranks stands in the traceback
+    else:
+        message = text_of(error).removeprefix(f"{name_of(kind)}: ")
+    try:
+        remote = "".join(_folded(error).format())
+    except BaseException as second:  # noqa: BLE001  # see above
+        remote = f"<its traceback can't be formatted: {name_of(type(second))}>"
+    return RankFailure(
+        rank,
+        _shortened(name, _NAME_MAX_NBYTES),
+        _shortened(message, _TEXT_MAX_NBYTES),
+        # Outside of what may be cut: of all lines this one is the user's.
+        line_of(call_site, is_here=True) + _shortened(remote, _TEXT_MAX_NBYTES),
+    )
+
+
+def line_of(call_site: str, *, is_here: bool = False) -> str:
+    """A user's ``file:line`` as a traceback shows it; with the code itself, if it is of this rank.
+
+    Another rank's file may be another one here, and its header has only the end of a long path.
+    """
+    if not call_site:
+        return ""
+    file, _, line = call_site.rpartition(":")
+    code = linecache.getline(file, int(line)).strip() if is_here else ""
+    shown = f'  File "{file}", line {line}\n' + f"    {code}\n" * bool(code)
+    return _shortened(shown, _NAME_MAX_NBYTES)
+
+
+class _Folded(traceback.StackSummary):
+    """A stack in which successive frames of objcomm are one line."""
+
+    def format(self, **options: bool) -> list[str]:
+        lines: list[str] = []
+        for is_own, frames in groupby(self, _is_own):
+            if is_own:
+                places = [f"{each.filename[len(_PACKAGE) :]}:{each.lineno}" for each in frames]
+                lines.append(f"  [objcomm: {' … '.join(dict.fromkeys((places[0], places[-1])))}]\n")
+            else:
+                lines += traceback.StackSummary.from_list(frames).format(**options)
+        return lines
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_PACKAGE) and not frame.filename.startswith(_DEMO)
+
+
+def _folded(error: BaseException) -> traceback.TracebackException:
+    """An exception and all that led to it, ready to be formatted."""
+    whole = traceback.TracebackException.from_exception(error)
+    left = [whole]
+    while left:
+        each = left.pop()
+        each.stack = _Folded(each.stack)
+        left += filter(None, (each.__cause__, each.__context__, *(each.exceptions or ())))
+    return whole
+
+
+def _shortened(text: str, nbytes: int) -> str:
+    """Beginning and end of a text that is too long: the end of a traceback tells most."""
+    raw = text.encode("utf-8", _ERRORS)
+    if len(raw) <= nbytes:
+        return text
+    half = nbytes // 2
+    return raw[:half].decode("utf-8", "ignore") + " […] " + raw[-half:].decode("utf-8", "ignore")
+
+
+def failure_message(header: Header, failures: Iterable[RankFailure]) -> Message:
+    """A message that says: these ranks failed, there is no value."""
+    texts = [(each.rank, each.type_name, each.message, each.traceback) for each in failures]
+    meta = msgpack.packb(texts, unicode_errors=_ERRORS)
+    return compose(header, meta, status=Status.FAILURE, codec="")
+
+
+def failures_in(messages: Iterable[Message]) -> dict[int, RankFailure]:
+    """All failures that some messages report, by rank.
+
+    Raises:
+        WireError: a report can't be read, or is not what its sender signed.
+    """
+    failures: dict[int, RankFailure] = {}
+    for message in messages:
+        if message.header.status == Status.FAILURE:
+            message.check()
+            try:
+                check_nesting(message.meta, _REPORT_DEPTH)
+                texts = msgpack.unpackb(message.meta, unicode_errors=_ERRORS)
+                found = [_checked(*fields) for fields in texts]
+            except (ValueError, TypeError, DecodeError) as error:
+                sender = message.header.sender
+                raise WireError(f"rank {sender} sent a failure that can't be read") from error
+            failures.update((each.rank, each) for each in found)
+    return failures
+
+
+def _checked(rank: object, *texts: object) -> RankFailure:
+    """A failure from the members that arrived.
+
+    Raises:
+        TypeError: they are of other types, or not as many.
+    """
+    if type(rank) is not int or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"a rank and texts were expected, not {type(rank).__name__}")
+    return RankFailure(rank, *map(str, texts))
+
+
+def raise_together(
+    operation: str, failures: Mapping[int, RankFailure], own: BaseException | None, rank: int
+) -> None:
+    """Raise what all ranks raise, if there is anything.
+
+    Args:
+        operation: the collective's name.
+        failures: by rank.
+        own: what happened on this rank, if it is one of them.
+        rank: this one.
+
+    Raises:
+        CollectiveError: from ``own`` where there is one. A KeyboardInterrupt or SystemExit of this
+            rank's own is raised itself.
+    """
+    if own is not None and not isinstance(own, Exception):
+        raise own
+    if failures:
+        raise on_rank(rank, CollectiveError(operation, failures)) from own
+
+
+def on_rank(rank: int, error: ObjcommError) -> ObjcommError:
+    """The error, as this rank raises it: what its own exception tells is not told again.
+
+    A function, because a variable of whoever raises would hold the error, whose traceback holds it.
+    """
+    if isinstance(error, CollectiveError):
+        error.own_rank = rank
+    return error
+
+
+class DifferenceError(Exception):
+    """Two ranks gave other structures; it becomes a failure of the second, and never leaves here.
+
+    Attributes:
+        path: where they differ, such as ``obj['val'][2].loss``.
+        ranks: the two, within the group; the second one differs from the first.
+        reason: what each of them has there.
+    """
+
+    def __init__(self, path: str, ranks: tuple[int, int], reason: str) -> None:
+        super().__init__(path, ranks, reason)
+        self.path = path
+        self.ranks = ranks
+        self.reason = reason
+
+    def __str__(self) -> str:
+        first, second = self.ranks
+        return f"{self.path} differs between rank {first} and rank {second}: {self.reason}"

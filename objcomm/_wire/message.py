@@ -1,0 +1,233 @@
+"""One message: what travels first, what follows, and how it is taken in.
+
+Joins the layout of ``header`` with the memory of ``codecs.buffers``. Knows nothing of codecs beyond
+their name, and nothing of who sends to whom.
+
+A message moves in at most three steps, each known from the one before::
+
+    head     header, and the body behind it where both fit into the window
+    body     table, codec's bytes and small buffers, where they did not
+    buffers  each large buffer, from its memory into its memory
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from objcomm._codecs.buffers import (
+    Buffer,
+    BufferKind,
+    allocate,
+    from_bytes,
+    readable,
+    room,
+    to_bytes,
+    without_memory,
+)
+from objcomm._wire.header import (
+    HEADER_NBYTES,
+    ROW_NBYTES,
+    Header,
+    SizeRow,
+    pack_table,
+    unpack_table,
+)
+from objcomm._wire.signing import Signer
+from objcomm.errors import AuthenticationError, ObjcommError, WireError
+
+# The others own their memory, or lie elsewhere.
+_MAPPABLE = frozenset({BufferKind.TENSOR, BufferKind.MEMORY})
+
+
+@dataclass(slots=True)
+class Message:
+    """A message to send, or one that arrives.
+
+    Attributes:
+        header: its fixed part.
+        body: table, codec's bytes and small buffers; on a receiver not filled before it came.
+        buffers: all buffers in the codec's order; on a receiver only after ``open_body``.
+        large: those of them that travel by themselves.
+        arrived: the head as it came, on a receiver.
+        signer: what its content is to be held against, on a receiver with a key.
+        refusal: why this rank will not decode it.
+        is_open: whether ``open_body`` was called.
+    """
+
+    header: Header
+    body: bytearray | memoryview
+    buffers: Sequence[Buffer] = ()
+    large: Sequence[Buffer] = ()
+    arrived: bytearray | None = None
+    signer: Signer | None = None
+    refusal: ObjcommError | None = None
+    is_open: bool = False
+
+    @property
+    def head(self) -> bytearray:
+        """What is sent first; a message that arrived is passed on as it came."""
+        if self.arrived is not None:
+            return self.arrived
+        return self.head_with(self.header.pack())
+
+    def head_with(self, header: bytes) -> bytearray:
+        """The head under a header that was packed for one sending."""
+        return bytearray(header) + (self.body if self.header.is_inline else b"")
+
+    @property
+    def is_all_head(self) -> bool:
+        """Whether nothing follows the head."""
+        return self.header.is_all_head
+
+    def content(self) -> Iterator[Any]:
+        """All bytes behind the header, piece by piece, as objects with the buffer protocol."""
+        yield self.body
+        for buffer in self.large:
+            flat = buffer.flat.cpu()
+            yield readable(flat)
+
+    def check(self) -> None:
+        """To be called before anything of a message that arrived is read.
+
+        Raises:
+            ObjcommError: this rank's options refuse it.
+            AuthenticationError: its content is not what its sender signed.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        signer, self.signer = self.signer, None
+        if signer is not None and signer.digest(self.content()) != self.header.digest:
+            position = self.header.position
+            raise AuthenticationError(f"the content of {position} is not what was signed")
+
+    @property
+    def meta(self) -> memoryview:
+        """The codec's own bytes."""
+        start = self.header.buffer_count * ROW_NBYTES
+        return memoryview(self.body)[start : start + self.header.meta_nbytes]
+
+    def replace(self, before: Sequence[Buffer], after: Sequence[Buffer]) -> None:
+        """Put buffers into the place of others, which had no memory yet."""
+        places = {id(old): new for old, new in zip(before, after, strict=True)}
+        self.buffers = [places.get(id(each), each) for each in self.buffers]
+        self.large = [places.get(id(each), each) for each in self.large]
+
+    @property
+    def on_host(self) -> list[Buffer]:
+        """The large buffers that lie in CPU memory."""
+        return [buffer for buffer in self.large if buffer.kind is not BufferKind.DEVICE]
+
+    @property
+    def following_on_host(self) -> list[torch.Tensor]:
+        """Flat tensors of the large buffers that lie in CPU memory."""
+        return [buffer.flat for buffer in self.on_host]
+
+    @property
+    def following_on_device(self) -> list[torch.Tensor]:
+        """Flat tensors of the large buffers that lie on the accelerator."""
+        return [buffer.flat for buffer in self.large if buffer.kind is BufferKind.DEVICE]
+
+
+def compose(
+    header: Header,
+    meta: bytes | bytearray,
+    buffers: Sequence[Buffer] = (),
+    *,
+    status: int | None = None,
+    codec: str | None = None,
+) -> Message:
+    """Make a message to send.
+
+    Args:
+        header: who sends what; its sizes and checksum are filled in here.
+        meta: the codec's own bytes.
+        buffers: the codec's buffers.
+        status: what it is; as the header says if None.
+        codec: the codec's name; likewise.
+    """
+    if not buffers:
+        body = bytearray(meta)
+        large: list[Buffer] = []
+        payload_nbytes = 0
+    else:
+        rows = [SizeRow(buffer.flat.numel(), buffer.kind) for buffer in buffers]
+        small = [
+            to_bytes(buffer.flat.cpu())
+            for row, buffer in zip(rows, buffers, strict=True)
+            if row.is_packed
+        ]
+        body = bytearray().join([pack_table(rows), meta, *small])
+        large = _large(rows, buffers)
+        payload_nbytes = sum(row.nbytes for row in rows if not row.is_packed)
+    complete = header.with_content(
+        header.status if status is None else status,
+        header.codec if codec is None else codec,
+        (len(buffers), len(meta), len(body), payload_nbytes),
+        zlib.crc32(body),
+    )
+    return Message(complete, body, buffers, large)
+
+
+def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
+    """Begin to take a message in, after its header was judged.
+
+    Args:
+        raw: the first message that arrived; what lies behind its end is ignored.
+        header: what ``Header.unpack(raw)`` gave, checked by the caller.
+
+    Returns:
+        A message whose body came with the head, or has the memory to receive it.
+
+    Raises:
+        WireError: it was cut off, or there is no memory for it.
+    """
+    head_nbytes = header.head_nbytes
+    if len(raw) < head_nbytes:  # one of several heads in a bundle
+        raise WireError(f"{header.position} sent a message that was cut off")
+    # A copy, and the only one: the memory that it arrived in is used again.
+    head = bytearray(memoryview(raw)[:head_nbytes])
+    if header.is_inline:
+        return Message(header, memoryview(head)[HEADER_NBYTES:], arrived=head)
+    return Message(header, room(header.body_nbytes), arrived=head)
+
+
+def open_body(
+    message: Message, device: torch.device | None, mapped_from_nbytes: float = math.inf
+) -> None:
+    """Read the body and make room for the large buffers; small ones get memory of their own.
+
+    Args:
+        message: its body has arrived; its buffers are filled in.
+        device: where ``BufferKind.DEVICE`` buffers are to lie.
+        mapped_from_nbytes: tensors and out-of-band members of so many bytes get no memory: it will
+            come with their content, by ``Message.replace``.
+
+    Raises:
+        WireError: the body is damaged or disagrees with the header, or there is no memory.
+    """
+    header, body = message.header, memoryview(message.body)
+    rows = unpack_table(header, body)
+    message.is_open = True
+    if not rows:
+        return
+    at = header.buffer_count * ROW_NBYTES + header.meta_nbytes
+    buffers = []
+    for row in rows:
+        if row.is_packed:
+            buffers.append(from_bytes(row.kind, body[at : at + row.nbytes], device))
+            at += row.nbytes
+        elif row.kind in _MAPPABLE and row.nbytes >= mapped_from_nbytes:
+            buffers.append(without_memory(row.kind, row.nbytes))
+        else:
+            buffers.append(allocate(row.kind, row.nbytes, device))
+    message.buffers = buffers
+    message.large = _large(rows, buffers)
+
+
+def _large(rows: Sequence[SizeRow], buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The buffers that travel by themselves."""
+    return [buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed]

@@ -1,0 +1,15 @@
+"""What the ranks have counted and measured, together: averages, and each rank's own.
+
+``objcomm.gather_scalar`` and ``objcomm.reduce_and_broadcast`` stand at the top.
+"""
+
+from objcomm._observe.tracing import publish
+from objcomm._training.metrics import all_gather_scalar, average_metrics, gather_from_all_ranks
+
+__all__ = [
+    "all_gather_scalar",
+    "average_metrics",
+    "gather_from_all_ranks",
+]
+
+publish(__name__, {name: globals()[name] for name in __all__})

@@ -1,0 +1,28 @@
+"""The same model on all ranks: shared, averaged, compared, and wrapped."""
+
+from objcomm._observe.tracing import publish
+from objcomm._training.model import (
+    average_tensors,
+    broadcast_model,
+    broadcast_tensors,
+    eager_sync_gradients,
+    eager_sync_model,
+    sync_buffers,
+    sync_gradients,
+    sync_model,
+    wrap,
+)
+
+__all__ = [
+    "average_tensors",
+    "broadcast_model",
+    "broadcast_tensors",
+    "eager_sync_gradients",
+    "eager_sync_model",
+    "sync_buffers",
+    "sync_gradients",
+    "sync_model",
+    "wrap",
+]
+
+publish(__name__, {name: globals()[name] for name in __all__})
