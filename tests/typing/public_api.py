@@ -317,7 +317,7 @@ def groups(
     objcomm.exporters.stats_to_tensorboard(writer, 100, group=group)
     objcomm.reset_stats(mesh)
     with objcomm.lane("eval"), objcomm.check():
-        assert_type(objcomm.recorder.dump(), dict[str, Any])
+        assert_type(objcomm.stats()["gather"].sent_nbytes, int)
         assert_type(objcomm.recorder.dump(), dict[str, Any])
 
 
