@@ -14,7 +14,7 @@ import objcomm
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 PROJECT = tomllib.loads(TEXT)["project"]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+QUESTIONS = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
 PINS = dict(
     line.split("==")
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -22,8 +22,8 @@ PINS = dict(
 )
 EXTRAS = PROJECT["optional-dependencies"]
 REQUIRED = [*PROJECT["dependencies"], *(each for extra in EXTRAS.values() for each in extra)]
-#: What the README says was run: Python, torch, how much.
-RUN = re.findall(r"^\| (3\.\d+) \| (2\.\d+\.\d+) \| (.+) \|$", README, re.MULTILINE)
+#: What the page of questions says was run: Python, torch, how much.
+RUN = re.findall(r"^\| (3\.\d+) \| (2\.\d+\.\d+) \| (.+) \|$", QUESTIONS, re.MULTILINE)
 
 
 def minor(version: str) -> Version:

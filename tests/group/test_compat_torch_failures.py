@@ -2,8 +2,10 @@
 
 import fractions
 import pickle
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,6 +254,26 @@ def test_what_can_not_be_encoded_fails_alike_and_changes_no_list() -> None:
         assert set(caught.value.failures) == {1}
         assert caught.value.operation.endswith(("_object", "_object_list"))
     assert (box, gathered, out) == (mine, [None] * 3, [None])
+    assert_group_works()
+
+
+def without_places(text: str) -> str:
+    """A text without line breaks, and without the folders and lines that it names."""
+    return re.sub(r"\S*\.py:\d+", "FILE:LINE", " ".join(text.split()))
+
+
+@ranks(2)
+def test_ranks_in_different_calls_are_told_what_the_readme_shows() -> None:
+    with pytest.raises(DesyncError) as caught:
+        if here().rank == 0:
+            dist_objects.broadcast_object_list([{"lr": 0.1}])
+            objcomm.barrier()
+        else:
+            dist_objects.all_gather_object([None, None], "ready")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("```pytb\nobjcomm.DesyncError: ")[2].partition("```")[0]
+    if here().rank == 1:  # the other one may hear of it in its next call
+        assert without_places(str(caught.value)) == without_places(shown)
     assert_group_works()
 
 
