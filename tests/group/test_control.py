@@ -31,6 +31,13 @@ from tests.group.helpers import (
 from tests.ranks import ranks, solo
 from tests.workers import here
 
+#: Blocks that all ranks enter, by the names that their errors show.
+ORDERED: dict[str, Callable[..., Any]] = {
+    **BLOCKS,
+    "zero_first": main_process.zero_first,
+    "zero_only": main_process.zero_only,
+}
+
 
 class TwoArgumentsError(Exception):
     """Cannot be rebuilt from its text, and holds what cannot be pickled."""
@@ -171,7 +178,7 @@ def test_a_rank_that_there_is_not_is_refused_before_any_traffic(name: str) -> No
         if name in SHARES:
             SHARES[name](pytest.fail, **named)
             return
-        with getattr(objcomm, name)(**named):
+        with ORDERED[name](**named):
             pytest.fail("it was entered")
 
     for named, told in (
@@ -362,10 +369,10 @@ def test_without_torch_distributed_all_is_the_same() -> None:
     for name, share in SHARES.items():
         assert share(lambda: 2.0) == 2.0
         raised_together(partial(share, partial(fail, ValueError())), 0, operation=name)
-    for name in ("main_first", "zero_first", "node_first", "zero_only"):
+    for name, ordered in ORDERED.items():
 
-        def block(name: str = name) -> None:
-            with getattr(objcomm, name)():
+        def block(ordered: Callable[..., Any] = ordered) -> None:
+            with ordered():
                 fail(ValueError())
 
         raised_together(block, 0, operation=name)
@@ -451,7 +458,7 @@ def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
 
 def give_wrong_arguments(name: str) -> None:
     def enter() -> None:
-        with getattr(objcomm, name)(timeout=0):
+        with ORDERED[name](timeout=0):
             pytest.fail("it was entered")
 
     with pytest.raises(UsageError, match=f"{name}: timeout=0"):

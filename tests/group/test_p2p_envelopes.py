@@ -22,9 +22,10 @@ from tests.workers import here
 
 @ranks(1, 2, 3)
 def test_a_receive_from_any_rank_tells_who_sent() -> None:
-    objcomm.send("small", right(), tag=7)
+    sending = objcomm.isend("small", right(), tag=7)  # ``send`` waits for a first meeting
     obj, envelope = objcomm.recv(tag=None, with_envelope=True)
     assert (obj, envelope[:3]) == ("small", (left(), left(), 7))
+    sending.wait()
     sending = objcomm.isend(LARGE, right(), tag=8)
     found = objcomm.probe(tag=None)
     got: Any = objcomm.recv(with_envelope=True, tag=8, async_op=True).wait()

@@ -88,7 +88,9 @@ def test_what_only_looks_names_its_call_too() -> None:
         "reset_stats": objcomm.reset_stats,
         "dump": lambda group: objcomm.recorder.dump(group=group),
         "loader": lambda group: objcomm.loader([1], group=group),
-        "main_only": lambda group: main_process.MainProcessContext(group=group).__enter__(),
+        "MainProcessContext": lambda group: main_process.MainProcessContext(
+            group=group
+        ).__enter__(),
     }
     for name, call in calls.items():
         with case(name), pytest.raises(UsageError, match=rf"^{name}: group=\[0, 1\] must be a"):
