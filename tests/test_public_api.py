@@ -59,8 +59,8 @@ def test_dir_shows_what_the_reference_lists() -> None:
 
 
 def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
-    with pytest.raises(AttributeError, match="module 'objcomm' has no attribute 'brodcast'"):
-        objcomm.brodcast  # type: ignore[attr-defined]  # noqa: B018  # wrong on purpose
+    with pytest.raises(AttributeError, match="module 'objcomm' has no attribute 'send_to_all'"):
+        objcomm.send_to_all  # type: ignore[attr-defined]  # noqa: B018  # wrong on purpose
     assert not hasattr(objcomm, "_private")
 
 
