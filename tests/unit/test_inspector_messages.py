@@ -17,9 +17,16 @@ def message(sequence: int, operation: str, peer: int, **fields: Any) -> Raw:
     return entry(sequence, operation, root=peer, **{"mesh": 90, **fields})
 
 
-@pytest.mark.parametrize("what", ["", "_object_list"])
-def test_messages_are_matched_by_pair_and_direction(what: str) -> None:
-    send, recv = f"send{what}", f"recv{what}"
+@pytest.mark.parametrize(
+    ("send", "recv"),
+    [
+        ("send", "recv"),
+        ("ssend", "recv"),
+        ("issend", "recv"),
+        ("send_object_list", "recv_object_list"),
+    ],
+)
+def test_messages_are_matched_by_pair_and_direction(send: str, recv: str) -> None:
     dumps = [
         dump(0, group(entry(0), message(0, send, 1), message(0, recv, 1), entry(1))),
         dump(1, group(entry(0), message(0, send, 0), message(0, recv, 0), entry(1))),
@@ -59,6 +66,17 @@ def test_a_receive_that_waited_in_vain_tells_where_the_other_rank_was() -> None:
     assert "rank 1     sent nothing that it takes" in inspect(dumps, 20)
     del dumps[1]
     assert "there is no dump of rank 1, so look there first" in said(dumps)
+
+
+@pytest.mark.parametrize("name", ["probe", "mprobe"])
+def test_a_probe_that_found_a_message_misses_no_sender(name: str) -> None:
+    found = message(0, name, 1, mesh=0, began=T0 + 9)
+    lost = message(0, name, 1, mesh=0, outcome="TransportTimeout", began=T0 + 9)
+    told = [
+        inspect([dump(0, group(entry(0), each)), dump(1, group(entry(0)))], 20)
+        for each in (found, lost)
+    ]
+    assert ["sent nothing that it takes" in each for each in told] == [False, True]
 
 
 def test_a_receive_from_any_rank_misses_nobody() -> None:

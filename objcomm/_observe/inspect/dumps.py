@@ -17,8 +17,9 @@ _MOST_RANKS = 1_000_000
 _MOST_PARTS = 10_000_000
 
 # What concerns two ranks only.
-_SENDS = frozenset({"send", "send_object_list"})
-_MESSAGES = _SENDS | {"recv", "recv_object_list", "probe"}
+_SENDS = frozenset({"send", "send_object_list", "ssend", "issend"})
+_PROBES = frozenset({"probe", "mprobe"})
+_MESSAGES = _SENDS | _PROBES | {"recv", "recv_object_list"}
 
 _NUMBER = (int, float)
 _DUMP = {
@@ -85,6 +86,11 @@ class DumpedCall:
     def is_send(self) -> bool:
         """Whether it is the sender's part in a message."""
         return self.operation in _SENDS
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether it looks for a message, and takes in nothing of it."""
+        return self.operation in _PROBES
 
     @property
     def ended(self) -> float | None:

@@ -208,7 +208,7 @@ def _absence_of_message(row: CallRow, rank: int, dump: Dump | None) -> Absence |
     group = None if dump is None else _group_of(key, dump)
     if dump is None or (group is None and not dump.is_whole):
         return Absence.NO_DUMP
-    if call.is_meeting or (call.operation == "probe" and call.has_returned):
+    if call.is_meeting or (call.is_probe and call.has_returned):
         return None
     if group is not None and group.is_full and row.began < group.began:
         return Absence.FORGOTTEN
