@@ -30,10 +30,13 @@ try:
     from objcomm._observe.stats import reset_stats, stats
     from objcomm._observe.tracing import publish
     from objcomm._p2p.messages import (
+        Message,
+        improbe,
         iprobe,
         irecv,
         isend,
         issend,
+        mprobe,
         probe,
         recv,
         send,
@@ -93,6 +96,7 @@ __all__ = [
     "Envelope",
     "ForbiddenTypeError",
     "LaunchError",
+    "Message",
     "MissingDependencyError",
     "NotInGroupError",
     "ObjcommError",
@@ -130,6 +134,7 @@ __all__ = [
     "from_tensor",
     "gather",
     "gather_scalar",
+    "improbe",
     "init",
     "iprobe",
     "irecv",
@@ -145,6 +150,7 @@ __all__ = [
     "main_process_only",
     "metrics",
     "models",
+    "mprobe",
     "new_group",
     "node_first",
     "node_group",

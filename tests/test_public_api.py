@@ -1,6 +1,7 @@
 """The public names, and what importing them costs and needs."""
 
 import inspect
+import operator
 import pickle
 import pickletools
 import pkgutil
@@ -30,6 +31,7 @@ WANTED = {
     "metrics.all_gather_scalar", "metrics.average_metrics", "metrics.gather_from_all_ranks",
     "agree", "any_rank", "all_ranks", "shared_seed",
     "send", "recv", "isend", "irecv", "sendrecv", "probe", "iprobe", "Envelope",
+    "ssend", "issend", "mprobe", "improbe", "Message",
     "Work", "as_completed", "wait_all",
     "lane", "stats", "reset_stats", "OperationStats", "register", "configure",
     "codecs.register_codec", "Op",
@@ -219,6 +221,10 @@ OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
         ("sendrecv", set()),
         ("probe", {"codec", "device", "accept", "allow"}),
         ("iprobe", {"codec", "device", "accept", "allow", "timeout"}),
+        ("mprobe", {"codec", "device", "accept", "allow"}),
+        ("improbe", {"codec", "device", "accept", "allow", "timeout"}),
+        ("Message.recv", {"codec", "group"}),
+        ("Message.irecv", {"codec", "group"}),
         *((name, OPTIONS - {"group", "timeout"}) for name in SUBGROUPS),
         ("barrier", {"codec", "device", "accept", "allow"}),
         ("compute_and_broadcast", set()),
@@ -228,7 +234,7 @@ OPTIONS = {"group", "timeout", "codec", "device", "accept", "allow"}
     ],
 )
 def test_options_are_keyword_only(name: str, lacking: set[str]) -> None:
-    parameters = inspect.signature(PUBLIC[name]).parameters
+    parameters = inspect.signature(operator.attrgetter(name)(objcomm)).parameters
     keywords = {p.name for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert keywords >= OPTIONS - lacking
     for root in {"src", "dst"} & set(parameters):

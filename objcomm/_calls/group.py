@@ -440,7 +440,7 @@ def solo_group() -> Group:
     return _groups.solo
 
 
-def resolve(group: GroupLike, operation: str = "") -> Group:
+def resolve(group: GroupLike | Group, operation: str = "") -> Group:
     """What ``group=`` means here; a group of objcomm's own, such as a part, means itself.
 
     Args:

@@ -21,7 +21,7 @@ from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._calls.absence import acts_alone
 from objcomm._calls.call import Coding
-from objcomm._calls.group import resolve
+from objcomm._calls.group import Group, resolve
 from objcomm._calls.watched import Watched
 from objcomm._calls.work import Envelope, Work
 from objcomm._config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
@@ -63,7 +63,7 @@ class P2PCall:
     def __init__(
         self,
         *,
-        group: GroupLike,
+        group: GroupLike | Group,
         timeout: Timeout,
         coding: Coding,
         tag: int | None,
@@ -74,7 +74,7 @@ class P2PCall:
         """Begin.
 
         Args:
-            group: as the user gave it, like the next.
+            group: as the user gave it, like the next; or objcomm's own.
             timeout: in seconds.
             coding: encodes or decodes.
             tag: of the message; None for any.
@@ -607,14 +607,24 @@ class Receive(P2PCall):
             self._end_wait()
         return self._found(request)
 
-    def peek(self) -> Arrived | None:
-        """The message that a receive would take now; without one, listen to who may send it."""
-        found = self._peers.mailbox.poll(self.peer, self.tag)
-        if found is None:
-            admitted = self._admitted()
-            self._heed(admitted)
-            for pair, mesh, lane in admitted:
-                pair.listen(mesh, lane)
+    def peek(self, *, is_probe: bool) -> Arrived | None:
+        """The message that a receive would take now; without one, listen to who may send it.
+
+        Args:
+            is_probe: whether it stays for somebody else.
+        """
+        mailbox = self._peers.mailbox
+        request = RecvRequest(self.peer, self.tag, is_probe=is_probe, on_end=lambda: None)
+        try:
+            found = mailbox.poll(request)
+            if found is None:
+                admitted = self._admitted()
+                self._heed(admitted)
+                for pair, mesh, lane in admitted:
+                    pair.listen(mesh, lane)
+        except BaseException:  # Ctrl-C, or there can be no more threads
+            mailbox.cancel(request)
+            raise
         return found
 
     def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
@@ -752,6 +762,36 @@ class Receive(P2PCall):
         word = offers.take(number, self.entry, self._deadline, exchange.gate)
         exchange.sent_nbytes += word.sent_nbytes
         word.finish()
+
+
+class HeldReceive(Receive):
+    """A receive of one certain message, which was taken out of the mailbox before.
+
+    Attributes:
+        arrival: the message.
+    """
+
+    arrival: Arrived
+
+    def awaited(self, *, is_probe: bool = False) -> Arrived:  # noqa: ARG002  # a receive's
+        """The message.
+
+        Raises:
+            ObjcommError: it was lost with its connection.
+        """
+        mesh = self.arrival.mesh
+        verdict = None if mesh is None else mesh.verdict
+        if verdict is not None and self.arrival.is_lost(verdict):
+            self._raise(verdict)
+        return self.arrival
+
+    def _ask(self, request: RecvRequest) -> None:
+        request.arrival = self.arrival
+        if not request.tell():
+            self._peers.mailbox.give_back(self.arrival)
+
+    def _found(self, request: RecvRequest) -> Arrived:  # noqa: ARG002  # likewise
+        return self.awaited()
 
 
 class _Signal:

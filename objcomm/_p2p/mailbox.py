@@ -7,10 +7,12 @@ longer where there are thousands.
 
 from __future__ import annotations  # torch may be built without distributed
 
+import _thread
+import contextlib
 import heapq
 import itertools
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -206,6 +208,7 @@ class Mailbox:
         self._asking: dict[int | None, int] = {}  # how many requests name a sender, or none
         self._kept_nbytes: dict[int, int] = {}
         self._credited: set[int] = set()  # who may send one message more than there is room for
+        self._dropped: deque[Arrived] = deque()  # taken out, and to be given back
 
     def expect(self, peer: int, source: object) -> None:
         """A rank can send again, after its connection had ended.
@@ -220,6 +223,7 @@ class Mailbox:
 
     def look(self, src: int | None, tag: int | None) -> Arrived | None:
         """The message that a request would take now; it stays."""
+        self._give_back_dropped()
         with self._changed:
             return self._first(RecvRequest(src, tag, on_end=_nothing))
 
@@ -229,20 +233,25 @@ class Mailbox:
             waiting = self._requests.under(*_patterns(peer, tag))
             return any(not each.is_probe for each in waiting)
 
-    def poll(self, src: int | None, tag: int | None) -> Arrived | None:
-        """As ``look``; where there is none, one more message may come although there is no room.
+    def poll(self, request: RecvRequest) -> Arrived | None:
+        """Give ``request`` a message that is here, and tell nobody.
 
-        Else who polls for a message behind more than is kept would never see it.
+        Where there is none, one more message may come although there is no room: else who polls for
+        a message behind more than is kept would never see it.
+
+        Returns:
+            The message, if there is one.
         """
+        self._give_back_dropped()
         with self._changed:
-            found = self._first(RecvRequest(src, tag, on_end=_nothing))
-            if found is None:
-                self._credited |= self._expected if src is None else {src}
+            if not self._serve(request):
+                self._credited |= self._expected if request.src is None else {request.src}
                 self._changed.notify_all()
-            return found
+            return request.arrival
 
     def meet(self, request: RecvRequest) -> bool:
         """Give ``request`` a message that is here; returns whether there was one."""
+        self._give_back_dropped()
         with self._changed:
             is_met = self._serve(request)
         if is_met:
@@ -251,6 +260,7 @@ class Mailbox:
 
     def ask(self, request: RecvRequest) -> None:
         """Give ``request`` a message that is here, or the first that comes and it admits."""
+        self._give_back_dropped()
         with self._changed:
             is_over = request.verdict is not None or self._serve(request)
             if not is_over:
@@ -277,16 +287,41 @@ class Mailbox:
 
     def deliver(self, arrival: Arrived) -> None:
         """Take a message in."""
+        self._give_back_dropped()
         with self._changed:
             arrival.number = next(self._numbers)
         self.give_back(arrival)
 
     def give_back(self, arrival: Arrived) -> None:
         """Give a message to whoever waits for it, or put it before all that came later."""
-        is_placed = False
-        while not is_placed:
+        self._tell_of(arrival, self._served(arrival))
+
+    def drop(self, arrival: Arrived) -> None:
+        """As ``give_back``, from a destructor, which may run in the middle of any other step here.
+
+        It is back before the next step begins. Somebody may wait for it already, so that another
+        thread sees to it if nobody else does; it is started in a way that takes no lock.
+        """
+        self._dropped.append(arrival)
+        with contextlib.suppress(RuntimeError):  # there can be no more threads, or the program ends
+            _thread.start_new_thread(self._give_back_dropped, ())
+
+    def _give_back_dropped(self) -> None:
+        if not self._dropped:
+            return
+        with self._changed:  # each is in its place before anybody else looks
+            dropped = []
+            while self._dropped:
+                dropped.append(self._dropped.popleft())
+            told = [(each, self._served(each)) for each in sorted(dropped, key=_number)]
+        for arrival, served in told:
+            self._tell_of(arrival, served)
+
+    def _tell_of(self, arrival: Arrived, served: list[RecvRequest]) -> None:
+        """Tell those whom a message has ended; where its taker can't take it, serve the next."""
+        told = [request.tell() for request in served]
+        while not all(told):
             told = [request.tell() for request in self._served(arrival)]
-            is_placed = all(told)  # else who was to take it can't: the next one
 
     def _served(self, arrival: Arrived) -> list[RecvRequest]:
         """The requests that a message ends; where none of them takes it, it is kept."""

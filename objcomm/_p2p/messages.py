@@ -4,10 +4,13 @@ from collections.abc import Iterable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from objcomm._calls.call import Coding
+from objcomm._calls.group import Group
 from objcomm._calls.work import Envelope, Work
 from objcomm._config import Allowed, DeviceLike, GroupLike, Timeout
-from objcomm._p2p.call import Receive, Send
-from objcomm.errors import BrokenGroupError, ObjcommError
+from objcomm._p2p.call import HeldReceive, Receive, Send
+from objcomm._p2p.mailbox import Arrived
+from objcomm._p2p.peer import peers_of
+from objcomm.errors import BrokenGroupError, ObjcommError, UsageError
 
 
 class _Sending(TypedDict, total=False):
@@ -581,5 +584,237 @@ def iprobe(
         name="iprobe",
     )
     # Neither counted nor recorded: a program that asks again and again would see nothing else.
-    found = p2p_call.peek()
+    found = p2p_call.peek(is_probe=True)
     return None if found is None else p2p_call.envelope_of(found)
+
+
+class Message:
+    """A message that ``mprobe`` or ``improbe`` has found, and that nothing else can receive.
+
+    One ``recv`` or ``irecv``, on any thread, receives it. Until then it counts as not received, so
+    a sender that waits for that (``ssend``, or ``send`` of a large object) waits on, as long as its
+    time limit allows. Where nobody refers to it any more, and it was not received, it goes back to
+    its place before all that came later, for the next receive or probe.
+
+    Attributes:
+        envelope: who sent it, its tag and length.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.send("mine", 0, tag=5)
+        >>> message = objcomm.mprobe(tag=None)
+        >>> message.envelope.tag, message.recv()
+        (5, 'mine')
+    """
+
+    __slots__ = ("__weakref__", "_held", "_received_at", "envelope")
+
+    def __init__(self, group: Group, arrival: Arrived, envelope: Envelope) -> None:
+        self.envelope = envelope
+        self._received_at = ""
+        # Until one thread takes it out.
+        self._held = [(group, peers_of(group).mailbox, arrival)]
+
+    def __repr__(self) -> str:
+        src, tag = self.envelope.src, self.envelope.tag
+        state = f"received at {self._received_at}" if self._received_at else "not received"
+        return f"<objcomm.Message: from rank {src} with tag {tag}, {state}>"
+
+    def recv(
+        self,
+        *,
+        timeout: Timeout = None,
+        device: DeviceLike = None,
+        accept: Iterable[str] | None = None,
+        allow: Iterable[Allowed] | None = None,
+    ) -> Any:
+        """Receive it: its object, as ``objcomm.recv`` would have given it.
+
+        Args:
+            timeout: seconds or timedelta, for what has not come of a large object, 2 s at least;
+                the group's own if None.
+            device: where tensors inside the object shall lie.
+            accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+            allow: what a received pickle may name here, as in ``objcomm.configure``.
+
+        Returns:
+            The object.
+
+        Raises:
+            UsageError: it was received already, or an argument is wrong.
+            CollectiveError: the sender could not encode the object: both ranks. Or it was sent in a
+                block of ``fail_together`` that has failed since: this rank only.
+            DecodeError: the object could not be rebuilt. This rank only.
+            TransportTimeout: the limit passed.
+            TransportError: the sender died before all of it had come; or the group was destroyed.
+
+        Examples:
+            >>> import objcomm
+            >>> objcomm.send([1, 2], 0)
+            >>> objcomm.mprobe(0).recv()
+            [1, 2]
+        """
+        return self._taken(timeout, Coding(None, device, accept, allow, "recv")).run()
+
+    def irecv(
+        self,
+        *,
+        timeout: Timeout = None,
+        device: DeviceLike = None,
+        accept: Iterable[str] | None = None,
+        allow: Iterable[Allowed] | None = None,
+    ) -> Work[Any]:
+        """Begin to receive it: ``recv`` that returns at once.
+
+        Args:
+            timeout: seconds or timedelta, as in ``recv``.
+            device: where tensors inside the object shall lie.
+            accept: codecs that this rank decodes here, as in ``objcomm.configure``.
+            allow: what a received pickle may name here, as in ``objcomm.configure``.
+
+        Returns:
+            A work, whose ``wait`` gives the object. It can't be cancelled: a message has met it.
+
+        Raises:
+            ObjcommError: whatever ``recv`` raises: what is wrong with the arguments at once, all
+                else where the work is waited for.
+
+        Examples:
+            >>> import objcomm
+            >>> objcomm.send("soon", 0)
+            >>> objcomm.mprobe(0).irecv().wait()
+            'soon'
+        """
+        return self._taken(timeout, Coding(None, device, accept, allow, "recv")).launch()
+
+    def _taken(self, timeout: Timeout, coding: Coding) -> HeldReceive:
+        """The one receive that there is for it, once nothing is wrong with the arguments."""
+        for group, _, arrival in self._held:
+            if arrival.mesh is not None:
+                group.check_process("recv")
+            p2p_call = HeldReceive(
+                group=group,
+                timeout=timeout,
+                coding=coding,
+                tag=arrival.tag,
+                global_peer=None,
+                group_peer=arrival.peer,
+            )
+            p2p_call.arrival = arrival
+            if self._let_go():
+                self._received_at = p2p_call.entry.header.call_site
+                return p2p_call
+        src, tag = self.envelope.src, self.envelope.tag
+        place = f" at {self._received_at}" if self._received_at else ""
+        raise UsageError(
+            f"recv: this message from rank {src} with tag {tag} was received already{place}; "
+            "mprobe and improbe give one message each, so call them again for another"
+        )
+
+    def _let_go(self) -> bool:
+        """Whether the calling thread is the first to take it out."""
+        try:
+            self._held.pop()
+        except IndexError:
+            return False
+        return True
+
+    def __del__(self) -> None:
+        for group, mailbox, arrival in getattr(self, "_held", ()):
+            if arrival.mesh is None or not group.is_of_the_parent:
+                mailbox.drop(arrival)
+
+
+def mprobe(
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    tag: int | None = 0,
+    group: GroupLike = None,
+    timeout: Timeout = None,
+) -> Message:
+    """Wait for a message as ``probe`` does, and take it out: no other call can receive it.
+
+    With ``probe`` another thread may receive the message before the one that has found it does.
+
+    Args:
+        src: global rank of the sender; neither this nor the next: any rank.
+        group_src: the same as a rank within the group.
+        tag: of the message; None for any.
+        group: to which both belong; None for the world.
+        timeout: seconds or timedelta; the group's own if None.
+
+    Returns:
+        The message; its ``envelope`` tells who sent it, its ``recv`` gives the object.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.recv`` raises before a message has come.
+
+    Examples:
+        >>> import objcomm
+        >>> objcomm.send("for one", 0, tag=5)
+        >>> message = objcomm.mprobe(0, tag=None)
+        >>> print(objcomm.iprobe(0, tag=5))
+        None
+        >>> message.recv()
+        'for one'
+    """
+    p2p_call = Receive(
+        group=group,
+        timeout=timeout,
+        coding=Coding(None, None, None, None),
+        tag=tag,
+        global_peer=src,
+        group_peer=group_src,
+        name="mprobe",
+    )
+    with p2p_call:
+        found = p2p_call.awaited()
+        return Message(p2p_call.group, found, p2p_call.envelope_of(found))
+
+
+def improbe(
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    tag: int | None = 0,
+    group: GroupLike = None,
+) -> Message | None:
+    """Look for a message as ``iprobe`` does, and take it out if there is one.
+
+    Never waits. The first call begins to listen, so a message that is under way shows later.
+
+    Args:
+        src: global rank of the sender; neither this nor the next: any rank.
+        group_src: the same as a rank within the group.
+        tag: of the message; None for any.
+        group: to which both belong; None for the world.
+
+    Returns:
+        The message, which no other call can receive, or None if there is none.
+
+    Raises:
+        ObjcommError: whatever ``objcomm.recv`` raises before it waits.
+
+    Examples:
+        >>> import objcomm
+        >>> print(objcomm.improbe(tag=9))
+        None
+        >>> objcomm.send("here", 0, tag=9)
+        >>> objcomm.improbe(tag=9).recv()
+        'here'
+    """
+    p2p_call = Receive(
+        group=group,
+        timeout=None,
+        coding=Coding(None, None, None, None),
+        tag=tag,
+        global_peer=src,
+        group_peer=group_src,
+        name="improbe",
+    )
+    # Neither counted nor recorded, like ``iprobe``.
+    found = p2p_call.peek(is_probe=False)
+    if found is None:
+        return None
+    return Message(p2p_call.group, found, p2p_call.envelope_of(found))

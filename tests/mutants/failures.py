@@ -283,8 +283,8 @@ MUTANTS = (
     Mutant(
         "polls-not-told-of-blocks",
         "objcomm/_p2p/call.py",
-        "            self._heed(admitted)\n            for pair, mesh, lane in admitted:\n",
-        "            for pair, mesh, lane in admitted:\n",
+        "self._heed(admitted)\n                for pair, mesh, lane in admitted:\n",
+        "for pair, mesh, lane in admitted:\n",
         "who looks for a message in a block does not hear that the block has failed",
         ("tests/group/test_polls_in_vain.py",),
     ),

@@ -262,7 +262,17 @@ def _recv_all_in_flight(count: int, tag: int, group: Any) -> list[Any]:
     return [work.wait() for work in reversed(works)]
 
 
-_RECEIVING = [_recv_all, _recv_all_that_are_probed, _recv_all_in_flight]
+def _recv_all_that_are_held(count: int, tag: int, group: Any) -> list[Any]:
+    held = [objcomm.mprobe(tag=tag, group=group) for _ in range(count)]
+    return [message.recv() for message in reversed(held)]
+
+
+_RECEIVING = [
+    _recv_all,
+    _recv_all_that_are_probed,
+    _recv_all_in_flight,
+    _recv_all_that_are_held,
+]
 
 
 def _send_to_root(turn: Turn, party: Party) -> Any:

@@ -212,6 +212,12 @@ def messages(config: Config, group: dist.ProcessGroup) -> None:
     assert_type(objcomm.probe(tag=None), objcomm.Envelope)
     assert_type(objcomm.iprobe(1), objcomm.Envelope | None)
     assert_type(objcomm.probe().nbytes, int)
+    assert_type(objcomm.mprobe(tag=None, timeout=3), objcomm.Message)
+    assert_type(objcomm.improbe(1, group=group), objcomm.Message | None)
+    found = objcomm.mprobe(group_src=1, tag=2)
+    assert_type(found.envelope, objcomm.Envelope)
+    assert_type(found.recv(timeout=3, device="cpu", allow=[Config]), Any)
+    assert_type(found.irecv(accept={"pickle"}), objcomm.Work[Any])
 
 
 async def works(works: list[objcomm.Work[Config]]) -> None:

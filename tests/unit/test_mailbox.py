@@ -1,7 +1,9 @@
 """Which message goes to whom, without any rank: matching, probes, ends, and what one may keep."""
 
+import _thread
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +68,10 @@ def ask(
     return asked
 
 
+def poll(box: Mailbox, src: int | None, tag: int | None, *, is_probe: bool = True) -> Any:
+    return box.poll(Asked(src, tag, is_probe).request)
+
+
 def test_the_first_message_that_fits_is_taken() -> None:
     box = filled(arrival(1, 5, "a"), arrival(2, 0, "b"), arrival(1, 0, "c"), arrival(1, 0, "d"))
     assert ask(box, 1).got == "c"
@@ -97,6 +103,15 @@ def test_a_probe_sees_a_message_and_leaves_it() -> None:
     assert ask(box, 1).got == "b"
 
 
+def test_to_poll_takes_what_is_here_unless_it_is_a_probe() -> None:
+    box = filled(arrival(1, 0, "a"), arrival(1, 0, "b"))
+    assert poll(box, 1, 0).obj == "a"
+    assert poll(box, 1, 0, is_probe=False).obj == "a"
+    assert poll(box, 1, 0).obj == "b"
+    assert poll(box, 1, 1, is_probe=False) is None
+    assert ask(box, 1).got == "b"
+
+
 def test_to_meet_takes_what_is_here_and_asks_for_nothing() -> None:
     box = filled(arrival(1, 0, "a"))
     hit, miss = Asked(1), Asked(1)
@@ -125,6 +140,70 @@ def test_what_is_given_back_serves_who_waits() -> None:
     assert taken.request.arrival is not None
     box.give_back(taken.request.arrival)
     assert waiting.got == "a"
+
+
+def _met(box: Mailbox) -> Any:
+    asked = Asked(1)
+    assert box.meet(asked.request)
+    return asked.got
+
+
+NEXT_STEPS: dict[str, Callable[[Mailbox], Any]] = {
+    "ask": lambda box: ask(box, 1).got,
+    "meet": _met,
+    "look": lambda box: getattr(box.look(1, 0), "obj", None),
+    "poll": lambda box: getattr(poll(box, 1, 0), "obj", None),
+}
+
+
+@pytest.mark.parametrize("step", sorted(NEXT_STEPS))
+def test_what_is_dropped_is_in_its_place_before_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(_thread, "start_new_thread", _no_more_threads)
+    box = filled(*[arrival(1, 0, name) for name in "abc"])
+    first, second = ask(box, 1).request.arrival, ask(box, 1).request.arrival
+    assert first is not None
+    assert second is not None
+    box.drop(second)
+    box.drop(first)
+    assert NEXT_STEPS[step](box) == "a"
+
+
+def _no_more_threads(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_what_is_dropped_comes_before_what_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_thread, "start_new_thread", _no_more_threads)
+    box = filled()
+    taken, waiting = ask(box, 1), ask(box, 1)
+    box.deliver(arrival(1, 0, "dropped"))
+    assert taken.request.arrival is not None
+    box.drop(taken.request.arrival)
+    box.deliver(arrival(1, 0, "later"))
+    assert waiting.got == "dropped"
+    assert ask(box, 1).got == "later"
+
+
+def test_what_is_dropped_serves_who_waits_though_nothing_else_happens() -> None:
+    """Also where it is dropped by a thread that is in the middle of another step."""
+    box = filled()
+    taken, waiting = ask(box, 1), ask(box, 1)
+    box.deliver(arrival(1, 0, "a"))
+    assert taken.request.arrival is not None
+    with box._changed:  # noqa: SLF001  # as such a step has it
+        box.drop(taken.request.arrival)
+        assert waiting.ends == []
+    wait_until(lambda: waiting.ends, "the thread that gives it back")
+    assert waiting.got == "a"
+
+
+def test_what_is_dropped_and_lost_goes_to_nobody() -> None:
+    box = filled()
+    mesh: Any = SimpleNamespace(verdict=FAILED)
+    box.drop(Arrived(1, 0, 0, mesh=mesh))
+    assert ask(box, 1).ends == []
 
 
 @pytest.mark.parametrize("is_here_before", [False, True])
@@ -347,10 +426,10 @@ def test_each_look_in_vain_lets_one_message_more_come(
             came.append(1)
 
     sender = threading.Thread(target=send)
-    assert box.poll(src, 7) is not None
+    assert poll(box, src, 7) is not None
     sender.start()
     for count in range(1, 4):
-        assert box.poll(src, 8) is None
+        assert poll(box, src, 8) is None
         wait_until(lambda count=count: len(came) >= count, "the sender")  # type: ignore[misc]  # a default
     time.sleep(0.05)  # five turns of the sender, in which it must not go on; fewer do no harm
     assert len(came) == 3
