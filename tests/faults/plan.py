@@ -60,7 +60,7 @@ COLLECTIVES = [
 #: Between two ranks; the last one goes round in a ring.
 POINT_TO_POINT = ["send", "isend", "recv", "irecv", "recv from any", "probe", "sendrecv"]
 #: What makes groups.
-DIVISIONS = ["split", "dup", "node_group", "leaders"]
+DIVISIONS = ["split", "dup", "node_group", "leaders", "new_group"]
 #: One of each family of helpers, and more where one sends otherwise; tried, but in no table.
 HELPERS = ["run_on_main", "main_first", "average_metrics", "agree", "sync_gradients", "sync_model"]
 OPERATIONS = [*COLLECTIVES, *POINT_TO_POINT, *DIVISIONS]
@@ -74,7 +74,8 @@ FAMILIES = [
     ["barrier"],
     ["send", "recv", "probe", "sendrecv", "recv from any"],
     ["isend", "irecv"],
-    DIVISIONS,
+    ["split", "dup", "node_group", "leaders"],
+    ["new_group"],
 ]
 #: What torch calls the same.
 TORCHS = {
@@ -147,6 +148,11 @@ class Case(NamedTuple):
     def is_between_two(self) -> bool:
         """Whether it is no collective."""
         return self.operation in POINT_TO_POINT
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its ranks meet by themselves, apart from the world, and survivors can again."""
+        return self.operation == "new_group"
 
     @property
     def partner(self) -> int:

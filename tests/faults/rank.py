@@ -155,6 +155,8 @@ def _meet(case: Case, rank: int, store: dist.Store) -> None:
         objcomm.barrier()
         if case.is_between_two:
             pairs.meet(case, rank)
+        if case.is_apart and not case.is_disconnected:
+            dist.destroy_process_group(objcomm.new_group(range(case.world_size)))
     if case.phase is Phase.AFTER_ERROR:
         with pytest.raises(objcomm.DesyncError):
             objcomm.barrier() if rank == case.victim else objcomm.all_gather(rank)
@@ -205,6 +207,7 @@ def _division(case: Case, rank: int) -> Callable[[], Any]:
         patch.object(split, "machine", lambda: f"host of rank {rank}").start()
     options: dict[str, Any] = {"timeout": case.limit_seconds}
     options |= {"color": 0} if case.operation == "split" else {}
+    options |= {"ranks": range(case.world_size)} if case.operation == "new_group" else {}
     divide: Callable[..., Any] = getattr(objcomm, case.operation)
     return lambda: dist.get_process_group_ranks(divide(**options))
 
@@ -301,6 +304,11 @@ def _call_again(case: Case, rank: int, store: dist.Store, baseline: set[str]) ->
     began = time.monotonic()
     if case.is_between_two:
         return pairs.talk_again(case, rank), time.monotonic() - began
+    if case.is_apart:
+        made = objcomm.new_group(case.survivors, timeout=case.limit_seconds)
+        told = objcomm.all_gather(rank, group=made)
+        dist.destroy_process_group(made)
+        return str(told), time.monotonic() - began
     try:
         objcomm.all_gather("later", timeout=case.limit_seconds)
     except objcomm.ObjcommError as error:

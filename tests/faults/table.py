@@ -24,8 +24,9 @@ After `probe` comes a `recv`. `sendrecv` goes round in a ring of all three. Wher
 of two close, neither can tell whose it was. What makes groups has no payload: there, and in a
 barrier, it happens before the header instead, and for "in the payload" while the new group
 connects, which in torch only a limit ends; a forked child would keep that until its limit, so there
-it happens before the header, too. Torch has connected before any call, and has no error that a
-group outlives: of these two rows it has none.
+it happens before the header, too. `new_group` gets a list of all three, who meet apart from
+the world; afterwards the survivors make a group of themselves in the same way. Torch has connected
+before any call, and has no error that a group outlives: of these two rows it has none.
 """
 
 

@@ -63,6 +63,8 @@ def test_the_others_raise_and_name_it_and_a_new_group_works(case: Case) -> None:
             _check_error(outcome, rank)
         if case.is_between_two:
             _check_that_the_others_talk(outcome)
+        elif case.is_apart:
+            _check_that_the_others_make_a_group(outcome)
         else:
             _check_that_the_group_is_broken(outcome)
         members = case.survivors
@@ -121,9 +123,10 @@ def _check_whereabouts(outcome: Outcome, rank: int) -> None:
     else:
         assert seen.silent == ()
         assert case.could_be_any or f"rank {case.victim} is in no call" in seen.text
-        assert case.is_between_two or "its last was barrier (call 0)" in seen.text
-    # A group connects when its members have told of themselves, and met.
-    number = 3 if case.phase is Phase.CONNECTING else 1
+        last = "new_group (call 2)" if case.is_apart else "barrier (call 0)"
+        assert case.is_between_two or f"its last was {last}" in seen.text
+    # A group connects when its members have told of themselves, and met; one was made before.
+    number = (3 if case.is_apart else 1) + 2 * (case.phase is Phase.CONNECTING)
     in_time = [] if case.is_between_two else sorted(set(case.survivors) - _late(outcome))
     for peer in in_time:
         if outcome.seen[peer].call == 0:
@@ -145,6 +148,12 @@ def _late(outcome: Outcome) -> set[int]:
 def _check_that_the_group_is_broken(outcome: Outcome) -> None:
     for rank in outcome.case.survivors:
         assert outcome.later[rank][0] == "BrokenGroupError"
+
+
+def _check_that_the_others_make_a_group(outcome: Outcome) -> None:
+    """The victim is in no list any more, so nobody waits for it."""
+    for rank in outcome.case.survivors:
+        assert outcome.later[rank][0] == str(outcome.case.survivors)
 
 
 def _check_durations(outcome: Outcome, factor: float) -> None:
