@@ -481,7 +481,8 @@ def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]
     """What to say of a wait for a process that has ended; None where it is there, or unknown.
 
     Ranks that meet need all of them. Others need whom they await, and get what it has sent before
-    its end first: that is in this host's memory by then, and the link takes it out. In a
+    its end first: that is in this host's memory by then, and the link takes it out. Where all have
+    met, it may have sent that while this rank is about to use its own connections. In a
     ``fail_together`` block they need all who are in it, because these meet at its end.
 
     Args:
@@ -490,8 +491,9 @@ def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]
         blocks: the global ranks of the meshes in which the blocks around it began, by nonce.
     """
     processes, is_meeting = mesh.board_thread.processes, mesh.link is None
+    patience = _LAST_BYTES_SECONDS if mesh.session else 0.0
     for peer in mesh.others if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:
-        reason = processes.end_of(mesh.ranks[peer], 0.0 if is_meeting else _LAST_BYTES_SECONDS)
+        reason = processes.end_of(mesh.ranks[peer], patience)
         if reason:
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}

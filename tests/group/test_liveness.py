@@ -23,7 +23,9 @@ import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DesyncError, TransportError, TransportTimeout
 from objcomm._algorithms import transfers
 from objcomm._failures import mesh, watchdog
+from objcomm._failures.mesh import Mesh
 from objcomm._failures.watchdog import Watchdog
+from objcomm._transport import connect, rendezvous
 from objcomm._transport.store import loopback_store
 from tests.group.helpers import (
     assert_group_works,
@@ -128,6 +130,37 @@ def test_who_receives_from_any_rank_hears_of_one_that_never_came() -> None:
     if here().rank == 0:
         assert error_in(TransportError, objcomm.recv).peers == (1,)
     tell_all_but(1, "rank 0 has heard")
+
+
+@pytest.mark.parametrize("how", [KILLED, ENDED])
+@ranks(3, expect_dead={1})
+def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(how: str) -> None:
+    """All have met, so rank 1 may send and end while the others are about to use their sockets."""
+    tell_all("all are here", "")
+    if here().rank == 1:
+        objcomm.broadcast("its last words", src=1)
+        end_this_process(how)
+    looks = threading.Semaphore(0)
+
+    def look(meeting: Mesh, *args: Any) -> Any:
+        verdict = mesh.in_vain(meeting, *args)
+        if meeting.board_thread.processes.end_of(1):
+            looks.release()
+        return verdict
+
+    def slow_forget(*args: Any) -> None:
+        looks.acquire()
+        looks.acquire()  # so the first one has ended nothing
+        rendezvous.forget(*args)
+
+    with (
+        mock.patch.object(watchdog, "in_vain", look),
+        mock.patch.object(connect, "forget", slow_forget),
+        mock.patch.object(mesh, "_LAST_BYTES_SECONDS", 60.0),
+    ):
+        assert objcomm.broadcast(None, src=1) == "its last words"
+    survivors: Any = dist.new_group([0, 2], use_local_synchronization=True)
+    assert_group_works(survivors)
 
 
 # While ranks are connected

@@ -264,6 +264,14 @@ MUTANTS = (
         _UNIT,
     ),
     Mutant(
+        "last-words-lost-while-connecting",
+        "objcomm/_failures/mesh.py",
+        "patience = _LAST_BYTES_SECONDS if mesh.session else 0.0",
+        "patience = 0.0 if mesh.link is None else _LAST_BYTES_SECONDS",
+        "who is slow to connect does not get what a rank has sent before its end",
+        ("tests/group/test_liveness.py",),
+    ),
+    Mutant(
         "polls-not-told-of-deaths",
         "objcomm/_failures/watchdog.py",
         "verdict = never_comes(mesh)",
