@@ -288,8 +288,8 @@ def check(*, everywhere: bool = False) -> configure:
         everywhere: as in ``configure``.
 
     Returns:
-        What ``configure(check=True)`` gives: it holds for all that follows in this thread or task,
-        or for a ``with`` block.
+        What ``configure(check=True)`` returns. It holds for all that follows in this thread or
+        task, or for a ``with`` block.
 
     Examples:
         >>> import objcomm

@@ -210,7 +210,7 @@ class Work(Generic[T_co]):
         receive's.
 
         Returns:
-            Whether it was taken back: then it is done, and to wait for it raises
+            Whether it was taken back. If so, it is done, and to wait for it raises
             ``concurrent.futures.CancelledError``. False if it goes on or has ended: a message has
             met it, its wait has ended by an error, or it is no receive.
 

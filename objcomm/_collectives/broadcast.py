@@ -101,7 +101,8 @@ def broadcast(
             ``obj`` must not change before its ``wait`` returns.
 
     Returns:
-        The source's object: the identical one there, an independent and writable copy elsewhere.
+        The source's object. On the source the identical one, elsewhere an independent and writable
+        copy.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.

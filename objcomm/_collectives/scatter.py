@@ -82,7 +82,7 @@ def scatter(
             ``objs`` must not change before its ``wait`` returns.
 
     Returns:
-        This rank's object: the identical one on the source, an independent copy elsewhere.
+        This rank's object. On the source the identical one, elsewhere an independent copy.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
@@ -185,8 +185,8 @@ def all_to_all(
             ``objs`` must not change before its ``wait`` returns.
 
     Returns:
-        What each rank gave for this one, in the order of group ranks: the identical object from
-        this rank itself, independent copies from the others.
+        What each rank gave for this one, in the order of group ranks. From this rank itself that is
+        the identical object, from the others an independent copy.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.

@@ -241,11 +241,12 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
         group: tell only this one's; those of all groups that this process has used if None.
 
     Returns:
-        Plain data that JSON can hold: this process (``rank``, ``world_size``, ``host``, ``pid``,
-        ``at`` in seconds since 1970) and ``groups``, each with its ``name``, its global ``ranks``
-        and its ``entries``, oldest first. An entry has ``operation``, ``sequence``, ``call_site``,
-        ``began``, ``ms`` (None while it is under way), ``sent_nbytes``, ``received_nbytes``,
-        ``codec``, and as ``outcome`` ``"returned"``, ``"under way"`` or the type of its error.
+        Plain data that JSON can hold. It describes this process (``rank``, ``world_size``,
+        ``host``, ``pid``, ``at`` in seconds since 1970) and ``groups``, each with its ``name``, its
+        global ``ranks`` and its ``entries``, oldest first. An entry has ``operation``,
+        ``sequence``, ``call_site``, ``began``, ``ms`` (None while it is under way),
+        ``sent_nbytes``, ``received_nbytes``, ``codec``, and as ``outcome`` ``"returned"``,
+        ``"under way"`` or the type of its error.
 
     Raises:
         NotInGroupError: this rank is no member of ``group``.

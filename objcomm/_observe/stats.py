@@ -52,7 +52,7 @@ def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
             name; names as Prometheus has them.
 
     Returns:
-        Five counters: ``objcomm_calls_total``, ``objcomm_exchanges_total``,
+        The text of five counters, ``objcomm_calls_total``, ``objcomm_exchanges_total``,
         ``objcomm_sent_bytes_total``, ``objcomm_received_bytes_total`` and
         ``objcomm_seconds_total``. ``rank`` is this process's in the world, and ``group`` torch's
         name of the group; empty for calls that were made without torch.distributed.

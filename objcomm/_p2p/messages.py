@@ -88,8 +88,8 @@ def send(
             before its ``wait`` returns.
 
     Returns:
-        Nothing, when the message was taken: a small one (32 KiB with its header) as soon as the
-        receiver has once sent to or received from this rank, a large one in its ``recv``.
+        Nothing, when the message was taken. A small one (32 KiB with its header) is taken as soon
+        as the receiver has once sent to or received from this rank, a large one in its ``recv``.
 
     Raises:
         UsageError: an argument is wrong; nothing was sent.

@@ -39,7 +39,7 @@ def ddp_broadcast(communication_object: T | None, src: int = 0) -> T:
         src: global rank of the source.
 
     Returns:
-        The source's object: the identical one there, an independent copy elsewhere.
+        The source's object. On the source the identical one, elsewhere an independent copy.
 
     Raises:
         CollectiveError: the source could not encode its object. Every rank.
@@ -83,8 +83,8 @@ def compute_and_broadcast(
         allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
-        What ``fn`` returned, with its exact value and type: the identical object on the source, an
-        independent copy elsewhere.
+        What ``fn`` returned, with its exact value and type. On the source the identical object,
+        elsewhere an independent copy.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
@@ -150,7 +150,7 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
             leave room for ``func``, and again for ``post_func``; it may be longer than the group's.
 
     Returns:
-        What ``func`` returned: the identical object on ``rank``, an independent copy elsewhere.
+        What ``func`` returned. On ``rank`` the identical object, elsewhere an independent copy.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.

@@ -427,9 +427,9 @@ def average_metrics(
         timeout: seconds or timedelta; the group's own if None.
 
     Returns:
-        A new dict of floats, the same on every rank: this rank's names in their order, then names
-        of other ranks only. ``sum(value * count) / sum(count)``, and nan where no value counts. In
-        a world of one the same computation on one rank.
+        A new dict of floats, the same on every rank. Its names are this rank's in their order, then
+        those of other ranks only. Each is ``sum(value * count) / sum(count)``, and nan where no
+        value counts. In a world of one the same computation on one rank.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.

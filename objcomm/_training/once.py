@@ -192,8 +192,8 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
             for ``func``, and again for ``post_func``; it may be longer than the group's.
 
     Returns:
-        What ``func`` returned on this host: the identical object on its first rank, an independent
-        copy elsewhere.
+        What ``func`` returned on this host. On its first rank the identical object, elsewhere an
+        independent copy.
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.

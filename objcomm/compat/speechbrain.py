@@ -189,7 +189,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
         run_post_on_all: whether the first ranks run it too.
 
     Returns:
-        What this very rank has run last: nothing is sent. None if it has run nothing.
+        What this very rank has run last; nothing is sent. None if it has run nothing.
 
     Raises:
         CollectiveError: ``func`` or ``post_func`` raised on some rank. Every rank.

@@ -1,0 +1,102 @@
+"""What a reader finds on the built site; the pages' own code is run by ``tests/test_docs.py``."""
+
+import itertools
+import re
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+import objcomm
+from tests.site import build, have_class, page, text_of
+
+_WIDEST_SIGNATURE = 60  # letters; a telephone scrolls it, a desk does not
+_MODULES = {"recorder": "recorder.dump"}  # a module among the public names, and what it has
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory)
+
+
+def entries(site: Path) -> dict[str, ET.Element]:
+    """Each function and class of the reference by its name, with what is said of it alone."""
+    found = {}
+    for path in (site / "reference").rglob("index.html"):
+        for entry in have_class(page(path), "doc-object"):
+            heading = next((each for each in entry if "doc-heading" in each.get("class", "")), None)
+            if heading is not None:
+                found[heading.get("id", "")] = entry
+    return found
+
+
+def signature_of(entry: ET.Element) -> ET.Element | None:
+    return next((each for each in entry if "doc-signature" in each.get("class", "")), None)
+
+
+def sections_of(entry: ET.Element) -> dict[str, ET.Element]:
+    """The lists of an entry's own docstring by their titles."""
+    (contents,) = (each for each in entry if "doc-contents" in each.get("class", ""))
+    children, found = list(contents), {}
+    for title, section in itertools.pairwise(children):
+        if have_class(title, "doc-section-title"):
+            found[text_of(title).removesuffix(":")] = section
+    return found
+
+
+def without_layout(annotation: str) -> str:
+    """A type as one word: a signature puts a long one into parentheses, on lines of its own."""
+    return re.sub(r"^\((.*)\)$", r"\1", re.sub(r"\s", "", annotation))
+
+
+def test_each_signature_is_wrapped_and_highlighted(site: Path) -> None:
+    seen = 0
+    for name, entry in entries(site).items():
+        signature = signature_of(entry)
+        if signature is None:  # a class without arguments
+            continue
+        lines = "".join(signature.itertext()).splitlines()
+        assert max(map(len, lines)) <= _WIDEST_SIGNATURE, f"{name}: {lines}"
+        assert have_class(signature, "p"), f"{name}: nothing is highlighted"
+        seen += 1
+    assert seen > len(objcomm.__all__) / 2
+
+
+def test_each_return_shows_its_type_and_a_description(site: Path) -> None:
+    seen = 0
+    for name, entry in entries(site).items():
+        returned = sections_of(entry).get("Returns")
+        if returned is None:
+            continue
+        (item,) = returned
+        shown = [text_of(each) for each in item if each.tag == "code"]
+        signature = signature_of(entry)
+        assert signature is not None
+        _, _, annotation = text_of(signature).rpartition("->")
+        (description,) = have_class(item, "doc-md-description")
+        assert list(map(without_layout, shown)) == [without_layout(annotation)], name
+        assert text_of(description)
+        seen += 1
+    assert seen > len(objcomm.__all__) / 3
+
+
+def test_the_index_links_every_public_name_to_its_entry(site: Path) -> None:
+    index = site / "reference" / "index.html"
+    rows = [list(row) for row in page(index).iter("tr")]
+    links = {text_of(first): link.get("href", "") for first, *_ in rows for link in first.iter("a")}
+    for name in objcomm.__all__:
+        target, _, anchor = links[_MODULES.get(name, name)].partition("#")
+        there = page(index.parent / target / "index.html")
+        assert any(each.get("id") == anchor for each in there.iter()), f"{name}: {target}#{anchor}"
+
+
+def test_the_index_is_in_the_order_of_the_alphabet(site: Path) -> None:
+    rows = [list(row) for row in page(site / "reference" / "index.html").iter("tr")]
+    names = [text_of(row[0]) for row in rows]
+    names = [name.rpartition(".")[2].lower() for name in names[names.index("name") + 1 :]]
+    assert len(names) >= len(objcomm.__all__)
+    assert names == sorted(names)
+
+
+def test_the_reference_shows_nothing_private(site: Path) -> None:
+    assert not [name for name in entries(site) if re.search(r"\._(?!_)", name)]
