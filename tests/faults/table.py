@@ -1,7 +1,8 @@
 """The table of the documentation: every fault in every operation, and what each rank saw."""
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from tests.faults.plan import LARGE_NBYTES, LIMIT_SECONDS, Case, in_torch, tabled
@@ -11,6 +12,8 @@ from tests.faults.run import HANG_SECONDS, Outcome
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 
 _HEAD = f"""
+## How it was tried
+
 Three ranks on one machine; each contributes {LARGE_NBYTES >> 20} MiB. The source of a broadcast or
 scatter is the rank to which it happens, the destination of a gather or reduce is rank 0. What
 several ranks saw alike stands there once; "naming" lists the ranks in the error's attributes, and
@@ -30,6 +33,19 @@ before any call, and has no error that a group outlives: of these two rows it ha
 """
 
 
+_IN_SHORT = """
+## In short
+
+What the ranks heard that waited for the one to which it happened, in all operations together, and
+how long after the fault. Each fault leads to its table. Torch was not tried where its column is
+empty.
+"""
+
+_OF_A_WAIT = re.compile(
+    r"(?P<heard>`\w+`|returns|hangs \([^)]*\))([^;]*?, (?P<seconds>[\d.]+(–[\d.]+)?) s)?"
+)
+
+
 def title(case: Case) -> str:
     """What a table's heading says of a case."""
     first, rest = case.fault.value[0], case.fault.value[1:]
@@ -44,15 +60,55 @@ def rows() -> Iterator[tuple[str, list[Case]]]:
 
 def table(carry_out: Callable[[Case], Outcome]) -> str:
     """Carry out all of it and write it down."""
-    parts = [_HEAD]
+    parts = []
     for name, cases in rows():
-        lines = [f"\n**{name}**\n", "| operation | objcomm | torch |", "|---|---|---|"]
+        lines = [f"\n## {name}\n", "| operation | objcomm | torch |", "|---|---|---|"]
         for case in cases:
             other = in_torch(case)
             theirs = "" if other is None else f"{summary(carry_out(other))}"
             lines.append(f"| {case.operation} | {summary(carry_out(case))} | {theirs} |")
         parts.append("\n".join(lines) + "\n")
-    return "".join(parts)
+    found = "".join(parts)
+    return f"{in_short(found)}{_HEAD}{found}"
+
+
+def in_short(found: str) -> str:
+    """What the tables say, in one line for each fault."""
+    lines = [_IN_SHORT, "| what happens | objcomm | torch |", "|---|---|---|"]
+    for name, cells in groupby(_cells(found), lambda each: each[0]):
+        _, _, ours, theirs = zip(*cells, strict=True)
+        lines.append(f"| [{name}](#{_anchor(name)}) | {_heard(ours)} | {_heard(theirs)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _anchor(heading: str) -> str:
+    """As MkDocs makes it."""
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def _heard(cells: Sequence[str]) -> str:
+    """Of what ranks saw the errors, or that all returned, and the span of seconds."""
+    spans: dict[str, list[float]] = defaultdict(list)
+    for each in (found for cell in cells for found in _OF_A_WAIT.finditer(cell)):
+        spans[each["heard"]] += map(float, re.findall(r"[\d.]+", each["seconds"] or ""))
+    spans.pop("`KeyboardInterrupt`", None)  # the interrupted rank's own
+    if len(spans) > 1:
+        spans.pop("returns", None)  # the third rank, which waits for nobody who failed
+    return "; ".join(
+        f"{heard}, {_span(seconds)}" if seconds else heard
+        for heard, seconds in sorted(spans.items())
+    )
+
+
+def _cells(page: str) -> Iterator[tuple[str, str, str, str]]:
+    """The rows of the tables, each under its fault."""
+    name = ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            name = line.removeprefix("## ")
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if name.startswith("Rank ") and cells and cells[0] not in {"operation", "---"}:
+            yield name, cells[0], cells[1], cells[2]
 
 
 def summary(outcome: Outcome) -> str:
@@ -99,15 +155,8 @@ def replaced(page: str, written: str) -> str:
 
 def listed(page: str) -> list[tuple[str, str, str]]:
     """What a page's table has: title, operation, and whether it tells of torch's as well."""
-    found = []
-    name = ""
-    for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
-        if line.startswith("**"):
-            name = line.strip("*")
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if name and cells and cells[0] not in {"operation", "---"}:
-            found.append((name, cells[0], "torch" if cells[2] else ""))
-    return found
+    written = page.partition(BEGIN)[2].partition(END)[0]
+    return [(name, call, "torch" if torch else "") for name, call, _, torch in _cells(written)]
 
 
 def planned() -> list[tuple[str, str, str]]:
