@@ -18,7 +18,7 @@ help:
 	@echo 'make test-long   the rest: every fault, the soak, hosts, examples, the package'
 	@echo 'make lint    ruff and codespell          make format   let ruff mend what it can'
 	@echo 'make types   mypy, strict                make docs     build the site into site/'
-	@echo 'make bench   measure everything and write docs/benchmarks.md; takes long'
+	@echo 'make bench   measure everything and write docs/benchmarks.md and targets.md; takes long'
 	@echo 'make bench-smoke shows within a minute that the benchmarks run'
 	@echo 'make package build dist/, and try it where nothing else is installed; test-long does it'
 	@echo 'make clean   remove .venv and all that was built'

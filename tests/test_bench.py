@@ -14,7 +14,7 @@ from bench.machine import short_mpi_name
 from bench.measure import Record, slowest, summarise, turns
 from bench.payloads import PAYLOADS, Tally, same
 from bench.peers import PEERS
-from bench.report import amount, one_line, page
+from bench.report import amount, one_line, page, scoreboard
 from bench.results import Results
 
 pytestmark = pytest.mark.long
@@ -146,13 +146,30 @@ def test_amounts_have_three_digits_and_a_unit(value: float, metric: str, text: s
     assert amount(value, metric) == text
 
 
-def test_the_page_says_what_is_met_missed_and_lost() -> None:
+def test_the_pages_say_what_is_met_missed_and_lost() -> None:
     rows = [_row("objcomm", 0.3), _row("torch", 1.0), _row("mpi4py", 0.1)]
-    written = page(Results.of([_ABOUT, *rows]))
+    results = Results.of([_ABOUT, *rows])
+    written = page(results)
     assert "| processor | abacus |" in written
-    assert "0 of 1 met." in written
-    assert "| gather | small dict | 4 | time | 0.30 × torch | 0.20 | **missed** |" in written
+    assert "in which a peer was better than objcomm: mpi4py in 1." in written
+    assert "0 of 1 met." in scoreboard(results)
+    missed = "| gather | small dict | 4 | time | 0.30 × torch | 0.20 | **missed** |"
+    assert missed in scoreboard(results)
+    assert missed not in written
     assert "| gather | small dict | 4 | time | mpi4py | 3.00 |" in written
+
+
+def test_the_page_begins_with_the_rows_to_decide_by() -> None:
+    rows = [_row("objcomm", 0.3), _row("torch", 1.0), _row("mpi4py", 0.1)]
+    head, _, rest = page(Results.of([_ABOUT, *rows])).partition("## Five rows to decide by")
+    assert "|" not in head
+    assert "from each rank | 300 ms | 1.00 s (0.30) | – | 100 ms (3.00) |\n" in rest
+
+
+def test_the_recorded_figures_have_every_row_to_decide_by() -> None:
+    written = page(Results.load([_REPOSITORY / "docs" / "benchmarks.jsonl"]))
+    table = written.partition("## Five rows to decide by")[2].partition("\n## ")[0]
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 2 + 5
 
 
 def test_the_page_tells_the_mean_ratio_to_mpi4py_of_small_calls_in_a_row() -> None:
@@ -167,6 +184,7 @@ def test_smoke_figures_are_marked_and_never_judged() -> None:
     results = Results.of([_ABOUT, *rows])
     assert results.judgements() == []
     assert "These figures mean nothing" in page(results)
+    assert "These figures mean nothing" in scoreboard(results)
 
 
 def test_an_mpi_is_named_without_the_host_that_built_it() -> None:
@@ -183,6 +201,7 @@ def test_a_smoke_run_at_world_two_measures_every_peer_and_reports(tmp_path: Path
     assert all(row["smoke"] and 0 < row["p10"] <= row["median"] <= row["p90"] for row in rows[1:])
     _bench("report", str(figures), "-o", str(written))
     assert "### gather" in written.read_text()
+    assert "# Targets" in written.with_name("targets.md").read_text()
     assert one_line(Record(**rows[1])).startswith("gather")
 
 

@@ -49,3 +49,5 @@ def test_the_benchmarks_are_drawn_from_the_recorded_figures(tmp_path: Path) -> N
         assert drawn == picture.read_text(encoding="utf-8"), "run: python -m bench report"
     page = report.page(results, is_drawn=True)
     assert page == (_DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    targets = report.scoreboard(results)
+    assert targets == (_DOCS / "targets.md").read_text(encoding="utf-8")
