@@ -17,7 +17,7 @@ help:
 	@echo 'make test    what tells that a change broke something, in minutes'
 	@echo 'make test-long   the rest: every fault, the soak, hosts, examples, the package'
 	@echo 'make lint    ruff and codespell          make format   let ruff mend what it can'
-	@echo 'make types   mypy, strict                make docs     build the site into site/'
+	@echo 'make types   mypy and pyright, strict    make docs     build the site into site/'
 	@echo 'make bench   measure everything and write docs/benchmarks.md and targets.md; takes long'
 	@echo 'make bench-smoke shows within a minute that the benchmarks run'
 	@echo 'make package build dist/, and try it where nothing else is installed; test-long does it'
@@ -48,6 +48,7 @@ format: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	$(BIN)/pyright
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
