@@ -34,6 +34,9 @@ E = TypeVar("E", bound="ObjcommError")
 
 _PAIR = 2
 
+# What a process calls the program that it runs; the second one, if multiprocessing started it.
+_PROGRAMS = ("__main__", "__mp_main__")
+
 # Of what was received, so much stands in an error.
 _SHOWN_LETTERS = 100
 _SHOWN_MAX = 1 << 64
@@ -109,15 +112,56 @@ class DecodeError(CodecError):
     Attributes:
         codec: the codec's name.
         reason: what went wrong.
+        lacking: what this process does not have, as ``module`` or ``module:name``; empty where
+            that is not what went wrong.
+        origin: which rank gave the object, to which operation, and at which line of its program;
+            None where no rank sent it, as in ``from_tensor``.
     """
 
-    def __init__(self, codec: str, reason: str) -> None:
-        super().__init__(codec, reason)
+    origin: "Position | None" = None
+
+    def __init__(self, codec: str, reason: str, lacking: str = "") -> None:
+        super().__init__(codec, reason, lacking)
         self.codec = codec
         self.reason = reason
+        self.lacking = lacking
 
     def __str__(self) -> str:
-        return f"codec {self.codec!r} cannot decode what arrived: {self.reason}"
+        what, sender = "what arrived", "the sender"
+        if self.origin is not None:
+            where = f" at {self.origin.call_site}" if self.origin.call_site else ""
+            sender = f"rank {self.origin.rank}"
+            what = f"what {sender} gave to {self.origin.operation}{where}"
+        told = f"codec {self.codec!r} cannot decode {what}: {self.reason}"
+        return told + _cure_of(self.lacking, sender)
+
+
+def _cure_of(lacking: str, sender: str) -> str:
+    """What makes a module, or a name in it, known to this process as it is to the sender."""
+    module, _, name = lacking.partition(":")
+    if not lacking:
+        return ""
+    if not name:
+        return (
+            f"; {sender} can import the module {module!r}, this process cannot: install it here, "
+            "or put its folder on PYTHONPATH"
+        )
+    if module in _PROGRAMS:
+        return (
+            f"; {sender} defines {name!r} in its program or notebook, this process does not: "
+            "define it on every rank, best in a module that all of them import"
+        )
+    return (
+        f"; {sender} has {name!r} in the module {module!r}, this process does not: install the "
+        f"same version of {module.partition('.')[0]!r} on every rank"
+    )
+
+
+def sent_at(error: "DecodeError", origin: "Position") -> "DecodeError":
+    """The error, which now says whose object it is of; what names a rank already stays."""
+    if error.origin is None:
+        error.origin = origin
+    return error
 
 
 def not_accepted(codec: str, accepted: Collection[str]) -> DecodeError:

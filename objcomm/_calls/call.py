@@ -53,7 +53,7 @@ from objcomm._wire.header import (
     shown,
 )
 from objcomm._wire.message import Message, compose
-from objcomm.errors import CollectiveError, DecodeError, ObjcommError, WireError
+from objcomm.errors import CollectiveError, DecodeError, ObjcommError, WireError, sent_at
 
 if TYPE_CHECKING:
     from objcomm._transport.lane import Lane
@@ -124,15 +124,19 @@ class Coding:
         """The object in a message that carries one.
 
         Raises:
-            DecodeError: it can't be rebuilt here.
+            DecodeError: it can't be rebuilt here; it says whose it is.
             WireError: it carries none, or what its sender did not sign.
         """
         message.check()
         if message.header.status != Status.VALUE:
             raise WireError(f"{message.header.position} sent status {message.header.status}")
         owners = [buffer.owner for buffer in message.buffers]
-        with span("decode"), using(self.settings):
-            return decode(message.header.codec, message.meta, owners, device=self.device)
+        try:
+            with span("decode"), using(self.settings):
+                return decode(message.header.codec, message.meta, owners, device=self.device)
+        except DecodeError as error:
+            sent_at(error, message.header.position)
+            raise
 
 
 R = TypeVar("R")
@@ -425,8 +429,8 @@ class Call:
         """
         plain = self.decode(message)
         if not fits(plain):
-            sender = f"rank {message.header.sender} of the group"
-            raise DecodeError(message.header.codec, f"{sender} sent no {what}")
+            position = message.header.position
+            raise sent_at(DecodeError(message.header.codec, f"it is no {what}"), position)
         return plain
 
     def confirm(self) -> None:

@@ -5,6 +5,7 @@ Buffers travel as they are, from the sender's memory into memory that the receiv
 """
 
 import dataclasses
+import re
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -191,7 +192,27 @@ def _decode_by(
     except MemoryError as error:  # there may be none for its text either
         raise DecodeError(codec.name, "there is no memory for it") from error
     except Exception as error:
-        raise DecodeError(codec.name, text_of(error)) from error
+        lacking = _lacking(error)
+        advice = "" if lacking else "; see that all ranks have the same version of its class"
+        raise DecodeError(codec.name, f"{text_of(error)}{advice}", lacking) from error
+
+
+# As pickle says it, and as Python itself does.
+_NO_SUCH_NAME = (
+    re.compile(r"Can't get attribute '(?P<name>[^']+)' on <module '(?P<module>[^']+)'"),
+    re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'"),
+    re.compile(r"Can't resolve path '(?P<name>[^']+)' on module '(?P<module>[^']+)'"),
+)
+
+
+def _lacking(error: Exception) -> str:
+    """The module, or the name in one, for want of which something was not rebuilt; or nothing."""
+    if type(error) is ModuleNotFoundError:
+        return error.name or ""
+    if type(error) is AttributeError:
+        found = next(filter(None, (each.match(str(error)) for each in _NO_SUCH_NAME)), None)
+        return f"{found['module']}:{found['name']}" if found else ""
+    return ""
 
 
 def copy(codec: Codec, obj: object) -> Any:

@@ -8,7 +8,14 @@ from objcomm._config import Settings
 from objcomm._wire.header import BLANK, EVERYONE, Flag, Header, Status, check_same_call, signed_part
 from objcomm._wire.message import Message, open_head
 from objcomm._wire.signing import Newest, environment_secret, signer_for
-from objcomm.errors import AuthenticationError, ObjcommError, WireError, not_accepted
+from objcomm.errors import (
+    AuthenticationError,
+    DecodeError,
+    ObjcommError,
+    WireError,
+    not_accepted,
+    sent_at,
+)
 
 # An enumeration's members take longer to find than all else that is done with them.
 _VALUE, _BUNDLE = int(Status.VALUE), int(Status.BUNDLE)
@@ -158,6 +165,8 @@ class Gate:
             WireError: it is larger than a limit; the same.
         """
         refusal = self.refusal(header)
+        if isinstance(refusal, DecodeError):
+            sent_at(refusal, header.position)
         if refusal is not None and not header.is_all_head:
             raise refusal
         message = open_head(raw, header)

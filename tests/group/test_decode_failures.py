@@ -1,7 +1,11 @@
 """What arrives cannot be rebuilt: whose error that is, and that all ranks stay in step."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import pickle
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,9 +17,10 @@ from objcomm import CodecError, CollectiveError, DecodeError
 from objcomm._codecs import base
 from objcomm._codecs.base import Encoded
 from tests.cases import case
-from tests.group.helpers import RefusesToArrive, assert_group_works
+from tests.group.helpers import RefusesToArrive, assert_group_works, error_in, subgroup
 from tests.group.operations import OPERATIONS, first
 from tests.ranks import ranks
+from tests.workers import here
 
 
 @ranks(2, 3)
@@ -171,3 +176,210 @@ def test_with_confirm_structures_that_differ_are_everybodys_error(name: str) -> 
             getattr(objcomm, name)(mine, "sum", confirm=True)
         assert list(caught.value.failures) == [1]
     assert_group_works()
+
+
+class Thing:
+    """Goes by the name of another module, which only its sender has."""
+
+
+#: Why a rank lacks a class: its place, what the rank has instead, and what to do.
+LACKING: dict[str, tuple[str, str, str]] = {
+    "a program": (
+        "__main__:Thing",
+        "AttributeError",
+        "rank 1 defines 'Thing' in its program or notebook, this process does not: define it on",
+    ),
+    "a module": (
+        "only.there",
+        "ModuleNotFoundError",
+        "rank 1 can import the module 'only', this process cannot: install it here",
+    ),
+    "another version": (
+        "new_here:Thing",
+        "AttributeError",
+        "rank 1 has 'Thing' in the module 'new_here', this process does not: install the same",
+    ),
+}
+
+
+@contextlib.contextmanager
+def lacking(why: str, *, size: int = 0) -> Iterator[Any]:
+    """On global rank 1 an object of a class that the other ranks lack; on those another object."""
+    name = LACKING[why][0].partition(":")[0]
+    there = {name: types.ModuleType(name)} if why == "another version" else {}
+    if here().rank == 1 and why != "a program":
+        there = {each: types.ModuleType(each) for each in (name.partition(".")[0], name)}
+    with mock.patch.dict(sys.modules, there):
+        if here().rank != 1:
+            yield 0
+            return
+        with (
+            mock.patch.object(sys.modules[name], "Thing", Thing, create=True),
+            mock.patch.object(Thing, "__module__", name),
+        ):
+            thing = Thing()
+            vars(thing)["size"] = bytes(size)
+            yield thing
+
+
+def _recv(obj: Any, **options: Any) -> Any:
+    """From rank 1 to all others."""
+    group = options.get("group")
+    own, sender = objcomm.rank(group), options.pop("group_src")
+    if own != sender:
+        return objcomm.recv(group_src=sender, **options)
+    for rank in range(objcomm.world_size(group)):
+        if rank != own:
+            objcomm.send(obj, group_dst=rank, **options)
+    return None
+
+
+def _irecv(obj: Any, **options: Any) -> Any:
+    """From rank 1, who waits for nobody, to all others."""
+    group = options.get("group")
+    own, sender = objcomm.rank(group), options.pop("group_src")
+    others = [rank for rank in range(objcomm.world_size(group)) if rank != own]
+    works: list[Any] = (
+        [objcomm.irecv(group_src=sender, **options)]
+        if own != sender
+        else [objcomm.isend(obj, group_dst=rank, **options) for rank in others]
+    )
+    return [work.wait() for work in works]
+
+
+def _told(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for an operation in which every rank sends, whoever it is that cannot be read."""
+    return lambda obj, group_src: operation(obj) if group_src == 1 else None
+
+
+#: Rank 1 gives an object, and the name is that of its call.
+SENDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "broadcast": (objcomm.broadcast, "broadcast"),
+    "scatter": (OPERATIONS["scatter"], "scatter"),
+    "all_gather": (_told(objcomm.all_gather), "all_gather"),
+    "all_to_all": (_told(OPERATIONS["all_to_all"]), "all_to_all"),
+    "async broadcast": (
+        lambda obj, **options: objcomm.broadcast(obj, async_op=True, **options).wait(),
+        "broadcast",
+    ),
+    "recv": (_recv, "send"),
+    "irecv": (_irecv, "isend"),
+}
+
+
+def _assert_told(error: DecodeError, why: str, operation: str, rank: int) -> None:
+    place, kind, advice = LACKING[why]
+    assert error.origin is not None
+    assert (error.origin.rank, error.origin.operation) == (rank, operation.removeprefix("i"))
+    assert re.search(r"(test_decode_failures|operations)\.py:[0-9]+$", error.origin.call_site)
+    assert error.lacking == place.partition(".")[0]
+    named = f"'pickle' cannot decode what rank {rank} gave to {operation.removeprefix('i')} at"
+    assert f"{named} {error.origin.call_site}: {kind}: " in str(error)
+    assert advice.replace("rank 1", f"rank {rank}") in str(error)
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # made here
+    assert (str(again), again.origin, again.lacking) == (str(error), error.origin, error.lacking)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("why", LACKING)
+@pytest.mark.parametrize("size", [0, 200_000])
+def test_who_cannot_rebuild_an_object_is_told_whose_it_is_and_in_which_call(
+    why: str, size: int
+) -> None:
+    with lacking(why, size=size) as obj:
+        for name, (send, operation) in SENDS.items():
+            with case(name):
+                if here().rank == 1:
+                    send(obj, group_src=1)
+                else:
+                    error = error_in(DecodeError, lambda: send(obj, group_src=1))  # noqa: B023  # called here
+                    _assert_told(error, why, operation, 1)
+    assert_group_works()
+
+
+@ranks(2, 3)
+def test_the_destination_of_a_gather_is_told_whose_object_it_is() -> None:
+    with lacking("a program") as obj:
+        if here().rank == 0:
+            error = error_in(DecodeError, lambda: objcomm.gather(obj, dst=0))
+            _assert_told(error, "a program", "gather", 1)
+        else:
+            assert objcomm.gather(obj, dst=0) is None
+    assert_group_works()
+
+
+@ranks(3)
+def test_in_a_subgroup_the_sender_is_named_by_its_rank_there() -> None:
+    with subgroup(1, 2) as group, lacking("a module") as obj:
+        if here().rank == 2:
+            receive = SENDS["broadcast"][0]
+            error = error_in(DecodeError, lambda: receive(obj, group_src=0, group=group))
+            _assert_told(error, "a module", "broadcast", 0)
+        elif here().rank == 1:
+            objcomm.broadcast(obj, group_src=0, group=group)
+        if here().rank > 0:
+            assert_group_works(group)
+    assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", ["all_reduce", "reduce", "scan"])
+def test_a_reduction_tells_every_rank_whose_operand_cannot_be_rebuilt(name: str) -> None:
+    with lacking("another version") as obj:
+        told = ""
+        try:
+            OPERATIONS[name](obj)
+        except CollectiveError as error:
+            told = str(error)
+        assert told or name == "reduce" or here().rank > 0
+        if here().rank == 0:
+            assert f"cannot decode what rank 1 gave to {name} at " in told
+            assert "new_here" in told
+    assert_group_works()
+
+
+@ranks(2)
+def test_who_sent_what_is_not_accepted_is_named() -> None:
+    for size in (10, 200_000):  # with the head, and behind it
+        with case(size):
+            if here().rank == 1:
+                with contextlib.suppress(CollectiveError):
+                    objcomm.broadcast(bytes(size), src=1, codec="pickle")
+            else:
+                with objcomm.configure(accept={"msgpack"}):
+                    error = error_in(DecodeError, lambda: objcomm.broadcast(None, src=1))
+                assert "what rank 1 gave to broadcast at " in str(error)
+                assert "this rank accepts only msgpack" in str(error)
+            assert_group_works()
+
+
+def test_of_bytes_that_no_rank_sent_the_sender_is_unknown() -> None:
+    with registered(Odd("odd decode")):
+        tensor = objcomm.to_tensor(1, codec="odd decode")
+        with pytest.raises(DecodeError, match="cannot decode what arrived: ArithmeticErr") as told:
+            objcomm.from_tensor(tensor)
+        assert told.value.origin is None
+        assert "all ranks have the same version of its class" in str(told.value)
+    refused = objcomm.to_tensor(1, codec="pickle")
+    with pytest.raises(DecodeError, match="cannot decode what arrived: this rank accepts"):
+        objcomm.from_tensor(refused, accept={"msgpack"})
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("Can't get attribute 'A.B' on <module 'm.n' from '/x'>", "m.n:A.B"),  # up to Python 3.13
+        ("module 'm' has no attribute 'A'", "m:A"),
+        ("Can't resolve path 'A.B' on module 'm'", "m:A.B"),
+        ("'A' object has no attribute 'b'", ""),  # of a class's own code
+    ],
+)
+def test_what_a_module_lacks_is_read_from_pythons_own_words(text: str, place: str) -> None:
+    def decode(*_: Any, **__: Any) -> None:
+        raise AttributeError(text)
+
+    with registered(Odd("odd")), mock.patch.object(Odd, "decode", decode):
+        tensor = objcomm.to_tensor(1, codec="odd")
+        with pytest.raises(DecodeError) as told:
+            objcomm.from_tensor(tensor)
+    assert told.value.lacking == place

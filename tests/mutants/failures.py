@@ -288,4 +288,20 @@ MUTANTS = (
         "who looks for a message in a block does not hear that the block has failed",
         ("tests/group/test_polls_in_vain.py",),
     ),
+    Mutant(
+        "undecodable-objects-of-nobody",
+        "objcomm/_calls/call.py",
+        "sent_at(error, message.header.position)",
+        "del error",
+        "an object that cannot be rebuilt does not say which rank gave it",
+        ("tests/group/test_decode_failures.py",),
+    ),
+    Mutant(
+        "refused-objects-of-nobody",
+        "objcomm/_wire/admission.py",
+        "sent_at(refusal, header.position)",
+        "pass",
+        "an object whose codec is not accepted does not say which rank gave it",
+        ("tests/group/test_decode_failures.py",),
+    ),
 )

@@ -33,7 +33,10 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
             errors.EncodeError("pickle", "lock", "obj['cb']", "why"),
             ["pickle", "lock", "obj['cb']", "why"],
         ),
-        (errors.DecodeError("msgpack", "why"), ["msgpack", "why"]),
+        (
+            errors.sent_at(errors.DecodeError("pickle", "why", "models.net:Head"), _OTHER),
+            ["pickle", "why", "rank 1 gave to gather at é.py:2", "'Head'", "version of 'models'"],
+        ),
         (errors.ForbiddenTypeError("msgpack", "class 'a.B'"), ["msgpack", "a.B"]),
         (errors.WireError("text"), ["text"]),
         (errors.AuthenticationError("not signed"), ["not signed"]),
@@ -114,6 +117,26 @@ def test_the_tree_is_the_documented_one() -> None:
     for name, bases in parents.items():
         assert getattr(errors, name).__bases__ == bases
     assert len(_all_errors(errors.ObjcommError)) == len(parents) + 1
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [
+        ("pandas", "the sender can import the module 'pandas', this process cannot: install it"),
+        ("__main__:Config", "the sender defines 'Config' in its program or notebook"),
+        ("models.net:Head", "install the same version of 'models' on every rank"),
+        ("", "cannot decode what arrived: why"),
+    ],
+)
+def test_what_no_rank_sent_is_the_senders(lacking: str, told: str) -> None:
+    error = errors.DecodeError("pickle", "why", lacking)
+    assert told in str(error)
+    assert error.origin is None
+
+
+def test_the_first_to_say_whose_object_it_was_knows_best() -> None:
+    error = errors.sent_at(errors.DecodeError("pickle", "why"), _SIDE)
+    assert errors.sent_at(error, _OTHER).origin == _SIDE
 
 
 def test_failures_cannot_be_changed_from_outside() -> None:
