@@ -12,6 +12,7 @@ from __future__ import annotations  # torch may be built without distributed
 import contextlib
 import os
 import threading
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from objcomm._environment import Unjoined, tells_no_size, unjoined_in
 from objcomm.errors import NotInGroupError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 #: A group's limit where its own can't be found: torch's default for Gloo.
@@ -116,6 +117,50 @@ def _said_by(operation: str) -> str:
     return f"{operation}: " if operation else ""
 
 
+def refuse_worker(operation: str, rank: int) -> None:
+    """Let no worker of a DataLoader take itself for a rank.
+
+    Args:
+        operation: what the user has called.
+        rank: global, of the process that the worker works for; -1 where nothing tells.
+
+    Raises:
+        UsageError: this process is a worker.
+    """
+    worker = get_worker_info()
+    if worker is not None:
+        whose = f"rank {rank}" if rank >= 0 else "a rank"
+        raise UsageError(
+            f"{_said_by(operation)}this process is worker {worker.id} of a DataLoader of {whose}, "
+            "and no rank itself; make this call in the process that reads from the DataLoader, "
+            "or set num_workers=0"
+        )
+
+
+class _Inheritance:
+    """The world that this process was forked with, if it was: its connections are the parent's."""
+
+    def __init__(self) -> None:
+        self._world: Callable[[], Any] = _nobody
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=self._note)
+
+    def _note(self) -> None:
+        world = default_group()
+        self._world = _nobody if world is None else weakref.ref(world)
+
+    def has(self, world: Any) -> bool:
+        """Whether a process group of all ranks was made before this process was forked."""
+        return world is not None and self._world() is world
+
+
+def _nobody() -> None:
+    """In place of a reference."""
+
+
+inheritance = _Inheritance()
+
+
 def group_for_call(group: GroupLike, operation: str = "") -> Any:
     """The process group on which a call with this ``group=`` is made; None for a world of one.
 
@@ -133,12 +178,7 @@ def group_for_call(group: GroupLike, operation: str = "") -> Any:
         is_sure = group is not None or tells_no_size()
         promise = "" if is_sure else unjoined_in(os.environ).promise
         if promise:
-            worker = get_worker_info()
-            if worker is not None:
-                raise UsageError(
-                    f"{said_by}worker {worker.id} of a DataLoader is a process of its own, and no "
-                    "rank; make this call in the process that reads from the DataLoader"
-                )
+            refuse_worker(operation, unjoined_in(os.environ).rank)
             raise UsageError(
                 f"{said_by}{promise} promises other ranks, but torch.distributed is not "
                 "initialised; call objcomm.init or init_process_group first"

@@ -20,7 +20,7 @@ from objcomm._environment import Placement, has_agent_store, placement_in
 from objcomm._observe.history import call_site
 from objcomm._observe.log import log
 from objcomm._transport.rendezvous import GivenUpError, MeetingState, await_all, meet
-from objcomm._world import is_initialized, is_reachable, store_of
+from objcomm._world import is_initialized, is_reachable, refuse_worker, store_of
 from objcomm.errors import StartError, UsageError
 
 
@@ -164,8 +164,8 @@ def init(
 
     Raises:
         UsageError: a variable is missing or wrong, and the error names it; a backend is not
-            there; there are too few CUDA devices; the program has initialised another backend.
-            The rank that sees it, before it meets the others.
+            there; there are too few CUDA devices; the program has initialised another backend;
+            this process is a DataLoader's worker. The process that sees it, before it meets others.
         StartError: the ranks could not meet. Every rank that has tried.
 
     Examples:
@@ -175,9 +175,12 @@ def init(
     """
     limit = None if timeout is None else timedelta(seconds=seconds_of("init", timeout))
     if is_initialized():
+        refuse_worker("init", dist.get_rank())
         start = _as_it_is(backend)
     else:
         place = placement_in(os.environ)
+        if place is not None:
+            refuse_worker("init", place.rank)
         start = _alone() if place is None else _joined(place, backend, limit, device)
     log.info("%s", start)
     return start

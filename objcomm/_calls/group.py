@@ -30,8 +30,10 @@ from objcomm._world import (
     TIMEOUT_SECONDS,
     default_group,
     group_for_call,
+    inheritance,
     is_initialized,
     rank,
+    refuse_worker,
     timeout_of,
 )
 from objcomm.errors import UsageError
@@ -76,7 +78,8 @@ class Group:
             self._own = functools.partial(_living, weakref.ref(process_group))
             self._timeout_seconds = timeout_of(process_group)
         self.size = len(self.ranks)
-        self._pid = os.getpid()
+        # A group that is first used in a fork is its parent's no less.
+        self._pid = -1 if inheritance.has(world) else os.getpid()
         self._lock = threading.Lock()
         self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
         self._whole = self._joining(tuple(range(self.size)), None)
@@ -209,13 +212,16 @@ class Group:
         """Refuse a call that this process can't make.
 
         Raises:
-            UsageError: it was forked from the one that made the group, or its interpreter is
-                shutting down.
+            UsageError: it was forked from the one that made the group, as a DataLoader's worker
+                may be; or its interpreter is shutting down.
         """
-        if self._pid != os.getpid():
+        if self.is_of_the_parent:
+            parent = rank()
+            refuse_worker(operation, parent)
             raise UsageError(
-                f"{operation}: a forked process cannot use its parent's connections; "
-                "call objcomm from the process that called init_process_group"
+                f"{operation}: this process was forked by rank {parent}, and is no rank itself: "
+                "a forked process cannot use its parent's connections; call objcomm from the "
+                "process that called init_process_group"
             )
         check_running(operation)
 

@@ -83,13 +83,15 @@ class P2PCall:
             name: of the user's call, where it is another.
 
         Raises:
-            UsageError: an argument is wrong, or this rank is in a region where the others make no
-                such call.
+            UsageError: an argument is wrong, or this process can't use the group, or this rank is
+                in a region where the others make no such call.
             NotInGroupError: this rank is no member.
         """
         self._began = time.perf_counter()
         self._name = name or operation_name(self.operation)
         self.group = resolve(group, self._name)
+        if self.group.size > 1:
+            self.group.check_process(self._name)
         self._peers = peers_of(self.group)
         self._coding = coding
         self._deadline = self.group.deadline(self._name, timeout)

@@ -318,12 +318,7 @@ class Peers:
         self._pairs: dict[int, Pair] = {}  # by the other rank
 
     def pair(self, group: Group, peer: int) -> Pair:
-        """This rank and another one of the group.
-
-        Raises:
-            UsageError: this process can't use the group.
-        """
-        group.check_process("a message from rank to rank")
+        """This rank and another one of the group."""
         pair = self._pairs.get(peer)
         if pair is None:
             channel = group.channel((min(peer, group.rank), max(peer, group.rank)))

@@ -15,7 +15,7 @@ from objcomm import TransportTimeout, UsageError
 from objcomm._observe.recorder import Recorder
 from objcomm._p2p.mailbox import Mailbox
 from objcomm._transport.store import loopback_store
-from tests.group.helpers import assert_group_works, keys_in, outcome_of, tell_all
+from tests.group.helpers import assert_group_works, error_in, keys_in, outcome_of, tell_all
 from tests.group.watched import patiently
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S
@@ -133,6 +133,25 @@ def test_a_forked_child_is_refused_its_parents_sockets() -> None:
         os._exit(0 if told == "UsageError" and len(asked) == 4 else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+    assert_group_works()
+
+
+@ranks(2, joined=False)
+def test_a_child_that_is_forked_before_the_first_call_is_no_rank_either() -> None:
+    place = here()
+    met = place.store("rendezvous")
+    dist.init_process_group("gloo", store=met, rank=place.rank, world_size=2)
+    group = dist.new_group([0, 1])
+    child = os.fork()
+    if child == 0:
+        for each in (None, group):
+            error = error_in(objcomm.UsageError, lambda: objcomm.barrier(group=each, timeout=3))  # noqa: B023  # called here
+            if f"forked by rank {place.rank}, and is no rank itself" not in str(error):
+                os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert_group_works(group)
     assert_group_works()
 
 

@@ -6,7 +6,7 @@ import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from objcomm._transport.gloo import GlooLink
 from tests.cases import case
 from tests.group.helpers import assert_group_works, tell_all
 from tests.group.operations import MESSAGES, OBJECT_OPERATIONS, OPERATIONS
-from tests.ranks import ranks
+from tests.ranks import ranks, solo
 from tests.workers import here
 
 NBYTES = (4, 100_000)  # in the first message, and in a buffer of its own
@@ -168,30 +168,55 @@ def test_forked_workers_of_a_loader_live_and_die_beside_calls(*, persistent: boo
     objcomm.barrier()
 
 
-class Caller(Dataset[str]):
+#: What a worker may try, and which call that is.
+TRIED: dict[str, Callable[[], Any]] = {
+    "all_gather": lambda: objcomm.all_gather(1, timeout=30),
+    "broadcast": lambda: objcomm.broadcast(1, src=1, timeout=30),
+    "barrier": lambda: objcomm.barrier(timeout=30),
+    "send": lambda: objcomm.send(1, objcomm.rank()),  # to the rank itself, too
+    "recv": lambda: objcomm.recv(timeout=30),
+    "init": objcomm.init,
+}
+
+
+class Caller(Dataset[tuple[str, str]]):
     """Calls objcomm in a worker, which cannot work."""
 
     def __len__(self) -> int:
-        return 2
+        return len(TRIED)
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> tuple[str, str]:
+        name = list(TRIED)[index]
         try:
-            objcomm.all_gather(index)
+            return name, f"it returned {TRIED[name]()}"
         except objcomm.UsageError as error:
-            return str(error)
-        return ""
+            return name, str(error)
 
 
 @ranks(2, disposable=True)
-def test_a_forked_worker_that_calls_is_told_that_it_cannot() -> None:
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_worker_that_calls_is_told_whose_it_is_and_that_it_is_no_rank(how: str) -> None:
     assert_group_works()
+    own = here().rank
+    place = {"RANK": str(own), "WORLD_SIZE": "2"}  # as a launcher tells all processes of the rank
+    loader = DataLoader(Caller(), batch_size=None, num_workers=1, multiprocessing_context=how)
+    with may_have_children(), mock.patch.dict(os.environ, place):
+        answers = dict(loader)
+    assert set(answers) == set(TRIED)
+    for name, told in answers.items():
+        assert told.startswith(
+            f"{name}: this process is worker 0 of a DataLoader of rank {own}, and no rank itself; "
+        ), told
+    assert_group_works()
+
+
+@solo()
+def test_in_a_program_that_runs_alone_a_worker_may_call() -> None:
     loader = DataLoader(Caller(), batch_size=None, num_workers=1, multiprocessing_context="fork")
     with may_have_children():
-        answers = list(loader)
-    assert len(answers) == 2
-    for told in answers:
-        assert "forked process" in told
-    assert_group_works()
+        answers = dict(loader)
+    assert answers["all_gather"] == "it returned [1]"
+    assert answers["init"].startswith("it returned no launcher: a world of one")
 
 
 @ranks(2)

@@ -12,7 +12,6 @@ from objcomm._training import main_process
 from tests.cases import case
 from tests.group.helpers import assert_group_works, subgroup
 from tests.ranks import ranks, solo
-from tests.scripts import run_python
 from tests.workers import here
 
 NO_GROUP: Any = [0, 1]
@@ -114,21 +113,3 @@ def test_a_rank_outside_is_told_in_which_call() -> None:
 def test_a_job_that_has_not_begun_is_told_in_which_call() -> None:
     with pytest.raises(UsageError, match=r"^broadcast: WORLD_SIZE=2 promises other ranks"):
         objcomm.broadcast(1)
-
-
-def test_a_worker_of_a_data_loader_is_told_that_it_is_no_rank() -> None:
-    printed = run_python(
-        """
-        import os
-        os.environ.update(WORLD_SIZE="2", RANK="0")
-        import objcomm, torch
-        loader = torch.utils.data.DataLoader(
-            [1], num_workers=1, collate_fn=objcomm.all_gather, multiprocessing_context="spawn"
-        )
-        try:
-            next(iter(loader))
-        except objcomm.UsageError as error:
-            print(error)
-        """
-    )
-    assert "all_gather: worker 0 of a DataLoader is a process of its own, and no rank" in printed
