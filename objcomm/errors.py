@@ -396,15 +396,24 @@ class StartError(ObjcommError, RuntimeError):
         rank: of this process.
         world_size: how many were to come.
         address: ``host:port`` where they were to meet.
-        reason: what torch said.
+        reason: who has not come, or what torch said.
+        missing: ranks that are known not to have come; empty where that was not the reason.
     """
 
-    def __init__(self, rank: int, world_size: int, address: str, reason: str) -> None:
-        super().__init__(rank, world_size, address, reason)
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        reason: str,
+        missing: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(rank, world_size, address, reason, missing)
         self.rank = rank
         self.world_size = world_size
         self.address = address
         self.reason = reason
+        self.missing = missing
 
     def __str__(self) -> str:
         return (

@@ -19,7 +19,14 @@ from objcomm._config import DeviceLike, Timeout, seconds_of
 from objcomm._environment import Placement, has_agent_store, placement_in
 from objcomm._observe.history import call_site
 from objcomm._observe.log import log
-from objcomm._transport.rendezvous import GivenUpError, MeetingState, await_all, meet
+from objcomm._transport.rendezvous import (
+    GivenUpError,
+    MeetingState,
+    await_all,
+    call_the_roll,
+    meet,
+)
+from objcomm._wire.failure_message import named
 from objcomm._world import is_initialized, is_reachable, refuse_worker, store_of
 from objcomm.errors import StartError, UsageError
 
@@ -92,6 +99,9 @@ def cuda_device(place: Placement, device: DeviceLike) -> torch.device:
 
 
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
+
+# The part of the store in which ranks meet, as init_process_group names it.
+_OF_TORCH = "default_pg"
 
 # In torchrun's store, once all ranks have joined.
 _HAVE_JOINED = "objcomm/have joined"
@@ -278,39 +288,79 @@ def _joined(
         torch.cuda.set_device(own)
     address = f"{f'[{place.host}]' if ':' in place.host else place.host}:{place.port}"
     try:
-        agents = _store_of_agent(place, limit) if has_agent_store(os.environ) else None
+        agents = has_agent_store(os.environ)
+        store = _store(place, limit, is_agents=agents)
+        fresh = _fresh_part(store, place) if agents else dist.PrefixStore(_OF_TORCH, store)
+        _call_the_roll(fresh, place, store.timeout.total_seconds())  # type: ignore[attr-defined]  # not in torch's stub
         dist.init_process_group(
-            chosen,
-            store=None if agents is None else _fresh_part(agents, place),
-            init_method=f"tcp://{address}" if agents is None else None,
-            timeout=limit,
-            rank=place.rank,
-            world_size=place.world_size,
+            chosen, store=fresh, timeout=limit, rank=place.rank, world_size=place.world_size
         )
         world = dist.group.WORLD
         if world is not None and is_reachable(None):
             _connect(limit)
             # Who left sooner would end connections that other ranks are still making.
             await_all(store_of(world), place.world_size)
-        if agents is not None:
-            agents.set(_HAVE_JOINED, "")
+        if agents:
+            store.set(_HAVE_JOINED, "")
     except (RuntimeError, ValueError, TimeoutError) as error:
         shutdown()
-        raise StartError(place.rank, place.world_size, address, str(error)) from error
+        absent = error.missing if isinstance(error, _NotComeError) else ()
+        raise StartError(place.rank, place.world_size, address, str(error), absent) from error
     return Start(
         place.launcher, place.rank, place.world_size, place.local_rank, chosen, own, address
     )
 
 
+class _NotComeError(TimeoutError):
+    """Some ranks have not come to the meeting; it becomes a StartError, and never leaves here."""
+
+    def __init__(self, reason: str, missing: tuple[int, ...]) -> None:
+        super().__init__(reason)
+        self.missing = missing
+
+
 # Quoted, for a torch that was built without distributed.
-def _store_of_agent(place: Placement, limit: timedelta | None) -> "dist.Store":
-    """The store that torchrun keeps for all attempts of this job's ranks to meet."""
+def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "dist.Store":
+    """The store where ranks meet: torchrun's, for all attempts, or one that rank 0 keeps.
+
+    Raises:
+        TimeoutError: rank 0 keeps it, and cannot be reached.
+    """
     from torch.distributed.constants import default_pg_timeout  # noqa: PLC0415  # needs distributed
 
-    patience = limit or default_pg_timeout
-    return dist.TCPStore(
-        place.host, place.port, place.world_size, is_master=False, timeout=patience
-    )
+    try:
+        return dist.TCPStore(
+            place.host,
+            place.port,
+            place.world_size,
+            is_master=place.rank == 0 and not is_agents,
+            timeout=limit or default_pg_timeout,
+            wait_for_workers=False,  # they are asked by name: torch only counts them
+            multi_tenant=not is_agents,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+    except RuntimeError as error:
+        if place.rank == 0 or is_agents:
+            raise
+        reason = f"rank 0, which they meet at, has not come or can't be reached ({error})"
+        raise _NotComeError(reason, (0,)) from error
+
+
+def _call_the_roll(part: "dist.Store", place: Placement, seconds: float) -> None:
+    """Return when all ranks have come to a part of the store.
+
+    Raises:
+        TimeoutError: some have not.
+    """
+    turn = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    missing = call_the_roll(part, place.rank, place.world_size, seconds, turn)
+    if missing:
+        here = [rank for rank in range(place.world_size) if rank not in missing]
+        come = f"{named(here)} {'has' if len(here) == 1 else 'have'}"
+        have = "has" if len(missing) == 1 else "have"
+        raise _NotComeError(
+            f"{named(missing)} {have} not come within {seconds:g} s, {come}", missing
+        )
 
 
 def _fresh_part(store: "dist.Store", place: Placement) -> "dist.Store":
@@ -323,7 +373,7 @@ def _fresh_part(store: "dist.Store", place: Placement) -> "dist.Store":
         TimeoutError: some ranks have not come.
     """
     if place.world_size == 1 or not store.check([_HAVE_JOINED]):
-        return dist.PrefixStore("default_pg", store)  # as init_process_group names it
+        return dist.PrefixStore(_OF_TORCH, store)
     progress = MeetingState(place.rank, tuple(range(place.world_size)))
     seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in torch's stub
     timer = threading.Timer(seconds, setattr, (progress, "is_over", True))

@@ -46,6 +46,7 @@ _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
 _SAID_FOR_SECONDS = 1.0
+_READ_WITHIN_SECONDS = 5.0
 # So a pause is at most 2 % of the wait before it: who has waited for minutes is in no hurry.
 _GROWTH = 1.02
 
@@ -272,6 +273,50 @@ def _agreed(told: str, number: str, rank: int, size: int, progress: MeetingState
         raise _damaged(told)
     progress.session = hashlib.blake2b(told.encode(), person=b"objcomm session").hexdigest()
     return met
+
+
+def call_the_roll(
+    store: dist.Store, rank: int, size: int, seconds: float, turn: str
+) -> tuple[int, ...]:
+    """Return when every rank has called this, or who has not; nobody need have met before.
+
+    Args:
+        store: the ranks have it in common; rank 0 may be its host, and leaves last.
+        rank: this one; 0 says when all have come, and when they have waited long enough.
+        size: number of ranks.
+        seconds: how long to wait at most.
+        turn: of several that the same store may see.
+
+    Returns:
+        The ranks that have not come.
+    """
+    ours = dist.PrefixStore(f"{_PREFIX}/roll/{turn}", store)
+    ours.set(f"came/{rank}", "")
+    came = {each: f"came/{each}" for each in range(size)}
+    expires = time.monotonic() + seconds
+    pause = _PAUSE_MIN_SECONDS
+    while not ours.check(["end"]):
+        if rank == 0 and ours.check(list(came.values())):
+            ours.set("end", "")
+            return ()
+        if time.monotonic() > expires:
+            missing = tuple(each for each, key in came.items() if not ours.check([key]))
+            if rank == 0:
+                ours.set("end", " ".join(map(str, missing)))
+                others = [each for each in came if each not in {0, *missing}]
+                _await_readers(ours, [f"read/{each}" for each in others])
+            return missing
+        pause = _sleep(pause)
+    told = (_read_text(ours, "end") or "").split()
+    ours.set(f"read/{rank}", "")
+    return tuple(map(int, told))
+
+
+def _await_readers(store: dist.Store, keys: list[str]) -> None:
+    """Keep the store until they have read why nobody waits any more, or are gone themselves."""
+    expires = time.monotonic() + _READ_WITHIN_SECONDS
+    while keys and not store.check(keys) and time.monotonic() < expires:
+        time.sleep(_PAUSE_MAX_SECONDS)
 
 
 def await_all(store: dist.Store, size: int) -> None:

@@ -248,3 +248,33 @@ def test_ranks_that_do_not_come_are_an_error_with_the_address() -> None:
     assert caught.value.address == f"127.0.0.1:{port}"
     assert "MASTER_PORT" in str(caught.value)
     assert not dist.is_initialized()
+
+
+@ranks(3, joined=False)
+@pytest.mark.parametrize("missing", [0, 1, 2])
+@pytest.mark.parametrize("is_agents", [False, True], ids=["own store", "torchrun's store"])
+def test_the_ranks_that_have_come_are_told_who_has_not(missing: int, *, is_agents: bool) -> None:
+    rank = here().rank
+    agent = loopback_store() if rank == missing and is_agents else None
+    told = tell_all("the agent's port", str(agent.port) if agent else "")[missing]
+    port = int(told) if is_agents else shared_port()
+    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(port))
+    if is_agents:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if rank != missing:
+        with pytest.raises(StartError) as caught:
+            objcomm.init(timeout=5)
+        error = caught.value
+        assert (error.rank, error.world_size, error.missing) == (rank, 3, (missing,))
+        here_are = "–".join(str(each) for each in range(3) if each != missing)
+        here_are = here_are if missing != 1 else here_are.replace("–", ", ")
+        if missing or is_agents:
+            assert f"rank {missing} has not come within 5 s, ranks {here_are} have; " in str(error)
+        else:
+            assert "rank 0, which they meet at, has not come or can't be reached (" in str(error)
+        assert not objcomm.is_initialized()
+    tell_all("all know", "")
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    os.environ["MASTER_PORT"] = str(shared_port("second port"))
+    objcomm.init(timeout=PATIENCE_S)
+    assert_group_works()

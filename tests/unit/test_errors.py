@@ -54,7 +54,7 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
         ),
         (errors.BrokenGroupError("gather", "rank 1 died"), ["gather", "rank 1 died"]),
         (
-            errors.StartError(1, 2, "node003:29500", "no answer"),
+            errors.StartError(1, 2, "node003:29500", "no answer", (0,)),
             ["rank 1 of 2", "node003:29500", "no answer", "MASTER_ADDR", "MASTER_PORT"],
         ),
         (
