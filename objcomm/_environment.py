@@ -13,6 +13,18 @@ from typing import NamedTuple
 
 from objcomm.errors import UsageError
 
+#: How a program is started on one host, for errors.
+EXAMPLE = "torchrun --nproc-per-node=4 train.py"
+
+# How a launcher hands a variable to the ranks that it starts.
+_WITH_ADDRESS = {
+    "torchrun": EXAMPLE,  # so nobody has run torchrun: it sets the address
+    "Open MPI": "mpirun -x MASTER_ADDR=HOST ...",
+    "PMI": "mpirun -genv MASTER_ADDR HOST ...",
+    "SLURM": "MASTER_ADDR=HOST srun ...",
+    "jsrun": "jsrun -E MASTER_ADDR=HOST ...",
+}
+
 _PORT = 29500  # torchrun's own
 _SLURM_PORTS = 15000  # the first of those that are derived from a job's number
 _SLURM_PORT_COUNT = 10000
@@ -108,6 +120,11 @@ def tells_no_size() -> bool:
     return environ is not None and not any(name in environ for name in _SIZES)
 
 
+def command_with_address(launcher: str) -> str:
+    """How to start a program so that its ranks know where rank 0 is."""
+    return _WITH_ADDRESS[launcher]
+
+
 def has_agent_store(environ: Mapping[str, str]) -> bool:
     """Whether torchrun keeps the store in which ranks meet, so that no rank shall make one."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -132,7 +149,7 @@ def placement_in(environ: Mapping[str, str]) -> Placement | None:
     if _number(found, "WORLD_SIZE", 1) > 1:
         raise UsageError(
             f"init: WORLD_SIZE={found['WORLD_SIZE']} is set, but no launcher has set RANK; start "
-            "the program by torchrun, srun or mpirun, or set RANK for each process"
+            f"the program by torchrun, srun or mpirun ({EXAMPLE}), or set RANK for each process"
         )
     return None
 
@@ -210,7 +227,7 @@ def _place(names: _Names, found: Mapping[str, str]) -> Placement:
     if size_name not in found:
         raise UsageError(
             f"init: {names.rank}={rank} is set, but {names.world_sizes[-1]} is not; set it to the "
-            "number of ranks"
+            f"number of ranks, or let a launcher set both: {EXAMPLE}"
         )
     world_size = _number(found, size_name)
     if not 0 <= rank < world_size:

@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 from objcomm._calls.group import resolve
 from objcomm._config import DeviceLike, Timeout, seconds_of
-from objcomm._environment import Placement, has_agent_store, placement_in
+from objcomm._environment import (
+    EXAMPLE,
+    Placement,
+    command_with_address,
+    has_agent_store,
+    placement_in,
+)
 from objcomm._observe.history import call_site
 from objcomm._observe.log import log
 from objcomm._transport.rendezvous import (
@@ -133,7 +139,10 @@ class Start:
 
     def __str__(self) -> str:
         if not self.launcher:
-            return "no launcher: a world of one, torch.distributed stays uninitialised"
+            return (
+                "no launcher: a world of one, torch.distributed stays uninitialised; to start "
+                f"several ranks: {EXAMPLE}"
+            )
         local = "" if self.local_rank is None else f" (local rank {self.local_rank})"
         place = f", meeting at {self.address}" if self.address else ""
         return (
@@ -277,7 +286,8 @@ def _joined(
     if not place.host:
         raise UsageError(
             f"init: {place.launcher} has started {place.world_size} ranks, but MASTER_ADDR is not "
-            "set; set it to the host of rank 0, the same on every rank"
+            "set; set it to the host of rank 0, the same on every rank: "
+            f"{command_with_address(place.launcher)}"
         )
     if not dist.is_available():
         raise UsageError(f"init: {place.world_size} ranks, but this torch has no distributed")

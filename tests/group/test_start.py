@@ -203,7 +203,7 @@ def test_without_a_launcher_nothing_is_initialised() -> None:
         init.ddp_init_group({"distributed_backend": "nccl", "device": "cuda:0"}),
     ):
         assert (chosen.launcher, chosen.rank, chosen.world_size) == ("", 0, 1)
-        assert "uninitialised" in str(chosen)
+        assert "uninitialised; to start several ranks: torchrun --nproc-per-node=4" in str(chosen)
     assert not dist.is_initialized()
     assert objcomm.all_gather(3) == [3]
     objcomm.shutdown()
@@ -222,9 +222,37 @@ def test_a_launchers_world_of_one_is_initialised() -> None:
 @solo()
 def test_what_cannot_start_is_said_before_any_wait() -> None:
     wrong: list[tuple[dict[str, str], dict[str, Any], str]] = [
-        ({"RANK": "0"}, {}, "WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "2"}, {}, "set RANK"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, {}, "MASTER_ADDR is not set"),
+        ({"RANK": "0"}, {}, "WORLD_SIZE is not.* let a launcher set both: torchrun --nproc-per-"),
+        (
+            {"WORLD_SIZE": "2"},
+            {},
+            r"srun or mpirun \(torchrun --nproc-per-node=4 train.py\), or set",
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            {},
+            "MASTER_ADDR is not set.*: mpirun -genv MASTER_ADD",
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+            {},
+            "MASTER_ADDR is not set.*: MASTER_ADDR=HOST srun",
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            {},
+            "MASTER_ADDR is not set.*: mpirun -x MASTER_ADDR=HOST",
+        ),
+        (
+            {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"},
+            {},
+            "MASTER_ADDR is not set.*: jsrun -E MASTER_ADDR=HOST",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            {},
+            "MASTER_ADDR is not set.*: torchrun --nproc-per-node=4 train.py",
+        ),
         (torchrun(0, 2), {"timeout": 0}, "timeout=0 must be a positive number"),
         (torchrun(0, 2), {"backend": "smoke"}, "there is no 'smoke'"),
         (torchrun(0, 2), {"backend": "mpi"}, "built without mpi"),
