@@ -1,9 +1,8 @@
 """Import time, measured in fresh interpreters that alternate.
 
-Knows nothing of ranks: one interpreter imports torch, the next torch and then
-all of objcomm. Both find
-compiled bytecode, as an installed package has it, whatever the environment of the benchmark says:
-under PYTHONDONTWRITEBYTECODE most of the time would be the compiler's.
+Knows nothing of ranks: one interpreter imports torch, the next torch and then all of objcomm. Both
+find compiled bytecode, as an installed package has it, whatever the environment of the benchmark
+says: under PYTHONDONTWRITEBYTECODE most of the time would be the compiler's.
 """
 
 import json

@@ -87,7 +87,7 @@ def broadcast(
         src: global rank of the source.
         group_src: the same as a rank within the group; give one. Neither: the group's first rank.
         group: who takes part: a process group, a one-dimensional device mesh, None for the world.
-        timeout: seconds or timedelta; the group's own if None. Shorter or longer, both hold.
+        timeout: seconds or timedelta, shorter or longer than the group's own; that if None.
         codec: what encodes the object on the source; ``"pickle"``, ``"msgpack"`` or a registered
             name. A receiver takes it from the message.
         device: where tensors inside the object shall lie on receivers; if None, on the current
