@@ -29,7 +29,7 @@ else:
     def __getattr__(name: str) -> Any:
         """All public names at once, when the first is used: they need torch."""
         if name.startswith("_") and name != "__all__":  # such as Python itself looks for
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(f"module 'objcomm' has no attribute {name!r}")
         from objcomm import _public  # noqa: PLC0415  # not sooner
 
         names = {each: getattr(_public, each) for each in ["__all__", *_public.__all__]}
@@ -37,7 +37,7 @@ else:
         try:
             return names[name]
         except KeyError:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+            raise AttributeError(f"module 'objcomm' has no attribute {name!r}") from None
 
     def __dir__() -> list[str]:
         return sorted([*__getattr__("__all__"), "__all__", "__doc__", "__file__", "__version__"])

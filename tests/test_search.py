@@ -141,6 +141,8 @@ def as_shown(told: Told, text: str) -> str:
     if error is None or text in str(error):
         return text
     error.reason = text
+    if of == "DecodeError":
+        error.lacking = ""  # its advice is of one reason only
     return str(error)
 
 

@@ -7,11 +7,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-import objcomm
+from tests.public_names import PUBLIC
 from tests.site import build, have_class, page, text_of
 
 _WIDEST_SIGNATURE = 60  # letters; a telephone scrolls it, a desk does not
-_MODULES = {"recorder": "recorder.dump"}  # a module among the public names, and what it has
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +58,7 @@ def test_each_signature_is_wrapped_and_highlighted(site: Path) -> None:
         assert max(map(len, lines)) <= _WIDEST_SIGNATURE, f"{name}: {lines}"
         assert have_class(signature, "p"), f"{name}: nothing is highlighted"
         seen += 1
-    assert seen > len(objcomm.__all__) / 2
+    assert seen > len(PUBLIC) / 2
 
 
 def test_each_return_shows_its_type_and_a_description(site: Path) -> None:
@@ -77,15 +76,15 @@ def test_each_return_shows_its_type_and_a_description(site: Path) -> None:
         assert list(map(without_layout, shown)) == [without_layout(annotation)], name
         assert text_of(description)
         seen += 1
-    assert seen > len(objcomm.__all__) / 3
+    assert seen > len(PUBLIC) / 3
 
 
 def test_the_index_links_every_public_name_to_its_entry(site: Path) -> None:
     index = site / "reference" / "index.html"
     rows = [list(row) for row in page(index).iter("tr")]
     links = {text_of(first): link.get("href", "") for first, *_ in rows for link in first.iter("a")}
-    for name in objcomm.__all__:
-        target, _, anchor = links[_MODULES.get(name, name)].partition("#")
+    for name in PUBLIC:
+        target, _, anchor = links[name].partition("#")
         there = page(index.parent / target / "index.html")
         assert any(each.get("id") == anchor for each in there.iter()), f"{name}: {target}#{anchor}"
 
@@ -94,7 +93,7 @@ def test_the_index_is_in_the_order_of_the_alphabet(site: Path) -> None:
     rows = [list(row) for row in page(site / "reference" / "index.html").iter("tr")]
     names = [text_of(row[0]) for row in rows]
     names = [name.rpartition(".")[2].lower() for name in names[names.index("name") + 1 :]]
-    assert len(names) >= len(objcomm.__all__)
+    assert len(names) >= len(PUBLIC)
     assert names == sorted(names)
 
 

@@ -673,7 +673,7 @@ class Message:
             allow: what a received pickle may name here, as in ``objcomm.configure``.
 
         Returns:
-            A work, whose ``wait`` gives the object. It can't be cancelled: a message has met it.
+            A work, whose ``wait`` gives the object. It can't be cancelled, as its message is here.
 
         Raises:
             ObjcommError: whatever ``recv`` raises: what is wrong with the arguments at once, all
