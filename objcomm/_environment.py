@@ -6,6 +6,7 @@ Reads the environment and the kernel's files: knows no torch, and starts nothing
 import os
 import re
 import socket
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -318,6 +319,11 @@ def machine() -> str:
         node = uuid.getnode()
         boot, rooms = "", [] if node & _IS_INVENTED else [node]
     return "/".join((socket.gethostname(), boot, *map(str, rooms)))
+
+
+def system() -> str:
+    """The operating system as Python names it: ``"linux"``, ``"darwin"`` for macOS."""
+    return sys.platform
 
 
 def namespace(kind: str) -> int:

@@ -341,21 +341,6 @@ def test_numpy_is_not_needed() -> None:
     )
 
 
-def test_a_system_without_what_only_linux_has_serves_a_world_of_one() -> None:
-    run_python(
-        """
-        import fcntl, os, select, socket
-        for module in (fcntl, os, select, socket):
-            for name in dir(module):
-                if any(each in name for each in ("poll", "POLLRDHUP", "PEERCRED", "memfd",
-                                                 "MFD_", "F_SEAL_", "MSG_NOSIGNAL", "CLOEXEC")):
-                    delattr(module, name)
-        import objcomm
-        assert objcomm.broadcast({"lr": 0.1}) == {"lr": 0.1}
-        """
-    )
-
-
 def test_numpy_is_not_needed_by_the_links_of_one_host() -> None:
     run_python(
         """

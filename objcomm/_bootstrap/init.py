@@ -22,6 +22,7 @@ from objcomm._environment import (
     command_with_address,
     has_agent_store,
     placement_in,
+    system,
 )
 from objcomm._observe.history import call_site
 from objcomm._observe.log import log
@@ -59,10 +60,10 @@ def uses_nccl(backend: str) -> bool:
 
 
 def check_backend(backend: str) -> None:
-    """See that this torch has a backend.
+    """See that this torch has a backend, and can use it here.
 
     Raises:
-        UsageError: it has not.
+        UsageError: it has not, or can't.
     """
     known = getattr(dist.Backend, "backend_list", [])
     for name in set(backends_in(backend).values()):
@@ -73,6 +74,19 @@ def check_backend(backend: str) -> None:
                 f"init: backend={backend!r}, but this torch was built without {name}; "
                 "leave backend out, or use 'gloo'"
             )
+        if name == "gloo" and system() != "linux":
+            _check_gloo(backend)
+
+
+def _check_gloo(backend: str) -> None:
+    try:
+        dist.ProcessGroupGloo.create_default_device()
+    except RuntimeError as error:
+        raise UsageError(
+            f"init: backend={backend!r}, but torch's Gloo can't be used on this system "
+            f"({system()!r}: {error}); run several ranks on Linux, or start the program without a "
+            "launcher: a world of one needs no backend"
+        ) from error
 
 
 def cuda_device(place: Placement, device: DeviceLike) -> torch.device:

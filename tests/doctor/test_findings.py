@@ -390,3 +390,20 @@ def test_who_names_a_few_hosts_and_counts_the_others() -> None:
 def test_reports_know_what_they_are_of() -> None:
     assert isinstance(report(0), Report)
     assert evidence().machines == {"node0/boot", "node1/boot"}
+
+
+def test_ranks_on_another_system_are_warned_and_one_that_is_alone_is_not() -> None:
+    changes: dict[str, Any] = {
+        "system": "darwin",
+        "shm_nbytes": UNKNOWN,
+        "shm_free_nbytes": UNKNOWN,
+    }
+    found = only(with_one(2, **changes))
+    assert (found.severity, found.name, found.ranks) == (Severity.WARNING, "system", (2,))
+    assert "'darwin'" in found.what
+    assert "Linux" in found.remedy
+    alone = replace(evidence(report(0, world_size=1, **changes)), world_size=1)
+    note = only(alone)
+    assert (note.severity, note.name, status([note])) == (Severity.NOTE, "system", 0)
+    missing = only(with_one(2, shm_nbytes=UNKNOWN, shm_free_nbytes=UNKNOWN))
+    assert missing.name == "shared-memory"

@@ -110,6 +110,7 @@ class Report:
         backend: what ``objcomm.init`` would choose.
         place_problem: what is wrong with its launcher's variables; empty if nothing is.
         device_problem: why it has no CUDA device of its own; empty if it has, or needs none.
+        system: the operating system, as Python names it.
         shm_nbytes: size of ``/dev/shm``, or ``UNKNOWN``.
         shm_free_nbytes: of it free, or ``UNKNOWN``.
         open_files: how many files and sockets it may have open.
@@ -136,6 +137,7 @@ class Report:
     backend: str = ""
     place_problem: str = ""
     device_problem: str = ""
+    system: str = "linux"
     shm_nbytes: int = UNKNOWN
     shm_free_nbytes: int = UNKNOWN
     open_files: int = UNKNOWN

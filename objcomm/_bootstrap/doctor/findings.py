@@ -229,6 +229,7 @@ def installation(evidence: Evidence) -> Iterator[Finding]:
     yield from _versions(evidence)
     yield from _backends(evidence)
     yield from _devices(evidence)
+    yield from _system(evidence)
     yield from _open_files(evidence)
     yield from _shared_memory(evidence)
     yield from _clocks(evidence)
@@ -313,9 +314,31 @@ def _open_files(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+def _system(evidence: Evidence) -> Iterator[Finding]:
+    told = {
+        rank: f"the system is {report.system!r}, and several ranks have been run on Linux only"
+        for rank, report in evidence.reports.items()
+        if not _is_linux(report)
+    }
+    for text, reports in by(evidence, told).items():
+        yield finding(
+            Severity.NOTE if evidence.world_size == 1 else Severity.WARNING,
+            "system",
+            reports,
+            text,
+            "start several ranks on Linux; a program that runs alone needs nothing of it",
+        )
+
+
+def _is_linux(report: Report) -> bool:
+    return report.system == "linux"
+
+
 def _shared_memory(evidence: Evidence) -> Iterator[Finding]:
     told: dict[int, str] = {}
     for rank, report in evidence.reports.items():
+        if not _is_linux(report):
+            continue  # others share memory in their own ways
         if report.shm_nbytes == UNKNOWN:
             told[rank] = f"there is no {_SHM}"
         elif report.shm_nbytes <= _SMALL_NBYTES:

@@ -47,7 +47,7 @@ from objcomm._bootstrap.doctor.facts import (
     is_loopback,
 )
 from objcomm._bootstrap.init import cuda_device, default_backend, uses_nccl
-from objcomm._environment import Placement, machine, placement_in
+from objcomm._environment import Placement, machine, placement_in, system
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
@@ -470,6 +470,7 @@ def examine(environ: Mapping[str, str]) -> tuple[Report, Placement | None]:
         backend=backend,
         place_problem=place_problem,
         device_problem=_device_problem(place, backend),
+        system=system(),
         shm_nbytes=size,
         shm_free_nbytes=free,
         open_files=_files(soft),

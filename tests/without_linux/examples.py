@@ -1,0 +1,18 @@
+"""Runs the examples of all public names in one process, but those that start other ranks."""
+
+from tests.documented import run_examples
+from tests.test_docs import documented_modules
+
+_STARTS_RANKS = "objcomm._bootstrap.launch"
+
+
+def main() -> None:
+    """Fail if an example does not print what it shows."""
+    names = [name for name in documented_modules() if name != _STARTS_RANKS]
+    assert len(names) > 1
+    for name in names:
+        run_examples(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""A world of one on a system without Linux: what Python is told there, ``sitecustomize`` says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_FOLDER = Path(__file__).parent
+_ROOT = _FOLDER.parents[1]
+
+
+def run(*command: str, status: int = 0) -> str:
+    """What a Python without Linux prints and tells, the Pythons that it starts included."""
+    done = subprocess.run(  # our own interpreter, our own text
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,  # only a hang takes so long
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": str(_FOLDER)},
+        check=False,
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def test_it_lacks_what_linux_has() -> None:
+    run("-m", "tests.without_linux.lacking")
+
+
+def test_every_public_name_does_what_its_example_shows() -> None:
+    run("-m", "tests.without_linux.examples")
+
+
+def test_a_whole_program_runs(tmp_path: Path) -> None:
+    run("-m", "tests.without_linux.program", str(tmp_path))
+    told = run("-m", "objcomm", "inspect", str(tmp_path / "rank0.json"))
+    assert "all_gather" in told
+    assert "rank 0" in told
+
+
+def test_the_doctor_tells_that_it_is_not_linux_and_finds_no_fault() -> None:
+    told = run("-m", "objcomm", "doctor")
+    assert "NOTE system" in told
+    assert "the system is 'darwin', and several ranks have been run on Linux only" in told
+    assert "shared-memory" not in told
+
+
+@pytest.mark.parametrize("options", [(), ("--report",)], ids=["quiet", "report"])
+def test_an_unchanged_program_runs_alone(tmp_path: Path, options: tuple[str, ...]) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import sys\n"
+        "import torch.distributed as dist\n"
+        "box = ['mine']\n"
+        "dist.broadcast_object_list(box)\n"
+        "print(sys.platform, box, sys.argv[1:])\n"
+    )
+    told = run("-m", "objcomm.run", *options, str(program), "--lr", "0.1")
+    assert "darwin ['mine'] ['--lr', '0.1']" in told
+    assert "in place of torch's" in told
+    assert ("slowest lines" in told) == bool(options)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_launch_runs_processes_and_says_why_they_can_not_join(nproc: int) -> None:
+    told = run(
+        "-c",
+        f"""if True:
+        import sys
+        import objcomm
+        assert objcomm.launch(lambda: sys.platform, {nproc}, joined=False) == ["darwin"] * {nproc}
+        try:
+            objcomm.launch(objcomm.world_size, {nproc})
+        except objcomm.LaunchError as error:
+            assert sorted(error.failures) == list(range({nproc}))
+            print(error)
+        assert objcomm.broadcast("alone") == "alone"
+        """,
+    )
+    assert "torch's Gloo can't be used on this system ('darwin': " in told
+    assert "a world of one needs no backend" in told
