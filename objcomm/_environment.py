@@ -109,6 +109,7 @@ _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
 
+_SIZES_WITHOUT_RANK = tuple(each.world_sizes[0] for each in _LAUNCHERS if each.launcher != "SLURM")
 _SIZES = tuple(name.encode() for each in _LAUNCHERS for name in each.world_sizes)
 
 
@@ -147,12 +148,25 @@ def placement_in(environ: Mapping[str, str]) -> Placement | None:
     names = _launcher_in(found)
     if names is not None:
         return _place(names, found)
-    if _number(found, "WORLD_SIZE", 1) > 1:
-        raise UsageError(
-            f"init: WORLD_SIZE={found['WORLD_SIZE']} is set, but no launcher has set RANK; start "
-            f"the program by torchrun, srun or mpirun ({EXAMPLE}), or set RANK for each process"
-        )
+    for each in _LAUNCHERS:
+        name = _promise_of(each, found)
+        if name:
+            raise UsageError(
+                f"init: {name}={found[name]} is set, but no launcher has set {each.rank}; start "
+                f"the program by torchrun, srun or mpirun ({EXAMPLE}), or set {each.rank} for each "
+                "process"
+            )
     return None
+
+
+def _promise_of(names: _Names, found: Mapping[str, str]) -> str:
+    """The variable of a launcher that promises other ranks where none says which this is."""
+    if names.launcher == "SLURM":  # which tells an allocation's size to its shell, too
+        return ""
+    size = names.world_sizes[0]
+    if _number(found, size, 1) > 1:
+        return size
+    return names.local_rank if _readable(found, names.local_rank, 0) > 0 else ""
 
 
 def unjoined_in(environ: Mapping[str, str]) -> Unjoined:
@@ -162,7 +176,7 @@ def unjoined_in(environ: Mapping[str, str]) -> Unjoined:
         environ: as ``os.environ``; empty variables count as not set.
     """
     names = _launcher_in(environ)
-    sizes = () if names is None else names.world_sizes
+    sizes = _SIZES_WITHOUT_RANK if names is None else names.world_sizes
     name = next((each for each in sizes if _text(environ, each)), "WORLD_SIZE")
     world_size = _readable(environ, name, 1)
     if world_size <= 1:

@@ -48,6 +48,10 @@ PLACES: dict[str, tuple[dict[str, str], Placement | None]] = {
     "empty variables": ({"RANK": "", "WORLD_SIZE": " ", "LOCAL_RANK": ""}, None),
     "an allocation without a task": ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, None),
     "a batch script": (BATCH, None),
+    "the only rank of its host": ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, None),
+    "no local rank": ({"LOCAL_RANK": "-1"}, None),
+    "a local rank of SLURM's": ({"SLURM_LOCALID": "1"}, None),
+    "a world of Open MPI's of one": ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
     "a shell of one task in an allocation": (
         INTERACTIVE,
         Placement("SLURM", 0, 1, 0, "node9", 15000 + 4321),
@@ -108,6 +112,10 @@ def test_a_launchers_variables_give_a_place(name: str) -> None:
 
 BROKEN: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "no rank": ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "set RANK")),
+    "no rank of Open MPI": ({"OMPI_COMM_WORLD_SIZE": "4"}, ("set OMPI_COMM_WORLD_RANK", "mpirun")),
+    "no rank of PMI": ({"PMI_SIZE": "4"}, ("PMI_SIZE=4", "set PMI_RANK")),
+    "no rank of jsrun": ({"JSM_NAMESPACE_SIZE": "2"}, ("set JSM_NAMESPACE_RANK",)),
+    "a local rank alone": ({"LOCAL_RANK": "1"}, ("LOCAL_RANK=1 is set", "set RANK")),
     "no size": ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE is not", "number of ranks")),
     "a batch script that promises ranks": (BATCH | {"WORLD_SIZE": "8"}, ("set RANK", "srun")),
     "no size under SLURM": ({"SLURM_PROCID": "0"}, ("SLURM_PROCID=0", "SLURM_NTASKS")),
@@ -144,6 +152,10 @@ STANDINGS: dict[str, tuple[dict[str, str], Unjoined]] = {
     "a size of the program's own": (
         {"SLURM_PROCID": "1", "WORLD_SIZE": "2"},
         Unjoined(1, 2, "WORLD_SIZE=2"),
+    ),
+    "no rank of Open MPI": (
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        Unjoined(-1, 4, "OMPI_COMM_WORLD_SIZE=4"),
     ),
     "srun --ntasks=1": (DAEMON, NOBODY_ELSE),
     "an allocation without a task": ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, NOBODY_ELSE),
