@@ -14,11 +14,13 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import torch
 
 from objcomm.errors import UsageError
+
+T = TypeVar("T")
 
 #: What ``allow=`` lists: classes and functions, or their names, such as ``"shop.Order"``.
 Allowed = type | Callable[..., Any] | str

@@ -4,7 +4,9 @@ Knows the calls by which torch.distributed starts and ends, and which backend an
 uses if nobody says; how a launcher names ranks knows ``environment``.
 """
 
+import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -193,7 +195,8 @@ def init(
             shows each rank its own.
 
     Returns:
-        What was found and chosen. It is also logged, as INFO.
+        What was found and chosen. It is also logged, as INFO; as WARNING, which Python shows by
+        itself, where a script runs alone at a terminal: how to start several ranks is news there.
 
     Raises:
         UsageError: a variable is missing or wrong, and the error names it; a backend is not
@@ -215,8 +218,15 @@ def init(
         if place is not None:
             refuse_worker("init", place.rank)
         start = _alone() if place is None else _joined(place, backend, limit, device)
-    log.info("%s", start)
+    is_news = not start.launcher and _is_a_script_at_a_terminal()
+    log.log(logging.WARNING if is_news else logging.INFO, "%s", start)
     return start
+
+
+def _is_a_script_at_a_terminal() -> bool:
+    """Whether somebody has typed ``python train.py``, and reads along; no notebook, test or job."""
+    is_read = sys.stderr is not None and sys.stderr.isatty()
+    return is_read and hasattr(sys.modules["__main__"], "__file__")
 
 
 def _connect(limit: timedelta | None) -> None:

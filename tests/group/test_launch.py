@@ -270,7 +270,7 @@ def test_what_cannot_start_is_refused_at_once() -> None:
         with pytest.raises(UsageError, match="nproc="):
             objcomm.launch(print, wrong)
     wrong = None
-    with pytest.raises(UsageError, match="None is not callable"):
+    with pytest.raises(UsageError, match="fn=None must be a function"):
         objcomm.launch(wrong, 1)
     wrong = 80
     with pytest.raises(UsageError, match="'PORT': 80"):

@@ -1,12 +1,17 @@
 """init, shutdown and ddp_init_group, with and without each launcher's variables."""
 
+import contextlib
 import logging
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +28,8 @@ from tests.group.helpers import assert_group_works, shared_port, tell_all
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S
 from tests.workers import here
+
+_ROOT = Path(__file__).parents[2]
 
 
 def torchrun(rank: int, size: int) -> dict[str, str]:
@@ -207,6 +214,25 @@ def test_without_a_launcher_nothing_is_initialised() -> None:
     assert not dist.is_initialized()
     assert objcomm.all_gather(3) == [3]
     objcomm.shutdown()
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_script_alone_at_a_terminal_is_told_how_to_start_several_ranks(
+    tmp_path: Path, *, is_read: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import objcomm\nobjcomm.init()\nassert objcomm.all_gather(1) == [1]\n")
+    ours, its = os.openpty() if is_read else os.pipe()
+    program = subprocess.Popen([sys.executable, script], stderr=its, cwd=_ROOT)
+    os.close(its)
+    said = b""
+    with contextlib.suppress(OSError):  # so a terminal ends
+        while piece := os.read(ours, 4096):
+            said += piece
+    os.close(ours)
+    assert program.wait() == 0
+    told = "no launcher: a world of one, .*torchrun --nproc-per-node=4 train.py\r?\n"
+    assert re.fullmatch(told if is_read else "", said.decode())
 
 
 @solo()
