@@ -137,20 +137,28 @@ def settings() -> Settings:
 
 
 def settings_with(
-    accept: Iterable[str] | None = None, allow: Iterable[Allowed] | None = None
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+    operation: str = "",
 ) -> Settings:
     """The options in force here, but for what a call's own arguments say.
 
+    Args:
+        accept: as the user gave it, like the next.
+        allow: what a received pickle may name.
+        operation: what the user has called, for an error's text.
+
     Raises:
-        UsageError: ``allow`` names what does not exist, or what can't be admitted safely.
+        UsageError: one of them is no list of such names; or ``allow`` names what does not exist,
+            or what can't be admitted safely.
     """
     before = settings()
     if accept is None and allow is None:
         return before
     return replace(
         before,
-        accept=before.accept if accept is None else _codecs(accept),
-        allow=before.allow if allow is None else _admitted(allow),
+        accept=before.accept if accept is None else _codecs(accept, operation),
+        allow=before.allow if allow is None else _admitted(allow, operation),
     )
 
 
@@ -255,7 +263,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         if key is not None:
             changed["secret"] = secret_of(key)
         self._before = _Process.settings if everywhere else None
-        mine = replace(settings_with(accept, allow), **changed)
+        mine = replace(settings_with(accept, allow, "configure"), **changed)
         self._token: Token[Settings | None] | None = _own.set(mine)
         if everywhere:
             _Process.settings = mine
@@ -326,26 +334,49 @@ def _check_numbers(changed: Mapping[str, Any]) -> None:
             raise UsageError(f"{name}={limit} leaves no room for any message")
 
 
-def _codecs(accept: Iterable[str]) -> frozenset[str]:
-    return frozenset([accept] if isinstance(accept, str) else accept)
+def _codecs(accept: Iterable[str], operation: str) -> frozenset[str]:
+    names = [accept] if isinstance(accept, str) else _members(accept)
+    if names is None or not all(isinstance(each, str) for each in names):
+        said_by = f"{operation}: " if operation else ""
+        raise UsageError(
+            f"{said_by}accept={accept!r} must be a list of names of codecs, as ['msgpack'], or None"
+        )
+    return frozenset(names)
+
+
+def _members(given: Iterable[T]) -> list[T] | None:
+    """What a list has in it; None for what is no list of anything, as a number or a class is."""
+    try:
+        return list(given)
+    except TypeError:
+        return None
 
 
 # numpy takes any bytes for the addresses of objects, and divides by zero for some dtypes' names.
 _BEYOND_CHECKING = frozenset({"numpy.ndarray", "numpy.dtype"})
 
 
-def _admitted(allow: Iterable[Allowed]) -> dict[str, Any]:
+def _admitted(allow: Iterable[Allowed], operation: str) -> dict[str, Any]:
     """Classes and functions by the names that a pickle has for them."""
+    said_by = f"{operation}: " if operation else ""
     admitted = {}
-    for each in [allow] if isinstance(allow, str) else allow:
-        found = _named(each) if isinstance(each, str) else each
+    listed = [allow] if isinstance(allow, str) else _members(allow)
+    if listed is None:
+        raise UsageError(
+            f"{said_by}allow={allow!r} must be a list of classes, functions and their names, or "
+            "None"
+        )
+    for each in listed:
+        found = _named(each, said_by) if isinstance(each, str) else each
         name = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
         if not callable(found) or not name.strip("."):
-            raise UsageError(f"allow= lists classes, functions and their names, not {each!r}")
+            raise UsageError(
+                f"{said_by}allow= lists classes, functions and their names, not {each!r}"
+            )
         if name in _BEYOND_CHECKING:
             raise UsageError(
-                f"allow= lists {name}, with which any message could end this process; dtypes and "
-                "arrays of plain memory need no entry"
+                f"{said_by}allow= lists {name}, with which any message could end this process; "
+                "dtypes and arrays of plain memory need no entry"
             )
         admitted[name] = found
         if isinstance(each, str):
@@ -353,11 +384,13 @@ def _admitted(allow: Iterable[Allowed]) -> dict[str, Any]:
     return admitted
 
 
-def _named(name: str) -> Any:
+def _named(name: str, said_by: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"allow= names {name!r}, which does not exist: {error}") from error
+        raise UsageError(
+            f"{said_by}allow= names {name!r}, which does not exist: {error}"
+        ) from error
 
 
 def seconds_of(operation: str, timeout: float | timedelta) -> float:

@@ -92,9 +92,9 @@ def launch(
         [40, 41]
     """
     if not callable(fn):
-        raise UsageError(f"launch: {fn!r} is not callable; give it a function")
+        raise UsageError(f"launch: fn={fn!r} must be a function")
     if type(nproc) is not int or nproc < 1:
-        raise UsageError(f"launch: nproc={nproc!r} is no number of ranks")
+        raise UsageError(f"launch: nproc={nproc!r} must be a number of ranks, an integer from 1")
     for variable, value in (environment or {}).items():
         if not all(isinstance(text, str) for text in (variable, value)):
             raise UsageError(f"launch: environment={{{variable!r}: {value!r}}}; give both as text")

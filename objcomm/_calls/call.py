@@ -86,7 +86,7 @@ class Coding:
         Raises:
             UsageError: one of them is wrong.
         """
-        self.settings = settings_with(accept, allow)
+        self.settings = settings_with(accept, allow, operation)
         self._codec = codec_named(codec or self.settings.codec, operation)
         self.codec_name = self._codec.name
         self.device = parse_device(device, operation)

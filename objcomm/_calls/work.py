@@ -374,10 +374,13 @@ def _limit_of(name: str, timeout: Timeout) -> float | None:
 
 
 def _checked(name: str, works: Iterable[Work[T]]) -> list[Work[T]]:
-    found = list(works)
+    try:
+        found = list(works)
+    except TypeError as error:
+        raise UsageError(f"{name}: works={works!r} must be a list of objcomm.Work") from error
     for each in found:
         if not isinstance(each, Work):
-            raise UsageError(f"{name}: {each!r} is no objcomm.Work; give a list of works")
+            raise UsageError(f"{name}: works= lists objcomm.Work, not {each!r}")
     return found
 
 

@@ -124,7 +124,7 @@ def register_codec(codec: Codec) -> None:
     _registry.add(codec)
 
 
-def codec_named(name: str, operation: str = "") -> Codec:
+def codec_named(name: object, operation: str = "") -> Codec:
     """The codec that an operation's ``codec=`` names.
 
     Args:
@@ -134,7 +134,7 @@ def codec_named(name: str, operation: str = "") -> Codec:
     Raises:
         UsageError: there is none of that name.
     """
-    codec = _registry.get(name)
+    codec = _registry.get(name) if isinstance(name, str) else None  # a list has no hash
     if codec is None:
         said_by = f"{operation}: " if operation else ""
         raise UsageError(

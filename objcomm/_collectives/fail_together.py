@@ -84,7 +84,7 @@ class _Block:
         self._group_like = group_like
         self._timeout = timeout
         self._call_site = call_site()
-        self._group = resolve(group_like, "fail_together")
+        self._group = resolve(group_like, self._name)
         try:
             with self._call("begin") as call:
                 self._key = call.place

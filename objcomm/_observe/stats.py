@@ -109,7 +109,7 @@ def stats_to_tensorboard(writer: ScalarWriter, step: int, group: GroupLike = Non
         >>> objcomm.exporters.stats_to_tensorboard(Printer(), step=100)
         objcomm/barrier/calls 1 100
     """
-    for operation, counted in stats(group).items():
+    for operation, counted in counters_of(group, "stats_to_tensorboard").snapshot().items():
         for field, (name, _) in _FIGURES.items():
             writer.add_scalar(f"objcomm/{operation}/{name}", getattr(counted, field), step)
 

@@ -70,6 +70,7 @@ class P2PCall:
         global_peer: int | None,
         group_peer: int | None,
         name: str = "",
+        said_by: str = "",
     ) -> None:
         """Begin.
 
@@ -81,6 +82,7 @@ class P2PCall:
             global_peer: the other rank as a global rank.
             group_peer: the same as a rank within the group; neither for any.
             name: of the user's call, where it is another.
+            said_by: how errors of arguments name that call, where its records have another name.
 
         Raises:
             UsageError: an argument is wrong, or this process can't use the group, or this rank is
@@ -89,18 +91,19 @@ class P2PCall:
         """
         self._began = time.perf_counter()
         self._name = name or operation_name(self.operation)
-        self.group = resolve(group, self._name)
+        self._said_by = said_by or self._name
+        self.group = resolve(group, self._said_by)
         if self.group.size > 1:
-            self.group.check_process(self._name)
+            self.group.check_process(self._said_by)
         self._peers = peers_of(self.group)
         self._coding = coding
-        self._deadline = self.group.deadline(self._name, timeout)
-        self.tag = None if tag is None else _tag(self._name, tag)
+        self._deadline = self.group.deadline(self._said_by, timeout)
+        self.tag = None if tag is None else checked_tag(self._said_by, tag)
         self.peer: int | None = None
         if global_peer is not None or group_peer is not None:
             argument = "dst" if self.operation is Operation.SEND else "src"
-            self.peer = self.group.root(self._name, global_peer, group_peer, argument)
-        acts_alone(self._name, self.group.ranks, self.group.rank)
+            self.peer = self.group.root(self._said_by, global_peer, group_peer, argument)
+        acts_alone(self._said_by, self.group.ranks, self.group.rank)
         header = Header(
             operation=self.operation,
             sender=self.group.rank,
@@ -201,8 +204,13 @@ class P2PCall:
         return self._exchange
 
 
-def _tag(operation: str, tag: object) -> int:
+def checked_tag(operation: str, tag: object, argument: str = "tag") -> int:
     """A tag as a number.
+
+    Args:
+        operation: what the user has called, for an error's text.
+        tag: as the user gave it.
+        argument: its name there.
 
     Raises:
         UsageError: it is none, or too large.
@@ -210,7 +218,7 @@ def _tag(operation: str, tag: object) -> int:
     number = whole_number(tag)
     if number is not None and 0 <= number <= _TAG_MAX:
         return number
-    raise UsageError(f"{operation}: tag={tag!r} is no integer from 0 to {_TAG_MAX}")
+    raise UsageError(f"{operation}: {argument}={tag!r} must be an integer from 0 to {_TAG_MAX}")
 
 
 class Send(P2PCall):
@@ -431,9 +439,9 @@ class Send(P2PCall):
             UsageError: there is no receiver or no tag, which a receive may do without.
         """
         if self.peer is None:
-            raise UsageError(f"{self._name}: give dst= or group_dst=")
+            raise UsageError(f"{self._said_by}: give dst= or group_dst=")
         if self.tag is None:
-            raise UsageError(f"{self._name}: a message has a tag; only a receiver takes any")
+            raise UsageError(f"{self._said_by}: a message has a tag; only a receiver takes any")
         return None if self.peer == self.group.rank else self._peers.pair(self.group, self.peer)
 
     def _keep(self, obj: object, on_taken: Callable[[], object] | None = None) -> None:

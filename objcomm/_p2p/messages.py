@@ -7,7 +7,7 @@ from objcomm._calls.call import Coding
 from objcomm._calls.group import Group
 from objcomm._calls.work import Envelope, Work
 from objcomm._config import Allowed, DeviceLike, GroupLike, Timeout
-from objcomm._p2p.call import HeldReceive, Receive, Send
+from objcomm._p2p.call import HeldReceive, Receive, Send, checked_tag
 from objcomm._p2p.mailbox import Arrived
 from objcomm._p2p.peer import peers_of
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError
@@ -256,16 +256,16 @@ def isend(
         >>> objcomm.recv(0), work.wait()
         ([1, 2], None)
     """
-    return send(
-        obj,
-        dst,
-        group_dst=group_dst,
-        tag=tag,
+    p2p_call = Send(
         group=group,
         timeout=timeout,
-        codec=codec,
-        async_op=True,
+        coding=Coding(codec, None, None, None, "isend"),
+        tag=tag,
+        global_peer=dst,
+        group_peer=group_dst,
+        said_by="isend",
     )
+    return p2p_call.launch(obj)
 
 
 def irecv(
@@ -305,17 +305,16 @@ def irecv(
         >>> work.wait()
         'late'
     """
-    return recv(
-        src,
-        group_src=group_src,
-        tag=tag,
+    p2p_call = Receive(
         group=group,
         timeout=timeout,
-        device=device,
-        accept=accept,
-        allow=allow,
-        async_op=True,
+        coding=Coding(None, device, accept, allow, "irecv"),
+        tag=tag,
+        global_peer=src,
+        group_peer=group_src,
+        said_by="irecv",
     )
+    return p2p_call.launch()
 
 
 def ssend(
@@ -360,7 +359,7 @@ def ssend(
     p2p_call = Send(
         group=group,
         timeout=timeout,
-        coding=Coding(codec, None, None, None),
+        coding=Coding(codec, None, None, None, "ssend"),
         tag=tag,
         global_peer=dst,
         group_peer=group_dst,
@@ -407,7 +406,7 @@ def issend(
     p2p_call = Send(
         group=group,
         timeout=timeout,
-        coding=Coding(codec, None, None, None),
+        coding=Coding(codec, None, None, None, "issend"),
         tag=tag,
         global_peer=dst,
         group_peer=group_dst,
@@ -464,21 +463,26 @@ def sendrecv(
         >>> objcomm.sendrecv("around", 0, 0)
         'around'
     """
+    incoming_tag: int | None = tag
+    if recv_tag != "same":
+        incoming_tag = None if recv_tag is None else checked_tag("sendrecv", recv_tag, "recv_tag")
     outgoing = Send(
         group=group,
         timeout=timeout,
-        coding=Coding(codec, None, None, None, "send"),
+        coding=Coding(codec, None, None, None, "sendrecv"),
         tag=tag,
         global_peer=dst,
         group_peer=group_dst,
+        said_by="sendrecv",
     )
     incoming = Receive(  # before anything is sent: its arguments may be wrong, too
         group=group,
         timeout=timeout,
-        coding=Coding(None, device, accept, allow, "recv"),
-        tag=tag if recv_tag == "same" else recv_tag,
+        coding=Coding(None, device, accept, allow, "sendrecv"),
+        tag=incoming_tag,
         global_peer=src,
         group_peer=group_src,
+        said_by="sendrecv",
     )
     incoming.has_envelope = with_envelope
     sending = outgoing.launch(obj, is_kept=False)
@@ -685,7 +689,7 @@ class Message:
             >>> objcomm.mprobe(0).irecv().wait()
             'soon'
         """
-        return self._taken(timeout, Coding(None, device, accept, allow, "recv")).launch()
+        return self._taken(timeout, Coding(None, device, accept, allow, "irecv")).launch()
 
     def _taken(self, timeout: Timeout, coding: Coding) -> HeldReceive:
         """The one receive that there is for it, once nothing is wrong with the arguments."""

@@ -442,8 +442,8 @@ def average_metrics(
         >>> objcomm.metrics.average_metrics({"loss": 0.5, "epoch": 16777217}, count=64)
         {'loss': 0.5, 'epoch': 16777217.0}
     """
-    if missing not in {"error", "skip"}:
-        raise UsageError(f"average_metrics: missing={missing!r} is neither 'error' nor 'skip'")
+    if missing not in ("error", "skip"):  # no set: a list has no hash
+        raise UsageError(f"average_metrics: missing={missing!r} must be 'error' or 'skip'")
     may_lack = missing == "skip"
     with Call(
         Operation.AVERAGE_METRICS,

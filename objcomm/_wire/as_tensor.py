@@ -92,7 +92,7 @@ def from_tensor(
     if tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise UsageError(f"expected a flat uint8 tensor, not {tensor.dtype} of {tensor.dim()} dims")
     target = parse_device(device, "from_tensor")
-    chosen = settings_with(accept, allow)
+    chosen = settings_with(accept, allow, "from_tensor")
     gate = Gate(chosen, _PURPOSE)
     flat = tensor.detach().cpu().contiguous()
     header = gate.header_in(to_bytes(flat[:HEADER_NBYTES]))

@@ -266,22 +266,34 @@ class Leafwise:
         return f"{self.dtype or ''}{'?' * self.may_lack}"
 
 
-def options_for(operator: Operator, dtype: torch.dtype | None, missing: str) -> Leafwise:
+def options_for(
+    operator: Operator, dtype: torch.dtype | None, missing: str, operation: str
+) -> Leafwise:
     """The options from a call's arguments.
+
+    Args:
+        operator: what reduces.
+        dtype: as the user gave it, like the next.
+        missing: ``"error"`` or ``"skip"``.
+        operation: what the user has called, for an error's text.
 
     Raises:
         UsageError: they make no sense, or not for this operator.
     """
-    if missing not in {"error", "skip"}:
-        raise UsageError(f"missing={missing!r} is neither 'error' nor 'skip'")
+    if missing not in ("error", "skip"):  # no set: a list has no hash
+        raise UsageError(f"{operation}: missing={missing!r} must be 'error' or 'skip'")
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise UsageError(f"dtype={dtype!r} is no torch.dtype")
+        raise UsageError(f"{operation}: dtype={dtype!r} must be a torch.dtype or None")
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"dtype={dtype} has no fractions: integers are added up as they are")
+        raise UsageError(
+            f"{operation}: dtype={dtype} has no fractions: integers are added up as they are"
+        )
     if dtype is not None and operator.name not in {"sum", "prod", "mean"}:
-        raise UsageError(f"dtype= is for sum, prod and mean; {operator.name!r} adds nothing up")
+        raise UsageError(
+            f"{operation}: dtype= is for sum, prod and mean; {operator.name!r} adds nothing up"
+        )
     if missing == "skip" and not operator.is_leafwise:
-        raise UsageError("missing='skip' is for the named ops that go leaf by leaf")
+        raise UsageError(f"{operation}: missing='skip' is for the named ops that go leaf by leaf")
     return Leafwise(dtype, missing == "skip")
 
 

@@ -370,7 +370,7 @@ def reduce(
         {'seen': {3}}
     """
     operator = operator_for(op, "reduce")
-    leafwise = options_for(operator, dtype, missing)
+    leafwise = options_for(operator, dtype, missing, "reduce")
     with Call(
         Operation.REDUCE,
         group=group,
@@ -516,7 +516,7 @@ def all_reduce(
         True
     """
     operator = operator_for(op, "all_reduce")
-    leafwise = options_for(operator, dtype, missing)
+    leafwise = options_for(operator, dtype, missing, "all_reduce")
     with Call(
         Operation.ALL_REDUCE,
         group=group,

@@ -1,0 +1,143 @@
+"""Every public function and parameter: a wrong value is named with its call and its argument."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import objcomm
+from objcomm import UsageError
+from tests.cases import case
+from tests.group.helpers import assert_group_works
+from tests.public_names import FUNCTIONS
+from tests.ranks import ranks
+
+A_RANK = ["gloo", 1.5, True, 99]
+A_TAG = ["x", -1, 1.5, True]
+#: For each parameter what no function accepts there.
+WRONG: dict[str, list[Any]] = {
+    "accept": [3, [3], [b"pickle"]],
+    "allow": [3, [3], ["no.such_class"]],
+    "codec": ["nope", 3, ["pickle"]],
+    "device": ["nope", 1.5, True],
+    "dst": A_RANK,
+    "dtype": ["float32", 3],
+    "group": [3, [0, 1], "world"],
+    "group_dst": A_RANK,
+    "group_rank": A_RANK,
+    "group_src": A_RANK,
+    "key": ["x", 1.5, True],
+    "missing": ["nope", 3, ["skip"]],
+    "nproc": [0, "2", True, 1.5],
+    "op": ["nope", 3],
+    "rank": A_RANK,
+    "ranks": [3, ["x"]],
+    "recv_tag": A_TAG,
+    "scope": ["nope", 3],
+    "src": A_RANK,
+    "tag": A_TAG,
+    "timeout": ["30s", math.nan, -1.0, True],
+    "works": [3, [3]],
+}
+#: What the parameters without a default get meanwhile.
+RIGHT: dict[str, Any] = {
+    "color": 0,
+    "communication_object": 1,
+    "dataset": [1],
+    "flag": True,
+    "fn": int,
+    "fn1": int,
+    "fn2": sum,
+    "func": int,
+    "function": None,  # without one the decorators return one that takes it
+    "message": "x",
+    "metrics": {"loss": 0.5},
+    "model": torch.nn.Linear(1, 1),
+    "nproc": 1,
+    "obj": 1,
+    "buffers": [torch.zeros(1)],
+    "objs": [1],
+    "op": "sum",
+    "params": [torch.zeros(1)],
+    "ranks": [0],
+    "step": 0,
+    "tensors": [torch.zeros(1)],
+    "tensor": objcomm.to_tensor(1),
+    "value": 1,
+    "works": [],
+    "writer": None,
+}
+ELSEWHERE = {
+    "init": "a world of one has nothing to choose: tests/unit/test_backends.py, test_start.py",
+    "codecs.register_codec": "its codec= is no name: tests/unit/test_codecs.py",
+}
+#: These never raise: where nothing is such a group this process has no rank in it, -1.
+ANSWERS = {"is_main", "rank", "rank_prefixed_message", "world_size"}
+#: How a function is called that is another's name.
+IS = {"ddp_broadcast": "broadcast"}
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+def _wrong_arguments() -> Iterator[tuple[str, str, Any]]:
+    for name, function in FUNCTIONS.items():
+        for parameter in inspect.signature(function).parameters:
+            if name not in ELSEWHERE and not (parameter == "group" and name in ANSWERS):
+                yield from ((name, parameter, given) for given in WRONG.get(parameter, ()))
+
+
+WRONG_ARGUMENTS = list(_wrong_arguments())
+
+
+def _call(name: str, argument: str, given: Any) -> object:
+    """Make a call in which all is right but one argument."""
+    function: Callable[..., Any] = FUNCTIONS[name]
+    positional, named = [], {}
+    for parameter in inspect.signature(function).parameters.values():
+        value = given if parameter.name == argument else RIGHT.get(parameter.name)
+        if parameter.name == argument or parameter.default is inspect.Parameter.empty:
+            if parameter.kind not in _NAMED:
+                continue
+            if name == "launch" and parameter.default is inspect.Parameter.empty:
+                positional.append(value)  # its *args would take what is left out
+            else:
+                named[parameter.name] = value
+    returned = function(*positional, **named)
+    if inspect.isgenerator(returned):
+        return list(returned)
+    if hasattr(returned, "__enter__"):
+        with returned:
+            return None
+    is_decorator = name in {"main_process_only", "once_per_node"}
+    return returned(int)() if is_decorator else returned
+
+
+def _check_all() -> None:
+    for name, argument, given in WRONG_ARGUMENTS:
+        call = name.rpartition(".")[2]
+        with case(name, argument, given):
+            with pytest.raises(UsageError) as caught:
+                _call(name, argument, given)
+            told = str(caught.value)
+            assert told.startswith(f"{IS.get(call, call)}: ")
+            assert argument in told
+            assert repr(given[0] if isinstance(given, list) else given) in told
+
+
+@ranks(1)
+def test_every_wrong_argument_is_named_with_its_call() -> None:
+    _check_all()
+    assert_group_works()
+
+
+@ranks(2)
+def test_no_wrong_argument_reaches_another_rank() -> None:
+    if objcomm.rank() == 1:
+        _check_all()
+    assert_group_works()
+
+
+def test_no_parameter_of_the_table_is_out_of_use() -> None:
+    assert {argument for _, argument, _ in WRONG_ARGUMENTS} == set(WRONG)
