@@ -314,8 +314,8 @@ MUTANTS = (
     Mutant(
         "any-tag-is-the-tag-that-is-sent",
         "objcomm/_p2p/messages.py",
-        'tag=tag if recv_tag == "same" else recv_tag,',
-        'tag=tag if recv_tag in ("same", None) else recv_tag,',
+        "incoming_tag = None if recv_tag is None else checked_tag",
+        "incoming_tag = tag if recv_tag is None else checked_tag",
         "sendrecv takes no message of another tag, though it may be any",
         ("tests/group/test_p2p_envelopes.py",),
     ),
