@@ -173,7 +173,7 @@ def test_a_job_that_waits_for_one_behind_it_is_refused() -> None:
 def test_only_works_can_be_waited_for() -> None:
     calls: list[Callable[[Any], Any]] = [wait_all, lambda works: list(as_completed(works))]
     for call in calls:
-        with pytest.raises(objcomm.UsageError, match="works= lists objcomm.Work, not"):
+        with pytest.raises(objcomm.UsageError, match=r"works= lists objcomm\.Work, not"):
             call([None])
 
 
