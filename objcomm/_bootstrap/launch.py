@@ -95,9 +95,7 @@ def launch(
         raise UsageError(f"launch: fn={fn!r} must be a function")
     if type(nproc) is not int or nproc < 1:
         raise UsageError(f"launch: nproc={nproc!r} must be a number of ranks, an integer from 1")
-    for variable, value in (environment or {}).items():
-        if not all(isinstance(text, str) for text in (variable, value)):
-            raise UsageError(f"launch: environment={{{variable!r}: {value!r}}}; give both as text")
+    _check_start(backend, environment)
     if not dist.is_available():
         raise UsageError("launch: this torch has no distributed")
     limit = float("inf") if timeout is None else seconds_of("launch", timeout)
@@ -154,6 +152,17 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         _CHATTER.removeFilter(is_error)
+
+
+def _check_start(backend: str | None, environment: Mapping[str, str] | None) -> None:
+    """Raise UsageError, unless ranks can be started with these."""
+    if not isinstance(backend, str | None):
+        raise UsageError(f"launch: backend={backend!r} must be a backend's name or None")
+    if not isinstance(environment, Mapping | None):
+        raise UsageError(f"launch: environment={environment!r} must be a mapping of texts")
+    for variable, value in (environment or {}).items():
+        if not all(isinstance(text, str) for text in (variable, value)):
+            raise UsageError(f"launch: environment={{{variable!r}: {value!r}}}; give both as text")
 
 
 class _Job:

@@ -103,7 +103,7 @@ def register_codec(codec: Codec) -> None:
         codec: see ``objcomm.codecs.Codec``. One of the same name is replaced.
 
     Raises:
-        UsageError: its name does not fit into a message's header.
+        UsageError: it is no codec, or its name does not fit into a message's header.
 
     Examples:
         >>> import json, objcomm
@@ -118,7 +118,9 @@ def register_codec(codec: Codec) -> None:
         >>> objcomm.from_tensor(objcomm.to_tensor({"lr": 0.1}, codec="json"))
         {'lr': 0.1}
     """
-    name = codec.name
+    name = getattr(codec, "name", None)
+    if not (isinstance(name, str) and hasattr(codec, "encode") and hasattr(codec, "decode")):
+        raise UsageError(f"register_codec: codec={codec!r} must have a name, encode and decode")
     if not (name.isascii() and name.isprintable() and 0 < len(name) <= _NAME_MAX_NBYTES):
         raise UsageError(f"a codec's name has 1 to {_NAME_MAX_NBYTES} ASCII letters, not {name!r}")
     _registry.add(codec)

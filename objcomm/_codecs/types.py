@@ -403,6 +403,8 @@ def register(
     """
     if cls is None:
         return lambda decorated: register(decorated, encode=encode, decode=decode, name=name)
+    if not isinstance(cls, type):
+        raise UsageError(f"register: cls={cls!r} must be a class")
     if (encode is None) != (decode is None):
         raise UsageError("register needs both encode= and decode=, or neither")
     if encode is None or decode is None:

@@ -29,7 +29,14 @@ from objcomm._world import (
     ranks_of,
     world_size,
 )
-from objcomm.errors import BrokenGroupError, DesyncError, ObjcommError, TransportError, text_of
+from objcomm.errors import (
+    BrokenGroupError,
+    DesyncError,
+    ObjcommError,
+    TransportError,
+    UsageError,
+    text_of,
+)
 
 __all__ = ["dump"]
 
@@ -249,6 +256,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
         ``"under way"`` or the type of its error.
 
     Raises:
+        UsageError: an argument is wrong.
         NotInGroupError: this rank is no member of ``group``.
         OSError: the file can't be written.
 
@@ -260,6 +268,8 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
         >>> last["operation"], last["outcome"]
         ('all_gather', 'returned')
     """
+    if not isinstance(path, str | os.PathLike | None):
+        raise UsageError(f"dump: path={path!r} must be a path of a file")
     recorders = known_recorders() if group is None else [recorder_of(group_for_call(group, "dump"))]
     told = _told(recorders, is_whole=group is None)
     if path is not None:

@@ -68,6 +68,8 @@ def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
         >>> [line for line in text.splitlines() if "calls_total{" in line]
         ['objcomm_calls_total{operation="barrier",group="",rank="0"} 1']
     """
+    if not isinstance(labels, Mapping | None):
+        raise UsageError(f"stats_to_prometheus: labels={labels!r} must be a mapping")
     added = dict(labels or {})
     for name in added:
         if not _LABEL.fullmatch(name) or name in _OWN_LABELS:

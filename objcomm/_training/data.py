@@ -122,5 +122,9 @@ def loader(
     for taken in ("sampler", "batch_sampler"):
         if kwargs.get(taken) is not None:
             raise UsageError(f"loader: {taken}= is what this makes; call {klass!r} instead")
+    if not callable(klass):
+        raise UsageError(f"loader: klass={klass!r} must be a class that makes a loader")
+    if whole_number(seed) is None:
+        raise UsageError(f"loader: seed={seed!r} must be an integer")
     shard = Shard(len(dataset), shuffle=shuffle, seed=seed, even=shuffle, group=group)
     return klass(dataset, *args, **(kwargs | {"sampler": shard}))

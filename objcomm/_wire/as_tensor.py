@@ -89,6 +89,8 @@ def from_tensor(
         >>> objcomm.from_tensor(objcomm.to_tensor((1, 2.5, None), codec="msgpack"))
         (1, 2.5, None)
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"from_tensor: tensor={tensor!r} must be a flat uint8 tensor")
     if tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise UsageError(f"expected a flat uint8 tensor, not {tensor.dtype} of {tensor.dim()} dims")
     target = parse_device(device, "from_tensor")

@@ -21,24 +21,32 @@ A_TAG = ["x", -1, 1.5, True]
 WRONG: dict[str, list[Any]] = {
     "accept": [3, [3], [b"pickle"]],
     "allow": [3, [3], ["no.such_class"]],
+    "backend": [3],
+    "cls": [3],
     "codec": ["nope", 3, ["pickle"]],
     "device": ["nope", 1.5, True],
     "dst": A_RANK,
     "dtype": ["float32", 3],
+    "environment": [3],
     "group": [3, [0, 1], "world"],
     "group_dst": A_RANK,
     "group_rank": A_RANK,
     "group_src": A_RANK,
     "key": ["x", 1.5, True],
+    "klass": [3],
+    "labels": [3],
     "missing": ["nope", 3, ["skip"]],
     "nproc": [0, "2", True, 1.5],
     "op": ["nope", 3],
+    "path": [3.5],
     "rank": A_RANK,
     "ranks": [3, ["x"]],
     "recv_tag": A_TAG,
     "scope": ["nope", 3],
+    "seed": ["x", 1.5],
     "src": A_RANK,
     "tag": A_TAG,
+    "tensor": [3],
     "timeout": ["30s", math.nan, -1.0, True],
     "works": [3, [3]],
 }
@@ -72,7 +80,7 @@ RIGHT: dict[str, Any] = {
 }
 ELSEWHERE = {
     "init": "a world of one has nothing to choose: tests/unit/test_backends.py, test_start.py",
-    "codecs.register_codec": "its codec= is no name: tests/unit/test_codecs.py",
+    "codecs.register_codec": "its codec= is no name; see below",
 }
 #: These never raise: where nothing is such a group this process has no rank in it, -1.
 ANSWERS = {"is_main", "rank", "rank_prefixed_message", "world_size"}
@@ -130,6 +138,12 @@ def _check_all() -> None:
 def test_every_wrong_argument_is_named_with_its_call() -> None:
     _check_all()
     assert_group_works()
+
+
+@pytest.mark.parametrize("given", [3, type("Nameless", (), {"encode": 1, "decode": 1})()])
+def test_what_is_no_codec_is_not_registered(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"^register_codec: codec=.* must have a name, encode"):
+        objcomm.codecs.register_codec(given)
 
 
 @ranks(2)
