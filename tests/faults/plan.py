@@ -130,8 +130,9 @@ class Case(NamedTuple):
     @property
     def limit_seconds(self) -> float:
         """The time limit of each call."""
-        # Torch connects, and hears of no death meanwhile.
-        is_deaf = self.phase is Phase.CONNECTING and self.fault in DEADLY
+        # Torch connects, and hears of no death meanwhile; nor of closed sockets, where it is about
+        # to use them: it tries again up to its limit.
+        is_deaf = self.phase is Phase.CONNECTING and self.fault in DEADLY | {Fault.DISCONNECTED}
         return LIMIT_SECONDS if is_deaf or self.fault in UNANSWERED else FAR_SECONDS
 
     @property

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, DesyncError, ForbiddenTypeError, ObjcommError, UsageError
 from objcomm.compat import torch as dist_objects
-from tests.group.helpers import assert_group_works
+from tests.group.helpers import assert_group_works, hear, say
 from tests.ranks import ranks, solo
 from tests.workers import here
 
@@ -264,18 +264,18 @@ def without_places(text: str) -> str:
 
 @ranks(2)
 def test_ranks_in_different_calls_are_told_what_the_readme_shows() -> None:
-    def differ() -> None:
-        if here().rank == 0:
-            dist_objects.broadcast_object_list([{"lr": 0.1}])
+    if here().rank == 0:  # it has sent its object, and hears of that in its next call
+        dist_objects.broadcast_object_list([{"lr": 0.1}])
+        hear("rank 1 was told")
+        with pytest.raises(DesyncError):
             objcomm.barrier()
-        else:
+    else:
+        with pytest.raises(DesyncError) as caught:
             dist_objects.all_gather_object([None, None], "ready")
-
-    with pytest.raises(DesyncError) as caught:
-        differ()
+        say("rank 1 was told")
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     shown = readme.partition("```pytb\nobjcomm.DesyncError: ")[2].partition("```")[0]
-    if here().rank == 1:  # the other one may hear of it in its next call
+    if here().rank == 1:
         assert without_places(str(caught.value)) == without_places(shown)
     assert_group_works()
 

