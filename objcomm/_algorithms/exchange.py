@@ -7,7 +7,7 @@ who has to send to whom.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -31,8 +31,8 @@ from objcomm._transport.link import Deadline, Link, LinkError, head_tag
 from objcomm._transport.share import Share
 from objcomm._transport.workspace import Workspace, part_nbytes
 from objcomm._wire.admission import Gate
-from objcomm._wire.header import EVERYONE, Header
-from objcomm._wire.message import Message, open_body
+from objcomm._wire.header import EVERYONE, Header, check_same_call
+from objcomm._wire.message import Message, open_body, open_head
 
 #: From so many bytes on large members are not sent but handed over, where the link can.
 SHARED_MIN_NBYTES = 1 << 20
@@ -141,12 +141,24 @@ class Exchange(Transfers):
             for peer, count in self._heads_to.items()
         )
 
-    def recv_heads(self, peers: Sequence[int], *, made_by: int | None = None) -> list[Message]:
+    def branch(self, root: int) -> topology.Branch:
+        """Where this rank is in the tree for small messages that begins at ``root``."""
+        return topology.tree(self.rank, root, self.hosts)
+
+    def recv_heads(
+        self,
+        peers: Sequence[int],
+        *,
+        made_by: int | None = None,
+        unread: Collection[int] = (),
+    ) -> list[Message]:
         """Wait for the next first message of each of ``peers``.
 
         Args:
             peers: whose connections they come over.
             made_by: who made what they pass on; each of them made its own if None.
+            unread: those whose messages are passed on to who reads them; this rank's own options
+                do not judge them.
 
         Raises:
             DesyncError: a peer is in another operation.
@@ -168,7 +180,10 @@ class Exchange(Transfers):
             self._heads_from[peer] = self._heads_from.get(peer, 0) + 1
             if peer not in self._heads_to and peer in self._lane.answering:
                 self._lane.asking.add(peer)
-            message = self.open(each.raw, peer if made_by is None else made_by)
+            if peer in unread:
+                message = self._open_unread(each.raw, peer)
+            else:
+                message = self.open(each.raw, peer if made_by is None else made_by)
             each.renew()
             self.received_nbytes += message.header.head_nbytes
             messages.append(message)
@@ -186,6 +201,12 @@ class Exchange(Transfers):
         header = self.gate.header_in(raw, sender)
         self.gate.check_call(self.header, header, sender)
         return self.adopt(raw, header)
+
+    def _open_unread(self, raw: bytearray, sender: int) -> Message:
+        """The same of one that is passed on; who reads it looks whether it is an old one."""
+        header = self.gate.header_in(raw, sender)
+        check_same_call(self.header, header, sender)
+        return open_head(raw, header)
 
     def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
         """Take in a first message that was checked when it arrived."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from objcomm._algorithms import shared_relay, topology
+from objcomm._algorithms import shared_relay
 from objcomm._algorithms.exchange import Exchange
 from objcomm._wire.header import Status
-from objcomm._wire.message import Message, compose
+from objcomm._wire.message import Message, compose, open_head
 from objcomm.errors import WireError
 
 #: The rank through which every rank's small messages reach all ranks.
@@ -32,7 +32,7 @@ def broadcast(exchange: Exchange, message: Message | None, root: int) -> Message
     Returns:
         The message: ``root``'s own there, what arrived elsewhere.
     """
-    parent, children = topology.for_head(exchange.size)(exchange.rank, root, exchange.size)
+    parent, children, _ = exchange.branch(root)
     if parent is not None:
         (message,) = exchange.recv_heads([parent], made_by=root)
     elif message is None:
@@ -56,15 +56,45 @@ def relay(exchange: Exchange, flats: Sequence[torch.Tensor], root: int) -> None:
 
 
 def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Message] | None:
-    """Every rank's first message to ``root``, which gets them in rank order; ``None`` elsewhere."""
-    if exchange.rank != root:
-        exchange.send_head(message, [root])
+    """Every rank's first message to ``root``, which gets them in rank order; ``None`` elsewhere.
+
+    A rank that has others below it in the tree sends theirs with its own, as one, and reads none.
+    """
+    parent, children, below = exchange.branch(root)
+    came = _recv_from_below(exchange, children, below, is_read=parent is None)
+    if parent is None:
+        messages = {root: message}
+        for each, ranks in zip(came, below, strict=True):
+            opened = [each] if len(ranks) == 1 else open_bundle(exchange, each, ranks)
+            messages.update(zip(ranks, opened, strict=True))
+        return [messages[rank] for rank in range(exchange.size)]
+    if not children:
         exchange.rounds += 1
+        exchange.send_head(message, [parent])
         return None
-    others = [peer for peer in range(exchange.size) if peer != root]
-    messages = exchange.recv_heads(others)
-    messages.insert(root, message)
-    return messages
+    heads = [
+        each.head if len(ranks) == 1 else contents_of(each)
+        for each, ranks in zip(came, below, strict=True)
+    ]
+    bundle = compose_bundle(exchange, [exchange.gate.head_of(message), *heads])
+    _send_bundle(exchange, bundle, parent)
+    return None
+
+
+def _recv_from_below(
+    exchange: Exchange,
+    children: Sequence[int],
+    below: Sequence[Sequence[int]],
+    *,
+    is_read: bool,
+) -> list[Message]:
+    """What each child sends up: its own message, or a bundle if it has others below it."""
+    unread = {child for child, ranks in zip(children, below, strict=True) if len(ranks) == 1}
+    came = exchange.recv_heads(children, unread=() if is_read else unread) if children else []
+    exchange.recv_rest(
+        [(child, each) for child, each in zip(children, came, strict=True) if child not in unread]
+    )
+    return came
 
 
 def gather(
@@ -137,11 +167,13 @@ def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:
     """
     if exchange.size == _PAIR:
         return _swap_heads(exchange, message)
-    heads = gather_heads(exchange, message, HUB)
-    if heads is not None:
+    messages = gather_heads(exchange, message, HUB)
+    if messages is not None:
+        heads = [exchange.gate.head_of(each) for each in messages]
         broadcast(exchange, compose_bundle(exchange, heads), HUB)
-        return heads
-    return open_bundle(exchange, broadcast(exchange, None, HUB), message)
+        return messages
+    bundle = broadcast(exchange, None, HUB)
+    return open_bundle(exchange, bundle, range(exchange.size), message)
 
 
 def _swap_heads(exchange: Exchange, message: Message) -> list[Message]:
@@ -152,22 +184,39 @@ def _swap_heads(exchange: Exchange, message: Message) -> list[Message]:
     return messages
 
 
-def compose_bundle(exchange: Exchange, messages: Sequence[Message]) -> Message:
-    """One message made of the heads of all ranks."""
-    meta = bytearray().join([exchange.gate.head_of(message) for message in messages])
-    return compose(exchange.header, meta, status=Status.BUNDLE, codec="")
+def compose_bundle(exchange: Exchange, heads: Sequence[bytearray | memoryview]) -> Message:
+    """One message made of several heads, or of what other bundles hold."""
+    return compose(exchange.header, bytearray().join(heads), status=Status.BUNDLE, codec="")
 
 
-def open_bundle(exchange: Exchange, bundle: Message, mine: Message) -> list[Message]:
-    """The heads in a bundle, in rank order, with this rank's own message in its place."""
+def contents_of(bundle: Message) -> memoryview:
+    """The heads in a bundle, one after another.
+
+    Raises:
+        WireError: it is none.
+    """
     if bundle.header.status != Status.BUNDLE:
         raise WireError(f"{bundle.header.position} sent no bundle")
     bundle.check()
+    return bundle.meta
+
+
+def open_bundle(
+    exchange: Exchange, bundle: Message, ranks: Sequence[int], mine: Message | None = None
+) -> list[Message]:
+    """The messages of some ranks, of whose heads a bundle is made.
+
+    Args:
+        exchange: this operation's.
+        bundle: holds them, in the order of ``ranks``.
+        ranks: whose they are.
+        mine: this rank's own, which takes its place.
+    """
+    rest = contents_of(bundle)
     messages = []
-    rest = bundle.meta
-    for peer in range(exchange.size):
-        is_mine = peer == exchange.rank
-        message = mine if is_mine else exchange.open(rest, peer)
+    for rank in ranks:
+        is_mine = mine is not None and rank == exchange.rank
+        message = mine if mine is not None and is_mine else exchange.open(rest, rank)
         messages.append(message)
         rest = rest[message.header.head_nbytes :]
     return messages
@@ -176,21 +225,61 @@ def open_bundle(exchange: Exchange, bundle: Message, mine: Message) -> list[Mess
 def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -> Message:
     """One message of ``root``'s for each rank; returns this rank's.
 
-    What follows the heads moves when all ranks for which there is more have given their word that
-    they take theirs.
+    What follows the heads goes from ``root`` to each rank, when all for which there is more have
+    given their word that they take theirs.
     """
+    parent, children, below = exchange.branch(root)
     if messages is None:
-        return _recv(exchange, root, gives_word=True)
+        if parent is None:
+            raise WireError("the root of a scatter has no messages")  # a fault of the caller's
+        return _recv_scattered(exchange, parent, children, below, root)
     exchange.rounds += 1
     others = [peer for peer in range(exchange.size) if peer != root]
     are_all_ready = exchange.words_of(peer for peer in others if not messages[peer].is_all_head)
-    for peer in others:
-        exchange.send_head(messages[peer], [peer], destination=peer)
+    for child, ranks in zip(children, below, strict=True):
+        if len(ranks) == 1:
+            exchange.send_head(messages[child], [child], destination=child)
+        else:
+            heads = [exchange.gate.head_of(messages[rank], rank) for rank in ranks]
+            _send_bundle(exchange, compose_bundle(exchange, heads), child)
     are_all_ready()
     for peer in others:
         exchange.send_rest(messages[peer], [peer])
         exchange.accelerators().send(messages[peer], peer)
     return messages[root]
+
+
+def _recv_scattered(
+    exchange: Exchange,
+    parent: int,
+    children: Sequence[int],
+    below: Sequence[Sequence[int]],
+    root: int,
+) -> Message:
+    """This rank's message, after those for ranks below it were passed on."""
+    if not children:
+        return _recv(exchange, parent, made_by=root, gives_word=True)
+    (bundle,) = exchange.recv_heads([parent])
+    exchange.recv_rest([(parent, bundle)])
+    rest = contents_of(bundle)
+    message = exchange.open(rest, root)
+    rest = rest[message.header.head_nbytes :]
+    for child, ranks in zip(children, below, strict=True):
+        nbytes = 0
+        for _ in ranks:
+            nbytes += exchange.gate.header_in(rest[nbytes:], root).head_nbytes
+        heads, rest = rest[:nbytes], rest[nbytes:]
+        if len(ranks) == 1:
+            head = exchange.gate.header_in(heads, root)
+            exchange.send_head(open_head(heads, head), [child])
+        else:
+            _send_bundle(exchange, compose_bundle(exchange, [heads]), child)
+    return _with_rest(exchange, message, root, gives_word=True)
+
+
+def _send_bundle(exchange: Exchange, bundle: Message, peer: int) -> None:
+    exchange.send_head(bundle, [peer])
+    exchange.send_rest(bundle, [peer])
 
 
 def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]:
@@ -237,8 +326,16 @@ def recv(exchange: Exchange, peer: int) -> Message:
     return _recv(exchange, peer)
 
 
-def _recv(exchange: Exchange, peer: int, *, gives_word: bool = False) -> Message:
-    (message,) = exchange.recv_heads([peer])
+def _recv(
+    exchange: Exchange, peer: int, *, made_by: int | None = None, gives_word: bool = False
+) -> Message:
+    (message,) = exchange.recv_heads([peer], made_by=made_by)
+    source = peer if made_by is None else made_by
+    return _with_rest(exchange, message, source, gives_word=gives_word)
+
+
+def _with_rest(exchange: Exchange, message: Message, peer: int, *, gives_word: bool) -> Message:
+    """A message for this rank alone, with what follows its head, which comes from ``peer``."""
     exchange.gate.check_addressed(message.header)
     if gives_word and not message.is_all_head:
         exchange.make_room(message, peer)
@@ -253,5 +350,9 @@ def all_meet(exchange: Exchange, message: Message) -> None:
     if exchange.size == _PAIR:
         _swap_heads(exchange, message)
         return
-    gather_heads(exchange, message, HUB)
-    broadcast(exchange, message if exchange.rank == HUB else None, HUB)
+    parent, children, _ = exchange.branch(HUB)
+    if children:
+        exchange.recv_heads(children)
+    if parent is not None:
+        exchange.send_head(message, [parent])
+    broadcast(exchange, message if parent is None else None, HUB)

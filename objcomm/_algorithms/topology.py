@@ -5,7 +5,9 @@ from (``None`` for the root) and those to send to, in that order. All ranks comp
 picture from what they all know.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 Place = tuple[int | None, list[int]]
 Topology = Callable[[int, int, int], Place]
@@ -13,6 +15,10 @@ Topology = Callable[[int, int, int], Place]
 #: Up to this many ranks a root sends small messages to each by itself: one hop, and cheaper than
 #: a tree where ranks share cores (measured at 2, 4 and 8 ranks).
 STAR_MAX_SIZE = 8
+
+#: In a tree for small messages a rank serves so many hosts, and so many ranks of its own host. Of
+#: 512 hosts the last is three hops away.
+_BRANCHES_MAX = 8
 
 #: Large payloads are passed on in pieces of at most this size, which are still in the processor's
 #: cache then.
@@ -79,8 +85,77 @@ def _among(ranks: Sequence[int], rank: int, among: Callable[[int], Topology]) ->
     return None if parent is None else ranks[parent], [ranks[each] for each in children]
 
 
+class Branch(NamedTuple):
+    """One rank's place in the tree along which small messages go down from a root, and up to it.
+
+    Attributes:
+        parent: from whom it hears; None for the root.
+        children: to whom it passes on.
+        below: of each child, all ranks that it reaches, in their order in the tree; itself first.
+    """
+
+    parent: int | None
+    children: tuple[int, ...]
+    below: tuple[tuple[int, ...], ...]
+
+
+@functools.lru_cache(maxsize=256)  # at 4,096 ranks one takes some milliseconds
+def tree(rank: int, root: int, hosts: tuple[int, ...]) -> Branch:
+    """Where a rank is in the tree of all ranks.
+
+    A few ranks hear from the root itself. Of more, one rank of each host does so, or hears from
+    another host's, and serves those beside it; no rank has more than sixteen others below it that
+    it serves itself.
+
+    Args:
+        rank: whose place.
+        root: where the tree begins.
+        hosts: of each rank, as a number.
+    """
+    size = len(hosts)
+    if size <= STAR_MAX_SIZE:
+        parent, children = star(rank, root, size)
+        return Branch(parent, tuple(children), tuple((child,) for child in children))
+    beside: dict[int, list[int]] = {first: [] for first in firsts(hosts, root).values()}
+    first_of = {hosts[first]: first for first in beside}
+    for each, host in enumerate(hosts):
+        if each != first_of[host]:
+            beside[first_of[host]].append(each)
+    own = first_of[hosts[rank]]
+    parent, local = _descend(rank, [own, *beside[own]])
+    if rank != own:
+        return Branch(parent, tuple(each[0] for each in local), tuple(map(tuple, local)))
+    parent, far = _descend(rank, list(beside))
+    below = [_in_order(part, beside) for part in far] + local
+    return Branch(parent, tuple(each[0] for each in below), tuple(map(tuple, below)))
+
+
+def _descend(rank: int, ranks: list[int]) -> tuple[int | None, list[list[int]]]:
+    """From whom one of some ranks hears, the first of which is the root, and who is below it."""
+    parent = None
+    while True:
+        parts = list(_cut(ranks[1:]))
+        if ranks[0] == rank:
+            return parent, parts
+        parent = ranks[0]
+        ranks = next(part for part in parts if rank in part)
+
+
+def _in_order(firsts: list[int], beside: dict[int, list[int]]) -> list[int]:
+    """All ranks of some hosts: the first of the first, then other hosts', then those beside it."""
+    further = [each for part in _cut(firsts[1:]) for each in _in_order(part, beside)]
+    return [firsts[0], *further, *beside[firsts[0]]]
+
+
+def _cut(ranks: list[int]) -> Iterator[list[int]]:
+    """Some ranks in up to ``_BRANCHES_MAX`` parts of nearly the same length."""
+    count = min(_BRANCHES_MAX, len(ranks))
+    for at in range(count):
+        yield ranks[at * len(ranks) // count : (at + 1) * len(ranks) // count]
+
+
 def for_head(size: int) -> Topology:
-    """How a small message reaches all ranks."""
+    """How a small message reaches some ranks that share a host, or of which each has its own."""
     return star if size <= STAR_MAX_SIZE else binomial
 
 

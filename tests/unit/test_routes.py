@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from objcomm._algorithms import routes
+from objcomm._algorithms import routes, topology
 from objcomm._algorithms.exchange import Exchange
 from objcomm._codecs.buffers import Buffer, BufferKind, to_bytes
+from objcomm._config import Settings
 from objcomm._transport.link import head_tag, receipt_tag
 from objcomm._wire.header import HEADER_NBYTES, WINDOW_NBYTES, Flag, Status
 from objcomm._wire.message import Message, compose
@@ -31,7 +32,15 @@ WORLDS = [
     *[(3, shape) for shape in SHAPES],
     *[(9, shape) for shape in SHAPES],
     *[(size, shape) for size in (2, 8, 13) for shape in ("inline", "both")],
+    (25, "body"),
 ]
+# Of 90 on one host some are three hops away.
+MANY = [*WORLDS, (90, "inline")]
+HOSTS: dict[str, Callable[[int], list[int]]] = {
+    "one host": lambda size: [0] * size,
+    "hosts in turns": lambda size: [rank % 3 for rank in range(size)],
+    "hosts of two": lambda size: [rank // 2 for rank in range(size)],
+}
 LARGE_NBYTES = 1_200_000
 
 
@@ -91,24 +100,27 @@ def run(
     return results
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize(("size", "shape"), WORLDS)
-def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, hosts: int) -> None:
+def test_a_broadcast_reaches_every_rank_whole(size: int, shape: str, hosts: str) -> None:
     for root in {0, 1, size - 1}:
 
         def body(exchange: Exchange, root: int = root) -> Message:
             mine = message_of(root, shape) if exchange.rank == root else None
             return routes.broadcast(exchange, mine, root)
 
-        for message in run(size, body, [rank % hosts for rank in range(size)]):
+        for message in run(size, body, HOSTS[hosts](size)):
             assert content_of(message) == expected(root, shape)
 
 
-@pytest.mark.parametrize(("size", "shape"), WORLDS)
-def test_a_gather_brings_every_message_to_its_root(size: int, shape: str) -> None:
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize(("size", "shape"), MANY)
+def test_a_gather_brings_every_message_to_its_root(size: int, shape: str, hosts: str) -> None:
     root = size - 1
     results = run(
-        size, lambda exchange: routes.gather(exchange, message_of(exchange.rank, shape), root)
+        size,
+        lambda exchange: routes.gather(exchange, message_of(exchange.rank, shape), root),
+        HOSTS[hosts](size),
     )
     assert results[:-1] == [None] * (size - 1)
     assert [content_of(each) for each in results[root]] == [
@@ -116,15 +128,15 @@ def test_a_gather_brings_every_message_to_its_root(size: int, shape: str) -> Non
     ]
 
 
-@pytest.mark.parametrize("hosts", [1, 3])
+@pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize(("size", "shape"), WORLDS)
 def test_an_all_gather_brings_every_message_to_every_rank(
-    size: int, shape: str, hosts: int
+    size: int, shape: str, hosts: str
 ) -> None:
     results = run(
         size,
         lambda exchange: routes.all_gather(exchange, message_of(exchange.rank, shape)),
-        [rank % hosts for rank in range(size)],
+        HOSTS[hosts](size),
     )
     for messages in results:
         assert [content_of(each) for each in messages] == [
@@ -191,22 +203,57 @@ def sizes_of(size: int, shape: str) -> list[Message]:
     return [message_of(rank, shape) for rank in range(size)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_scatter_gives_each_rank_its_own(shape: str) -> None:
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize(("size", "shape"), MANY)
+def test_a_scatter_gives_each_rank_its_own(size: int, shape: str, hosts: str) -> None:
     def body(exchange: Exchange) -> Message:
         is_root = exchange.rank == 1
         # Each message is the root's, whatever its content.
         messages = [
             Message(header_of(1)._replace(**_sizes(each)), each.body, each.buffers, each.large)
-            for each in (message_of(rank, shape) for rank in range(3))
+            for each in (message_of(rank, shape) for rank in range(size))
         ]
         return routes.scatter(exchange, messages if is_root else None, 1)
 
-    for rank, message in enumerate(run(3, body)):
+    for rank, message in enumerate(run(size, body, HOSTS[hosts](size))):
         assert content_of(message) == expected(rank, shape)
 
 
-@pytest.mark.parametrize(("size", "shape"), WORLDS)
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("size", [3, 9, 90])
+def test_nobody_returns_from_a_meeting_before_all_have_come(size: int, hosts: str) -> None:
+    come: list[int] = []
+
+    def body(exchange: Exchange) -> int:
+        come.append(exchange.rank)
+        routes.all_meet(exchange, compose(exchange.header, b""))
+        return len(come)
+
+    assert run(size, body, HOSTS[hosts](size)) == [size] * size
+
+
+def test_who_only_passes_messages_on_does_not_judge_them() -> None:
+    size, root = 25, 0
+    wires = Wires(size)
+    branches = [topology.tree(rank, root, wires.hosts) for rank in range(size)]
+    chosen = Settings(accept=frozenset({"msgpack"}), max_nbytes=1 << 20)
+
+    def on_rank(rank: int) -> list[Message] | None:
+        is_between = rank > 0 and bool(branches[rank].children)
+        own = chosen if is_between else None
+        exchange = exchange_on(MemoryLink(wires, rank), new_lane(), chosen=own)
+        messages = routes.gather(exchange, message_of(rank, "both"), root)
+        exchange.finish()
+        return messages
+
+    assert sum(bool(each.children) for each in branches) > 2
+    gathered = on_every_rank(size, on_rank)[root]
+    assert [content_of(each) for each in gathered] == [
+        expected(rank, "both") for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(("size", "shape"), [each for each in WORLDS if each[0] <= 16])
 def test_an_all_to_all_gives_each_rank_its_own_of_every_rank(size: int, shape: str) -> None:
     def body(exchange: Exchange) -> list[Message]:
         messages = [

@@ -11,6 +11,7 @@ SPREADS: dict[str, Callable[[int], list[int]]] = {
     "two in blocks": lambda size: [2 * rank // size for rank in range(size)],
     "three in turns": lambda size: [rank % 3 for rank in range(size)],
     "one for each rank": lambda size: list(range(size)),
+    "hosts of two": lambda size: [rank // 2 for rank in range(size)],
     "one and all others": lambda size: [min(rank, 1) for rank in range(size)],
 }
 
@@ -48,6 +49,34 @@ def check_route(route: topology.Topology, size: int) -> None:
         heard = {child: rank for rank, (_, children) in enumerate(places) for child in children}
         assert sum(len(children) for _, children in places) == size - 1
         assert heard == {rank: parent for rank, (parent, _) in enumerate(places) if rank != root}
+
+
+@pytest.mark.parametrize("size", [*SIZES, 100, 700])
+@pytest.mark.parametrize("spread", ["one host", *SPREADS])
+def test_the_tree_for_small_messages_reaches_all_in_few_hops(spread: str, size: int) -> None:
+    hosts = tuple(SPREADS[spread](size) if spread in SPREADS else [0] * size)
+    for root in {0, size // 3, size - 1}:
+        first = topology.firsts(hosts, root)
+        branches = [topology.tree(rank, root, hosts) for rank in range(size)]
+        assert [rank for rank, each in enumerate(branches) if each.parent is None] == [root]
+        for rank, (_, children, below) in enumerate(branches):
+            assert len(children) <= topology.STAR_MAX_SIZE - 1 or size > topology.STAR_MAX_SIZE
+            assert len(children) <= 16
+            assert children == tuple(each[0] for each in below)
+            for child, ranks in zip(children, below, strict=True):
+                assert branches[child].parent == rank
+                reached = [child, *(each for part in branches[child].below for each in part)]
+                assert list(ranks) == reached
+                is_far = hosts[child] != hosts[rank]
+                assert size <= topology.STAR_MAX_SIZE or (child == first[hosts[child]]) == is_far
+        reached = [root, *(each for part in branches[root].below for each in part)]
+        assert sorted(reached) == list(range(size))
+        assert max(depth_of(rank, branches) for rank in range(size)) <= 6
+
+
+def depth_of(rank: int, branches: list[topology.Branch]) -> int:
+    parent = branches[rank].parent
+    return 0 if parent is None else 1 + depth_of(parent, branches)
 
 
 @pytest.mark.parametrize("size", SIZES)
