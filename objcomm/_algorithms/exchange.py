@@ -281,26 +281,28 @@ class Exchange(Transfers):
         if not is_paced(message) and self._is_noticed(message):
             self.confirm([] if parent is None else [parent], children)
 
-    def pass_around(self, messages: Sequence[Message], ring: Sequence[int]) -> None:
-        """What follows every rank's head, each rank's from neighbour to neighbour to all others.
+    def pass_around(self, messages: Sequence[Message | None], ring: Sequence[int]) -> None:
+        """What follows some ranks' heads, each rank's from neighbour to neighbour to all others.
 
         Args:
-            messages: of all ranks, in rank order; at least one has more than its head.
-            ring: all ranks, the same on each; a rank receives from the one before it.
+            messages: of each rank in the ring; None for one that has none for the others.
+            ring: the ranks, the same on each; a rank receives from the one before it.
         """
-        at = ring.index(self.rank)
-        left, right = ring[at - 1], ring[(at + 1) % self.size]
-        coming = [messages[ring[at - steps]] for steps in range(1, self.size)]  # in this order
+        size, at = len(ring), ring.index(self.rank)
+        left, right, next_own = ring[at - 1], ring[(at + 1) % size], messages[(at + 1) % size]
+        before = [messages[at - steps] for steps in range(1, size)]  # in this order
+        coming = [each for each in before if each is not None]
+        mine = messages[at]
         for cut in (self._body_pieces, self._pieces):
             rest = [(message, self.ended([piece])) for message in coming for piece in cut(message)]
             arriving = [self._posted(left, unit) for _, unit in rest]
             self._meter.expect(nbytes_of([unit for _, unit in rest]))
-            mine = messages[self.rank]
-            for piece in itertools.chain.from_iterable(self.ended([each]) for each in cut(mine)):
+            own = () if mine is None else cut(mine)
+            for piece in itertools.chain.from_iterable(self.ended([each]) for each in own):
                 self._send(piece, right, self._payload_tag, mine)
             for (message, unit), pendings in zip(rest, arriving, strict=True):
                 self._take(unit, pendings, left)
-                for piece in unit if message is not messages[right] else ():
+                for piece in unit if message is not next_own else ():
                     self._send(piece, right, self._payload_tag, message)
             self.rounds += bool(rest)
             for message in coming if cut == self._body_pieces else ():

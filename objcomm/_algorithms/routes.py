@@ -4,12 +4,13 @@ Each function is called by every rank of the group (``send`` and ``recv`` by the
 reads as the protocol. What a message means is the callers' business.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 
-from objcomm._algorithms import shared_relay
+from objcomm._algorithms import shared_relay, topology
 from objcomm._algorithms.exchange import Exchange
 from objcomm._wire.header import Status
 from objcomm._wire.message import Message, compose, open_head
@@ -150,13 +151,34 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
 
 
 def _pass_around(exchange: Exchange, messages: Sequence[Message]) -> None:
-    """What follows every rank's head, around a ring of all ranks that goes host by host.
+    """What follows every rank's head: around rings from host to host, and then within each host.
 
-    Each network card carries each message once in either direction. Directly it would carry it once
-    for each pair of ranks, and streams that reach a card together lose packets.
+    The ranks that are the first of their hosts make a ring, those that are the second another one.
+    So each network card carries in either direction what it must, and once; directly it would carry
+    it once for each pair of ranks, and streams that reach a card together lose packets. A host with
+    fewer ranks than others is in as many rings.
     """
-    if any(not each.is_all_head for each in messages):
-        exchange.pass_around(messages, sorted(range(exchange.size), key=exchange.hosts.__getitem__))
+    if all(each.is_all_head for each in messages):
+        return
+    hosts = list(topology.by_host(exchange.hosts).values())
+    beside = next(ranks for ranks in hosts if exchange.rank in ranks)
+    carried: dict[int, list[Message]] = {peer: [messages[peer]] for peer in beside}
+    others = [peer for peer in beside if peer != exchange.rank]
+    exchange.send_rest(messages[exchange.rank], others)
+    for place in range(max(map(len, hosts))):
+        ring = [ranks[place % len(ranks)] for ranks in hosts]
+        theirs = [messages[ranks[place]] if place < len(ranks) else None for ranks in hosts]
+        carrier = beside[place % len(beside)]
+        far = zip(hosts, theirs, strict=True)
+        carried[carrier] += [each for ranks, each in far if ranks != beside and each is not None]
+        if carrier == exchange.rank:
+            exchange.pass_around(theirs, ring)
+    for each in carried[exchange.rank][1:]:
+        exchange.send_rest(each, others)
+    # One of each peer's at a time, in the order in which it sends them.
+    for several in itertools.zip_longest(*(carried[peer] for peer in others)):
+        pairs = zip(others, several, strict=True)
+        exchange.recv_rest([(peer, each) for peer, each in pairs if each is not None])
 
 
 def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:
@@ -259,22 +281,28 @@ def _recv_scattered(
     """This rank's message, after those for ranks below it were passed on."""
     if not children:
         return _recv(exchange, parent, made_by=root, gives_word=True)
-    (bundle,) = exchange.recv_heads([parent])
-    exchange.recv_rest([(parent, bundle)])
+    (bundle,) = _recv_bundles(exchange, [parent])
     rest = contents_of(bundle)
     message = exchange.open(rest, root)
     rest = rest[message.header.head_nbytes :]
     for child, ranks in zip(children, below, strict=True):
-        nbytes = 0
-        for _ in ranks:
-            nbytes += exchange.gate.header_in(rest[nbytes:], root).head_nbytes
-        heads, rest = rest[:nbytes], rest[nbytes:]
+        heads, rest = _cut(exchange, rest, [root] * len(ranks))
         if len(ranks) == 1:
             head = exchange.gate.header_in(heads, root)
             exchange.send_head(open_head(heads, head), [child])
         else:
             _send_bundle(exchange, compose_bundle(exchange, [heads]), child)
     return _with_rest(exchange, message, root, gives_word=True)
+
+
+def _cut(
+    exchange: Exchange, heads: memoryview, senders: Sequence[int]
+) -> tuple[memoryview, memoryview]:
+    """The first of some heads, unread, one for each of their ``senders``; and the others."""
+    nbytes = 0
+    for sender in senders:
+        nbytes += exchange.gate.header_in(heads[nbytes:], sender).head_nbytes
+    return heads[:nbytes], heads[nbytes:]
 
 
 def _send_bundle(exchange: Exchange, bundle: Message, peer: int) -> None:
@@ -285,20 +313,24 @@ def _send_bundle(exchange: Exchange, bundle: Message, peer: int) -> None:
 def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]:
     """One message of every rank's for each rank; returns those for this rank, in rank order.
 
-    First the heads go from each rank to each. A rank that failed says so in all of its heads, so
-    all ranks know it before anything large moves, which then goes at its own size.
+    First the heads go from each rank to each, those between two hosts as one. A rank that failed
+    says so in all of its heads, so all ranks know it before anything large moves, which then goes
+    at its own size.
 
     Args:
         exchange: this operation's.
         messages: one for each rank; this rank's own comes back as it is.
     """
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
-    for peer in others:
-        exchange.send_head(messages[peer], [peer], destination=peer)
-    arrived = exchange.recv_heads(others)
-    for each in arrived:
+    hosts = [tuple(ranks) for ranks in topology.by_host(exchange.hosts).values()]
+    if len(hosts) > 1 and exchange.size > topology.STAR_MAX_SIZE:
+        came = _swap_by_host(exchange, messages, hosts)
+    else:
+        came = _swap_directly(exchange, messages, others)
+    for each in came.values():
         exchange.gate.check_addressed(each.header)
-    arrived.insert(exchange.rank, messages[exchange.rank])
+    came[exchange.rank] = messages[exchange.rank]
+    arrived = [came[peer] for peer in range(exchange.size)]
     if any(each.header.status == Status.FAILURE for each in arrived):
         return arrived
     for peer in others:
@@ -311,6 +343,63 @@ def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]
         for peer in others:
             exchange.accelerators().send(messages[peer], peer)
     return arrived
+
+
+def _swap_directly(
+    exchange: Exchange, messages: Sequence[Message], peers: Sequence[int]
+) -> dict[int, Message]:
+    """Give some ranks their heads, and get theirs, by rank."""
+    for peer in peers:
+        exchange.send_head(messages[peer], [peer], destination=peer)
+    return dict(zip(peers, exchange.recv_heads(peers), strict=True)) if peers else {}
+
+
+def _swap_by_host(
+    exchange: Exchange, messages: Sequence[Message], hosts: Sequence[tuple[int, ...]]
+) -> dict[int, Message]:
+    """The same with all ranks: what one host's ranks have for another host's travels as one.
+
+    Args:
+        exchange: this operation's.
+        messages: one for each rank.
+        hosts: the ranks of each host.
+    """
+    beside = next(ranks for ranks in hosts if exchange.rank in ranks)
+    far = [ranks for ranks in hosts if ranks != beside]
+    first, *others = beside
+    came = _swap_directly(exchange, messages, [peer for peer in beside if peer != exchange.rank])
+    heads = [exchange.gate.head_of(messages[peer], peer) for ranks in far for peer in ranks]
+    if exchange.rank != first:
+        _send_bundle(exchange, compose_bundle(exchange, heads), first)
+        (bundle,) = _recv_bundles(exchange, [first])
+        sources = [peer for ranks in far for peer in ranks]
+        return came | dict(zip(sources, open_bundle(exchange, bundle, sources), strict=True))
+    rest = [memoryview(bytearray().join(heads)), *map(contents_of, _recv_bundles(exchange, others))]
+    for ranks in far:
+        parts = []
+        for at, source in enumerate(beside):
+            part, rest[at] = _cut(exchange, rest[at], [source] * len(ranks))
+            parts.append(part)
+        _send_bundle(exchange, compose_bundle(exchange, parts), ranks[0])
+    bundles = _recv_bundles(exchange, [ranks[0] for ranks in far])
+    for_each: dict[int, list[memoryview]] = {peer: [] for peer in beside}
+    for ranks, bundle in zip(far, bundles, strict=True):
+        heads_left = contents_of(bundle)
+        for source in ranks:
+            for peer in beside:
+                head, heads_left = _cut(exchange, heads_left, [source])
+                for_each[peer].append(head)
+                if peer == first:
+                    came[source] = exchange.open(head, source)
+    for peer in others:
+        _send_bundle(exchange, compose_bundle(exchange, for_each[peer]), peer)
+    return came
+
+
+def _recv_bundles(exchange: Exchange, peers: Sequence[int]) -> list[Message]:
+    bundles = exchange.recv_heads(peers) if peers else []
+    exchange.recv_rest(list(zip(peers, bundles, strict=True)))
+    return bundles
 
 
 def send(exchange: Exchange, message: Message, peer: int) -> None:

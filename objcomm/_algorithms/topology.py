@@ -57,6 +57,14 @@ def firsts(hosts: Sequence[int], root: int) -> dict[int, int]:
     return first
 
 
+def by_host(hosts: Sequence[int]) -> dict[int, list[int]]:
+    """The ranks of each host, hosts and ranks in order."""
+    ranks: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    return ranks
+
+
 def host_by_host(hosts: Sequence[int], among: Callable[[int], Topology]) -> Topology:
     """One rank of each host gets it, and passes it on to those beside it.
 

@@ -178,6 +178,7 @@ class MemoryLink:
         self.size = wires.size
         self.hosts = wires.hosts
         self.sent: list[tuple[int, int]] = []  # bytes and tag of each transfer
+        self.crossed_nbytes = 0  # of those to other hosts
         self._wires = wires
         self._is_aborted = False
 
@@ -189,6 +190,7 @@ class MemoryLink:
         assert flat.numel() > 0 or self.may_send_nothing, "a message without need"
         self._check(peer)
         self.sent.append((flat.numel(), tag))
+        self.crossed_nbytes += flat.numel() * (self.hosts[peer] != self.hosts[self.rank])
         self._wires.between(self.rank, peer, tag).put(flat.clone())
         return Departure()
 

@@ -209,7 +209,7 @@ def test_a_contribution_is_no_acknowledgement() -> None:
         receiving.open(head, 1)
 
 
-@pytest.mark.parametrize("size", [2, 3, 9])
+@pytest.mark.parametrize("size", [2, 3, 9, 25])
 @pytest.mark.parametrize("is_large", [False, True], ids=["inline", "large"])
 def test_every_route_carries_signatures(size: int, *, is_large: bool) -> None:
     wires = Wires(size)

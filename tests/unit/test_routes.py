@@ -144,6 +144,35 @@ def test_an_all_gather_brings_every_message_to_every_rank(
         ]
 
 
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 1, 0, 2], [0, 1, 2]])
+@pytest.mark.parametrize("sharing", [(), (0, 1, 2)])
+def test_an_all_gather_carries_each_message_to_each_host_once(
+    hosts: list[int], sharing: Collection[int]
+) -> None:
+    size, nbytes = len(hosts), 3 << 20
+    wires = Wires(size, hosts, sharing)
+    links = [MemoryLink(wires, rank) for rank in range(size)]
+
+    def on_rank(rank: int) -> None:
+        exchange = exchange_on(links[rank], new_lane())
+        flat = torch.full((nbytes,), rank, dtype=torch.uint8)
+        mine = compose(header_of(rank), b"", [Buffer(BufferKind.TENSOR, flat, flat)])
+        for peer, each in enumerate(routes.all_gather(exchange, mine)):
+            (buffer,) = each.buffers
+            assert buffer.flat.numel() == nbytes
+            assert bool((buffer.flat == peer).all())
+        exchange.finish()
+
+    on_every_rank(size, on_rank)
+    for host in set(hosts):
+        beside = [rank for rank in range(size) if hosts[rank] == host]
+        left = sum(links[rank].crossed_nbytes for rank in beside)
+        # All but what the next host has itself passes through this host's card, once.
+        following = (host + 1) % len(set(hosts))
+        wanted = nbytes * (size - hosts.count(following))
+        assert wanted <= left < wanted + 10_000
+
+
 class Counting:
     """A meter that remembers."""
 
@@ -253,8 +282,11 @@ def test_who_only_passes_messages_on_does_not_judge_them() -> None:
     ]
 
 
+@pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize(("size", "shape"), [each for each in WORLDS if each[0] <= 16])
-def test_an_all_to_all_gives_each_rank_its_own_of_every_rank(size: int, shape: str) -> None:
+def test_an_all_to_all_gives_each_rank_its_own_of_every_rank(
+    size: int, shape: str, hosts: str
+) -> None:
     def body(exchange: Exchange) -> list[Message]:
         messages = [
             Message(exchange.header._replace(**_sizes(each)), each.body, each.buffers, each.large)
@@ -262,7 +294,7 @@ def test_an_all_to_all_gives_each_rank_its_own_of_every_rank(size: int, shape: s
         ]
         return routes.all_to_all(exchange, messages)
 
-    for rank, messages in enumerate(run(size, body)):
+    for rank, messages in enumerate(run(size, body, HOSTS[hosts](size))):
         assert [content_of(message) for message in messages] == [
             expected(peer * 16 + rank, shape) for peer in range(size)
         ]
