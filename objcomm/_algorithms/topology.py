@@ -6,6 +6,7 @@ picture from what they all know.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,32 @@ def binomial(rank: int, root: int, size: int) -> Place:
     steps = [step for step in _powers_below(size) if step < lowest and place + step < size]
     children = [(place + step + root) % size for step in reversed(steps)]
     return ((place - lowest + root) % size if place else None), children
+
+
+def in_order(rank: int, root: int, hosts: Sequence[int]) -> Place:
+    """Binomial trees in which each rank, with those below it, is a run of ranks without a gap.
+
+    So what they have can be combined in the ranks' order, counted from ``root`` on. Ranks that
+    follow each other on one host meet there first.
+
+    Args:
+        rank: whose place.
+        root: where the tree ends.
+        hosts: of each rank, as a number.
+
+    Returns:
+        To whom its run goes; and whose runs follow this rank's own, in that order.
+    """
+    size = len(hosts)
+    turned = [(root + at) % size for at in range(size)]
+    runs = [list(each) for _, each in itertools.groupby(turned, hosts.__getitem__)]
+    at = next(at for at, run in enumerate(runs) if rank in run)
+    parent, children = _among(runs[at], rank, lambda _: binomial)
+    children.reverse()
+    if rank != runs[at][0]:
+        return parent, children
+    parent, others = _among([run[0] for run in runs], rank, lambda _: binomial)
+    return parent, [*children, *reversed(others)]
 
 
 def line(rank: int, root: int, size: int) -> Place:

@@ -141,6 +141,8 @@ class Coding:
 
 R = TypeVar("R")
 
+_PAIR = 2  # so many swap what they have to tell, more let one of them tell all
+
 
 class _Confirmation:
     """What ``Call.confirmation`` gives."""
@@ -465,8 +467,14 @@ class Call:
         mine = self.announcement(Status.VALUE) if own is None else self.failure(own)
         turn.is_confirmed = False
         with turn as exchange:
-            acknowledged = routes.all_gather(exchange, mine)
-        self.raise_failures(acknowledged)
+            if exchange.size == _PAIR:
+                told = routes.all_gather(exchange, mine)
+            else:
+                all_told = routes.gather(exchange, mine, routes.HUB)
+                done = self.announcement(Status.VALUE)
+                answer = None if all_told is None else self.failures(all_told) or done
+                told = [routes.broadcast(exchange, answer, routes.HUB)]
+        self.raise_failures(told)
 
     def run(self, rest: Callable[[], R]) -> R | Work[R]:
         """Do the rest of the operation: here, or on the lane's thread if it is asynchronous.

@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant(
         "confirmations-unread",
         "objcomm/_calls/call.py",
-        "self.raise_failures(acknowledged)",
+        "self.raise_failures(told)",
         "self.raise_failures()",
         "with confirm=True a rank does not hear that another could not decode",
         ("tests/group/test_decode_failures.py",),

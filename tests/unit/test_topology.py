@@ -79,6 +79,29 @@ def depth_of(rank: int, branches: list[topology.Branch]) -> int:
     return 0 if parent is None else 1 + depth_of(parent, branches)
 
 
+@pytest.mark.parametrize("size", [*SIZES, 100])
+@pytest.mark.parametrize("spread", ["one host", *SPREADS])
+def test_what_is_combined_on_the_way_stays_in_the_order_of_ranks(spread: str, size: int) -> None:
+    hosts = SPREADS[spread](size) if spread in SPREADS else [0] * size
+
+    def run_of(rank: int, root: int) -> list[int]:
+        _, children = topology.in_order(rank, root, hosts)
+        return [rank, *(each for child in children for each in run_of(child, root))]
+
+    for root in {0, size // 3, size - 1}:
+        assert run_of(root, root) == [(root + at) % size for at in range(size)]
+        places = [topology.in_order(rank, root, hosts) for rank in range(size)]
+        parents = {child: rank for rank, (_, children) in enumerate(places) for child in children}
+        assert parents == {
+            rank: parent for rank, (parent, _) in enumerate(places) if parent is not None
+        }
+        most = 2 * size.bit_length()  # rounds: within a host, and between hosts
+        assert max(len(children) for _, children in places) <= most
+        crossings = sum(hosts[rank] != hosts[parent] for rank, parent in parents.items())
+        if root == 0 and spread in {"two in blocks", "hosts of two", "one and all others"}:
+            assert crossings == len(set(hosts)) - 1
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_binomial_tree_is_as_deep_as_the_logarithm(size: int) -> None:
     for root in range(size):

@@ -138,9 +138,9 @@ class Folding:
 
     def _combines(self) -> bool:
         """Whether this rank is one that combines its own operand with others."""
-        size = self._call.size
-        place = (self._call.rank - self._top(self._call.root)) % size
-        return self._call.is_root or (place % 2 == 0 and place + 1 < size)
+        call = self._call
+        top = self._top(call.root)
+        return call.is_root or bool(topology.in_order(call.rank, top, call.exchange.hosts)[1])
 
     def _take_copy(self) -> None:
         """Keep the operand as it is now.
@@ -171,27 +171,21 @@ class Folding:
         return self._computed[0]
 
     def _along_tree(self, exchange: Exchange, top: int) -> Message | None:
-        """The binomial tree to ``top``: at each step a rank takes its right neighbour's partial.
+        """Up to ``top``: a rank combines its operand with those below it, and sends what that is.
 
         Ranks count from ``top`` on, so another one than the first changes the operands' order.
         """
-        size = exchange.size
-        place = (exchange.rank - top) % size
+        parent, children = topology.in_order(exchange.rank, top, exchange.hosts)
+        if not children and parent is not None:
+            routes.send(exchange, self._mine, parent)
+            return None
         accumulator = _Accumulator(self._call, self._operator, self._mine, self._operand)
-        is_leaf = True
-        step = 1
-        while step < size:
-            if place & step:
-                partial = self._mine if is_leaf else accumulator.partial()
-                routes.send(exchange, partial, (exchange.rank - step) % size)
-                return None
-            if place + step < size:
-                right = routes.recv(exchange, (exchange.rank + step) % size)
-                if is_leaf:
-                    accumulator.add(self._mine)
-                    is_leaf = False
-                accumulator.add(right)
-            step *= 2
+        accumulator.add(self._mine)
+        for child in children:
+            accumulator.add(routes.recv(exchange, child))
+        if parent is not None:
+            routes.send(exchange, accumulator.partial(), parent)
+            return None
         self._computed = accumulator.result()
         return self._computed[0]
 
