@@ -1,0 +1,240 @@
+"""What one rank of ``tests.scale`` does; what it saw it leaves in a folder that all hosts share."""
+
+import functools
+import os
+import pickle
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import objcomm
+
+#: The limit of the call in which one rank is stopped.
+STOPPED_LIMIT_S = 3.0
+#: All else has this limit, and none should need it.
+_LIMIT_S = 240.0
+_PAUSE_S = 0.02
+_SIZES = (10, 40_000, 1_200_000)
+
+
+class Heard(NamedTuple):
+    """What one rank heard of a fault.
+
+    Attributes:
+        kind: the error's class; empty if there was none.
+        ranks: those that it names.
+        text: its text.
+        seconds: from the fault, or from the call where there is no such moment.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    seconds: float
+
+
+class Seen(NamedTuple):
+    """What one rank saw.
+
+    Attributes:
+        first_seconds: of ``init`` and the first barrier.
+        wrong: the operations that gave something wrong.
+        sockets: open ones beyond those before objcomm's first call.
+        descriptors: open files likewise.
+        threads: likewise.
+        private_nbytes: memory of its own, likewise.
+        heard: what it heard, by fault.
+    """
+
+    first_seconds: float
+    wrong: tuple[str, ...]
+    sockets: int
+    descriptors: int
+    threads: int
+    private_nbytes: int
+    heard: dict[str, Heard]
+
+
+def faulty(size: int) -> dict[str, int]:
+    """Which rank is at fault in each of the faults."""
+    return {"other call": 37 % size, "stopped": (size // 2) + 1, "killed": size - 3}
+
+
+def join(left: bytes, right: bytes) -> bytes:
+    """An operator that is associative, and not commutative."""
+    return left + right
+
+
+def wrong_operations(rank: int, size: int) -> list[str]:
+    """Every operation with little and with much; the names of those that gave anything else."""
+    found: dict[str, bool] = {}
+    roots = sorted({0, 1, 37 % size, size - 1})
+    letter = bytes([rank % 251])
+    for nbytes in _SIZES:
+        each = [bytes([peer % 251]) * nbytes for peer in range(size)]
+        mine = each[rank]
+        for root in roots:
+            about = f"of {nbytes} bytes, root {root}"
+            found[f"broadcast {about}"] = objcomm.broadcast(mine, src=root) == each[root]
+            if nbytes < _SIZES[-1]:
+                gathered = objcomm.gather(mine, dst=root)
+                found[f"gather {about}"] = gathered == (each if rank == root else None)
+                chunks = each if rank == root else None
+                found[f"scatter {about}"] = objcomm.scatter(chunks, src=root) == mine
+                joined = objcomm.reduce(letter, join, dst=root)
+                wanted = bytes(peer % 251 for peer in range(size))
+                found[f"reduce {about}"] = joined == (wanted if rank == root else None)
+    small = _SIZES[0]
+    found["all_gather"] = objcomm.all_gather((rank, letter * small)) == [
+        (peer, bytes([peer % 251]) * small) for peer in range(size)
+    ]
+    much = objcomm.all_gather(torch.full((10_000,), rank))
+    found["all_gather of tensors"] = all(
+        torch.equal(one, torch.full((10_000,), at)) for at, one in enumerate(much)
+    )
+    found["all_reduce"] = objcomm.all_reduce(letter, join) == bytes(i % 251 for i in range(size))
+    total = objcomm.all_reduce({"w": torch.full((20_000,), float(rank)), "n": rank})
+    wanted_sum = size * (size - 1) // 2
+    found["all_reduce of tensors"] = torch.equal(
+        total["w"], torch.full((20_000,), float(wanted_sum))
+    )
+    found["all_reduce of numbers"] = total["n"] == wanted_sum
+    found["all_to_all"] = objcomm.all_to_all([(rank, peer) for peer in range(size)]) == [
+        (peer, rank) for peer in range(size)
+    ]
+    found["scan"] = objcomm.scan(letter, join) == bytes(i % 251 for i in range(rank + 1))
+    found["agree"] = objcomm.agree(rank < size)
+    objcomm.barrier("done")
+    return [name for name, is_right in found.items() if not is_right]
+
+
+def heard_in(call: Callable[[], object], since: Callable[[], float]) -> Heard:
+    """What a call raises, and how long after a moment that is known afterwards."""
+    try:
+        call()
+    except objcomm.ObjcommError as error:
+        ended = time.monotonic()
+        ranks = getattr(error, "missing", ()) or getattr(error, "peers", ())
+        if isinstance(error, objcomm.DesyncError):
+            ranks = tuple(error.positions)
+        return Heard(type(error).__name__, tuple(ranks), str(error), ended - since())
+    return Heard("", (), "", time.monotonic() - since())
+
+
+def open_files() -> tuple[int, int]:
+    """How many sockets this process has open, and how many files of all kinds."""
+    names = []
+    for each in Path("/proc/self/fd").iterdir():
+        try:
+            names.append(str(each.readlink()))
+        except OSError:  # the one by which the folder is read
+            continue
+    return sum(name.startswith("socket:") for name in names), len(names)
+
+
+def threads() -> int:
+    """How many threads this process has."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def private_nbytes() -> int:
+    """How much memory only this process has."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return sum(int(each.split()[1]) << 10 for each in lines if each.startswith("Private_Dirty"))
+
+
+class _Place:
+    """Where ranks leave word for each other beside objcomm, which one of them breaks."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self.folder, self.rank, self.size = folder, rank, size
+
+    def come(self, point: str, but: int = -1) -> None:
+        """Wait until all ranks have come here, but for one."""
+        (self.folder / f"{point}.{self.rank}").touch()
+        wanted = self.size - (but >= 0)
+        while sum(1 for _ in self.folder.glob(f"{point}.*")) < wanted:
+            time.sleep(_PAUSE_S)
+
+    def tell(self, name: str) -> None:
+        """Leave the time as it is now."""
+        partial = self.folder / f"partial {name}"
+        partial.write_text(repr(time.monotonic()), encoding="ascii")
+        partial.replace(self.folder / name)
+
+    def told(self, name: str) -> float:
+        """The time that was left, once it was."""
+        while not (self.folder / name).exists():
+            time.sleep(_PAUSE_S)
+        return float((self.folder / name).read_text(encoding="ascii"))
+
+
+def faults(place: _Place) -> dict[str, Heard]:
+    """Have each kind of fault; what this rank hears of it."""
+    at_fault, heard = faulty(place.size), {}
+    is_it = {name: place.rank == rank for name, rank in at_fault.items()}
+    began = time.monotonic()
+
+    def call() -> None:
+        if is_it["other call"]:  # and need not wait in it
+            objcomm.gather(0, timeout=_LIMIT_S)
+        objcomm.barrier(timeout=_LIMIT_S)
+
+    heard["other call"] = heard_in(call, lambda: began)
+    objcomm.barrier(timeout=_LIMIT_S)  # all ranks outlive it
+
+    group = objcomm.dup(timeout=_LIMIT_S)
+    objcomm.barrier(group=group)
+    place.come("stopping")
+    began = time.monotonic()
+    if is_it["stopped"]:
+        # Goes on when all others have heard.
+        wait = f'while [ "$(ls "{place.folder}" | grep -c "^stopped.")" -lt {place.size - 1} ]'
+        script = f"{wait}; do sleep .1; done; kill -CONT {os.getpid()}"
+        goes_on = subprocess.Popen(["/bin/sh", "-c", script])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        goes_on.wait()
+    limit = STOPPED_LIMIT_S
+    in_it = functools.partial(objcomm.barrier, group=group, timeout=limit)
+    heard["stopped"] = heard_in(in_it, lambda: began)
+    place.come("stopped")
+    objcomm.barrier(timeout=_LIMIT_S)  # another group is not concerned
+
+    if is_it["killed"]:
+        place.come("killing")
+        place.tell("killed at")
+        os.kill(os.getpid(), signal.SIGKILL)
+    (place.folder / f"killing.{place.rank}").touch()
+    last = functools.partial(objcomm.barrier, timeout=_LIMIT_S)
+    heard["killed"] = heard_in(last, lambda: place.told("killed at"))
+    return heard
+
+
+def run(folder: Path, rank: int, size: int) -> None:
+    """All that one rank does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    dist.barrier()
+    sockets, descriptors, running, nbytes = *open_files(), threads(), private_nbytes()
+    began = time.monotonic()
+    objcomm.init(timeout=_LIMIT_S)
+    objcomm.barrier(timeout=_LIMIT_S)
+    first_seconds = time.monotonic() - began
+    wrong = wrong_operations(rank, size)
+    now = *open_files(), threads(), private_nbytes()
+    before = sockets, descriptors, running, nbytes
+    more = [after - earlier for after, earlier in zip(now, before, strict=True)]
+    heard = faults(_Place(folder, rank, size))
+    seen = Seen(first_seconds, tuple(wrong), more[0], more[1], more[2], more[3], heard)
+    partial = folder / f"partial seen {rank}"
+    partial.write_bytes(pickle.dumps(seen))
+    partial.replace(folder / f"seen.{rank}")
+    if rank == 0:  # it hosts the store
+        while sum(1 for _ in folder.glob("seen.*")) < size - 1:
+            time.sleep(_PAUSE_S)

@@ -1,0 +1,54 @@
+"""24 ranks on six hosts: every operation is right, and a fault is told to all. For 64 see ``run``."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.once import once
+from tests.scale.rank import STOPPED_LIMIT_S, Seen, faulty
+from tests.scale.run import run
+
+pytestmark = pytest.mark.long
+
+HOSTS, RANKS = 6, 4
+SIZE = HOSTS * RANKS
+
+
+def _run(folder: Path) -> dict[int, Seen]:
+    return run(folder, HOSTS, RANKS)
+
+
+@pytest.fixture
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
+    """What each rank saw."""
+    return once(tmp_path_factory, "scale", _run)
+
+
+def test_every_operation_gives_what_it_should_at_several_roots(seen: dict[int, Seen]) -> None:
+    assert {rank: each.wrong for rank, each in seen.items() if each.wrong} == {}
+
+
+def test_a_call_that_differs_is_told_to_all_ranks_once(seen: dict[int, Seen]) -> None:
+    rank = faulty(SIZE)["other call"]
+    for each in seen.values():
+        heard = each.heard["other call"]
+        assert heard.kind == "DesyncError"
+        assert rank in heard.ranks
+        assert f"rank {rank} is in gather" in heard.text
+
+
+def test_a_stopped_rank_is_named_to_all_others_at_their_limit(seen: dict[int, Seen]) -> None:
+    rank = faulty(SIZE)["stopped"]
+    for other, each in seen.items():
+        if other != rank:
+            heard = each.heard["stopped"]
+            assert (heard.kind, heard.ranks) == ("TransportTimeout", (rank,))
+            assert heard.seconds >= STOPPED_LIMIT_S
+
+
+def test_a_killed_rank_is_named_to_all_others(seen: dict[int, Seen]) -> None:
+    rank = faulty(SIZE)["killed"]
+    assert set(seen) == set(range(SIZE)) - {rank}
+    for each in seen.values():
+        heard = each.heard["killed"]
+        assert (heard.kind, heard.ranks) == ("TransportError", (rank,))
