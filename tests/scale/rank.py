@@ -4,11 +4,12 @@ import functools
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,7 @@ def wrong_operations(rank: int, size: int) -> list[str]:
         torch.equal(one, torch.full((10_000,), at)) for at, one in enumerate(much)
     )
     found["all_reduce"] = objcomm.all_reduce(letter, join) == bytes(i % 251 for i in range(size))
-    total = objcomm.all_reduce({"w": torch.full((20_000,), float(rank)), "n": rank})
+    total: dict[str, Any] = objcomm.all_reduce({"w": torch.full((20_000,), float(rank)), "n": rank})
     wanted_sum = size * (size - 1) // 2
     found["all_reduce of tensors"] = torch.equal(
         total["w"], torch.full((20_000,), float(wanted_sum))
@@ -216,10 +217,22 @@ def faults(place: _Place) -> dict[str, Heard]:
     return heard
 
 
+def _store(host: str, port: int, *, is_host: bool) -> dist.TCPStore:
+    """Torch's own looks up the name of each client, which here now and then takes 5 s."""
+    if not is_host:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    with socket.create_server((host, port)) as listening:
+        listener = listening.detach()
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener
+        )
+
+
 def run(folder: Path, rank: int, size: int) -> None:
     """All that one rank does."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_host=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     dist.barrier()
     sockets, descriptors, running, nbytes = *open_files(), threads(), private_nbytes()
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""24 ranks on six hosts: every operation is right, and a fault is told to all. For 64 see ``run``."""
+"""24 ranks on six hosts: every operation is right, and a fault is told to all."""
 
 from pathlib import Path
 
