@@ -151,6 +151,7 @@ class Exchange(Transfers):
         *,
         made_by: int | None = None,
         unread: Collection[int] = (),
+        heads_max: int | Sequence[int] = 1,
     ) -> list[Message]:
         """Wait for the next first message of each of ``peers``.
 
@@ -159,6 +160,7 @@ class Exchange(Transfers):
             made_by: who made what they pass on; each of them made its own if None.
             unread: those whose messages are passed on to who reads them; this rank's own options
                 do not judge them.
+            heads_max: how many heads a bundle may hold; one number, or one for each peer.
 
         Raises:
             DesyncError: a peer is in another operation.
@@ -183,7 +185,8 @@ class Exchange(Transfers):
             if peer in unread:
                 message = self._open_unread(each.raw, peer)
             else:
-                message = self.open(each.raw, peer if made_by is None else made_by)
+                most = heads_max if isinstance(heads_max, int) else heads_max[at]
+                message = self.open(each.raw, peer if made_by is None else made_by, most)
             each.renew()
             self.received_nbytes += message.header.head_nbytes
             messages.append(message)
@@ -196,11 +199,11 @@ class Exchange(Transfers):
         except LinkError as error:
             raise self._naming(error, (peer,)) from error
 
-    def open(self, raw: bytearray | memoryview, sender: int) -> Message:
+    def open(self, raw: bytearray | memoryview, sender: int, heads_max: int = 1) -> Message:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
         header = self.gate.header_in(raw, sender)
         self.gate.check_call(self.header, header, sender)
-        return self.adopt(raw, header)
+        return self.adopt(raw, header, heads_max)
 
     def _open_unread(self, raw: bytearray, sender: int) -> Message:
         """The same of one that is passed on; who reads it looks whether it is an old one."""
@@ -208,9 +211,11 @@ class Exchange(Transfers):
         check_same_call(self.header, header, sender)
         return open_head(raw, header)
 
-    def adopt(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
+    def adopt(
+        self, raw: bytes | bytearray | memoryview, header: Header, heads_max: int = 1
+    ) -> Message:
         """Take in a first message that was checked when it arrived."""
-        message = self.gate.take_in(raw, header)
+        message = self.gate.take_in(raw, header, heads_max)
         if header.is_all_head and message.refusal is None:
             open_body(message, self.device.device)
         return message

@@ -22,20 +22,23 @@ HUB = 0
 _PAIR = 2
 
 
-def broadcast(exchange: Exchange, message: Message | None, root: int) -> Message:
+def broadcast(
+    exchange: Exchange, message: Message | None, root: int, heads_max: int = 1
+) -> Message:
     """``root``'s message to every rank.
 
     Args:
         exchange: this operation's.
         message: on ``root`` what to send; elsewhere ignored.
         root: the same on every rank.
+        heads_max: how many heads it may hold, if it is a bundle.
 
     Returns:
         The message: ``root``'s own there, what arrived elsewhere.
     """
     parent, children, _ = exchange.branch(root)
     if parent is not None:
-        (message,) = exchange.recv_heads([parent], made_by=root)
+        (message,) = exchange.recv_heads([parent], made_by=root, heads_max=heads_max)
     elif message is None:
         raise WireError("the root of a broadcast has no message")  # a fault of the caller's
     else:
@@ -62,7 +65,13 @@ def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Messag
     A rank that has others below it in the tree sends theirs with its own, as one, and reads none.
     """
     parent, children, below = exchange.branch(root)
-    came = _recv_from_below(exchange, children, below, is_read=parent is None)
+    ends = [child for child, ranks in zip(children, below, strict=True) if len(ranks) == 1]
+    came = []
+    if children:
+        unread = ends if parent is not None else ()
+        came = exchange.recv_heads(children, unread=unread, heads_max=[*map(len, below)])
+    arriving = zip(children, came, strict=True)
+    exchange.recv_rest([(child, each) for child, each in arriving if child not in ends])
     if parent is None:
         messages = {root: message}
         for each, ranks in zip(came, below, strict=True):
@@ -80,22 +89,6 @@ def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Messag
     bundle = compose_bundle(exchange, [exchange.gate.head_of(message), *heads])
     _send_bundle(exchange, bundle, parent)
     return None
-
-
-def _recv_from_below(
-    exchange: Exchange,
-    children: Sequence[int],
-    below: Sequence[Sequence[int]],
-    *,
-    is_read: bool,
-) -> list[Message]:
-    """What each child sends up: its own message, or a bundle if it has others below it."""
-    unread = {child for child, ranks in zip(children, below, strict=True) if len(ranks) == 1}
-    came = exchange.recv_heads(children, unread=() if is_read else unread) if children else []
-    exchange.recv_rest(
-        [(child, each) for child, each in zip(children, came, strict=True) if child not in unread]
-    )
-    return came
 
 
 def gather(
@@ -194,7 +187,7 @@ def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:
         heads = [exchange.gate.head_of(each) for each in messages]
         broadcast(exchange, compose_bundle(exchange, heads), HUB)
         return messages
-    bundle = broadcast(exchange, None, HUB)
+    bundle = broadcast(exchange, None, HUB, heads_max=exchange.size)
     return open_bundle(exchange, bundle, range(exchange.size), message)
 
 
@@ -281,7 +274,8 @@ def _recv_scattered(
     """This rank's message, after those for ranks below it were passed on."""
     if not children:
         return _recv(exchange, parent, made_by=root, gives_word=True)
-    (bundle,) = _recv_bundles(exchange, [parent])
+    heads_max = 1 + sum(map(len, below))
+    (bundle,) = _recv_bundles(exchange, [parent], [heads_max])
     rest = contents_of(bundle)
     message = exchange.open(rest, root)
     rest = rest[message.header.head_nbytes :]
@@ -371,17 +365,20 @@ def _swap_by_host(
     heads = [exchange.gate.head_of(messages[peer], peer) for ranks in far for peer in ranks]
     if exchange.rank != first:
         _send_bundle(exchange, compose_bundle(exchange, heads), first)
-        (bundle,) = _recv_bundles(exchange, [first])
+        (bundle,) = _recv_bundles(exchange, [first], [exchange.size - len(beside)])
         sources = [peer for ranks in far for peer in ranks]
         return came | dict(zip(sources, open_bundle(exchange, bundle, sources), strict=True))
-    rest = [memoryview(bytearray().join(heads)), *map(contents_of, _recv_bundles(exchange, others))]
+    handed = _recv_bundles(exchange, others, [exchange.size - len(beside)] * len(others))
+    rest = [memoryview(bytearray().join(heads)), *map(contents_of, handed)]
     for ranks in far:
         parts = []
         for at, source in enumerate(beside):
             part, rest[at] = _cut(exchange, rest[at], [source] * len(ranks))
             parts.append(part)
         _send_bundle(exchange, compose_bundle(exchange, parts), ranks[0])
-    bundles = _recv_bundles(exchange, [ranks[0] for ranks in far])
+    bundles = _recv_bundles(
+        exchange, [ranks[0] for ranks in far], [len(ranks) * len(beside) for ranks in far]
+    )
     for_each: dict[int, list[memoryview]] = {peer: [] for peer in beside}
     for ranks, bundle in zip(far, bundles, strict=True):
         heads_left = contents_of(bundle)
@@ -396,8 +393,10 @@ def _swap_by_host(
     return came
 
 
-def _recv_bundles(exchange: Exchange, peers: Sequence[int]) -> list[Message]:
-    bundles = exchange.recv_heads(peers) if peers else []
+def _recv_bundles(
+    exchange: Exchange, peers: Sequence[int], heads_max: Sequence[int]
+) -> list[Message]:
+    bundles = exchange.recv_heads(peers, heads_max=heads_max) if peers else []
     exchange.recv_rest(list(zip(peers, bundles, strict=True)))
     return bundles
 

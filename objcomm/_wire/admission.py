@@ -5,7 +5,16 @@ headers; knows nothing of links or of what messages mean.
 """
 
 from objcomm._config import Settings
-from objcomm._wire.header import BLANK, EVERYONE, Flag, Header, Status, check_same_call, signed_part
+from objcomm._wire.header import (
+    BLANK,
+    EVERYONE,
+    WINDOW_NBYTES,
+    Flag,
+    Header,
+    Status,
+    check_same_call,
+    signed_part,
+)
 from objcomm._wire.message import Message, open_head
 from objcomm._wire.signing import Newest, environment_secret, signer_for
 from objcomm.errors import (
@@ -150,7 +159,9 @@ class Gate:
         if self.signer is not None and header.destination != self._rank:
             raise AuthenticationError(f"{header.position} did not send this to one rank")
 
-    def take_in(self, raw: bytes | bytearray | memoryview, header: Header) -> Message:
+    def take_in(
+        self, raw: bytes | bytearray | memoryview, header: Header, heads_max: int = 1
+    ) -> Message:
         """Begin to take a message in, if this rank's options let it pass.
 
         One that came whole with its head is only marked where they do not, for nobody waits for
@@ -159,12 +170,13 @@ class Gate:
         Args:
             raw: what arrived; bytes behind the head are ignored.
             header: what ``header_in`` gave.
+            heads_max: how many heads a bundle may hold.
 
         Raises:
             DecodeError: its codec is not accepted here; nothing was allocated for it.
             WireError: it is larger than a limit; the same.
         """
-        refusal = self.refusal(header)
+        refusal = self.refusal(header, heads_max)
         if isinstance(refusal, DecodeError):
             sent_at(refusal, header.position)
         if refusal is not None and not header.is_all_head:
@@ -174,7 +186,7 @@ class Gate:
         message.signer = self.signer
         return message
 
-    def refusal(self, header: Header) -> ObjcommError | None:
+    def refusal(self, header: Header, heads_max: int = 1) -> ObjcommError | None:
         """Why a message may not come in, judged by its header; each is to be asked for once."""
         chosen = self._settings
         nbytes = header.body_nbytes + header.payload_nbytes
@@ -187,7 +199,10 @@ class Gate:
                 return not_accepted(header.codec, accepted)
         elif header.is_all_head:
             return None  # at most a window, and what this rank has to know
-        if nbytes > chosen.max_nbytes:
+        most = chosen.max_nbytes
+        if status == _BUNDLE:  # of the messages in it none is larger than a window
+            most = max(most, heads_max * WINDOW_NBYTES)
+        if nbytes > most:
             return _too_large(header, f"a message of {nbytes} bytes", "nbytes", chosen)
         if header.buffer_count > chosen.max_buffers:
             return _too_large(header, f"{header.buffer_count} buffers", "buffers", chosen)

@@ -82,8 +82,8 @@ MUTANTS = (
     Mutant(
         "who-passes-on-judges",
         "objcomm/_algorithms/routes.py",
-        "unread=() if is_read else unread",
-        "unread=()",
+        "unread = ends if parent is not None else ()",
+        "unread: list[int] = []",
         "a rank that only passes a message on refuses it by its own options",
         _ROUTES,
     ),

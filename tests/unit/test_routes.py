@@ -248,6 +248,31 @@ def test_a_scatter_gives_each_rank_its_own(size: int, shape: str, hosts: str) ->
         assert content_of(message) == expected(rank, shape)
 
 
+def test_a_limit_holds_for_each_message_and_not_for_several_that_travel_as_one() -> None:
+    size, nbytes = 25, 20_000
+    wires = Wires(size, HOSTS["hosts of two"](size))
+    chosen = Settings(max_nbytes=nbytes)
+
+    def on_rank(rank: int) -> None:
+        exchange = exchange_on(MemoryLink(wires, rank), new_lane(), chosen=chosen)
+        mine = compose(header_of(rank), bytes([rank]) * nbytes)
+        each = [compose(header_of(rank), bytes([peer]) * nbytes) for peer in range(size)]
+        wanted = [bytes([peer]) * nbytes for peer in range(size)]
+        for root in (0, 3):
+            gathered = routes.gather(exchange, mine, root)
+            if gathered is not None:
+                assert [bytes(one.meta) for one in gathered] == wanted
+            scattered = routes.scatter(exchange, each if rank == root else None, root)
+            assert bytes(scattered.meta) == wanted[rank]
+        assert [bytes(one.meta) for one in routes.all_gather(exchange, mine)] == wanted
+        swapped = routes.all_to_all(exchange, each)
+        assert [bytes(one.meta) for one in swapped] == [wanted[rank]] * size
+        exchange.finish()
+
+    on_every_rank(size, on_rank)
+    assert wires.left_over() == 0
+
+
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("size", [3, 9, 90])
 def test_nobody_returns_from_a_meeting_before_all_have_come(size: int, hosts: str) -> None:
