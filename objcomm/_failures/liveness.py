@@ -8,9 +8,11 @@ once; of those on other hosts the processes beside them tell, by writing that wo
 """
 
 import os
+import random
 import select
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple, Self
 
@@ -21,6 +23,7 @@ from objcomm._transport.store import pack_record, unpack_record
 KILLED = "its process, "
 
 _PF_EXITING = 0x4  # linux/sched.h
+_MOST_AT_A_LOOK = 16
 
 
 class Process(NamedTuple):
@@ -108,6 +111,19 @@ class Processes:
     def of(self, rank: int) -> Process | None:
         """A rank's process, as far as it is known."""
         return self._known.get(rank)
+
+    def some_of(self, ranks: Iterable[int]) -> list[int]:
+        """The ranks to ask after in one look, in order.
+
+        All whose end is known or was noticed. Of those that the kernel must be asked about, which
+        takes 20 to 80 µs each, only some: 64 ranks of a host that ask after each other four times a
+        second would keep two cores busy, and do nothing else. They are others at each look, and
+        other ranks', and who finds an end tells it.
+        """
+        known = [(rank, self._known[rank]) for rank in ranks if rank in self._known]
+        found = [rank for rank, each in known if each.word or each.name in self._noticed]
+        beside = [rank for rank, _ in known if rank not in found and self.is_beside(rank)]
+        return sorted([*found, *random.sample(beside, min(len(beside), _MOST_AT_A_LOOK))])
 
     def is_beside(self, rank: int) -> bool:
         """Whether the kernel can tell of a rank's process."""

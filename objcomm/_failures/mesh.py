@@ -34,7 +34,7 @@ from objcomm._wire.header import Header, fingerprint
 from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from objcomm._observe.history import History
     from objcomm._transport.lane import Lane
@@ -492,12 +492,19 @@ def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]
     """
     processes, is_meeting = mesh.board_thread.processes, mesh.link is None
     patience = _LAST_BYTES_SECONDS if mesh.session else 0.0
-    for peer in mesh.others if is_meeting else [entry.awaits] if entry.awaits >= 0 else []:
+    awaited = [entry.awaits] if entry.awaits >= 0 else []
+    for peer in [*awaited, *(_some_of(mesh, mesh.others) if is_meeting else ())]:
         reason = processes.end_of(mesh.ranks[peer], patience)
         if reason:
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}
     return death_among(mesh, inside)
+
+
+def _some_of(mesh: Mesh, peers: Iterable[int]) -> list[int]:
+    """``Processes.some_of``, by ranks within the group."""
+    of = {mesh.ranks[peer]: peer for peer in peers}
+    return [of[rank] for rank in mesh.board_thread.processes.some_of(of)]
 
 
 def death_among(mesh: Mesh, inside: Collection[int]) -> Verdict | None:
@@ -507,10 +514,9 @@ def death_among(mesh: Mesh, inside: Collection[int]) -> Verdict | None:
         mesh: which.
         inside: the global ranks of those in the block.
     """
-    for peer, each in enumerate(mesh.ranks):
-        reason = (
-            mesh.board_thread.processes.end_of(each, _LAST_BYTES_SECONDS) if each in inside else ""
-        )
+    peers = [peer for peer, each in enumerate(mesh.ranks) if each in inside]
+    for peer in _some_of(mesh, peers):
+        reason = mesh.board_thread.processes.end_of(mesh.ranks[peer], _LAST_BYTES_SECONDS)
         if reason.startswith(KILLED):
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     return None
@@ -525,7 +531,7 @@ def never_comes(mesh: Mesh) -> Verdict | None:
     Args:
         mesh: which.
     """
-    for peer in mesh.others if mesh.link is None else ():
+    for peer in _some_of(mesh, mesh.others if mesh.link is None else ()):
         reason = mesh.board_thread.processes.end_of(mesh.ranks[peer], _LAST_BYTES_SECONDS)
         if reason:
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)

@@ -98,8 +98,13 @@ class Board:
 
     def learn(self, ranks: Iterable[int]) -> None:
         """Take in who some ranks' processes are, or that they have ended, where that was told."""
-        for rank in ranks:
-            if (raw := read(self._store, f"process/{rank}")) is not None:
+        keys = {rank: f"process/{rank}" for rank in ranks}
+        if len(keys) > 1 and self._store.check(list(keys.values())):
+            told = self._store.multi_get(list(keys.values()))  # one question: nobody removes them
+        else:
+            told = [read(self._store, key) for key in keys.values()]
+        for rank, raw in zip(keys, told, strict=True):
+            if raw is not None:
                 with contextlib.suppress(WireError):
                     self._processes.note(rank, Process.unpack(raw))
 

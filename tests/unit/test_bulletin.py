@@ -124,3 +124,30 @@ def test_what_is_removed_while_it_is_looked_for_holds_nobody(
     board._store = Vanishing(board._store)  # type: ignore[assignment]  # noqa: SLF001  # there is no public way
     store.set(f"objcomm/{key}", "7")
     look(board)
+
+
+def test_all_that_have_told_who_they_are_are_learned_of_by_two_questions() -> None:
+    asked = []
+
+    class Store(dist.HashStore):
+        def clone(self) -> dist.Store:
+            return self
+
+    store, processes = Store(), [Processes() for _ in range(30)]
+    boards = [Board(store, rank, each) for rank, each in enumerate(processes[:-1])]
+    for name in ("check", "multi_get", "compare_set"):
+        ask = getattr(boards[0]._store, name)  # noqa: SLF001  # what it asks
+
+        def counted(*arguments: Any, ask: Callable[..., Any] = ask) -> Any:
+            asked.append(arguments)
+            return ask(*arguments)
+
+        setattr(boards[0]._store, name, counted)  # noqa: SLF001  # likewise
+    boards[0].learn(range(29))
+    assert len(asked) == 2
+    names = [each.own.name for each in processes]
+    assert [getattr(processes[0].of(rank), "name", "") for rank in range(30)] == [*names[:-1], ""]
+    boards[0].learn(range(30))  # one has not: it must not be waited for
+    Board(store, 29, processes[29])
+    boards[0].learn(range(30))
+    assert getattr(processes[0].of(29), "name", "") == names[29]

@@ -38,6 +38,25 @@ def test_the_kernel_tells_of_a_process_that_ends(program: "subprocess.Popen[byte
     assert str(program.pid) in processes.end_of(1)
 
 
+def test_one_look_asks_the_kernel_of_some_and_all_looks_of_each(
+    program: "subprocess.Popen[bytes]",
+) -> None:
+    processes, here = Processes(), process_of(program)
+    for rank in range(64):
+        processes.note(rank, here._replace(name=f"rank {rank}"))
+    processes.note(64, here._replace(place="another host"))
+    processes.note_end(65, "it left")
+    looks = [processes.some_of([*range(64), 64, 65, 66]) for _ in range(500)]
+    assert {len(look) for look in looks} == {17}  # 64 can't be looked at, and 66 is not known
+    assert all(look == sorted(look) and look[-1] == 65 for look in looks)
+    assert {rank for look in looks for rank in look} == {*range(64), 65}
+    # What was noticed once is looked at again: whether that was a while ago is asked of the next.
+    program.kill()
+    program.wait()
+    assert str(program.pid) in processes.end_of(3)
+    assert all(3 in processes.some_of(range(64)) for _ in range(50))
+
+
 def test_one_whose_exit_status_nobody_took_has_ended(program: "subprocess.Popen[bytes]") -> None:
     process = process_of(program)
     assert not process.has_ended()
