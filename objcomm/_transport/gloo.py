@@ -21,11 +21,20 @@ All that is peculiar to Gloo stands here, as of torch 2.13; ``link`` says it wit
 - A receive from any source is woken neither by a death nor by an abort, and there is no probe; so
   there is none in ``link``.
 - It leaves its addresses in the store.
+- A device, which has a thread and a port, serves any number of process groups, unless it connects
+  at first use (``lazy_init``): then it tells connections apart by the ranks within their groups, so
+  those of two groups are mixed up, and the first group that goes takes the device's thread along.
+  Such a device will not do for one group either: what begins a send to a peer that has begun
+  nothing itself does not return before it does, or 30 s later.
+- A process group's own threads are for its collectives, of which none is called here.
 """
 
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
+import os
+import threading
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +77,40 @@ POKE_TAG = (1 << 31) - 1
 _INSTANT = timedelta(milliseconds=1)
 
 _profiler = torch.autograd.profiler
+
+
+class _Devices:
+    """This process's devices: one for all of its links, as long as there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_interface = weakref.WeakValueDictionary[tuple[int, str], Any]()
+
+    def chosen(self) -> list[Any]:
+        """Those of the interfaces that the user names for Gloo, or else that of the host's name.
+
+        Raises:
+            RuntimeError: there is no such interface, or the host has no address.
+        """
+        # As torch reads it (init.cpp). A forked child has none of its parent's threads.
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        interfaces = named.split(",") if len(named) > 1 else [""]
+        with self._lock:
+            return [self._for(os.getpid(), interface) for interface in interfaces]
+
+    def _for(self, pid: int, interface: str) -> Any:
+        device = self._by_interface.get((pid, interface))
+        if device is None:
+            gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out much of it
+            if interface:
+                device = gloo.create_device(interface=interface, lazy_init=False)
+            else:
+                device = gloo.create_default_device(lazy_init=False)
+            self._by_interface[pid, interface] = device
+        return device
+
+
+_devices = _Devices()
 
 
 def keys_left(size: int) -> list[str]:
@@ -144,7 +187,11 @@ class GlooLink:
         limit = min(deadline.left(), CONNECT_MAX)
         before = open_sockets()
         # Any: torch's stubs leave out point-to-point of a backend.
-        self._mesh: Any = dist.ProcessGroupGloo(store, place, size, limit)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()  # noqa: SLF001  # there is no public way
+        options._devices = self._devices = _devices.chosen()  # noqa: SLF001  # likewise
+        options._timeout, options._threads = limit, 0  # noqa: SLF001  # likewise
+        self._mesh: Any = gloo(store, place, size, options)
         self._apart = Apart()
         self._flow = flow(before, size - 1)
         if len(set(self.hosts)) > 1:

@@ -1,6 +1,8 @@
 """Each link against its contract, between real processes."""
 
+import os
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,13 +13,14 @@ import objcomm
 from objcomm._transport import rendezvous
 from objcomm._transport.connect import connect
 from objcomm._transport.gloo import GlooLink
-from objcomm._transport.link import Connections, Deadline, payload_tag
+from objcomm._transport.link import Connections, Deadline, LinkError, payload_tag
 from objcomm._transport.local import LocalLink
 from objcomm._transport.mixed import MixedLink
 from objcomm._transport.rendezvous import MeetingState
 from tests.contracts import Death, check_link
+from tests.group.helpers import tell_all
 from tests.ranks import ranks
-from tests.waits import PATIENCE_S
+from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
 
@@ -77,6 +80,59 @@ def test_who_waits_for_another_host_moves_what_is_under_way_on_its_own() -> None
     else:
         link.wait(link.recv(word, 1, tag), timedelta(seconds=PATIENCE_S))
         link.wait(link.send(word, 0, tag), timedelta(seconds=PATIENCE_S))
+    link.abort()
+
+
+@ranks(3, disposable=True)
+def test_links_of_gloo_share_one_thread_which_goes_with_the_last() -> None:
+    before = tasks()
+    links = [gloo_link((0, 1, 2))]
+    threads = tasks()
+    assert len(threads - before) == 1
+    links += [gloo_link((2, 0, 1)), gloo_link((0, 1, 2))]
+    assert tasks() - threads == set()
+    first, *others = links
+    first.abort()
+    del first, links[0]
+    peers = {0, 1, 2} - {here().rank}
+    for link in others:
+        assert list(link.closed()) == []
+        mine = torch.tensor([here().rank], dtype=torch.uint8)
+        sent = [link.send(mine, peer, 5) for peer in peers]
+        for peer in peers:
+            word = torch.zeros(1, dtype=torch.uint8)
+            link.wait(link.recv(word, peer, 5), timedelta(seconds=PATIENCE_S))
+            assert word.item() == peer
+        for each in sent:
+            link.wait(each, timedelta(seconds=PATIENCE_S))
+    tell_all("have moved all", "")
+    for link in others:
+        link.abort()
+    del link, others, links, sent, each
+    wait_until(lambda: not threads & tasks() - before, "the thread to go")
+
+
+def tasks() -> set[str]:
+    """This process's threads, those of torch included."""
+    return {each.name for each in Path("/proc/self/task").iterdir()}
+
+
+@ranks(2)
+def test_gloo_is_given_the_interface_that_the_user_names() -> None:
+    def refused(interface: str) -> str:
+        with (
+            mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME=interface),
+            pytest.raises(LinkError) as error,
+        ):
+            gloo_link((0, 1))
+        return error.value.reason
+
+    assert "nowhere" in refused("nowhere")
+    assert "nowhere" in refused("lo,nowhere")
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
+        link = gloo_link((0, 1))
+    assert list(link.closed()) == []
+    tell_all("are connected", "")
     link.abort()
 
 
