@@ -26,7 +26,7 @@ from objcomm._transport.store import read
 from objcomm.errors import WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable, Iterator
     from datetime import timedelta
 
     from objcomm._observe.history import CallRecord
@@ -37,6 +37,9 @@ FIRST_USE = "first use of the group"
 
 _PREFIX = "objcomm"
 
+# Guests add to it, one after another, so that one look finds all.
+_HELLOS = "hellos"
+
 _GIVEN_UP = "given up"
 
 #: The door of a rank that has none.
@@ -45,7 +48,12 @@ NO_DOOR = "-"
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
+# So that the store serves so many looks a second at most, however many ranks wait: a small part of
+# what torch's TCPStore does.
+_LOOKS_PER_SECOND = 4000
 _SAID_FOR_SECONDS = 1.0
+# To look whether it was heard a guest reads what all guests have said: 100 bytes of each.
+_SAID_FOR_EACH_SECONDS = 0.01
 _READ_WITHIN_SECONDS = 5.0
 # So a pause is at most 2 % of the wait before it: who has waited for minutes is in no hurry.
 _GROWTH = 1.02
@@ -182,10 +190,13 @@ def _meet_as_host(store: dist.Store, size: int, progress: MeetingState, door: st
         if progress.is_pair and any(answered.values()):  # the guest has nobody else to wait for
             store.set(f"go/{nonce}", _GIVEN_UP)
         raise
+    # A hello that another guest adds meanwhile is lost, and it says so once more.
+    store.delete_key(_HELLOS)
+    store.delete_key(f"joined/{nonce}")
     for peer, hellos in answered.items():
-        welcomes = [f"welcome/{number}" for number in hellos]
-        for key in (f"hello/{peer}", *welcomes, f"joined/{nonce}/{peer}"):
-            store.delete_key(key)
+        for number in hellos:
+            if number != joined[peer]:  # nobody has read it
+                store.delete_key(f"welcome/{number}")
     taken = [nonce, *(joined[peer] for peer in answered)]
     places = [answered[peer][joined[peer]].partition(" ") for peer in answered]
     names = [machine(), *(name for name, _, _ in places)]
@@ -204,6 +215,8 @@ def _answer(
 ) -> dict[int, str]:
     """Answer all guests until each has joined; returns under which number each did.
 
+    However many they are, each look takes two questions to the store.
+
     Args:
         store: theirs.
         progress: tells whom this rank awaits.
@@ -211,25 +224,58 @@ def _answer(
     """
     nonce = progress.nonce
     joined: dict[int, str] = {}
+    heard = told = ""
     pause = _PAUSE_MIN_SECONDS
     while missing := [peer for peer in answered if peer not in joined]:
         progress.await_rank(missing[0])
-        for peer in missing:
-            if (hello := _read_text(store, f"hello/{peer}")) is not None:
-                number, _, place = hello.partition(" ")
+        if (hellos := _read_text(store, _HELLOS) or "") != heard:
+            heard = hellos
+            new = []
+            for peer, number, place in _entries(hellos, answered):
                 if number not in answered[peer]:  # a stale hello is answered too, to nobody
-                    progress.look_around()
-                    store.set(f"welcome/{number}", nonce)
                     answered[peer][number] = place
-                    pause = _PAUSE_MIN_SECONDS
-        for peer in missing:
-            if (taken := _read_text(store, f"joined/{nonce}/{peer}")) is not None:
-                if taken not in answered[peer]:
-                    raise _damaged(taken)
-                joined[peer] = taken
+                    new.append(f"welcome/{number}")
+            if new:
+                progress.look_around()
+                store.multi_set(new, [nonce] * len(new))  # type: ignore[attr-defined]  # not in torch's stub
+                pause = _PAUSE_MIN_SECONDS
+        if (entries := _read_text(store, f"joined/{nonce}") or "") != told:
+            told = entries
+            for peer, number, _ in _entries(entries, answered):
+                if number not in answered[peer]:
+                    raise _damaged(number)
+                joined[peer] = number
         if len(joined) < len(answered):
             pause = _sleep(pause)
     return joined
+
+
+def _entries(text: str, guests: Container[int]) -> Iterator[tuple[int, str, str]]:
+    """What guests have added to a key, one after another: who, its number, and the rest.
+
+    Raises:
+        WireError: no rank wrote one of them.
+    """
+    for entry in text.splitlines():
+        peer, _, said = entry.partition(" ")
+        number, _, rest = said.partition(" ")
+        if not peer.isdecimal() or int(peer) not in guests or not number:
+            raise _damaged(entry)
+        yield int(peer), number, rest
+
+
+def _append(store: dist.Store, key: str, entry: str) -> None:
+    """Add an entry to what stands under a key, if anything does, in one step.
+
+    A store without an operation for that gets it by comparing. Torch does so as well, but it tries
+    on for ever where another rank removes the key meanwhile (2.13).
+    """
+    if store.has_extended_api():  # type: ignore[attr-defined]  # not in torch's stub
+        store.append(key, entry)  # type: ignore[attr-defined]  # likewise
+        return
+    found = ""
+    while (standing := store.compare_set(key, found, found + entry).decode()) != found + entry:
+        found = "" if standing == found else standing  # the same: it was removed
 
 
 def _meet_as_guest(
@@ -237,16 +283,18 @@ def _meet_as_guest(
 ) -> Met:
     while True:
         number = uuid.uuid4().hex
-        say_hello = functools.partial(store.set, f"hello/{rank}", f"{number} {machine()} {door}")
-        say_hello()
-        nonce = _wait_for(store, f"welcome/{number}", progress, say_hello)
+        hello = f"{rank} {number} {machine()} {door}\n"
+        _append(store, _HELLOS, hello)
+        say_again = functools.partial(_say_again, store, hello)
+        nonce = _wait_for(store, f"welcome/{number}", size, progress, say_again)
         progress.look_around()
         progress.nonce = nonce
-        store.set(f"joined/{nonce}/{rank}", number)
-        told = _wait_for(store, f"go/{nonce}", progress)
+        store.delete_key(f"welcome/{number}")
+        _append(store, f"joined/{nonce}", f"{rank} {number}\n")
+        told = _wait_for(store, f"go/{nonce}", size, progress)
         if told != _GIVEN_UP:
             return _agreed(told, number, rank, size, progress)
-        for key in (f"welcome/{number}", f"joined/{nonce}/{rank}", f"go/{nonce}"):
+        for key in (f"joined/{nonce}", f"go/{nonce}"):
             store.delete_key(key)
 
 
@@ -275,6 +323,12 @@ def _agreed(told: str, number: str, rank: int, size: int, progress: MeetingState
     return met
 
 
+def _say_again(store: dist.Store, hello: str) -> None:
+    """Say hello once more, if the host of a meeting that has just ended has removed the first."""
+    if hello not in (_read_text(store, _HELLOS) or ""):
+        _append(store, _HELLOS, hello)
+
+
 def call_the_roll(
     store: dist.Store, rank: int, size: int, seconds: float, turn: str
 ) -> tuple[int, ...]:
@@ -291,22 +345,26 @@ def call_the_roll(
         The ranks that have not come.
     """
     ours = dist.PrefixStore(f"{_PREFIX}/roll/{turn}", store)
-    ours.set(f"came/{rank}", "")
-    came = {each: f"came/{each}" for each in range(size)}
+    _append(ours, "came", f"{rank} come\n")
+
+    def missing() -> tuple[int, ...]:
+        text = _read_text(ours, "came") or ""
+        came = {each for each, _, _ in _entries(text, range(size))}
+        return tuple(each for each in range(size) if each not in came)
+
     expires = time.monotonic() + seconds
     pause = _PAUSE_MIN_SECONDS
     while not ours.check(["end"]):
-        if rank == 0 and ours.check(list(came.values())):
-            ours.set("end", "")
-            return ()
-        if time.monotonic() > expires:
-            missing = tuple(each for each, key in came.items() if not ours.check([key]))
-            if rank == 0:
-                ours.set("end", " ".join(map(str, missing)))
-                others = [each for each in came if each not in {0, *missing}]
-                _await_readers(ours, [f"read/{each}" for each in others])
-            return missing
-        pause = _sleep(pause)
+        has_expired = time.monotonic() > expires
+        if rank == 0 or has_expired:
+            absent = missing()
+            if rank == 0 and (has_expired or not absent):
+                ours.set("end", " ".join(map(str, absent)))
+                others = [each for each in range(1, size) if each not in absent]
+                _await_readers(ours, [f"read/{each}" for each in others] if absent else [])
+            if has_expired or not absent:
+                return absent
+        pause = _sleep(pause, 1 if rank == 0 else size)
     told = (_read_text(ours, "end") or "").split()
     ours.set(f"read/{rank}", "")
     return tuple(map(int, told))
@@ -344,22 +402,35 @@ def await_all(store: dist.Store, size: int) -> None:
                 raise TimeoutError(
                     f"{size - came % size} of {size} ranks have not come within {seconds:g} s"
                 )
-            pause = _sleep(pause)
+            pause = _sleep(pause, size)
     except dist.DistNetworkError:
         return  # the store's host does not leave before all have come; if it died, calls say so
 
 
 def _wait_for(
-    store: dist.Store, key: str, progress: MeetingState, say_again: Callable[[], None] | None = None
+    store: dist.Store,
+    key: str,
+    size: int,
+    progress: MeetingState,
+    say_again: Callable[[], None] | None = None,
 ) -> str:
+    """What stands under a key, once something does.
+
+    Args:
+        store: where.
+        key: only this rank, or all, wait for it.
+        size: how many ranks wait for something in this store.
+        progress: tells whether to wait on.
+        say_again: to be done now and then.
+    """
     began = said = time.monotonic()
     pause = _PAUSE_MIN_SECONDS
     while (found := _read_text(store, key)) is None:
         progress.await_rank(0)
-        pause = _sleep(pause)
+        pause = _sleep(pause, size)
         now = time.monotonic()
-        if say_again is not None and now - said > max(_SAID_FOR_SECONDS, (now - began) / 10):
-            # A thread that has given up may have said it, too, and been held up on its way.
+        often = max(_SAID_FOR_SECONDS, size * _SAID_FOR_EACH_SECONDS, (now - began) / 10)
+        if say_again is not None and now - said > often:
             say_again()
             said = now
     progress.await_rank(0)  # an answer may have come to who had given up
@@ -381,8 +452,10 @@ def _damaged(found: object) -> WireError:
     )
 
 
-def _sleep(pause: float) -> float:
+def _sleep(pause: float, size: int = 1) -> float:
+    """Pause between two looks of one of ``size`` ranks that look; returns the next pause."""
     time.sleep(pause)
-    if pause < _PAUSE_MAX_SECONDS:
-        return min(2 * pause, _PAUSE_MAX_SECONDS)
-    return min(_GROWTH * pause, _LONG_PAUSE_SECONDS)
+    longest = max(_PAUSE_MAX_SECONDS, size / _LOOKS_PER_SECOND)
+    if pause < longest:
+        return min(2 * pause, longest)
+    return min(_GROWTH * pause, max(longest, _LONG_PAUSE_SECONDS))

@@ -22,7 +22,7 @@ from tests.waits import Slowness
 
 # Promised after a death and after a limit, and of any later call on a broken group.
 _DEATH_SECONDS, _LIMIT_MORE_SECONDS, _BROKEN_SECONDS = 2.0, 1.0, 1.0
-_OF_MEETINGS = ("hello/", "joined/", "welcome/", "go/", "verdict/", "known/")
+_OF_MEETINGS = ("hellos", "joined/", "welcome/", "go/", "verdict/", "known/")
 #: Where these promises are held.
 _TIMED = {
     "broadcast-killed-first_use-root_1_of_3-large",

@@ -33,8 +33,8 @@ MUTANTS = (
     Mutant(
         "greetings-keys-left",
         "objcomm/_transport/rendezvous.py",
-        'for key in (f"hello/{peer}", *welcomes, f"joined/{nonce}/{peer}"):',
-        'for key in (f"hello/{peer}", f"joined/{nonce}/{peer}"):',
+        '        store.delete_key(f"welcome/{number}")\n        _append(',
+        "        _append(",
         "every rank that met leaves a key in the store",
         ("tests/unit/test_rendezvous.py", *_P2P_TRACES),
     ),

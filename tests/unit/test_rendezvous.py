@@ -3,14 +3,18 @@
 import contextlib
 import threading
 import uuid
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from objcomm._transport import rendezvous
 from objcomm._transport.rendezvous import GivenUpError, MeetingState, meet
+from objcomm._transport.store import loopback_store, read
 from objcomm.errors import WireError
 from tests.waits import PATIENCE_S, wait_until
 
@@ -20,16 +24,20 @@ _LIMIT_S = PATIENCE_S
 _here = threading.local()
 
 
+def hellos(store: dist.Store) -> list[list[str]]:
+    """What guests have said and no host has removed, in order, as words."""
+    said = read(store, "hellos") or b""
+    return [entry.split() for entry in said.decode().splitlines()]
+
+
 def met(store: dist.Store, hosts: list[str], attempts: list[MeetingState]) -> list[tuple[int, ...]]:
     def attend(rank: int) -> tuple[int, ...]:
         _here.name = hosts[rank]
         if rank:  # the last one says hello first
-            hellos = [f"objcomm/hello/{each}" for each in later(rank)]
-            wait_until(lambda: all(store.check([hello]) for hello in hellos), "the later ranks")
+            ours = dist.PrefixStore("objcomm", store)
+            later = set(range(rank + 1, len(hosts)))
+            wait_until(lambda: later <= {int(each[0]) for each in hellos(ours)}, "the later ranks")
         return meet(store, rank, len(hosts), attempts[rank]).hosts
-
-    def later(rank: int) -> range:
-        return range(rank + 1, len(hosts))
 
     with ThreadPoolExecutor(len(hosts)) as ranks:
         return list(ranks.map(attend, range(len(hosts))))
@@ -63,15 +71,113 @@ def test_every_rank_learns_the_name_and_who_shares_a_host() -> None:
     assert len({each.session for each in progress} - {""}) == 1
 
 
+def _file_store(folder: Path) -> dist.Store:
+    return dist.FileStore(str(folder / "store"))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [_file_store, lambda _: dist.HashStore(), lambda _: loopback_store()],
+    ids=["file", "hash", "tcp"],
+)
+def test_a_look_costs_as_many_questions_for_two_ranks_as_for_thirty(
+    made: Callable[[Path], dist.Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Counter[int]] = defaultdict(Counter)  # by kind: by thread
+
+    class Counting(dist.PrefixStore):
+        """Of a client of its own, as each rank has one."""
+
+        def __init__(self, prefix: str, store: dist.Store) -> None:
+            super().__init__(prefix, store.clone())  # type: ignore[attr-defined]  # not in torch's stub
+
+    def counted(kind: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            asked[kind][threading.get_ident()] += 1
+            return inner(*arguments)
+
+        return ask
+
+    kinds = {"compare_set": "read", "append": "write", "multi_set": "write", "set": "write"}
+    kinds |= {"delete_key": "write", "check": "read", "get": "read", "multi_get": "read"}
+    for name, kind in kinds.items():
+        setattr(Counting, name, counted(kind, getattr(dist.PrefixStore, name)))
+    monkeypatch.setattr(rendezvous, "_sleep", counted("look", rendezvous._sleep))  # noqa: SLF001  # a look ends so
+    store = made(tmp_path)
+    monkeypatch.setattr(dist, "PrefixStore", Counting)
+    size = 30
+    with attempts(size) as progress, ThreadPoolExecutor(size) as ranks:
+
+        def attend(rank: int) -> int:
+            _here.name = str(rank % 3)
+            assert len(meet(store, rank, size, progress[rank]).hosts) == size
+            return threading.get_ident()
+
+        threads = list(ranks.map(attend, range(size)))
+    assert len(set(threads)) == size
+    # Adding to a file is reading and comparing until nobody came between.
+    adds = size if isinstance(store, dist.FileStore) else 0
+    for thread in threads:
+        looks = asked["look"][thread] + 2
+        assert asked["read"][thread] <= 3 * looks + 2 * adds
+        assert asked["write"][thread] <= (looks if thread == threads[0] else 3)
+
+
+def test_a_guest_whose_hello_was_removed_says_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the host of an earlier meeting, just when it had been said."""
+    monkeypatch.setattr(rendezvous, "_SAID_FOR_SECONDS", 0.01)
+    store = dist.HashStore()
+    ours = dist.PrefixStore("objcomm", store)
+    with attempts(2) as progress, ThreadPoolExecutor(1) as guest:
+
+        def attend() -> tuple[int, ...]:
+            _here.name = "b"
+            return meet(store, 1, 2, progress[1]).hosts
+
+        told = guest.submit(attend)
+        for _ in range(2):
+            wait_until(lambda: hellos(ours), "the guest")
+            ours.delete_key("hellos")
+        _here.name = "a"
+        assert meet(store, 0, 2, progress[0]).hosts == (0, 1) == told.result(_LIMIT_S)
+
+
+def test_what_several_add_to_a_file_at_once_is_all_there_though_it_is_removed_meanwhile(
+    tmp_path: Path,
+) -> None:
+    """Torch's own way would go on for ever where the key is removed."""
+    store = _file_store(tmp_path)
+    find = store.compare_set
+    removed: list[str] = []
+
+    class Removed:
+        """Removes the key once, between what an adder has read and what it writes."""
+
+        def has_extended_api(self) -> bool:
+            return False
+
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            if expected and not removed:
+                removed.append(expected)
+                store.delete_key(key)
+            return find(key, expected, desired)
+
+    for entry in ("first\n", "second\n", "third\n"):
+        rendezvous._append(Removed(), "key", entry)  # type: ignore[arg-type]  # noqa: SLF001  # as a store has it
+    assert removed == ["first\n"]
+    assert store.get("key") == b"second\nthird\n"
+
+
 def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one() -> None:
     """Its writer had given up while the store was out of reach."""
     store = dist.HashStore()
 
     class Late(threading.Thread):
         def run(self) -> None:
-            while not store.check(["objcomm/hello/1"]):
+            ours = dist.PrefixStore("objcomm", store)
+            while not hellos(ours):
                 pass
-            store.set("objcomm/hello/1", f"{uuid.uuid4().hex} a")
+            ours.append("hellos", f"1 {uuid.uuid4().hex} a -\n")  # type: ignore[attr-defined]  # not in torch's stub
 
     late = Late(daemon=True)
     late.start()
@@ -105,7 +211,7 @@ def test_a_late_hello_of_an_attempt_before_does_not_take_the_place_of_who_joins(
 
         def look_around(self) -> None:
             late = uuid.uuid4().hex
-            ours.set("hello/1", f"{late} c")
+            ours.append("hellos", f"1 {late} c -\n")  # type: ignore[attr-defined]  # not in torch's stub
             wait_until(lambda: ours.check([f"welcome/{late}"]), "its answer")
 
     guests = HeldUp(1, (0, 1))
@@ -135,8 +241,8 @@ def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
     _here.name = "b"
 
     def answer() -> None:
-        wait_until(lambda: ours.check(["hello/1"]), "the guest")
-        number = ours.get("hello/1").decode().split()[0]
+        wait_until(lambda: hellos(ours), "the guest")
+        number = hellos(ours)[0][1]
         nonce = old[0].nonce
         ours.set(f"welcome/{number}", nonce)
         guests = number if is_forged else uuid.uuid4().hex
@@ -161,7 +267,7 @@ def test_who_has_joined_under_a_number_that_was_never_answered_is_no_rank() -> N
 
     def join() -> None:
         wait_until(lambda: progress.nonce, "the host")
-        ours.set(f"joined/{progress.nonce}/1", "a number")
+        ours.set(f"joined/{progress.nonce}", "1 a_number\n")
 
     with ThreadPoolExecutor(1) as stranger:
         stranger.submit(join)
@@ -178,8 +284,8 @@ def test_what_no_rank_wrote_is_told_as_that(word: bytes) -> None:
 
     def answer() -> None:
         ours = dist.PrefixStore("objcomm", store)
-        wait_until(lambda: ours.check(["hello/1"]), "the guest")
-        number = ours.get("hello/1").decode().split()[0]
+        wait_until(lambda: hellos(ours), "the guest")
+        number = hellos(ours)[0][1]
         ours.set(f"welcome/{number}", "n")
         ours.set("go/n", word.replace(b"{}", number.encode()))  # type: ignore[arg-type]  # torch takes bytes as well
 
