@@ -21,18 +21,29 @@ Knows nothing of the other modules. The tree::
     └─ CollectiveError                       one rank or more failed: ``.failures``
 
 Each keeps its facts as attributes and survives pickling, because ``args`` holds exactly what
-``__init__`` takes. Ranks in errors are ranks within the group. Where objcomm stands in for another
+``__init__`` takes. Its text stays short however many ranks it is of: what is the same of several is
+told once. Ranks in errors are ranks within the group. Where objcomm stands in for another
 library, ``caught_as`` makes an error of the tree one that the other library raised there as well.
 """
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 E = TypeVar("E", bound="ObjcommError")
 
 _PAIR = 2
+
+# Of so many ranks each is told by itself where it is, as a reader of a small job expects it, and of
+# so many different tracebacks each is shown.
+_FEW = 4
+# Of many ranks so many places, and so many failures that differ.
+_MOST_LINES = 8
+_MOST_RANGES = 16
+# As much as one rank tells of a failure; several that differ share it.
+_LETTERS_OF_FAILURES = 8000
 
 # What a process calls the program that it runs; the second one, if multiprocessing started it.
 _PROGRAMS = ("__main__", "__mp_main__")
@@ -208,17 +219,58 @@ class Position(NamedTuple):
     name: str = ""
 
     def __str__(self) -> str:
+        return self._with_others(())
+
+    def _with_others(self, others: "Collection[Position]") -> str:
+        """The text for this rank and others that are at the same place.
+
+        Args:
+            others: their positions; only ranks and seconds differ from this one's.
+        """
         root = "" if self.root < 0 else f" with root {self.root}"
         group = f" of group {self.group!r}" if self.group else ""
         where = f" at {self.call_site}" if self.call_site else ""
         name = f" {self.name!r}" if self.name else ""
         call = f"{self.operation}{name} (call {self.sequence}){root}{group}{where}"
+        listed = ranks_text([self.rank, *(each.rank for each in others)])
+        seconds = sorted([self.seconds, *(each.seconds for each in others)])
+        texts = dict.fromkeys((f"{seconds[0]:.1f}", f"{seconds[-1]:.1f}"))
+        spent = f"{' to '.join(texts)} s"
+        verb, whose = ("are", "their") if others else ("is", "its")
         if self.is_over and not self.operation:
-            return f"rank {self.rank} is in no call"
+            return f"{listed} {verb} in no call"
         if self.is_over:
-            return f"rank {self.rank} is in no call; its last was {call}, {self.seconds:.1f} s ago"
-        since = f" for {self.seconds:.1f} s" if self.seconds else ""
-        return f"rank {self.rank} is in {call}{since}"
+            return f"{listed} {verb} in no call; {whose} last was {call}, {spent} ago"
+        return f"{listed} {verb} in {call}" + f" for {spent}" * any(seconds)
+
+
+def whereabouts(
+    positions: Iterable[Position], silent: Collection[int] = (), foremost: Collection[int] = ()
+) -> list[str]:
+    """Where ranks are, in their order: many that are at the same place are told together.
+
+    Args:
+        positions: of those that could be asked.
+        silent: ranks that did not answer.
+        foremost: ranks whose places are told first, if there are too many places to tell all.
+    """
+    known = sorted(positions)
+    is_few = len(known) + len(silent) <= _FEW
+    places: defaultdict[Hashable, list[Position]] = defaultdict(list)
+    for each in known:
+        places[each._replace(rank=each.rank if is_few else -1, seconds=0.0)].append(each)
+    told = [
+        ([each.rank for each in of], of[0]._with_others(of[1:]))  # noqa: SLF001  # of this module
+        for of in places.values()
+    ]
+    unheard = [[rank] for rank in silent] if is_few else [sorted(silent)] * bool(silent)
+    told += [(ranks, f"{ranks_text(ranks)}: no answer") for ranks in unheard]
+    told.sort(key=lambda each: each[0])
+    if len(told) > _MOST_LINES:
+        told.sort(key=lambda each: set(foremost).isdisjoint(each[0]))
+    rest = [rank for ranks, _ in told[_MOST_LINES:] for rank in ranks]
+    texts = [text for _, text in told[:_MOST_LINES]]
+    return texts + [f"{ranks_text(rest)}: elsewhere"] * bool(rest)
 
 
 class DesyncError(WireError):
@@ -239,7 +291,7 @@ class DesyncError(WireError):
         self.positions = {position.rank: position for position in listed}
 
     def __str__(self) -> str:
-        each = [str(self.positions[rank]) for rank in sorted(self.positions)]
+        each = whereabouts(self.positions.values())
         where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
         return (
             f"ranks are out of step ({self.reason}): {where}; "
@@ -263,7 +315,7 @@ class TransportError(ObjcommError, RuntimeError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.operation}: the connection to {_ranks(self.peers)} ended: {self.reason}"
+        return f"{self.operation}: the connection to {ranks_text(self.peers)} ended: {self.reason}"
 
 
 class TransportTimeout(TransportError, TimeoutError):
@@ -296,13 +348,12 @@ class TransportTimeout(TransportError, TimeoutError):
         self.is_store_silent = is_store_silent
 
     def __str__(self) -> str:
-        answers = {rank: str(position) for rank, position in self.positions.items()}
-        answers |= {rank: f"rank {rank}: no answer" for rank in self.silent}
-        where = [answers[rank] for rank in sorted(answers)]
+        answered = [each for rank, each in self.positions.items() if rank not in self.silent]
+        where = whereabouts(answered, self.silent, self.missing)
         where += ["store: no answer"] * self.is_store_silent
         told = f"; {'; '.join(where)}" if where else ""
         return (
-            f"{self.operation}: {_ranks(self.missing)} did not arrive within {self.seconds:g} s"
+            f"{self.operation}: {ranks_text(self.missing)} did not arrive within {self.seconds:g} s"
             f"{told}; if the work before this call may take longer, pass a larger timeout="
         )
 
@@ -369,17 +420,17 @@ class CollectiveError(ObjcommError):
     @property
     def summary(self) -> str:
         """The text without a traceback."""
-        told = "; ".join(str(self.failures[rank]) for rank in sorted(self.failures))
-        return f"{self.operation} failed on {told}"
+        return f"{self.operation} failed on {_summary(self._in_order())}"
 
     def __str__(self) -> str:
-        for rank in sorted(self.failures):
-            remote = self.failures[rank].traceback.rstrip()
-            if remote and not self._is_cause(self.failures[rank]):
-                # Where nothing was raised there is the line of the call alone.
-                what = "Traceback" if "Traceback (" in remote else "Call"
-                return f"{self.summary}\n\n{what} of rank {rank}:\n{remote}"
-        return self.summary
+        failures = self._in_order()
+        shown = {each.traceback for each in failures if self._is_cause(each)}
+        return self.summary + _tracebacks(
+            [each for each in failures if each.traceback not in shown]
+        )
+
+    def _in_order(self) -> list[RankFailure]:
+        return [self.failures[rank] for rank in sorted(self.failures)]
 
     def _is_cause(self, failure: RankFailure) -> bool:
         """Whether Python shows this above, as the cause: this rank's own, or heard by it, too."""
@@ -440,13 +491,8 @@ class LaunchError(ObjcommError, RuntimeError):
 
     def __str__(self) -> str:
         told = list(self.failures.values())
-        summary = "; ".join(str(failure).partition("\n")[0] for failure in told)
-        traces = "".join(
-            f"\n\nTraceback of rank {failure.rank}:\n{failure.traceback.rstrip()}"
-            for failure in told
-            if failure.traceback
-        )
-        return f"launch: {self.name} failed on {summary}{traces}"
+        first_lines = [replace(each, message=each.message.partition("\n")[0]) for each in told]
+        return f"launch: {self.name} failed on {_summary(first_lines)}{_tracebacks(told)}"
 
 
 class CaughtAs:
@@ -528,6 +574,58 @@ def shown(received: object) -> str:
     return repr(received) if received is None or kind in {bool, float} else f"a {name_of(kind)}"
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
-    listed = ", ".join(map(str, ranks))
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}" if ranks else "a rank"
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words: ``rank 5``, ``ranks 0-511, 513``, or ``a rank`` where none is known."""
+    listed = tuple(ranks)
+    if not listed:
+        return "a rank"
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {ranges_text(listed)}"
+
+
+def ranges_text(ranks: Iterable[int]) -> str:
+    """Numbers in order, those that follow one another as a range: ``0-511, 513``.
+
+    Of more than 16 ranges the last are only counted.
+    """
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    more = sum(last - first + 1 for first, last in ranges[_MOST_RANGES:])
+    return ", ".join(texts[:_MOST_RANGES]) + f" and {more} more" * bool(more)
+
+
+def _summary(failures: Sequence[RankFailure]) -> str:
+    """What failed where: ranks that failed alike are told together."""
+    alike: defaultdict[str, list[int]] = defaultdict(list)
+    for each in failures:
+        alike[f"{each.type_name}: {each.message}"].append(each.rank)
+    most = _LETTERS_OF_FAILURES // min(max(len(alike), 1), _MOST_LINES)
+    told = [f"{ranks_text(ranks)}: {_excerpt(text, most)}" for text, ranks in alike.items()]
+    rest = [rank for ranks in list(alike.values())[_MOST_LINES:] for rank in ranks]
+    return "; ".join([*told[:_MOST_LINES], *[f"{ranks_text(rest)}: other errors"] * bool(rest)])
+
+
+def _tracebacks(failures: Sequence[RankFailure]) -> str:
+    """The tracebacks below a summary, each once; of many that differ the first ones."""
+    alike: defaultdict[str, list[int]] = defaultdict(list)
+    for each in failures:
+        if each.traceback.strip():
+            alike[each.traceback.rstrip()].append(each.rank)
+    told = []
+    for text, ranks in list(alike.items())[:_FEW]:
+        # Where nothing was raised there is the line of the call alone.
+        is_call = text.startswith("  File ") and "Traceback (" not in text
+        told.append(f"\n\n{'Call' if is_call else 'Traceback'} of {ranks_text(ranks)}:\n{text}")
+    rest = [rank for ranks in list(alike.values())[_FEW:] for rank in ranks]
+    more = f"\n\nThe tracebacks of {ranks_text(rest)} differ from these; see .failures"
+    return "".join(told) + more * bool(rest)
+
+
+def _excerpt(text: str, letters: int) -> str:
+    """Beginning and end of a text that is too long."""
+    half = letters // 2
+    return text if len(text) <= letters else f"{text[:half]} […] {text[-half:]}"

@@ -26,7 +26,10 @@ _EXAMPLES: dict[str, Any] = {
 _SHOWN = {  # texts whose gaps hold more than names
     "…: … on …, … on …": "value['lr']: 0.1 on rank 0, 0.2 on ranks 1 and 2",
     "… failed on …": "gather failed on rank 1: KeyError: 'loss'",
-    "rank … is in ……": "rank 3 is in gather #3 (call 4) with root 0 at train.py:41 for 2.0 s",
+    "… in no call": "rank 3 is in no call; its last was gather (call 4) at train.py:41, 2.0 s ago",
+    "… in no call; … last was …, … ago": (
+        "ranks 3-5 are in no call; their last was gather (call 4) at train.py:41, 1.8 to 2.0 s ago"
+    ),
     "rank … has no such member; give it, or pass missing='skip'": (
         "obj['lr'] differs between rank 0 and rank 2: rank 2 has no such member"
     ),
@@ -34,9 +37,6 @@ _SHOWN = {  # texts whose gaps hold more than names
     "… sent no …": "rank 2 of the group sent no dtypes",
     "codec … cannot encode …, a …: …": (
         "codec 'pickle' cannot encode obj['cb'], a lock: TypeError: cannot pickle 'lock' object"
-    ),
-    "…\n\n… of rank …:\n…": (
-        "gather failed on rank 1: KeyError: 'loss'\n\nTraceback of rank 1:\n  File train.py"
     ),
     "unlike … it …; missing='skip' takes what there is": "unlike rank 0 it lacks 'loss'",
 }

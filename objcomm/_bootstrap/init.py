@@ -35,9 +35,8 @@ from objcomm._transport.rendezvous import (
     call_the_roll,
     meet,
 )
-from objcomm._wire.failure_message import named
 from objcomm._world import is_initialized, is_reachable, refuse_worker, store_of
-from objcomm.errors import StartError, UsageError
+from objcomm.errors import StartError, UsageError, ranks_text
 
 
 def default_backend() -> str:
@@ -390,10 +389,10 @@ def _call_the_roll(part: "dist.Store", place: Placement, seconds: float) -> None
     missing = call_the_roll(part, place.rank, place.world_size, seconds, turn)
     if missing:
         here = [rank for rank in range(place.world_size) if rank not in missing]
-        come = f"{named(here)} {'has' if len(here) == 1 else 'have'}"
+        come = f"{ranks_text(here)} {'has' if len(here) == 1 else 'have'}"
         have = "has" if len(missing) == 1 else "have"
         raise _NotComeError(
-            f"{named(missing)} {have} not come within {seconds:g} s, {come}", missing
+            f"{ranks_text(missing)} {have} not come within {seconds:g} s, {come}", missing
         )
 
 

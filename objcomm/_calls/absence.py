@@ -9,8 +9,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import NamedTuple
 
-from objcomm._wire.failure_message import named
-from objcomm.errors import UsageError
+from objcomm.errors import UsageError, ranks_text
 
 NOBODY: frozenset[int] = frozenset()
 
@@ -133,7 +132,7 @@ def is_in_order(operation: str, ranks: Sequence[int], rank: int, first: int = 0)
 
 def _refused(operation: str, region: Region, missing: Collection[int], own: int) -> UsageError:
     what = "broadcast and barrier act locally there, nothing else does" if region.is_local else ""
-    others = named(sorted(missing))
+    others = ranks_text(missing)
     because = what or f"{others} cannot answer before rank {own} has left it"
     return UsageError(
         f"{operation}: global rank {own} is inside of {region.operation}, without {others}: "

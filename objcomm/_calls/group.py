@@ -36,7 +36,7 @@ from objcomm._world import (
     refuse_worker,
     timeout_of,
 )
-from objcomm.errors import UsageError
+from objcomm.errors import UsageError, ranges_text
 
 _lane_name: ContextVar[str] = ContextVar("objcomm_lane", default="")
 
@@ -136,7 +136,7 @@ class Group:
         if rank not in self.ranks:
             raise UsageError(
                 f"{operation}: {argument}={rank} is not in this group, whose global ranks are "
-                f"{list(self.ranks)}; give a rank within the group as group_{argument}="
+                f"{ranges_text(self.ranks)}; give a rank within the group as group_{argument}="
             )
         return self.ranks.index(rank)
 

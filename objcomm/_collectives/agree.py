@@ -20,9 +20,9 @@ from objcomm._calls.call import Call
 from objcomm._calls.group import resolve
 from objcomm._collectives.gather import decide_in
 from objcomm._config import Allowed, GroupLike, Timeout
-from objcomm._wire.failure_message import DisagreementError, named
+from objcomm._wire.failure_message import DisagreementError
 from objcomm._wire.header import Operation
-from objcomm.errors import name_of, text_of
+from objcomm.errors import name_of, ranks_text, text_of
 
 _MAX_TEXT = 100
 _PROTOCOL = 5
@@ -313,7 +313,7 @@ def _same_on_all(values: list[object]) -> None:
         found = difference(values[ranks[0]], values[most[0]])
         if found is not None:
             path, theirs, usual = found
-            reason = f"{path}: {theirs} on {named(ranks)}, {usual} on {named(most)}"
+            reason = f"{path}: {theirs} on {ranks_text(ranks)}, {usual} on {ranks_text(most)}"
             reasons.update(dict.fromkeys(ranks, reason))
     if reasons:
         raise DisagreementError(dict(sorted(reasons.items())))

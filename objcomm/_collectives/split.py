@@ -5,6 +5,7 @@ what one rank remembers and another does not would leave one waiting for the oth
 """
 
 import collections
+import reprlib
 import threading
 import uuid
 import weakref
@@ -27,7 +28,7 @@ from objcomm._wire.failure_message import line_of
 from objcomm._wire.header import Operation, Status, fingerprint
 from objcomm._wire.message import Message
 from objcomm._world import NOBODY, create, is_alive, is_initialized, process_group_of, store_of
-from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
+from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError, ranges_text
 
 #: Ranks of the parent, in the order of the group that they form.
 Members: TypeAlias = tuple[int, ...]
@@ -263,12 +264,15 @@ def _members(ranks: Iterable[SupportsIndex], whole: Group) -> Members:
     outside = sorted(set(listed).difference(whole.ranks))
     if outside:
         raise UsageError(
-            f"new_group: ranks={listed} has {outside}, which are not in this group; its global "
-            f"ranks are {list(whole.ranks)}"
+            f"new_group: ranks={reprlib.repr(listed)} has {ranges_text(outside)}, which are not in "
+            f"this group; its global ranks are {ranges_text(whole.ranks)}"
         )
     twice = [rank for rank, times in collections.Counter(listed).items() if times > 1]
     if twice:
-        raise UsageError(f"new_group: ranks={listed} has {twice} more than once; name each once")
+        raise UsageError(
+            f"new_group: ranks={reprlib.repr(listed)} has {ranges_text(twice)} more than once; "
+            "name each once"
+        )
     return tuple(whole.ranks.index(rank) for rank in listed)
 
 

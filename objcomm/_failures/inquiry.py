@@ -26,7 +26,7 @@ from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log
 from objcomm._transport.lane import Lane
 from objcomm._wire.header import operation_name
-from objcomm.errors import Position
+from objcomm.errors import Position, whereabouts
 
 # Most training scripts have a thread of these, which must not keep a circle from being found.
 _SERVING = frozenset({"torch", "tqdm"})
@@ -174,7 +174,6 @@ _SURELY_TOLD_SECONDS = 1.0
 
 _NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
 
-_MOST_NAMED = 8
 # A thousand ranks that wait would keep the store busy with each other's names.
 _MOST_LEARNED = 8
 
@@ -462,12 +461,9 @@ def _warn(mesh: Mesh, entry: CallRecord, verdict: Verdict) -> None:
 
 
 def _text(entry: CallRecord, verdict: Verdict) -> str:
-    told = [str(each) for each in verdict.positions if each.rank in verdict.ranks]
-    told += [f"rank {rank}: no answer" for rank in verdict.silent]
-    told += ["store: no answer"] * verdict.is_store_silent
-    more = [f"and {len(told) - _MOST_NAMED} more ranks"] * (len(told) > _MOST_NAMED)
-    others = "; ".join([*told[:_MOST_NAMED], *more])
-    return f"{entry.position()} and waits: {others or 'all ranks are in it'}"
+    awaited = [each for each in verdict.positions if each.rank in verdict.ranks]
+    told = whereabouts(awaited, verdict.silent) + ["store: no answer"] * verdict.is_store_silent
+    return f"{entry.position()} and waits: {'; '.join(told) or 'all ranks are in it'}"
 
 
 def _answers(

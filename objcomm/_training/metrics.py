@@ -15,9 +15,9 @@ from objcomm._calls.call import Call
 from objcomm._calls.work import Work
 from objcomm._collectives.gather import all_gather_in, decide_in, gather_in
 from objcomm._config import Allowed, DeviceLike, GroupLike, Timeout
-from objcomm._wire.failure_message import DisagreementError, named
+from objcomm._wire.failure_message import DisagreementError
 from objcomm._wire.header import Operation
-from objcomm.errors import UsageError
+from objcomm.errors import UsageError, ranks_text
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -549,7 +549,7 @@ def _check_names(found: Sequence[frozenset[str]]) -> None:
     for rank, names in enumerate(found):
         kinds.setdefault(names, []).append(rank)
     usual = max(kinds, key=lambda names: len(kinds[names]))  # of several the first
-    most = named(kinds[usual])
+    most = ranks_text(kinds[usual])
     reasons = {}
     for names, ranks in kinds.items():
         parts = (("lacks", usual - names), ("has also", names - usual))

@@ -7,7 +7,7 @@ Live exceptions never travel: they may not pickle, and their frames hold other p
 import contextlib
 import linecache
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from objcomm.errors import (
 # A rank's own failure fits into the window with its header, whatever its characters are.
 _TEXT_MAX_NBYTES = 8000
 _NAME_MAX_NBYTES = 500
+# Of all that one message tells; more than 60 ranks that fail at once may have to share it.
+_MESSAGE_MAX_NBYTES = 1 << 20
 _ERRORS = "surrogatepass"
 
 _REPORT_DEPTH = 2  # a list of lists of texts
@@ -67,18 +69,6 @@ class DisagreementError(Exception):
             )
             for rank, reason in self.reasons.items()
         ]
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Ascending ranks in words, such as ``ranks 0, 2–7``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    texts = ["–".join(map(str, run)) for run in runs]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
 
 
 def failure_of(error: BaseException, rank: int, call_site: str = "") -> RankFailure:
@@ -168,7 +158,17 @@ def _shortened(text: str, nbytes: int) -> str:
 
 def failure_message(header: Header, failures: Iterable[RankFailure]) -> Message:
     """A message that says: these ranks failed, there is no value."""
-    texts = [(each.rank, each.type_name, each.message, each.traceback) for each in failures]
+    told = list(failures)
+    most = _MESSAGE_MAX_NBYTES // max(2 * len(told), 1)
+    texts = [
+        (
+            each.rank,
+            each.type_name,
+            _shortened(each.message, most),
+            _shortened(each.traceback, most),
+        )
+        for each in told
+    ]
     meta = msgpack.packb(texts, unicode_errors=_ERRORS)
     return compose(header, meta, status=Status.FAILURE, codec="")
 

@@ -22,10 +22,9 @@ from objcomm._calls.group import resolve
 from objcomm._environment import Placement, local_rank_in, placement_in
 from objcomm._observe.tracing import keep_eager
 from objcomm._training import main_process, metrics
-from objcomm._wire.failure_message import named
 from objcomm._wire.header import Operation
 from objcomm.compat.raising import RaisingBlock, as_it_raised, raising
-from objcomm.errors import UsageError
+from objcomm.errors import UsageError, ranks_text
 
 __all__ = [
     "DistributedState",
@@ -222,7 +221,9 @@ def _first(*, is_main: bool) -> contextlib.AbstractContextManager[None]:
     is_first_of_host = objcomm.rank(objcomm.node_group()) == 0
     if objcomm.all_ranks(is_main == is_first_of_host):
         return _zero_first_of_node()
-    true_on = named([rank for rank, flag in enumerate(flags) if flag]) if any(flags) else "no rank"
+    true_on = (
+        ranks_text(rank for rank, flag in enumerate(flags) if flag) if any(flags) else "no rank"
+    )
     raise UsageError(
         f"zero_first: is_main is true on {true_on}; it must be true on rank 0 alone, or on the "
         "first rank of each host"

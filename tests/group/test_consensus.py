@@ -64,7 +64,7 @@ def test_who_has_something_else_is_named_on_all_ranks() -> None:
         failure = caught.value.failures[1]
         assert said in failure.message
         assert "on rank 1" in failure.message
-        assert ("rank 0" if size == 2 else "ranks 0, 2–3") in failure.message
+        assert ("rank 0" if size == 2 else "ranks 0, 2-3") in failure.message
         assert failure.type_name.endswith("UsageError")
         assert str(caught.value).startswith("agree failed on rank 1: ")
         assert "Traceback" not in str(caught.value)
@@ -77,7 +77,7 @@ def test_the_value_of_most_ranks_is_the_one_that_counts() -> None:
     with pytest.raises(CollectiveError) as caught:
         objcomm.agree([1, 2, 2, 3][objcomm.rank()])
     assert list(caught.value.failures) == [0, 3]
-    assert caught.value.failures[3].message == "value: 3 on rank 3, 2 on ranks 1–2"
+    assert caught.value.failures[3].message == "value: 3 on rank 3, 2 on ranks 1-2"
     with subgroup(1, 3) as group:
         if objcomm.rank() in (1, 3):
             assert objcomm.agree("same", group=group) == "same"

@@ -83,7 +83,7 @@ def test_other_names_are_one_error_that_names_them_and_the_ranks() -> None:
     with pytest.raises(CollectiveError) as caught:
         objcomm.metrics.average_metrics(mine)
     assert list(caught.value.failures) == [1]
-    others = "rank 0" if size == 2 else "ranks 0, 2–3"
+    others = "rank 0" if size == 2 else "ranks 0, 2-3"
     assert caught.value.failures[1].message.startswith(
         f"unlike {others} it lacks 'acc' and has also 'f1'; missing='skip'"
     )

@@ -90,10 +90,10 @@ def test_ranks_are_global_in_a_subgroup_without_rank_zero() -> None:
         elif here().rank == 0:
             with pytest.raises(NotInGroupError):
                 objcomm.new_group([1, 3], group=three)
-            with pytest.raises(UsageError, match=r"\[7\], which are not in this group"):
+            with pytest.raises(UsageError, match="has 7, which are not in this group"):
                 objcomm.new_group([0, 7])
         if here().rank == 1:
-            with pytest.raises(UsageError, match=r"\[0\], which are not in .* are \[1, 2, 3\]"):
+            with pytest.raises(UsageError, match=r"has 0, which are not in .* are 1-3"):
                 objcomm.new_group([0, 1], group=three)
     assert_group_works()
 

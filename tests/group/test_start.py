@@ -320,8 +320,7 @@ def test_the_ranks_that_have_come_are_told_who_has_not(missing: int, *, is_agent
             objcomm.init(timeout=5)
         error = caught.value
         assert (error.rank, error.world_size, error.missing) == (rank, 3, (missing,))
-        here_are = "–".join(str(each) for each in range(3) if each != missing)
-        here_are = here_are if missing != 1 else here_are.replace("–", ", ")
+        here_are = {0: "1-2", 1: "0, 2", 2: "0-1"}[missing]
         if missing or is_agents:
             assert f"rank {missing} has not come within 5 s, ranks {here_are} have; " in str(error)
         else:

@@ -3,7 +3,6 @@
 import pytest
 
 from objcomm._observe.inspect.command import inspect
-from objcomm._observe.inspect.report import ranks_text
 from objcomm._observe.inspect.rows import Absence, match
 from tests.unit.dumps import T0, Raw, alike, dump, entry, group, said
 
@@ -149,8 +148,3 @@ def test_a_dump_cannot_move_the_readers_cursor() -> None:
     told = inspect(alike(entry(0, "\x1b[2Jall_gather\n", call_site="\x9b2K")), 20)
     assert "\x1b" not in told
     assert "\x9b" not in told
-
-
-def test_ranks_are_listed_shortly() -> None:
-    assert ranks_text([5]) == "rank 5"
-    assert ranks_text([2, 0, 1, 7, 9, 8]) == "ranks 0-2, 7-9"

@@ -20,7 +20,7 @@ from objcomm._bootstrap.doctor.host import examine, lookups
 from objcomm._bootstrap.doctor.links import Listener, contacts, measure, peers_of
 from objcomm._bootstrap.doctor.meeting import Board, UnmetError, await_ranks, open_store
 from objcomm._environment import Placement
-from objcomm._observe.inspect.report import ranks_text
+from objcomm.errors import ranks_text
 
 _PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 3.0

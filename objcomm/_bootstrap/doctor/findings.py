@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from objcomm._bootstrap.doctor.facts import UNKNOWN, Evidence, Report
-from objcomm._observe.inspect.report import duration_text, ranks_text
+from objcomm._observe.inspect.report import duration_text
 from objcomm._observe.inspect.rows import Clock
+from objcomm.errors import ranks_text
 
 
 class Severity(Enum):

@@ -16,7 +16,7 @@ from objcomm._bootstrap.doctor.facts import (
 )
 from objcomm._bootstrap.doctor.findings import Finding, Severity, by, finding, interface_to_set
 from objcomm._bootstrap.init import uses_nccl
-from objcomm._observe.inspect.report import ranks_text
+from objcomm.errors import ranks_text
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 # A card twice as fast stands idle.

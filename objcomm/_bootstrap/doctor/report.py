@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from objcomm._bootstrap.doctor.facts import UNKNOWN, Choice, Evidence, MeasuredLink, Report
 from objcomm._bootstrap.doctor.findings import Finding, Severity, clocks, who
-from objcomm._observe.inspect.report import duration_text, ranks_text
+from objcomm._observe.inspect.report import duration_text
 from objcomm._observe.inspect.rows import Clock
-from objcomm.errors import MissingDependencyError
+from objcomm.errors import MissingDependencyError, ranges_text, ranks_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -214,12 +214,8 @@ def _hosts(evidence: Evidence) -> list[str]:
     for rank, each in evidence.reports.items():
         clock = known.get(rank)
         by_row[each.machine, *_cells(each, _clock(rank, clock, evidence))].append(rank)
-    rows = [(row[1], _short(ranks), *row[2:]) for row, ranks in by_row.items()]
+    rows = [(row[1], ranges_text(ranks), *row[2:]) for row, ranks in by_row.items()]
     return aligned([_COLUMNS, *rows])
-
-
-def _short(ranks: Sequence[int]) -> str:
-    return ranks_text(ranks).partition(" ")[2]
 
 
 def _cells(each: Report, clock: str) -> tuple[str, ...]:

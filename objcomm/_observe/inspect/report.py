@@ -5,7 +5,7 @@ One line stands for all ranks that did the same.
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from objcomm._observe.inspect.dumps import Dump, DumpedCall
@@ -18,19 +18,7 @@ from objcomm._observe.inspect.rows import (
     first_parting,
     is_stuck,
 )
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in order, runs of them shortened: ``ranks 0-2, 5``."""
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(texts)}"
+from objcomm.errors import ranks_text
 
 
 def duration_text(seconds: float) -> str:

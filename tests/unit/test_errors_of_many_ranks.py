@@ -1,0 +1,183 @@
+"""An error's text stays short however many ranks it is of, and its facts stay whole."""
+
+import pickle
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from objcomm import errors
+from objcomm._wire.failure_message import failure_message, failures_in
+from objcomm.errors import ObjcommError, Position, RankFailure
+from tests.unit.memory_link import header_of
+
+_SIZES = (1, 3, 64, 1000)
+_MOST_LETTERS = 60_000
+_MOST_LINES = 150  # four tracebacks of 30 lines, and what is around them
+
+
+def _at(rank: int, line: int, seconds: float = 1.0, *, is_over: bool = False) -> Position:
+    return Position(rank, "barrier", 7, -1, f"train.py:{line}", seconds, is_over)
+
+
+def _failed(rank: int, what: str = "no batches") -> RankFailure:
+    lines = "\n".join(f'  File "train.py", line {line}, in work' for line in range(30))
+    remote = f"Traceback (most recent call last):\n{lines}\nLookupError: {what}"
+    return RankFailure(rank, "LookupError", what, remote)
+
+
+def _timeout(
+    positions: Iterable[Position], missing: Iterable[int], silent: int = 0
+) -> ObjcommError:
+    listed, absent = list(positions), tuple(missing)
+    return errors.TransportTimeout("barrier", absent, 5.0, listed, absent[:silent])
+
+
+# Errors of so many ranks: all alike, and no two alike.
+_MADE: dict[str, Callable[[int], ObjcommError]] = {
+    "a limit, at one place": lambda size: _timeout((_at(each, 1) for each in range(size)), [0]),
+    "a limit, everywhere": lambda size: _timeout(
+        (_at(each, each) for each in range(size)), range(0, size, 2)
+    ),
+    "a limit, silence": lambda size: _timeout([], range(0, size, 2), silent=size),
+    "other calls": lambda size: errors.DesyncError(
+        "each waits for another", [_at(each, each) for each in range(size)]
+    ),
+    "lost": lambda size: errors.TransportError("gather", tuple(range(0, size, 2)), "closed"),
+    "failed alike": lambda size: errors.CollectiveError(
+        "gather", {each: _failed(each) for each in range(size)}
+    ),
+    "failed in other ways": lambda size: errors.CollectiveError(
+        "gather", {each: _failed(each, f"shard {each} {'é' * 7900}") for each in range(size)}
+    ),
+    "launched": lambda size: errors.LaunchError(
+        "work", {each: _failed(each, f"shard {each}") for each in reversed(range(size))}
+    ),
+}
+
+
+@pytest.mark.parametrize("size", _SIZES)
+@pytest.mark.parametrize("name", _MADE)
+def test_a_text_is_bounded_and_pickles_with_all_facts(name: str, size: int) -> None:
+    error = _MADE[name](size)
+    got = pickle.loads(pickle.dumps(error))  # noqa: S301  # made here
+    assert vars(got) == vars(error)
+    assert got.args == error.args
+    assert str(got) == str(error)
+    assert len(str(error)) < _MOST_LETTERS
+    assert len(str(error).splitlines()) < _MOST_LINES
+
+
+def test_ranks_that_follow_one_another_are_a_range() -> None:
+    assert errors.ranks_text([]) == "a rank"
+    assert errors.ranks_text([5]) == "rank 5"
+    assert errors.ranks_text([2, 0, 1, 7, 9, 8]) == "ranks 0-2, 7-9"
+    assert errors.ranks_text([*range(512), 513]) == "ranks 0-511, 513"
+    assert errors.ranks_text(range(0, 6, 2)) == "ranks 0, 2, 4"
+    many = errors.ranks_text(range(0, 1000, 2))
+    assert many.startswith("ranks 0, 2, 4, ")
+    assert many.endswith(", 28, 30 and 484 more")
+
+
+def test_where_few_ranks_are_is_told_of_each() -> None:
+    text = str(_timeout([_at(0, 1), _at(2, 1), _at(1, 1, 0.9, is_over=True)], [1]))
+    assert text.startswith(
+        "barrier: rank 1 did not arrive within 5 s; "
+        "rank 0 is in barrier (call 7) at train.py:1 for 1.0 s; "
+        "rank 1 is in no call; its last was barrier (call 7) at train.py:1, 0.9 s ago; "
+        "rank 2 is in barrier (call 7) at train.py:1 for 1.0 s; if"
+    )
+
+
+def test_of_many_ranks_those_at_one_place_are_told_together() -> None:
+    waiting = [_at(each, 10, 4.9 + each / 400) for each in range(62)]
+    lost = [_at(each, 20, 2.0, is_over=True) for each in (62, 63)]
+    silent = (64, 65, 67)
+    error = errors.TransportTimeout(
+        "barrier", (62, 63, *silent), 5.0, [*lost, *waiting, Position(66, "", 0, -1, "")], silent
+    )
+    assert str(error).startswith(
+        "barrier: ranks 62-65, 67 did not arrive within 5 s; "
+        "ranks 0-61 are in barrier (call 7) at train.py:10 for 4.9 to 5.1 s; "
+        "ranks 62-63 are in no call; their last was barrier (call 7) at train.py:20, 2.0 s ago; "
+        "ranks 64-65, 67: no answer; rank 66 is in "
+    )
+    assert len(error.positions) == 65
+    nowhere = [each._replace(operation="", is_over=True) for each in lost * 3]
+    assert errors.whereabouts(nowhere)[0].endswith(" are in no call")
+
+
+def test_of_too_many_places_those_of_the_missing_come_first() -> None:
+    error = _timeout((_at(each, each) for each in range(100)), [97, 99])
+    text = str(error)
+    assert "; rank 97 is in barrier (call 7) at train.py:97" in text
+    assert "; rank 99 is in barrier (call 7) at train.py:99" in text
+    assert "; ranks 6-96, 98: elsewhere; if" in text
+    assert "rank 5 is in" in text
+
+
+def test_ranks_out_of_step_are_told_by_call() -> None:
+    positions = [_at(each, 10 if each % 2 else 20) for each in range(64)]
+    text = str(errors.DesyncError("other operations", positions))
+    assert text.count("barrier") == 2
+    assert "ranks 0, 2, 4, " in text
+    assert ", but ranks 1, 3, 5, " in text
+
+
+@pytest.mark.parametrize("size", [3, 64, 1000])
+def test_ranks_that_failed_alike_show_their_traceback_once(size: int) -> None:
+    error = errors.CollectiveError("gather", {each: _failed(each) for each in range(size)})
+    ranks = f"ranks 0-{size - 1}"
+    assert error.summary == f"gather failed on {ranks}: LookupError: no batches"
+    assert str(error) == f"{error.summary}\n\nTraceback of {ranks}:\n{_failed(0).traceback}"
+    # On a rank that failed Python shows the traceback as that of the cause.
+    error.own_rank, error.__cause__ = 1, LookupError("no batches")
+    assert str(error) == error.summary
+
+
+def test_of_many_tracebacks_the_first_few_are_shown() -> None:
+    failures = {each: _failed(each, f"shard {each}") for each in range(64)}
+    failures |= {64: _failed(64, "shard 0")}
+    error = errors.CollectiveError("gather", failures)
+    text = str(error)
+    assert text.startswith(
+        "gather failed on ranks 0, 64: LookupError: shard 0; rank 1: LookupError: shard 1; "
+    )
+    assert "rank 7: LookupError: shard 7; ranks 8-63: other errors\n\n" in text
+    assert text.count("Traceback (most recent call last)") == 4
+    assert "Traceback of ranks 0, 64:" in text
+    assert text.endswith("The tracebacks of ranks 4-63 differ from these; see .failures")
+
+
+def test_where_nothing_was_raised_the_call_is_shown() -> None:
+    line = '  File "train.py", line 3\n'
+    failures = {each: RankFailure(each, "objcomm.UsageError", "no", line) for each in range(9)}
+    text = str(errors.CollectiveError("agree", failures))
+    assert (
+        text
+        == f"agree failed on ranks 0-8: objcomm.UsageError: no\n\nCall of ranks 0-8:\n{line[:-1]}"
+    )
+
+
+def test_the_first_failure_of_a_launch_comes_first() -> None:
+    heard = {each: _failed(each, "rank 5 failed\nmore") for each in range(64) if each != 5}
+    text = str(errors.LaunchError("work", {5: _failed(5), **heard}))
+    assert text.startswith(
+        "launch: work failed on rank 5: LookupError: no batches; "
+        "ranks 0-4, 6-63: LookupError: rank 5 failed\n\nTraceback of rank 5:\n"
+    )
+    assert text.count("Traceback (most recent call last)") == 2
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_a_message_of_many_failures_is_bounded_and_names_all(size: int) -> None:
+    failures = [
+        RankFailure(each, "LookupError", f"shard {each} {'m' * 7000}", "t" * 8000)
+        for each in range(size)
+    ]
+    message = failure_message(header_of(0), failures)
+    assert message.header.meta_nbytes < 1_200_000
+    got = failures_in([message])
+    assert sorted(got) == list(range(size))
+    assert all(each.message.startswith(f"shard {rank} ") for rank, each in got.items())
+    if size <= 60:
+        assert list(got.values()) == failures
