@@ -15,14 +15,14 @@ from typing import Any
 
 import bench.suites  # noqa: F401  # declares the cases
 from bench import machine, report
-from bench.case import CASES, JUDGED_WORLD, Case, chosen
+from bench.case import CASES, JUDGED_WORLD, MANY_RANKS, Case, chosen
 from bench.launch import Plan, RanksFailedError, mpi_works, run_ranks
-from bench.measure import Record, summarise
+from bench.measure import Record, summarise, turns
 from bench.peers import PEERS, needs_mpi
 from bench.results import Results
 from bench.startup import import_seconds
 
-_WORLDS = (1, 2, 4, 8)
+_WORLDS = (1, 2, 4, 8, *MANY_RANKS)
 
 
 def main(arguments: list[str]) -> int:
@@ -67,16 +67,17 @@ def _jobs(options: argparse.Namespace, peers: tuple[str, ...]) -> Iterator[Itera
     """What to measure, in parts that may fail one by one."""
     by_default = _WORLDS if options.operation == "all" else (JUDGED_WORLD,)
     for world in [options.world] if options.world else by_default:
-        if any(chosen(options.operation, world, timed=True)):
-            mpi = any(map(needs_mpi, peers))
-            yield _timed(Plan(options.operation, world, peers, mpi, options.smoke))
+        if timed := list(chosen(options.operation, world, timed=True)):
+            taking_part = tuple(name for name in peers if any(name in case.peers for case in timed))
+            mpi = any(map(needs_mpi, taking_part))
+            yield _timed(Plan(options.operation, world, taking_part, mpi, options.smoke))
         for case in chosen(options.operation, world, timed=False):
             if case.measure == "import":
                 yield _startup(case, smoke=options.smoke)
                 continue
             for payload in case.payloads:
-                for peer in (name for name in case.peers if name in peers):
-                    yield _in_own_processes(case, payload, peer, world, smoke=options.smoke)
+                of_case = [name for name in case.peers if name in peers]
+                yield _in_own_processes(case, payload, of_case, world, smoke=options.smoke)
 
 
 def _timed(plan: Plan) -> Iterator[Record]:
@@ -93,16 +94,15 @@ def _startup(case: Case, *, smoke: bool) -> Iterator[Record]:
 
 
 def _in_own_processes(
-    case: Case, payload: str, peer: str, world: int, *, smoke: bool
+    case: Case, payload: str, peers: list[str], world: int, *, smoke: bool
 ) -> Iterator[Record]:
-    single = (CASES.index(case), payload, peer)
-    plan = Plan(case.operation, world, (peer,), needs_mpi(peer), smoke, single)
-    figures: dict[str, list[float]] = {}
-    for _ in range(1 if smoke else case.samples):
-        (row,) = run_ranks(plan)
+    figures: dict[tuple[str, str], list[float]] = {}
+    for peer in turns(peers, 1 if smoke else case.samples):
+        single = (CASES.index(case), payload, peer)
+        (row,) = run_ranks(Plan(case.operation, world, (peer,), needs_mpi(peer), smoke, single))
         for metric, figure in row.items():
-            figures.setdefault(metric, []).append(figure)
-    for metric, samples in figures.items():
+            figures.setdefault((peer, metric), []).append(figure)
+    for (peer, metric), samples in figures.items():
         summary = summarise(samples)
         yield Record(case.operation, payload, world, peer, metric, *summary, smoke=smoke)
 

@@ -14,7 +14,11 @@ Bind = Callable[[Peer, Any], Callable[[], object]]
 
 SECONDS = "seconds"
 PROCESSOR_SECONDS = "processor_seconds"
+#: The measure of a call that needs a world in which nobody has called yet.
+FIRST_CALL = "first call"
 JUDGED_WORLD = 4
+#: Worlds so large that their ranks are forked from one process, see ``bench.launch``.
+MANY_RANKS = (16, 32, 64)
 SMALL = 150  # samples of a call that takes microseconds
 LARGE = 9  # samples of a call that takes tenths of a second
 
@@ -58,7 +62,8 @@ class Case:
         payloads: names from ``payloads.PAYLOADS``.
         peers: names from ``peers.PEERS``, in the report's order.
         worlds: the world sizes it is tried at.
-        measure: ``"time"``, or a measure of ``bench.memory``, each in processes of its own.
+        measure: ``"time"``, or a measure of ``bench.memory``, each in processes of its own; or
+            ``"first call"`` or ``"import"``.
         samples: how often each peer is measured; in fresh processes where it is not about time.
         in_a_row: calls in one sample of a time, during which each rank goes on as soon as it may.
         targets: what objcomm's figures must reach.
@@ -100,7 +105,8 @@ def case(
 def chosen(operation: str, world: int, *, timed: bool) -> Iterator[Case]:
     """The declared cases of one operation (or ``"all"``, or ``"memory"``) at one world size."""
     for known in CASES:
-        is_memory = known.measure != "time"
+        is_timed = known.measure == "time"
+        is_memory = not is_timed and known.measure != FIRST_CALL
         wanted = operation in ("all", known.operation) or (operation == "memory" and is_memory)
-        if wanted and world in known.worlds and is_memory != timed:
+        if wanted and world in known.worlds and is_timed == timed:
             yield known

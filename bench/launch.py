@@ -2,7 +2,7 @@
 
 Where ``mpiexec`` and mpi4py work together the ranks are MPI's, and torch.distributed joins the
 same processes through a file: so every peer can be tried in one run. Else they are plain
-processes, without mpi4py.
+processes, without mpi4py. Many ranks are forked from one process, see ``bench.fork``.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.case import MANY_RANKS
 
 ROWS = "rows.jsonl"  # beside the plan
 RANK_VARIABLE = "OBJCOMM_BENCH_RANK"
@@ -48,6 +50,11 @@ class Plan:
     mpi: bool
     smoke: bool
     single: tuple[int, str, str] | None = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether one process is started, which forks the ranks."""
+        return self.world in MANY_RANKS
 
 
 class RanksFailedError(RuntimeError):
@@ -102,6 +109,8 @@ def _start(plan: Plan, plan_file: Path) -> list[subprocess.Popen[bytes]]:
     if plan.mpi:
         command = [str(_mpiexec()), "-n", str(plan.world), *worker]
         return [subprocess.Popen(command, env=environment, start_new_session=True)]  # noqa: S603
+    if plan.is_forked:
+        return [subprocess.Popen(worker, env=environment, start_new_session=True)]  # noqa: S603
     return [
         subprocess.Popen(  # noqa: S603
             worker, env=environment | {RANK_VARIABLE: str(rank)}, start_new_session=True

@@ -95,6 +95,9 @@ class Peer(Protocol):
     def barrier(self) -> None:
         """Return when every rank has called."""
 
+    def first_barrier(self) -> None:
+        """``barrier``, with connections that are made for it."""
+
     def round_trip(self, obj: Any) -> Any:
         """Serialise and back, in one process."""
 
@@ -180,6 +183,9 @@ class _Objcomm:
 
     def barrier(self) -> None:
         objcomm.barrier()
+
+    def first_barrier(self) -> None:
+        self.barrier()  # the first call of all connects
 
     def round_trip(self, obj: Any) -> Any:
         return objcomm.from_tensor(objcomm.to_tensor(obj, codec=self._codec))
@@ -352,6 +358,9 @@ class _Torch:
     def barrier(self) -> None:
         dist.barrier()
 
+    def first_barrier(self) -> None:
+        dist.barrier(group=dist.new_group())
+
     def round_trip(self, obj: Any) -> Any:
         cpu = torch.device("cpu")
         return _from_tensor(*_to_tensor(obj, cpu, dist.group.WORLD), dist.group.WORLD)
@@ -486,6 +495,9 @@ class _Raw:
     def barrier(self) -> None:
         dist.barrier()
 
+    def first_barrier(self) -> None:
+        raise NotImplementedError("its barrier is torch's")
+
     def round_trip(self, obj: torch.Tensor) -> torch.Tensor:
         return obj.clone()
 
@@ -585,6 +597,9 @@ class _Mpi4py:
 
     def barrier(self) -> None:
         self._comm.Barrier()
+
+    def first_barrier(self) -> None:
+        raise NotImplementedError("MPI connects when it starts")
 
     def round_trip(self, obj: Any) -> Any:
         return self._pickle.loads(self._pickle.dumps(obj))

@@ -88,8 +88,12 @@ The figures of this page come from `docs/benchmarks.jsonl`. What they should rea
   `broadcast_object_list`, `run_on_main` is SpeechBrain's: `broadcast_object_list` and a barrier.
   `all_to_all` is one `scatter_object_list` from each rank in turn, and `reduce_scatter` is that and
   a local fold. `mpi4py` has no `reduce_scatter` of objects either.
-- **In a row**: the operations with a plural name are 30 calls one after another, in which a rank
-  that need not wait goes on. Their processor time is that of the rank that needs most.
+- **In a row**: the operations with a plural name are 30 calls one after another, 5 with 16 ranks or
+  more. A rank that need not wait goes on meanwhile. Their processor time is that of the rank that
+  needs most.
+- **The first call** is the first barrier in a world where nobody has called yet, beside
+  `dist.new_group` and its first barrier; each in processes of its own, which have joined through a
+  `TCPStore` and know each other from a barrier of the world.
 - **mpi4py** passes small messages through shared memory between the processes of one machine, where
   objcomm calls the system, and Gloo uses TCP over the loopback device. It waits by polling, so with
   more ranks than cores it takes the processor from the ranks it waits for. `mpi4py pkl5` is its
@@ -118,6 +122,8 @@ _METRICS = {
     "root gained_nbytes": "memory gained, rank 0",
     "others gained_nbytes": "memory gained, most of another rank",
     "host gained_nbytes": "memory gained, all ranks of the host",
+    "root sockets": "sockets more than before, rank 0",
+    "others sockets": "sockets more than before, most of another rank",
     "import_seconds": "import time",
     PROCESSOR_SECONDS: "processor time of the busiest rank",
 }

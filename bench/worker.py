@@ -1,13 +1,16 @@
 """One rank: joins the others, measures what the plan says, and rank 0 writes the rows.
 
-Run as ``python -m bench.worker PLAN`` by ``bench.launch``, never by hand.
+Run as ``python -m bench.worker PLAN`` by ``bench.launch``, never by hand. With many ranks it is the
+process that forks them.
 """
 
 import dataclasses
 import faulthandler
+import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +21,8 @@ import torch.distributed as dist
 
 import bench.suites  # noqa: F401  # declares the cases
 from bench import measure
-from bench.case import CASES, Case, chosen
+from bench.case import CASES, FIRST_CALL, SECONDS, Case, chosen
+from bench.fork import run_forked
 from bench.launch import DEADLINE_SECONDS, RANK_VARIABLE, ROWS, Plan
 from bench.payloads import PAYLOADS, same
 from bench.peers import PEERS, Peer
@@ -30,14 +34,23 @@ _LAST_WORDS_SECONDS = 10  # before it is ended, a rank that hangs shows where it
 
 
 def main(plan_file: Path) -> None:
-    """Join, measure, write, leave."""
-    faulthandler.dump_traceback_later(DEADLINE_SECONDS - _LAST_WORDS_SECONDS)
+    """Be the ranks that the plan wants of this process."""
     fields = json.loads(plan_file.read_text())
     single = fields.pop("single")
     plan = Plan(**fields, single=tuple(single) if single else None)
-    _join(plan, plan_file.parent)
+    rows = plan_file.with_name(ROWS)
+    if plan.is_forked:
+        run_forked(plan.world, functools.partial(_be_a_rank, plan, rows), _TIMEOUT)
+    else:
+        _be_a_rank(plan, rows, int(os.environ.get(RANK_VARIABLE, "0")))
+
+
+def _be_a_rank(plan: Plan, rows_file: Path, rank: int, store: dist.Store | None = None) -> None:
+    """Join, measure, write, leave."""
+    faulthandler.dump_traceback_later(DEADLINE_SECONDS - _LAST_WORDS_SECONDS)
+    _join(plan, rows_file.with_name("rendezvous"), rank, store)
     ruler = measure.Ruler()
-    with plan_file.with_name(ROWS).open("a", buffering=1) as rows:
+    with rows_file.open("a", buffering=1) as rows:
         for row in _in_own_processes(plan, ruler) if plan.single else _timed(plan, ruler):
             if dist.get_rank() == 0:
                 rows.write(json.dumps(row) + "\n")
@@ -50,19 +63,19 @@ def main(plan_file: Path) -> None:
         MPI.Finalize()
 
 
-def _join(plan: Plan, scratch: Path) -> None:
+def _join(plan: Plan, meeting: Path, rank: int, store: dist.Store | None) -> None:
     # Some MPI launchers pin each rank to a core, and its Gloo threads with it.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch.set_num_threads(1)
-    rank = int(os.environ.get(RANK_VARIABLE, "0"))
     if plan.mpi:
         from mpi4py import MPI  # noqa: PLC0415  # starts MPI
 
         rank = MPI.COMM_WORLD.rank
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{scratch / 'rendezvous'}",
+        init_method=None if store else f"file://{meeting}",
+        store=store,
         rank=rank,
         world_size=plan.world,
         timeout=_TIMEOUT,
@@ -110,12 +123,25 @@ def _check_agreement(calls: dict[str, Callable[[], object]], peers: dict[str, Pe
 
 
 def _in_own_processes(plan: Plan, ruler: measure.Ruler) -> Iterator[dict[str, float]]:
-    from bench.memory import MEASURES  # noqa: PLC0415  # Linux only
+    from bench.memory import MEASURES, sockets  # noqa: PLC0415  # Linux only
 
     if plan.single is None:
         raise ValueError("the plan names no single case")
     position, payload, name = plan.single
     case, peer = CASES[position], PEERS[name]()
+    if case.measure == FIRST_CALL:
+        call = case.bind(peer, None)
+        ruler.start_together()
+        before, began = sockets(), time.perf_counter()
+        call()
+        seconds, more = time.perf_counter() - began, sockets() - before
+        first, *others = everyone = ruler.of_all_ranks([seconds, more])
+        yield {
+            SECONDS: max(rank[0] for rank in everyone),
+            "root sockets": first[1],
+            "others sockets": max(rank[1] for rank in others),
+        }
+        return
     small = PAYLOADS["small dict"](peer.rank, 1)
     case.bind(peer, peer.prepare(small))()  # connects, imports, allocates what stays
     mine = PAYLOADS[payload](peer.rank, _shrink(plan))

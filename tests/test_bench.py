@@ -1,6 +1,7 @@
 """The benchmarks: their statistics, their verdicts, and one real run of the command."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,57 @@ def test_a_smoke_run_of_the_memory_cases_finds_no_wrong_result(tmp_path: Path) -
     by_metric = {row["metric"]: row["median"] for row in rows}
     assert by_metric["others mistakes"] == 0
     assert by_metric["root elsewhere_nbytes"] == by_metric["others elsewhere_nbytes"] == 0
+
+
+@pytest.mark.parametrize("operation", ["barriers", "first_call"])
+def test_a_smoke_run_with_many_ranks_measures_objcomm_and_torch(
+    operation: str, tmp_path: Path
+) -> None:
+    figures = tmp_path / "figures.jsonl"
+    _bench(operation, "--world", "16", "--smoke", "--json", str(figures))
+    rows = [json.loads(line) for line in figures.read_text().splitlines()][1:]
+    timed = [row for row in rows if row["metric"] == SECONDS]
+    assert {row["peer"] for row in timed} == {"objcomm", "torch"}
+    assert all(row["median"] > 0 for row in timed)
+    more = [row["median"] for row in rows if row["metric"] == "root sockets"]
+    assert all(count > 0 for count in more)
+    assert len(more) == 2 * (operation == "first_call")
+
+
+def test_a_forked_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    # By a process of its own: this one has threads.
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "from datetime import timedelta\n"
+        "from pathlib import Path\n"
+        "from bench.fork import run_forked\n"
+        "def body(rank, store):\n"
+        "    store.add('came', 1)\n"
+        "    while store.add('came', 0) < 3:\n"
+        "        time.sleep(0.01)\n"
+        "    Path(sys.argv[1], str(os.getpid())).touch()\n"
+        "    if rank != 1:\n"
+        "        store.wait(['never'], timedelta(minutes=9))\n"
+        "    while len(list(Path(sys.argv[1]).iterdir())) < 3:\n"
+        "        time.sleep(0.01)\n"
+        "    raise ValueError('of rank 1')\n"
+        "run_forked(3, body, timedelta(minutes=1))\n"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(program), str(pids)],
+        cwd=_REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(_REPOSITORY)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "ValueError: of rank 1" in done.stderr
+    assert "RuntimeError: rank 1 failed; exit status 1" in done.stderr
+    assert not any(Path("/proc", each.name).exists() for each in pids.iterdir())
 
 
 def _bench(*arguments: str) -> None:

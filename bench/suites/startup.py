@@ -1,9 +1,9 @@
-"""What importing the package costs."""
+"""What it costs to import the package, and what its first call costs."""
 
 from collections.abc import Callable
 from typing import Any
 
-from bench.case import Target, case
+from bench.case import FIRST_CALL, MANY_RANKS, Target, case
 from bench.peers import Peer
 
 
@@ -27,3 +27,19 @@ from bench.peers import Peer
 def startup(_peer: Peer, _mine: Any) -> Callable[[], object]:
     """Import in fresh interpreters, which have no peers: ``bench.startup`` does it."""
     raise NotImplementedError
+
+
+@case(
+    "nothing",
+    peers=("objcomm", "torch"),
+    worlds=MANY_RANKS,
+    measure=FIRST_CALL,
+    samples=3,
+    targets=(
+        Target(2.0, against="torch", world=64),
+        Target(20, against=1, unit="sockets", metric="root sockets", world=64),
+    ),
+)
+def first_call(peer: Peer, _mine: Any) -> Callable[[], object]:
+    """Wait for every rank for the first time; torch's has a group of its own for it."""
+    return peer.first_barrier
