@@ -128,21 +128,23 @@ def check_link(
         make: gives this rank a new link to the other ranks of a tuple, all of which call it.
         rank: this one.
         size: number of ranks, two at least.
-        death: the process of rank 1 is killed at this step, and rank 0 sees what it hears of that;
-            None for links within one process. One that passes each has kept the contract.
+        death: what is held then is only what follows when the process of rank 1 is killed at this
+            step: rank 0 hears of it, and the others' connections stand. A link keeps the contract
+            that passes without, and with each; links within one process have no such deaths.
     """
     everybody = tuple(range(size))
     others = [peer for peer in everybody if peer != rank]
     link = make(everybody)
     _check_facts(link, rank, size)
-    _check_order(link, others)
-    _check_tags(link, others)
-    _check_sizes(link, others)
-    _check_early_messages(link, others)
-    _check_lanes(link, others)
-    _check_limits(link, make(everybody), others)
-    _check_abort(link, make(everybody), others)
-    if death is not None:
+    if death is None:
+        _check_order(link, others)
+        _check_tags(link, others)
+        _check_sizes(link, others)
+        _check_early_messages(link, others)
+        _check_lanes(link, others)
+        _check_limits(link, make(everybody), others)
+        _check_abort(link, make(everybody), others)
+    else:
         pids = _pids(link, others)
         if rank == 1:
             _die(make((0, 1)), death)

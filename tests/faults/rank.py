@@ -202,6 +202,16 @@ def _be_patient(case: Case) -> None:
         patch.object(module, "FAREWELL_SECONDS", 8.0).start()
 
 
+def _end_patience() -> None:
+    """Let the watchdog forget calls that are over: it keeps each until it had ended it by itself.
+
+    With the patience that a busy machine's ranks have, that is 16 s after a limit has passed.
+    """
+    dog = watchdog._watchdogs.watchdog()  # noqa: SLF001  # the package need not hurry
+    dog._fallbacks[:] = [(0.0, end) for _, end in dog._fallbacks]  # noqa: SLF001  # likewise
+    dog._nudge()  # noqa: SLF001  # likewise
+
+
 def _division(case: Case, rank: int) -> Callable[[], Any]:
     if case.operation == "leaders":  # of as many hosts as ranks, or nobody has to connect
         patch.object(split, "machine", lambda: f"host of rank {rank}").start()
@@ -341,6 +351,7 @@ def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left
     """Destroy everything, and find what stays."""
     del store
     dist.destroy_process_group()
+    _end_patience()
     until = time.monotonic() + PATIENCE_S
     is_store_here = case.is_stores_host and rank == case.victim  # whose sockets stay
     while (left := _left(baseline)).threads or (left.sockets and not is_store_here):

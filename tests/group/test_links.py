@@ -51,6 +51,11 @@ def test_a_link_of_both_keeps_the_contract_of_links() -> None:
     check_link(mixed_link, here().rank, here().world_size)
 
 
+@ranks(4)
+def test_a_link_of_both_keeps_it_between_hosts_that_take_turns() -> None:
+    check_link(lambda members: mixed_link(members, hosts=2), here().rank, 4)
+
+
 @pytest.mark.parametrize("step", Death)
 @ranks(3, expect_dead={1})
 def test_a_link_of_both_keeps_the_contract_of_links_when_a_peer_dies(step: Death) -> None:
