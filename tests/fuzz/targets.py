@@ -95,7 +95,7 @@ def bundle(raw: bytes) -> None:
     link = MemoryLink(Wires(BUNDLE_SIZE), 0)
     exchange = exchange_on(link, new_lane())
     mine = compose(exchange.header, HEADS_META)
-    for opened in routes.open_bundle(exchange, message(raw), mine):
+    for opened in routes.open_bundle(exchange, message(raw), range(BUNDLE_SIZE), mine):
         if opened.header.status == Status.FAILURE and opened is not mine:
             failures_in([opened])
 
