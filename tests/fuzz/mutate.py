@@ -113,8 +113,10 @@ def _bundles() -> list[bytes]:
     failed = failure_message(header_of(2), [RankFailure(2, "E", "m", "t")])
     bundles = [heads, [*heads[:2], failed]]
     exchange = exchange_on(MemoryLink(Wires(BUNDLE_SIZE), 0), new_lane())
-    heads = [[message.head for message in each] for each in bundles]
-    return [bytes(routes.compose_bundle(exchange, each).head) for each in heads]
+    return [
+        bytes(routes.compose_bundle(exchange, [message.head for message in each]).head)
+        for each in bundles
+    ]
 
 
 def _over_the_targets_buffer() -> list[Any]:
