@@ -75,8 +75,7 @@ def test_all_failing_ranks_are_named_at_once() -> None:
     with pytest.raises(CollectiveError) as caught:
         objcomm.all_gather(mine)
     assert sorted(caught.value.failures) == [0, 2]
-    assert "rank 0" in str(caught.value)
-    assert "rank 2" in str(caught.value)
+    assert str(caught.value).startswith("all_gather failed on ranks 0, 2: ")
     assert_group_works()
 
 
