@@ -1,11 +1,13 @@
-"""The device link, and which of a message's large members travel over it.
+"""The device links, and which of a message's large members travel over them.
 
-Members that lie on the accelerator always do; where the message's header says so, those in CPU
-memory do too, staged through it. What a rank was asked for by its own ``device=`` decides only how
-it sends. Where a group has no device link a codec leaves nothing on the device.
+Members that lie on an accelerator for whose type there is a link always do; where the message's
+header says so, those in CPU memory do too, staged through the first link's device. What a rank was
+asked for by its own ``device=`` decides only how it sends. Where a group has no link for a type, a
+codec leaves nothing on such a device.
 
-The link goes from accelerator memory to accelerator memory over the user's own group. NCCL has no
-tags and no time-out that leaves a group usable, so it carries only what must not pass through the
+A link goes from accelerator memory to accelerator memory over the user's own group, by whatever
+backend that names for the type of device: NCCL is one of them. Such backends have no tags for
+this, and no time-out that leaves a group usable, so they carry only what must not pass through the
 CPU. Headers, and so every agreement on what follows, stay on the mesh.
 """
 
@@ -23,7 +25,7 @@ from objcomm._wire.header import Flag
 from objcomm.errors import TransportError, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from objcomm._transport.link import DeviceLink
     from objcomm._wire.message import Message
@@ -32,26 +34,43 @@ _STAGED = int(Flag.STAGED)  # an IntFlag's ``&`` costs 0.7 µs
 
 
 class DevicePath:
-    """The device link of one operation, or the lack of one.
+    """The device links of one operation, none or one for each of some types of device.
 
     Every method is called by all ranks concerned, for the same messages in the same order.
 
     Attributes:
-        device: where members that stay on the accelerator are received; ``None`` without a link.
-        linked: the type of device that the link joins; empty without one.
+        devices: where members that stay on an accelerator are received, in the order of the links.
+        linked: the types of device that the links join, joined by commas; empty without one.
+        staging: that of the first link, over which members in CPU memory may travel; likewise.
     """
 
-    def __init__(self, link: DeviceLink | None = None) -> None:
-        self._link = link
-        self.device = None if link is None else link.device
-        self.linked = "" if link is None else link.device.type
+    def __init__(self, links: Sequence[DeviceLink] = ()) -> None:
+        """Begin.
+
+        Args:
+            links: of different types of device; the same types in the same order on all ranks.
+        """
+        self._links = {link.device.type: link for link in links}
+        self.devices = tuple(link.device for link in links)
+        self.linked = ",".join(self._links)
+        self.staging = next(iter(self._links), "")
+
+    def joined(self, device_type: str, linked: str) -> torch.device | None:
+        """Where tensors of a type of device travel, if a link joins such devices on all ranks.
+
+        Args:
+            device_type: theirs.
+            linked: what all ranks have agreed on: the ``linked`` of each, or nothing.
+        """
+        link = self._links.get(device_type) if device_type in linked.split(",") else None
+        return None if link is None else link.device
 
     def not_carried(self, message: Message) -> list[torch.Tensor]:
         """Flat tensors of ``message`` that must go over the CPU's link."""
         return [] if self.is_staged(message) else message.following_on_host
 
     def is_staged(self, message: Message) -> bool:
-        """Whether members that lie in CPU memory go over this link, too."""
+        """Whether members that lie in CPU memory go over the first link, too."""
         return bool(message.header.flags & _STAGED)
 
     def send(self, message: Message, peer: int) -> None:
@@ -73,37 +92,39 @@ class DevicePath:
                 link.broadcast(staged, root)
 
     def broadcast_flat(self, flat: torch.Tensor, root: int) -> None:
-        """``root``'s bytes into everybody's, in memory of the link's device."""
+        """``root``'s bytes into everybody's, in memory of a link's device."""
         with _naming(root):
-            self._required().broadcast(flat, root)
+            self._for(flat).broadcast(flat, root)
 
     def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
         """See ``DeviceLink``."""
         with _naming():
-            self._required().all_to_all(flat, into)
+            self._for(flat).all_to_all(flat, into)
 
     def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
         """See ``DeviceLink``."""
         with _naming():
-            self._required().all_gather(flat, into)
+            self._for(flat).all_gather(flat, into)
 
-    def _required(self) -> DeviceLink:
-        if self._link is None:
+    def _for(self, flat: torch.Tensor) -> DeviceLink:
+        link = self._links.get(flat.device.type)
+        if link is None:
             raise WireError("ranks agreed on a device link, which this rank lacks")
-        return self._link
+        return link
 
     def _carried(self, message: Message) -> Iterator[tuple[torch.Tensor, DeviceLink]]:
         if not message.large:
             return
-        flats = (
-            message.following_on_host if self.is_staged(message) else []
-        ) + message.following_on_device
-        for flat in flats:
-            if self._link is None:
+        staged = message.following_on_host if self.is_staged(message) else []
+        carried = [(flat, self.staging) for flat in staged]
+        carried += [(flat, flat.device.type) for flat in message.following_on_device]
+        for flat, device_type in carried:
+            link = self._links.get(device_type)
+            if link is None:
                 raise WireError(
                     f"{message.header.position} sends over a device link, which this rank lacks"
                 )
-            yield flat, self._link
+            yield flat, link
 
 
 @contextlib.contextmanager
@@ -131,13 +152,13 @@ def _naming(*peers: int) -> Iterator[None]:
         raise TransportError("device link", peers, str(error)) from error
 
 
-class NcclLink:
-    """Tensor collectives of ``group``'s backend for ``device``.
+class BackendLink:
+    """Tensor transfers of ``group``'s own backend for ``device``: NCCL, XCCL or any other one.
 
-    Nothing in it is particular to CUDA: the tests drive it with CPU tensors.
+    Nothing in it is particular to a type of device: the tests drive it with CPU tensors, too.
 
     Attributes:
-        device: where the tensors lie.
+        device: where the tensors lie; without an index, it is the current one at each use.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -146,7 +167,7 @@ class NcclLink:
         self.device = device
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """See ``DeviceLink``. NCCL's ``wait`` blocks the current stream, not the caller."""
+        """See ``DeviceLink``. As a rule ``wait`` blocks the current stream, not the caller."""
         self._own().broadcast(flat, root).wait()
 
     def send(self, flat: torch.Tensor, peer: int) -> None:
@@ -172,19 +193,39 @@ class NcclLink:
         return group
 
 
-def device_link(group: dist.ProcessGroup) -> NcclLink | None:
-    """The link over ``group``'s NCCL backend, on this process's current CUDA device.
+# Gloo copies what lies on a device to CPU memory first.
+_HOST_BACKEND = "gloo"
 
-    Asking costs no GPU memory: no CUDA context is made before a tensor needs one.
+
+def device_links(group: dist.ProcessGroup) -> list[BackendLink]:
+    """A link for each type of device for which ``group`` names a backend of its own.
+
+    A backend that serves CPU memory as well, as ``init_process_group("gloo")`` has one for all
+    devices, is none: Gloo would take CUDA tensors through CPU memory, where objcomm's own
+    connections do the same, hear of a rank that dies, and keep their limits. Asking costs no memory
+    of a device, and begins nothing there: all is known from the group.
 
     Returns:
-        ``None`` where the group has no such backend.
+        By their types' names in order, so that it is the same one on all ranks.
     """
-    if not torch.cuda.is_available():
-        return None
-    device = torch.device("cuda")  # without an index: the current one, at each use
+    named: dict[str, str] = {}
+    for device in group._device_types:  # noqa: SLF001  # torch has no public way to ask
+        named[device.type] = _backend_name(group, device)
+    hosts = {_HOST_BACKEND, named.pop("cpu", _HOST_BACKEND)}
+    return [
+        BackendLink(group, torch.device(each))
+        for each in sorted(named)
+        if named[each] and named[each] not in hosts
+    ]
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What a group's backend for a type of device is called; empty if it has none."""
     try:
         backend = group._get_backend(device)  # noqa: SLF001  # torch has no public way to ask
     except RuntimeError:
-        return None
-    return NcclLink(group, device) if backend.name() == "nccl" else None
+        return ""
+    try:
+        return backend.name().lower()
+    except RuntimeError:  # one of another library's, which gives no name
+        return type(backend).__name__

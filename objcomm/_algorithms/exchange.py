@@ -217,7 +217,7 @@ class Exchange(Transfers):
         """Take in a first message that was checked when it arrived."""
         message = self.gate.take_in(raw, header, heads_max)
         if header.is_all_head and message.refusal is None:
-            open_body(message, self.device.device)
+            open_body(message, self.device.devices)
         return message
 
     def send_rest(self, message: Message, peers: Sequence[int]) -> None:
@@ -379,7 +379,7 @@ class Exchange(Transfers):
         """Make room for what follows a body, but for what comes with memory of its own; once."""
         if not message.is_open:
             mapped_from = MAPPED_MIN_NBYTES if is_shared else math.inf
-            open_body(message, self.device.device, mapped_from)
+            open_body(message, self.device.devices, mapped_from)
 
     def _hand_out(
         self, message: Message, root: int, place: "_Place", beside: Sequence[int]

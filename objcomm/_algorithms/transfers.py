@@ -463,7 +463,7 @@ def share_of(flats: Sequence[torch.Tensor]) -> Share | None:
 def with_memory(buffer: Buffer) -> Buffer:
     """The same with memory, if it has none."""
     flat = buffer.flat
-    return allocate(buffer.kind, flat.numel(), None) if flat.is_meta else buffer
+    return allocate(buffer.kind, flat.numel()) if flat.is_meta else buffer
 
 
 def taken_out(buffers: Sequence[Buffer], share: Share) -> list[Buffer]:

@@ -99,12 +99,19 @@ class Coding:
         Args:
             header: of the message, but for its sizes.
             produce: gives the object.
-            device_type: the type of memory that travels over a device link, if there is one.
+            device_type: the types of memory that travel over device links, joined by commas; None
+                if there are none.
         """
         obj = produce()
         with span("encode"):
             encoded = encode(self._codec, obj, device_type=device_type)
-            return compose(header, encoded.meta, encoded.buffers, codec=self.codec_name)
+            return compose(
+                header,
+                encoded.meta,
+                encoded.buffers,
+                codec=self.codec_name,
+                device_types=device_type or "",
+            )
 
     def digest(self, obj: object) -> bytes:
         """Equal for two objects only if they would be sent as the same bytes."""
@@ -285,7 +292,7 @@ class Call:
             raise
         self._lane = lane
         path = self._group.device_path
-        is_staged = self.device is not None and self.device.type == path.linked
+        is_staged = self.device is not None and self.device.type == path.staging
         header = Header(
             status=Status.VALUE,
             flags=Flag.STAGED * is_staged | Flag.PACED * is_paced,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from objcomm._algorithms.device import DevicePath, device_link
+from objcomm._algorithms.device import DevicePath, device_links
 from objcomm._config import GroupLike, Timeout, seconds_of, whole_number
 from objcomm._environment import local_rank_in, unjoined_in
 from objcomm._failures.channel import Channel, say_farewell
@@ -228,7 +228,7 @@ class Group:
     @functools.cached_property
     def device_path(self) -> DevicePath:
         """What joins the ranks' accelerators, if anything does."""
-        return DevicePath(device_link(self._own()))
+        return DevicePath(device_links(self._own()))
 
     @property
     def verdict(self) -> Verdict | None:
@@ -305,7 +305,7 @@ class Group:
                 name = f"{self.name}, a group of {_listed([self.ranks[each] for each in members])}"
                 recorder = self.recorder.among(members, name)
                 part = Group(self.process_group, self._world(), recorder)
-                part.device_path = DevicePath()  # the link joins the whole group's accelerators
+                part.device_path = DevicePath()  # the links join the whole group's accelerators
                 self._parts[members] = part
         return part
 

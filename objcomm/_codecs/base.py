@@ -54,7 +54,8 @@ class Codec(Protocol):
         Args:
             obj: anything; it is not changed, and may not be changed until it was sent.
             device_type: tensors on this type of device may stay there, as
-                ``BufferKind.DEVICE`` buffers; all others become CPU buffers.
+                ``BufferKind.DEVICE`` buffers; all others become CPU buffers. A group may have
+                transfers for several types: then it names all, as ``"cuda,xpu"``.
 
         Raises:
             EncodeError: the codec refuses the object. Anything else that it raises becomes one.

@@ -7,7 +7,7 @@ interpreter's buffers; knows no codec, message or rank.
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +30,9 @@ class BufferKind(IntEnum):
     MEMORY = 1  # memory of any other object that pickles out of band: a writable buffer
     BYTES = 2  # a ``bytes`` object, filled before anyone sees it
     BYTEARRAY = 3
-    DEVICE = 4  # like TENSOR, on the receiver's accelerator
+    # Like TENSOR, on an accelerator. In a size table 4, 5 and so on: which of the ``devices`` of
+    # ``allocate``.
+    DEVICE = 4
 
 
 class Buffer(NamedTuple):
@@ -144,13 +146,14 @@ def room(nbytes: int) -> bytearray:
     return _allocate_or_wire_error(functools.partial(bytearray, nbytes), nbytes)
 
 
-def allocate(kind: int, nbytes: int, device: torch.device | None) -> Buffer:
+def allocate(kind: int, nbytes: int, devices: Sequence[torch.device] = ()) -> Buffer:
     """Fresh memory for one buffer that will arrive.
 
     Args:
         kind: what it is to become.
         nbytes: its exact size.
-        device: where a ``BufferKind.DEVICE`` buffer is to lie.
+        devices: where ``BufferKind.DEVICE`` buffers can lie: the first for that kind, the second
+            for the next number, and so on.
 
     Raises:
         WireError: there is no such kind, or no memory, or no device to put it on.
@@ -169,8 +172,9 @@ def allocate(kind: int, nbytes: int, device: torch.device | None) -> Buffer:
     if kind == BufferKind.MEMORY:
         exposed = _allocate_or_wire_error(functools.partial(_aligned_bytearray, nbytes), nbytes)
         return Buffer(BufferKind.MEMORY, exposed, view(exposed))
-    if kind == BufferKind.DEVICE and device is not None:
-        flat = empty(nbytes, device)
+    place = kind - BufferKind.DEVICE
+    if 0 <= place < len(devices):
+        flat = empty(nbytes, devices[place])
         return Buffer(BufferKind.DEVICE, flat, flat)
     raise WireError(f"a buffer of kind {kind} cannot be received here")
 
@@ -195,9 +199,9 @@ def over(kind: int, memory: Any) -> Buffer:
     return Buffer(BufferKind.TENSOR, flat, flat)
 
 
-def from_bytes(kind: int, packed: memoryview, device: torch.device | None) -> Buffer:
+def from_bytes(kind: int, packed: memoryview, devices: Sequence[torch.device] = ()) -> Buffer:
     """A buffer of its own for bytes that lie in a message's body."""
-    buffer = allocate(kind, len(packed), device)
+    buffer = allocate(kind, len(packed), devices)
     if len(packed):
         buffer.flat.copy_(torch.frombuffer(packed, dtype=torch.uint8))
     return buffer
@@ -205,7 +209,7 @@ def from_bytes(kind: int, packed: memoryview, device: torch.device | None) -> Bu
 
 def duplicate(buffer: Buffer) -> Buffer:
     """A buffer of the same kind and content in memory of its own."""
-    copied = allocate(buffer.kind, buffer.flat.numel(), buffer.flat.device)
+    copied = allocate(buffer.kind, buffer.flat.numel(), [buffer.flat.device])
     copied.flat.copy_(buffer.flat)
     return copied
 

@@ -116,7 +116,8 @@ def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torc
 
     Args:
         tensor: see ``is_plain_tensor``.
-        device_type: elements on such a device stay there; all others end on the CPU.
+        device_type: elements on such a device stay there, or on one of several such, joined by
+            commas; all others end on the CPU.
 
     Returns:
         The description, and the elements in the description's order: the tensor's own memory where
@@ -147,7 +148,8 @@ def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torc
     )
     if tensor.is_meta:
         return about, torch.empty(0, dtype=torch.uint8, device="cpu")
-    if tensor.device.type not in ("cpu", device_type):
+    where = tensor.device.type
+    if where != "cpu" and where not in (device_type or "").split(","):
         elements = elements.cpu()
     # ``as_strided``: a one-element view may have any stride, which ``view`` would keep.
     compact = elements.contiguous().as_strided((elements.numel(),), (1,))

@@ -199,7 +199,7 @@ class P2PCall:
             entry=self.entry,
             deadline=self._deadline,
             gate=Gate(self._coding.settings, mesh.session, self.group.rank),
-            device=DevicePath(None),
+            device=DevicePath(),
         )
         return self._exchange
 

@@ -134,7 +134,7 @@ class Offers:
                 entry=CallRecord(header, call.operation),
                 deadline=deadline,
                 gate=gate,
-                device=DevicePath(None),
+                device=DevicePath(),
             )
             exchange.send_head(compose(header, b""), [self._peer], destination=self._peer)
             self._lane.sequence += 1

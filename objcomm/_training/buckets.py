@@ -80,7 +80,7 @@ class Manifest(NamedTuple):
     Attributes:
         lines: a text for each tensor of each bundle, in order: its name, and what it is.
         present: for each, whether this rank has it.
-        linked: the type of device that this rank's device link joins; empty if there is none.
+        linked: the types of device that this rank's device links join, with commas; may be empty.
     """
 
     lines: Sequence[str]
@@ -114,7 +114,7 @@ def manifest_of(bundles: Sequence[Bundle], linked: str) -> tuple[Manifest, list[
 
 
 def merged(manifests: Sequence[Manifest]) -> Manifest:
-    """What holds for all ranks: what any of them has, and a device link if all have it.
+    """What holds for all ranks: what any of them has, and device links if all have the same.
 
     Args:
         manifests: one per rank, in rank order.
@@ -449,14 +449,18 @@ class _Moving:
         self._exchange = exchange
 
     def move(self, buckets: Sequence[_Bucket], linked: str) -> None:
-        """Let all buckets travel: over the device link where it joins the tensors' devices."""
+        """Let all buckets travel: over a device link where one joins the tensors' devices."""
         if self._exchange.gate.signer is not None:
             # What travels outside of messages is not signed.
-            self._one_by_one(buckets, self._in_messages)
+            for bucket in buckets:
+                self._by_itself(bucket, self._in_messages)
             return
-        self._on_host([bucket for bucket in buckets if bucket.device_type != linked])
-        on_device = [bucket for bucket in buckets if bucket.device_type == linked]
-        self._one_by_one(on_device, self._on_device, self._exchange.device.device)
+        path = self._exchange.device
+        placed = [(bucket, path.joined(bucket.device_type, linked)) for bucket in buckets]
+        self._on_host([bucket for bucket, device in placed if device is None])
+        for bucket, device in placed:
+            if device is not None:
+                self._by_itself(bucket, self._on_device, device)
 
     def _on_host(self, buckets: Sequence[_Bucket]) -> None:
         flats = [(bucket, bucket.open().cpu()) for bucket in buckets]
@@ -470,22 +474,21 @@ class _Moving:
         for bucket, flat in flats:
             bucket.close(flat)
 
-    def _one_by_one(
+    def _by_itself(
         self,
-        buckets: Sequence[_Bucket],
+        bucket: _Bucket,
         carry: Callable[[Rule, torch.Tensor], None],
         device: torch.device | None = None,
     ) -> None:
-        """One bucket after another, so that packed memory is needed for one only.
+        """One bucket from beginning to end, so that packed memory is needed for one at a time.
 
-        They travel from ``device``, if it is given.
+        It travels from ``device``, if that is given.
         """
-        for bucket in buckets:
-            flat = bucket.open()
-            if device is not None:
-                flat = flat.to(device)
-            carry(bucket.rule, flat)
-            bucket.close(flat)
+        flat = bucket.open()
+        if device is not None:
+            flat = flat.to(device)
+        carry(bucket.rule, flat)
+        bucket.close(flat)
 
     def _on_device(self, rule: Rule, flat: torch.Tensor) -> None:
         if rule is Rule.SHARE:

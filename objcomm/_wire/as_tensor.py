@@ -107,7 +107,7 @@ def from_tensor(
     if _checksum([payload]) != header.tag:
         raise WireError("the payload's checksum is wrong: the message was damaged")
     message = Message(header, bytearray(to_bytes(body)), signer=gate.signer)
-    open_body(message, None)
+    open_body(message)
     for large in message.following_on_host:
         large.copy_(payload[: large.numel()])
         payload = payload[large.numel() :]

@@ -139,6 +139,7 @@ def compose(
     *,
     status: int | None = None,
     codec: str | None = None,
+    device_types: str = "",
 ) -> Message:
     """Make a message to send.
 
@@ -148,13 +149,18 @@ def compose(
         buffers: the codec's buffers.
         status: what it is; as the header says if None.
         codec: the codec's name; likewise.
+        device_types: those on which buffers may lie, joined by commas; the same, in the same order,
+            as the ``devices`` of ``open_body`` on whoever receives it.
+
+    Raises:
+        WireError: a buffer lies on another type of device.
     """
     if not buffers:
         body = bytearray(meta)
         large: list[Buffer] = []
         payload_nbytes = 0
     else:
-        rows = [SizeRow(buffer.flat.numel(), buffer.kind) for buffer in buffers]
+        rows = [SizeRow(buffer.flat.numel(), _row_kind(buffer, device_types)) for buffer in buffers]
         small = [
             to_bytes(buffer.flat.cpu())
             for row, buffer in zip(rows, buffers, strict=True)
@@ -170,6 +176,16 @@ def compose(
         zlib.crc32(body),
     )
     return Message(complete, body, buffers, large)
+
+
+def _row_kind(buffer: Buffer, device_types: str) -> int:
+    """A buffer's kind as the size table has it, which also tells its type of device."""
+    if buffer.kind is not BufferKind.DEVICE:
+        return buffer.kind
+    found, types = buffer.flat.device.type, device_types.split(",")
+    if found not in types:
+        raise WireError(f"a buffer on {found!r} cannot be sent from there, only from {types}")
+    return buffer.kind + types.index(found)
 
 
 def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
@@ -196,13 +212,15 @@ def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
 
 
 def open_body(
-    message: Message, device: torch.device | None, mapped_from_nbytes: float = math.inf
+    message: Message,
+    devices: Sequence[torch.device] = (),
+    mapped_from_nbytes: float = math.inf,
 ) -> None:
     """Read the body and make room for the large buffers; small ones get memory of their own.
 
     Args:
         message: its body has arrived; its buffers are filled in.
-        device: where ``BufferKind.DEVICE`` buffers are to lie.
+        devices: where ``BufferKind.DEVICE`` buffers are to lie, as ``allocate`` takes them.
         mapped_from_nbytes: tensors and out-of-band members of so many bytes get no memory: it will
             come with their content, by ``Message.replace``.
 
@@ -218,12 +236,12 @@ def open_body(
     buffers = []
     for row in rows:
         if row.is_packed:
-            buffers.append(from_bytes(row.kind, body[at : at + row.nbytes], device))
+            buffers.append(from_bytes(row.kind, body[at : at + row.nbytes], devices))
             at += row.nbytes
         elif row.kind in _MAPPABLE and row.nbytes >= mapped_from_nbytes:
             buffers.append(without_memory(row.kind, row.nbytes))
         else:
-            buffers.append(allocate(row.kind, row.nbytes, device))
+            buffers.append(allocate(row.kind, row.nbytes, devices))
     message.buffers = buffers
     message.large = _large(rows, buffers)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm._algorithms.device import NcclLink
+from objcomm._algorithms.device import BackendLink
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks, solo
 from tests.same import assert_same
@@ -121,7 +121,7 @@ def test_cuda_tensors_are_reduced() -> None:
 @solo(deadline=120)
 def test_nccl_takes_what_the_device_link_gives_it(_folder: Path) -> None:  # noqa: PT019  # wanted for what it does
     _join_nccl(_folder)
-    link = NcclLink(dist.new_group([0]), torch.device("cuda"))
+    link = BackendLink(dist.new_group([0]), torch.device("cuda"))
     flat = torch.arange(100, dtype=torch.uint8, device="cuda")
     for transfer in (link.all_to_all, link.all_gather):
         into = torch.zeros_like(flat)

@@ -1,7 +1,7 @@
-"""The NCCL link's logic, driven with CPU tensors over Gloo: what goes where, in which order.
+"""The device link's logic, driven with CPU tensors over Gloo: what goes where, in which order.
 
-The link knows nothing that is particular to CUDA. "cpu" stands for the accelerator here, so
-``device="cpu"`` stages every large member through the link, as ``device="cuda"`` does on NCCL.
+The link knows nothing that is particular to a type of device. "cpu" stands for the accelerator
+here, so ``device="cpu"`` stages every large member through the link, as ``device="cuda"`` does.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError
 from objcomm._algorithms import tensor_reduction
-from objcomm._algorithms.device import NcclLink
+from objcomm._algorithms.device import BackendLink
 from tests.cases import case
 from tests.group.helpers import assert_group_works
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
@@ -26,7 +26,7 @@ from tests.same import assert_same
 LARGE = 100_000  # elements, so that the member does not fit into the window
 
 
-class CountingLink(NcclLink):
+class CountingLink(BackendLink):
     """Counts the bytes that this rank moved over the link."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -60,7 +60,7 @@ def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
     process_group = dist.new_group()
     link = CountingLink(process_group, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm._calls.group.device_link", lambda _: link)
+        patch.setattr("objcomm._calls.group.device_links", lambda _: [link])
         objcomm.barrier(group=process_group)  # makes the group's links
     yield process_group, link
 
@@ -203,7 +203,7 @@ def test_who_has_no_room_on_the_device_says_so_before_others_wait_there() -> Non
         assert "no room" in str(caught.value)
         assert link.moved_nbytes == 0
         patch.undo()
-        patch.setattr("objcomm._calls.group.device_link", lambda _: link)
+        patch.setattr("objcomm._calls.group.device_links", lambda _: [link])
         assert bool((objcomm.all_reduce(tensor, group=group) == last + 1).all())
         assert link.moved_nbytes > 0
 
@@ -215,12 +215,12 @@ def _no_room() -> torch.Tensor:
 @ranks(2)
 def test_a_link_that_only_some_ranks_have_is_used_by_none() -> None:
     process_group = dist.new_group()
-    link = CountingLink(process_group, torch.device("cpu")) if objcomm.is_main() else None
+    links = [CountingLink(process_group, torch.device("cpu"))] if objcomm.is_main() else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm._calls.group.device_link", lambda _: link)
+        patch.setattr("objcomm._calls.group.device_links", lambda _: links)
         got = objcomm.all_reduce(torch.full((LARGE,), objcomm.rank()), group=process_group)
     assert bool((got == 1).all())
-    assert link is None or link.moved_nbytes == 0
+    assert all(link.moved_nbytes == 0 for link in links)
 
 
 @ranks(2, 3)

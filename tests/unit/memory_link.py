@@ -346,7 +346,7 @@ def exchange_on(
         entry=CallRecord(header_of(link.rank, **fields), "gather"),
         deadline=Deadline(seconds),
         gate=Gate(chosen or Settings(max_nbytes=1 << 30), "a mesh", link.rank),
-        device=DevicePath(device_link),
+        device=DevicePath([] if device_link is None else [device_link]),
         meter=meter,
     )
 

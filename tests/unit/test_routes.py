@@ -54,7 +54,7 @@ def message_of(
         for nbytes in (5, 50_000 + rank, 0, LARGE_NBYTES):
             flat = torch.full((nbytes,), rank, dtype=torch.uint8)
             buffers.append(Buffer(kind, flat, flat))
-    return compose(header_of(rank, flags=flags), meta, buffers)
+    return compose(header_of(rank, flags=flags), meta, buffers, device_types="cpu")
 
 
 def content_of(message: Message) -> tuple[bytes, list[bytes]]:

@@ -91,7 +91,7 @@ def test_missing_memory_is_a_ranks_failure_and_an_interrupt_its_end() -> None:
 
 def test_missing_memory_on_a_device_is_no_peers_end() -> None:
     link: Any = unittest.mock.Mock(device=torch.device("cpu"))
-    path = DevicePath(link)
+    path = DevicePath([link])
     for error, kind in (
         (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError),
         (RuntimeError("NCCL error"), TransportError),

@@ -65,7 +65,7 @@ class Destination(NamedTuple):
         size: number of ranks.
         is_taker: whether this rank gets the results.
         may_follow: whether leaves may follow.
-        linked: the type of device that this rank's device link joins; empty if it has none.
+        linked: the types of device that this rank's device links join, with commas; may be empty.
         most_nbytes: of leaves that this rank has not given itself.
     """
 
@@ -108,7 +108,7 @@ def received(plain: Any, place: Destination) -> Answer:
 
 
 def operand(plain: Any) -> tuple[Any, list[Any], str]:
-    """What another rank gives: structure, leaves, and its device link's type of device.
+    """What another rank gives: structure, leaves, and its device links' types of device.
 
     A leaf that follows is None.
 
@@ -448,8 +448,9 @@ class TreeReduction:
             about = tensors_of(descriptions[at])
             if about is None:
                 raise UsageError("an answer names a leaf that is no tensor")
-            is_linked = about.device_type == answer.linked and len(ranks) == exchange.size
-            where = exchange.device.device if is_linked and not about.is_array else None
+            where = None
+            if not about.is_array and len(ranks) == exchange.size:
+                where = exchange.device.joined(about.device_type, answer.linked)
             part, rooms[at] = self._part(about, own[at], tuple(ranks), where or _HOST)
             (on_host if where is None else on_device).append(part)
         tensor_reduction.reduce_tensors(exchange, on_host, root)
@@ -480,7 +481,7 @@ class TreeReduction:
             about.numel,
             ranks,
             lambda operands, into: elementwise.combine(op, operands, into, wide),
-            (dtype, wide, ranks),
+            (dtype, wide, ranks, where.type),
         )
         return part, (result, self._call.device or device)
 
