@@ -25,7 +25,7 @@ from objcomm._wire.header import Flag
 from objcomm.errors import TransportError, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from objcomm._transport.link import DeviceLink
     from objcomm._wire.message import Message
@@ -211,12 +211,17 @@ def device_links(group: dist.ProcessGroup) -> list[BackendLink]:
     named: dict[str, str] = {}
     for device in group._device_types:  # noqa: SLF001  # torch has no public way to ask
         named[device.type] = _backend_name(group, device)
-    hosts = {_HOST_BACKEND, named.pop("cpu", _HOST_BACKEND)}
-    return [
-        BackendLink(group, torch.device(each))
-        for each in sorted(named)
-        if named[each] and named[each] not in hosts
-    ]
+    return [BackendLink(group, torch.device(each)) for each in own_types(named)]
+
+
+def own_types(named: Mapping[str, str]) -> list[str]:
+    """The types of device, in order, whose backend serves no CPU memory.
+
+    Args:
+        named: names of backends by types of device; empty where there is none.
+    """
+    hosts = {"", _HOST_BACKEND, named.get("cpu", _HOST_BACKEND)}
+    return sorted(each for each, name in named.items() if name not in hosts)
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from objcomm._algorithms.device import own_types
 from objcomm._calls.group import resolve
 from objcomm._config import DeviceLike, Timeout, seconds_of
 from objcomm._environment import (
@@ -39,25 +40,47 @@ from objcomm._world import is_initialized, is_reachable, refuse_worker, store_of
 from objcomm.errors import StartError, UsageError, ranks_text
 
 
+def accelerator_type() -> str:
+    """What torch calls this machine's accelerator, such as ``"cuda"``; empty if there is none."""
+    try:
+        found = torch.accelerator.current_accelerator(check_available=True)
+    except (AttributeError, RuntimeError):  # a type whose module was not imported, or can't tell
+        return ""
+    return "" if found is None else found.type
+
+
 def default_backend() -> str:
-    """Gloo, and NCCL beside it for what lies on CUDA devices, if there are any."""
-    has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
-    return "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
+    """Gloo, and beside it what torch has for this machine's accelerator, if there is one."""
+    device_type = accelerator_type()
+    name = dist.Backend.default_device_backend_map.get(device_type, "gloo")
+    is_own = name != "gloo" and dist.is_backend_available(name)
+    return f"cpu:gloo,{device_type}:{name}" if is_own else "gloo"
 
 
 def backends_in(backend: str) -> dict[str, str]:
     """Backends by type of device, however it is written."""
-    parts = {}
+    parts: dict[str, str] = {}
     for part in filter(None, backend.lower().split(",")):
         device, _, name = part.rpartition(":")
-        for each in [device] if device else ["cpu", "cuda"]:
-            parts[each] = name
+        # Of a backend that it does not know torch thinks so, too.
+        served = dist.Backend.backend_capability.get(name, ["cpu", "cuda"])
+        parts |= dict.fromkeys([device] if device else served, name)
     return parts
 
 
 def uses_nccl(backend: str) -> bool:
-    """Whether tensors on CUDA devices go over NCCL."""
-    return backends_in(backend).get("cuda") == "nccl"
+    """Whether tensors on some type of device go over NCCL, which is RCCL on ROCm."""
+    return "nccl" in backends_in(backend).values()
+
+
+def accelerator_in(backend: str) -> str:
+    """The type of device whose tensors go over a backend of their own; empty if there is none.
+
+    Of several, this machine's accelerator, or else the first by name.
+    """
+    own = own_types(backends_in(backend))
+    here = accelerator_type()
+    return here if here in own else next(iter(own), "")
 
 
 def check_backend(backend: str) -> None:
@@ -90,33 +113,71 @@ def _check_gloo(backend: str) -> None:
         ) from error
 
 
-def cuda_device(place: Placement, device: DeviceLike) -> torch.device:
-    """Which CUDA device is this rank's.
+#: Variables by which a launcher shows each process devices of its own; their makers' names.
+SHOWN_BY = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "hpu": ("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+    "xpu": ("ZE_AFFINITY_MASK",),
+}
+
+
+def device_count(device_type: str) -> int:
+    """How many devices of a type this process sees; 0 where torch has no such."""
+    try:
+        return int(torch.get_device_module(device_type).device_count())
+    except (AttributeError, RuntimeError):  # its module was not imported, or does not count
+        return 0
+
+
+def device_of(place: Placement, device_type: str, device: DeviceLike) -> torch.device:
+    """Which device of a type is this rank's.
 
     Args:
         place: where the rank stands.
+        device_type: such as ``"cuda"``.
         device: what the caller wants, if anything.
 
     Raises:
         UsageError: nothing tells, or there are too few.
     """
-    count = torch.cuda.device_count()
+    count = device_count(device_type)
     if device is not None:
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if isinstance(device, int):
+            return torch.device(device_type, device)
+        return torch.device(device)
     if place.local_rank is None:
         raise UsageError(
             "init: no variable says which of this host's ranks this is; set LOCAL_RANK, counted "
             "from 0 on each host, or give device="
         )
     if place.local_rank < count:
-        return torch.device("cuda", place.local_rank)
-    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return torch.device("cuda", 0)
+        return torch.device(device_type, place.local_rank)
+    shown_by = SHOWN_BY.get(device_type, (f"{device_type.upper()}_VISIBLE_DEVICES",))
+    if count == 1 and any(map(os.environ.get, shown_by)):
+        return torch.device(device_type, 0)
     raise UsageError(
-        f"init: this is rank {place.local_rank} of this host, which has {count} CUDA devices; "
-        "start no more ranks than devices on each host (torchrun --nproc-per-node, srun "
-        "--ntasks-per-node), check CUDA_VISIBLE_DEVICES, or use backend='gloo'"
+        f"init: this is rank {place.local_rank} of this host, which has {count} {device_type} "
+        "devices; start no more ranks than devices on each host (torchrun --nproc-per-node, srun "
+        f"--ntasks-per-node), check {' and '.join(shown_by)}, or use backend='gloo'"
     )
+
+
+def make_current(device: torch.device) -> None:
+    """Let what this thread does on such devices be done on this one."""
+    if device.index is None:
+        return
+    if device.type == accelerator_type():
+        torch.accelerator.set_device_index(device.index)
+    else:  # torch's generic functions know one accelerator only
+        torch.get_device_module(device).set_device(device.index)
+
+
+def current_device(device_type: str) -> torch.device:
+    """The current device of a type, on this thread."""
+    if device_type == accelerator_type():
+        return torch.device(device_type, torch.accelerator.current_device_index())
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
@@ -140,7 +201,7 @@ class Start:
         world_size: number of ranks.
         local_rank: among the ranks of this host; None where no variable tells.
         backend: as torch was given it; empty if nothing was initialised.
-        device: this rank's own device: the CUDA device that was set, or the CPU.
+        device: this rank's own device: the accelerator that was set, or the CPU.
         address: ``host:port`` where the ranks met; empty if they met elsewhere or not at all.
     """
 
@@ -185,13 +246,14 @@ def init(
     every function of objcomm works. If torch.distributed is initialised already, nothing changes.
 
     Args:
-        backend: as ``init_process_group`` takes it. None: ``cpu:gloo,cuda:nccl`` where there are a
-            CUDA device and NCCL, otherwise ``gloo``.
+        backend: as ``init_process_group`` takes it. None: Gloo, and beside it what torch has for
+            this machine's accelerator, such as ``cpu:gloo,cuda:nccl`` or ``cpu:gloo,xpu:xccl``;
+            ``gloo`` where there is none.
         timeout: seconds or timedelta for the ranks to meet, and for operations of the group;
             torch's own if None.
-        device: this rank's CUDA device, made the current one if the backend has NCCL. None: the
-            one of this rank's number on this host, or the only one if ``CUDA_VISIBLE_DEVICES``
-            shows each rank its own.
+        device: this rank's accelerator, made the current one if the backend has one of its own for
+            such devices. None: the one of this rank's number on this host, or the only one if
+            ``CUDA_VISIBLE_DEVICES``, or its like, shows each rank its own.
 
     Returns:
         What was found and chosen. It is also logged, as INFO; as WARNING, which Python shows by
@@ -199,7 +261,7 @@ def init(
 
     Raises:
         UsageError: a variable is missing or wrong, and the error names it; a backend is not
-            there; there are too few CUDA devices; the program has initialised another backend;
+            there; there are too few devices; the program has initialised another backend;
             this process is a DataLoader's worker. The process that sees it, before it meets others.
         StartError: the ranks could not meet. Every rank that has tried.
 
@@ -260,7 +322,7 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:
 
     Args:
         run_opts: SpeechBrain's run options; ``distributed_backend`` is used, and ``device`` if it
-            is a CUDA device. Others are ignored.
+            is an accelerator with an index. Others are ignored.
 
     Returns:
         As ``init``.
@@ -278,7 +340,7 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:
     return init(
         run_opts.get("distributed_backend"),
         timeout=_SPEECHBRAIN_TIMEOUT_SECONDS,
-        device=device if device.type == "cuda" and device.index is not None else None,
+        device=device if device.type != "cpu" and device.index is not None else None,
     )
 
 
@@ -295,8 +357,8 @@ def _as_it_is(backend: str | None) -> Start:
             f"init: backend={backend!r}, but torch.distributed is initialised with {current!r}; "
             "call objcomm.shutdown first, or leave backend out"
         )
-    index = torch.cuda.current_device() if uses_nccl(current) else None
-    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    device_type = accelerator_in(current)
+    device = current_device(device_type) if device_type else torch.device("cpu")
     return Start("program", dist.get_rank(), dist.get_world_size(), None, current, device, "")
 
 
@@ -316,9 +378,10 @@ def _joined(
         raise UsageError(f"init: {place.world_size} ranks, but this torch has no distributed")
     chosen = backend or default_backend()
     check_backend(chosen)
-    own = cuda_device(place, device) if uses_nccl(chosen) else torch.device("cpu")
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
+    device_type = accelerator_in(chosen)
+    own = device_of(place, device_type, device) if device_type else torch.device("cpu")
+    if own.type != "cpu":
+        make_current(own)
     address = f"{f'[{place.host}]' if ':' in place.host else place.host}:{place.port}"
     try:
         agents = has_agent_store(os.environ)

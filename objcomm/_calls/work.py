@@ -258,7 +258,7 @@ class Work(Generic[T_co]):
             self._cancel = None
 
     def carry_out_on(self, line: SerialExecutor, body: Callable[[], T_co]) -> None:
-        """The same on another thread, with this thread's context, modes and CUDA stream."""
+        """The same on another thread, with this thread's context, modes, device and stream."""
         self._line = line
         try:
             line.submit(self.job(body))
@@ -443,18 +443,21 @@ def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
 
 
 class _DevicePlace:
-    """The calling thread's CUDA device and stream, for another thread to go on with."""
+    """The calling thread's current device and stream, for another thread to go on with.
+
+    They are those of the one accelerator that torch's generic functions know.
+    """
 
     def __init__(self) -> None:
-        # Without a context there is nothing on a device yet, and asking would make one.
-        is_used = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._stream = torch.cuda.current_stream() if is_used else None
-        self._entered: torch.cuda.StreamContext | None = None
+        self._stream = _current_stream()
+        self._before: list[torch.Stream] = []
 
     def __enter__(self) -> None:
         if self._stream is not None:
-            self._entered = torch.cuda.stream(self._stream)
-            self._entered.__enter__()
+            # A stream is current on its device, and a device is current besides.
+            there = torch.accelerator.current_stream(self._stream.device_index)
+            self._before = [there, torch.accelerator.current_stream()]
+            torch.accelerator.set_stream(self._stream)
 
     def __exit__(
         self,
@@ -462,5 +465,25 @@ class _DevicePlace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._entered is not None:
-            self._entered.__exit__(kind, error, traceback)
+        for stream in self._before:
+            torch.accelerator.set_stream(stream)
+
+
+def _current_stream() -> torch.Stream | None:
+    """This thread's, if anything can be on the accelerator yet; None where there is none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    try:
+        module = torch.get_device_module(accelerator)
+        # Before that nothing is there, and to ask for a stream would take memory of the device. A
+        # module that does not say so has nothing that begins at its first use.
+        if not getattr(module, "is_initialized", _is_ready)():
+            return None
+        return torch.accelerator.current_stream()
+    except RuntimeError:  # its module was not imported, or it has no streams
+        return None
+
+
+def _is_ready() -> bool:
+    return True

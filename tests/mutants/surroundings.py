@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "global-rank-chooses-the-device",
         "objcomm/_bootstrap/init.py",
-        'return torch.device("cuda", place.local_rank)',
-        'return torch.device("cuda", place.rank)',
+        "return torch.device(device_type, place.local_rank)",
+        "return torch.device(device_type, place.rank)",
         "ranks of the second host ask for devices that it does not have",
         ("tests/unit/test_backends.py",),
     ),

@@ -1,4 +1,7 @@
-"""Which backend and device a rank gets on machines with and without GPUs."""
+"""Which backend and device a rank gets on machines with accelerators of all sorts, and without."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -6,31 +9,158 @@ import torch.distributed as dist
 
 from objcomm import UsageError
 from objcomm._bootstrap import init
+from objcomm._bootstrap.doctor import host
 from objcomm._environment import Placement
 
+PLACE = Placement("SLURM", 5, 8, 1, "node003", 1)
 
-def test_each_rank_has_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Placement("SLURM", 5, 8, 1, "node003", 1)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert init.cuda_device(place, None) == torch.device("cuda:1")
-    assert init.cuda_device(place, 0) == torch.device("cuda:0")
-    assert init.cuda_device(place, "cuda:0") == torch.device("cuda:0")
+
+def fake_modules(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
+    """Let these be torch's modules for types of device, and no others."""
+
+    def module_of(device: Any) -> Any:
+        found = modules.get(torch.device(device).type)
+        if found is None:
+            raise RuntimeError("no module for it")
+        return found
+
+    monkeypatch.setattr(torch, "get_device_module", module_of)  # which remembers real ones
+
+
+def fake_accelerator(monkeypatch: pytest.MonkeyPatch, device_type: str, **module: Any) -> None:
+    """Let torch say that this machine has such a one, with a module of these functions."""
+    device = torch.device(device_type)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+    fake_modules(monkeypatch, **{device_type: SimpleNamespace(**module)})
+
+
+@pytest.mark.parametrize(
+    ("device_type", "variable"),
+    [
+        ("cuda", "CUDA_VISIBLE_DEVICES"),
+        ("cuda", "ROCR_VISIBLE_DEVICES"),
+        ("xpu", "ZE_AFFINITY_MASK"),
+        ("mtia", "MTIA_VISIBLE_DEVICES"),
+    ],
+)
+def test_each_rank_has_a_device_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, device_type: str, variable: str
+) -> None:
+    for shown_by in init.SHOWN_BY.values():
+        for each in shown_by:
+            monkeypatch.delenv(each, raising=False)
+    fake_modules(monkeypatch, **{device_type: SimpleNamespace(device_count=lambda: 2)})
+    first, second = (torch.device(device_type, index) for index in range(2))
+    assert init.device_of(PLACE, device_type, None) == second
+    assert init.device_of(PLACE, device_type, 0) == first
+    assert init.device_of(PLACE, device_type, str(first)) == first
     with pytest.raises(UsageError, match="LOCAL_RANK"):
-        init.cuda_device(place._replace(local_rank=None), None)
-    with pytest.raises(UsageError, match="rank 2 of this host, which has 2 CUDA devices"):
-        init.cuda_device(place._replace(local_rank=2), None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match="has 1 CUDA devices"):
-        init.cuda_device(place, None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert init.cuda_device(place, None) == torch.device("cuda:0")
+        init.device_of(PLACE._replace(local_rank=None), device_type, None)
+    few = f"rank 2 of this host, which has 2 {device_type} devices; .* check .*{variable}"
+    with pytest.raises(UsageError, match=few):
+        init.device_of(PLACE._replace(local_rank=2), device_type, None)
+    fake_modules(monkeypatch, **{device_type: SimpleNamespace(device_count=lambda: 1)})
+    with pytest.raises(UsageError, match=f"has 1 {device_type} devices"):
+        init.device_of(PLACE, device_type, None)
+    monkeypatch.setenv(variable, "3")
+    assert init.device_of(PLACE, device_type, None) == first
 
 
-def test_cuda_and_nccl_choose_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for has_nccl, backend in ((True, "cpu:gloo,cuda:nccl"), (False, "gloo")):
-        monkeypatch.setattr(dist, "is_nccl_available", lambda has=has_nccl: has)
-        assert init.default_backend() == backend
+def test_a_type_that_torch_cannot_count_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_modules(monkeypatch)
+    assert init.device_count("hpu") == 0
+    fake_modules(monkeypatch, hpu=SimpleNamespace())
+    assert init.device_count("hpu") == 0
+
+
+@pytest.mark.parametrize(
+    ("device_type", "named", "is_there", "backend"),
+    [
+        ("cuda", "nccl", True, "cpu:gloo,cuda:nccl"),
+        ("cuda", "nccl", False, "gloo"),
+        ("xpu", "xccl", True, "cpu:gloo,xpu:xccl"),
+        ("hpu", "hccl", True, "cpu:gloo,hpu:hccl"),
+        ("hpu", None, True, "gloo"),
+        ("mps", "gloo", True, "gloo"),
+    ],
+)
+def test_the_accelerator_chooses_the_backend(
+    monkeypatch: pytest.MonkeyPatch,
+    device_type: str,
+    named: str | None,
+    is_there: bool,  # noqa: FBT001  # pytest gives it by name
+    backend: str,
+) -> None:
+    fake_accelerator(monkeypatch, device_type)
+    defaults = {} if named is None else {device_type: named}
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", {"cpu": "gloo", **defaults})
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: is_there and name == named)
+    assert init.default_backend() == backend
+    assert init.accelerator_in(backend) == ("" if backend == "gloo" else device_type)
+
+
+def test_without_an_accelerator_it_is_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert init.default_backend() == "gloo"
+
+    def absent(**_: Any) -> torch.device:
+        raise RuntimeError("no module for it")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", absent)
+    assert init.accelerator_type() == ""
+    assert init.default_backend() == "gloo"
+
+
+def test_a_backend_is_for_the_devices_that_torch_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert init.backends_in("NCCL") == {"cuda": "nccl"}
+    assert init.backends_in("gloo") == {"cpu": "gloo", "cuda": "gloo"}
+    assert init.backends_in("cpu:gloo,XPU:xccl") == {"cpu": "gloo", "xpu": "xccl"}
+    assert init.backends_in("") == {}
+    for backend, own in (
+        ("nccl", "cuda"),
+        ("xccl", "xpu"),
+        ("cpu:gloo,cuda:nccl", "cuda"),
+        ("gloo", ""),
+        ("mpi", ""),
+        ("cpu:gloo,cuda:nccl,xpu:xccl", "cuda"),
+    ):
+        assert init.accelerator_in(backend) == own
+    fake_accelerator(monkeypatch, "xpu")
+    assert init.accelerator_in("cpu:gloo,cuda:nccl,xpu:xccl") == "xpu"
     assert init.uses_nccl("cpu:gloo,cuda:nccl")
     assert init.uses_nccl("NCCL")
     assert not init.uses_nccl("gloo")
+    assert not init.uses_nccl("cpu:gloo,xpu:xccl")
+
+
+def test_a_ranks_device_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_current: list[tuple[str, int]] = []
+
+    def chosen(by: str) -> Any:
+        return lambda index: made_current.append((by, index))
+
+    fake_accelerator(monkeypatch, "xpu")
+    other = SimpleNamespace(set_device=chosen("mtia"), current_device=lambda: 2)
+    fake_modules(monkeypatch, mtia=other)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen("the accelerator"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    for device in ("xpu:3", "mtia:1", "xpu"):
+        init.make_current(torch.device(device))
+    assert made_current == [("the accelerator", 3), ("mtia", 1)]
+    assert init.current_device("xpu") == torch.device("xpu:1")
+    assert init.current_device("mtia") == torch.device("mtia:2")
+
+
+def test_the_doctor_tells_what_the_accelerator_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_accelerator(
+        monkeypatch, "xpu", device_count=lambda: 2, get_device_name=lambda at: f"Max {at}"
+    )
+    assert host.devices() == ("Max 0", "Max 1")
+    assert host.device_problem(PLACE, "cpu:gloo,xpu:xccl") == ""
+    problem = host.device_problem(PLACE._replace(local_rank=2), "cpu:gloo,xpu:xccl")
+    assert problem.startswith("this is rank 2 of this host, which has 2 xpu devices; start no more")
+    assert host.device_problem(PLACE, "gloo") == ""
+    fake_accelerator(monkeypatch, "xpu", device_count=lambda: 1)
+    assert host.devices() == ("xpu",)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert host.devices() == ()

@@ -4,9 +4,11 @@ import contextvars
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import objcomm
 from objcomm import UsageError, Work, as_completed, wait_all
@@ -194,3 +196,48 @@ def test_a_receive_from_oneself_ends_at_its_limit() -> None:
         work.wait(LIMIT_S)
     objcomm.send("later", 0, tag=72)
     assert objcomm.recv(0, tag=72) == "later"
+
+
+class FakeStreams(threading.local):
+    """An accelerator of two devices, as torch's generic functions show it to each thread."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.streams = ["0 by default", "1 by default"]
+
+    def current_stream(self, index: int | None = None) -> Any:
+        at = self.index if index is None else index
+        return SimpleNamespace(device_index=at, name=self.streams[at])
+
+    def set_stream(self, stream: Any) -> None:
+        self.index = stream.device_index
+        self.streams[self.index] = stream.name
+
+
+@pytest.mark.parametrize("is_initialized", [True, False])
+def test_the_rest_goes_on_with_the_callers_device_and_stream(
+    monkeypatch: pytest.MonkeyPatch,
+    is_initialized: bool,  # noqa: FBT001  # pytest gives it by name
+) -> None:
+    fake = FakeStreams()
+    module = SimpleNamespace(is_initialized=lambda: is_initialized)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch.accelerator, "current_stream", fake.current_stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", fake.set_stream)
+    fake.set_stream(SimpleNamespace(device_index=1, name="the caller's"))
+    line = SerialExecutor("objcomm-line test")
+    seen: list[tuple[int, list[str]]] = []
+
+    def look() -> None:
+        seen.append((fake.index, list(fake.streams)))
+
+    line.submit(look)
+    work: Work[None] = Work("gather", PLACE)
+    work.carry_out_on(line, look)
+    line.submit(look)
+    work.wait(LIMIT_S)
+    line.drain()
+    before = (0, ["0 by default", "1 by default"])
+    during = (1, ["0 by default", "the caller's"]) if is_initialized else before
+    assert seen == [before, during, before]

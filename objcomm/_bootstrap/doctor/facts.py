@@ -19,6 +19,12 @@ T = TypeVar("T")
 _MOST_NBYTES = 1 << 24  # the contacts of a rank with thousands of others
 _FRACTION = (float, int)
 
+#: For what torch can be built, by its name in ``torch.version``.
+PLATFORMS = ("cuda", "hip", "xpu")
+
+#: What is installed, as its makers write it.
+NAMES = {"python": "Python", "cuda": "CUDA", "hip": "HIP", "xpu": "XPU", "nccl": "NCCL"}
+
 #: A number that is not known.
 UNKNOWN = -1
 
@@ -104,12 +110,12 @@ class Report:
         host: the host's name.
         machine: a name that only ranks on one host share.
         pid: number of its process there.
-        versions: of Python, torch, objcomm, CUDA and NCCL, as far as they are there.
+        versions: of Python, torch, objcomm, CUDA (or HIP, XPU) and NCCL, as far as they are there.
         backends: those that its torch has.
-        devices: its CUDA devices.
+        devices: what each device of its accelerator is called.
         backend: what ``objcomm.init`` would choose.
         place_problem: what is wrong with its launcher's variables; empty if nothing is.
-        device_problem: why it has no CUDA device of its own; empty if it has, or needs none.
+        device_problem: why it has no accelerator of its own; empty if it has, or needs none.
         system: the operating system, as Python names it.
         shm_nbytes: size of ``/dev/shm``, or ``UNKNOWN``.
         shm_free_nbytes: of it free, or ``UNKNOWN``.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from objcomm._bootstrap.doctor.facts import UNKNOWN, Evidence, Report
+from objcomm._bootstrap.doctor.facts import NAMES, PLATFORMS, UNKNOWN, Evidence, Report
 from objcomm._observe.inspect.report import duration_text
 from objcomm._observe.inspect.rows import Clock
 from objcomm.errors import ranks_text
@@ -202,7 +202,7 @@ def _local_ranks(evidence: Evidence) -> Iterator[Finding]:
                 Severity.ERROR if has_devices else Severity.WARNING,
                 "local-rank",
                 reports,
-                f"are all local rank {local_rank} of one host, and would share a CUDA device",
+                f"are all local rank {local_rank} of one host, and would share a device",
                 "set LOCAL_RANK to another number for each rank of a host, from 0",
             )
 
@@ -222,7 +222,6 @@ _CLOCK_SECONDS = 1.0
 
 # Ranks with different ones can't work together; with other differences they may.
 _MUST_AGREE = ("objcomm", "torch", "nccl")
-_NAMES = {"python": "Python", "cuda": "CUDA", "nccl": "NCCL"}
 
 
 def installation(evidence: Evidence) -> Iterator[Finding]:
@@ -237,7 +236,7 @@ def installation(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _versions(evidence: Evidence) -> Iterator[Finding]:
-    for package in ("python", "torch", "objcomm", "cuda", "nccl"):
+    for package in ("python", "torch", "objcomm", *PLATFORMS, "nccl"):
         told = {
             rank: _version(package, report.versions.get(package, ""))
             for rank, report in evidence.reports.items()
@@ -245,7 +244,7 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
         found = by(evidence, told)
         if len(found) < len(("one", "other")):
             continue
-        name = _NAMES.get(package, package)
+        name = NAMES.get(package, package)
         usual = max(found, key=lambda version: len(found[version]))
         odd = [each for version, reports in found.items() if version != usual for each in reports]
         versions = ", ".join(sorted(found))
@@ -272,7 +271,7 @@ def _backends(evidence: Evidence) -> Iterator[Finding]:
             "backends",
             without,
             f"objcomm.init would choose {' here and '.join(sorted(found, reverse=True))} elsewhere",
-            "give init the same backend= on every rank, or see why CUDA is not there on these",
+            "give init the same backend= on every rank, or see why these have no such device",
         )
 
 

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from objcomm._bootstrap.doctor.facts import (
+    PLATFORMS,
     SLOW_LOOKUP_SECONDS,
     UNKNOWN,
     Choice,
@@ -46,7 +47,13 @@ from objcomm._bootstrap.doctor.facts import (
     Report,
     is_loopback,
 )
-from objcomm._bootstrap.init import cuda_device, default_backend, uses_nccl
+from objcomm._bootstrap.init import (
+    accelerator_in,
+    accelerator_type,
+    default_backend,
+    device_count,
+    device_of,
+)
 from objcomm._environment import Placement, machine, placement_in, system
 from objcomm.errors import UsageError
 
@@ -423,7 +430,8 @@ def as_seen(address: str) -> str:
 
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # its size is asked for, nothing is written there
-_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+# In torch's list, and no way to send anything.
+_NO_BACKENDS = {"undefined", "fake"}
 _TELLING = (
     "GLOO_SOCKET_IFNAME",
     "MASTER_ADDR",
@@ -465,11 +473,11 @@ def examine(environ: Mapping[str, str]) -> tuple[Report, Placement | None]:
         machine=machine(),
         pid=os.getpid(),
         versions=_versions(),
-        backends=tuple(name for name in _BACKENDS if _is_there(name)),
-        devices=_devices(),
+        backends=_backends(),
+        devices=devices(),
         backend=backend,
         place_problem=place_problem,
-        device_problem=_device_problem(place, backend),
+        device_problem=device_problem(place, backend),
         system=system(),
         shm_nbytes=size,
         shm_free_nbytes=free,
@@ -510,8 +518,10 @@ def _versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:  # it runs from a folder
         version = "unknown"
     found = {"python": platform.python_version(), "torch": torch.__version__, "objcomm": version}
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+    for name in PLATFORMS:
+        platform_version = getattr(torch.version, name, None)
+        if platform_version is not None:
+            found[name] = str(platform_version)
     if _is_there("nccl"):
         nccl = torch.cuda.nccl.version()
         found["nccl"] = ".".join(map(str, nccl))
@@ -522,15 +532,26 @@ def _is_there(backend: str) -> bool:
     return dist.is_available() and dist.is_backend_available(backend)
 
 
-def _devices() -> tuple[str, ...]:
-    return tuple(torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count()))
+def _backends() -> tuple[str, ...]:
+    known = dist.Backend.backend_list if dist.is_available() else []
+    return tuple(name for name in known if name not in _NO_BACKENDS and _is_there(name))
 
 
-def _device_problem(place: Placement | None, backend: str) -> str:
-    if place is None or not uses_nccl(backend):
+def devices() -> tuple[str, ...]:
+    """What the devices of this machine's accelerator are called; by type if they have no names."""
+    device_type = accelerator_type()
+    count = device_count(device_type) if device_type else 0
+    name = getattr(torch.get_device_module(device_type), "get_device_name", None) if count else None
+    return tuple(device_type if name is None else str(name(at)) for at in range(count))
+
+
+def device_problem(place: Placement | None, backend: str) -> str:
+    """Why this rank would get no device of its own under a backend; empty if it would."""
+    device_type = accelerator_in(backend)
+    if place is None or not device_type:
         return ""
     try:
-        cuda_device(place, None)
+        device_of(place, device_type, None)
     except UsageError as error:
         return str(error).removeprefix("init: ")
     return ""

@@ -13,7 +13,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from objcomm._bootstrap.doctor.facts import UNKNOWN, Choice, Evidence, MeasuredLink, Report
+from objcomm._bootstrap.doctor.facts import (
+    NAMES,
+    PLATFORMS,
+    UNKNOWN,
+    Choice,
+    Evidence,
+    MeasuredLink,
+    Report,
+)
 from objcomm._bootstrap.doctor.findings import Finding, Severity, clocks, who
 from objcomm._observe.inspect.report import duration_text
 from objcomm._observe.inspect.rows import Clock
@@ -126,7 +134,6 @@ _WIDTH = 100
 _GIB = 1 << 30
 _MANY_FILES = 1 << 30
 _WOULD = "NCCL, which this torch does not have, would use"
-_NAMES = {"python": "Python", "cuda": "CUDA", "nccl": "NCCL"}
 
 
 def report(evidence: Evidence, found: Sequence[Finding]) -> str:
@@ -189,8 +196,9 @@ def _heading(evidence: Evidence) -> list[str]:
 
 
 def _installed(report: Report) -> str:
-    versions = [f"{_NAMES.get(name, name)} {text}" for name, text in report.versions.items()]
-    lacks = "" if "cuda" in report.versions else ", no CUDA"
+    versions = [f"{NAMES.get(name, name)} {text}" for name, text in report.versions.items()]
+    has_any = bool(report.devices) or any(name in report.versions for name in PLATFORMS)
+    lacks = "" if has_any else ", no accelerator"
     return f"{', '.join(versions)}{lacks}; backends: {', '.join(report.backends) or 'none'}"
 
 
