@@ -1,0 +1,98 @@
+"""The stand-in backend is as strict as NCCL, and says what NCCL would hang at."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import ranks
+from tests.standin import device
+from tests.standin.device import Stream
+from tests.standin.worlds import join, joined_by
+
+
+@ranks(1, 2, 4, joined=False)
+def test_it_moves_what_is_on_the_devices_and_gloo_the_rest() -> None:
+    join()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    assert group._get_backend(torch.device("standin")).name() == "standin"
+    assert group._get_backend(torch.device("cpu")).name() == "gloo"
+    assert dist.new_group(backend="standin")._device_types == [torch.device("standin")]
+    mine = torch.full((4,), float(rank)).to("standin")
+    group.broadcast(mine, size - 1).wait()
+    assert mine.cpu().tolist() == [size - 1] * 4
+    dist.broadcast(mine, 0)
+    numbers = torch.arange(2 * size) + 10 * rank
+    into = torch.empty_like(numbers).to("standin")
+    group.alltoall_base(into, numbers.to("standin"), [], []).wait()
+    assert into[::2].cpu().tolist() == [2 * rank + 10 * peer for peer in range(size)]
+    gathered = torch.empty(size * 2 * size, dtype=torch.int64, device="standin")
+    group._allgather_base(gathered, numbers.to("standin")).wait()
+    assert gathered[:: 2 * size].cpu().tolist() == [10 * peer for peer in range(size)]
+    if rank < 2 <= size:
+        message = torch.tensor([7.0]).to("standin")
+        if rank:
+            message.zero_()
+            group.recv([message], 0, 0).wait()
+        else:
+            group.send([message], 1, 0).wait()
+        assert message.cpu().tolist() == [7]
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    assert total == sum(range(size))
+    assert len(joined_by().made) == (5 if rank < 2 <= size else 4)
+
+
+@ranks(2, joined=False)
+def test_it_insists_on_its_device_its_stream_and_the_same_order() -> None:
+    join(timeout_s=10)
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    backend = joined_by()
+    with pytest.raises(RuntimeError, match=r"on cpu, but standin:\d is current"):
+        backend.broadcast(torch.ones(3), 0)
+    with pytest.raises(RuntimeError, match=r"on standin:0, but standin:\d is current"):
+        backend.broadcast(torch.ones(3).to("standin:0"), 0)
+    mine = torch.ones(4, 4).to("standin")
+    with pytest.raises(RuntimeError, match="contiguous"):
+        backend.broadcast(mine.t(), 0)
+    with Stream(), pytest.raises(RuntimeError, match="has not waited for it"):
+        backend._allgather_base(torch.empty(32, device="standin"), mine)
+    # None of these has moved anything, so the ranks are in step.
+    work = backend.broadcast(mine, 0)
+    with pytest.raises(RuntimeError, match=r"copy on stream 0 .* has not waited for it"):
+        mine.cpu()
+    work.wait()
+    assert mine.cpu().sum() == 16
+    with pytest.raises(RuntimeError, match=r"different calls: .*from 0.*from 1"):
+        backend.broadcast(mine, rank)
+    if rank:
+        with pytest.raises(RuntimeError, match=r"receives 8 of .*, but 0 sends 16 of"):
+            backend.recv(mine[:2], 0, 0)
+    else:
+        with pytest.raises(RuntimeError, match=r"sends 16 of .*, but 1 receives 8 of"):
+            backend.send(mine, 1, 0)
+    backend.broadcast(mine, 0).wait()
+
+
+@ranks(2, joined=False)
+def test_it_fails_and_stalls_on_demand() -> None:
+    join(timeout_s=3)
+    rank, backend = dist.get_rank(), joined_by()
+    mine = torch.ones(4).to("standin")
+
+    def fail() -> None:
+        raise RuntimeError("unhandled system error")
+
+    for at_wait in (True, False):
+        backend.interrupt("broadcast", fail, at_wait=at_wait)
+        with pytest.raises(RuntimeError, match="unhandled system error"):
+            backend.broadcast(mine, 0).wait()
+        torch.accelerator.synchronize()
+        backend.broadcast(mine, 0).wait()  # once
+    # Who stalls keeps the other for as long as the group lets it.
+    if rank:
+        with pytest.raises(RuntimeError, match="imed out"):
+            backend.broadcast(mine, 0)
+    assert device.memory_allocated(device.current_device()) == 16
