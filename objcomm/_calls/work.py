@@ -272,7 +272,7 @@ class Work(Generic[T_co]):
 
     def job(self, body: Callable[[], T_co]) -> Callable[[], None]:
         """What another thread is to do later, with this thread's context, modes and stream."""
-        context, device = contextvars.copy_context(), _DevicePlace()
+        context, device = contextvars.copy_context(), DevicePlace()
         is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def rest() -> T_co:
@@ -442,22 +442,47 @@ def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
         waiting.clear()
 
 
-class _DevicePlace:
-    """The calling thread's current device and stream, for another thread to go on with.
+class DevicePlace:
+    """A device and a stream that another thread goes on with: as a rule those of the caller.
 
-    They are those of the one accelerator that torch's generic functions know.
+    They are of the one accelerator that torch's generic functions know.
     """
 
-    def __init__(self) -> None:
-        self._stream = _current_stream()
-        self._before: list[torch.Stream] = []
+    def __init__(self, stream: torch.Stream | None = None) -> None:
+        """Begin.
+
+        Args:
+            stream: and its device; the calling thread's current ones if None.
+        """
+        self._stream = stream
+        self._index: int | None = None
+        self._before: list[Callable[[], object]] = []
+        accelerator = torch.accelerator.current_accelerator()
+        if stream is None and accelerator is not None:
+            # Not there: a module that was not imported, a driver, or what it was to be asked.
+            with contextlib.suppress(AttributeError, RuntimeError):
+                self._remember(torch.get_device_module(accelerator))
+
+    def _remember(self, module: Any) -> None:
+        # Before that nothing is on a device, and to ask for a stream would take memory there. A
+        # module that does not say so has nothing that begins at its first use.
+        if getattr(module, "is_initialized", _is_ready)():
+            self._stream = torch.accelerator.current_stream()
+        else:
+            self._index = torch.accelerator.current_device_index()
 
     def __enter__(self) -> None:
         if self._stream is not None:
             # A stream is current on its device, and a device is current besides.
-            there = torch.accelerator.current_stream(self._stream.device_index)
-            self._before = [there, torch.accelerator.current_stream()]
+            for index in (self._stream.device_index, None):
+                before = torch.accelerator.current_stream(index)
+                self._before.append(functools.partial(torch.accelerator.set_stream, before))
             torch.accelerator.set_stream(self._stream)
+        elif self._index is not None:
+            here = torch.accelerator.current_device_index()
+            if here != self._index:
+                self._before = [functools.partial(torch.accelerator.set_device_index, here)]
+                torch.accelerator.set_device_index(self._index)
 
     def __exit__(
         self,
@@ -465,24 +490,9 @@ class _DevicePlace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for stream in self._before:
-            torch.accelerator.set_stream(stream)
-
-
-def _current_stream() -> torch.Stream | None:
-    """This thread's, if anything can be on the accelerator yet; None where there is none."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return None
-    try:
-        module = torch.get_device_module(accelerator)
-        # Before that nothing is there, and to ask for a stream would take memory of the device. A
-        # module that does not say so has nothing that begins at its first use.
-        if not getattr(module, "is_initialized", _is_ready)():
-            return None
-        return torch.accelerator.current_stream()
-    except RuntimeError:  # its module was not imported, or it has no streams
-        return None
+        for restore in self._before:
+            restore()
+        self._before = []
 
 
 def _is_ready() -> bool:

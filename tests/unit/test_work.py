@@ -213,6 +213,12 @@ class FakeStreams(threading.local):
         self.index = stream.device_index
         self.streams[self.index] = stream.name
 
+    def current_device_index(self) -> int:
+        return self.index
+
+    def set_device_index(self, index: int) -> None:
+        self.index = index
+
 
 @pytest.mark.parametrize("is_initialized", [True, False])
 def test_the_rest_goes_on_with_the_callers_device_and_stream(
@@ -223,10 +229,10 @@ def test_the_rest_goes_on_with_the_callers_device_and_stream(
     module = SimpleNamespace(is_initialized=lambda: is_initialized)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr(torch.accelerator, "current_stream", fake.current_stream)
-    monkeypatch.setattr(torch.accelerator, "set_stream", fake.set_stream)
+    for name in ("current_stream", "set_stream", "current_device_index", "set_device_index"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(fake, name))
     fake.set_stream(SimpleNamespace(device_index=1, name="the caller's"))
-    line = SerialExecutor("objcomm-line test")
+    line = SerialExecutor("test line")
     seen: list[tuple[int, list[str]]] = []
 
     def look() -> None:
@@ -239,5 +245,19 @@ def test_the_rest_goes_on_with_the_callers_device_and_stream(
     work.wait(LIMIT_S)
     line.drain()
     before = (0, ["0 by default", "1 by default"])
-    during = (1, ["0 by default", "the caller's"]) if is_initialized else before
-    assert seen == [before, during, before]
+    # Before its first use there is no stream to be asked for, but there is a device.
+    stream = "the caller's" if is_initialized else "1 by default"
+    assert seen == [before, (1, ["0 by default", stream]), before]
+
+
+def test_an_accelerator_that_cannot_be_asked_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(*_: Any) -> Any:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", absent)
+    work: Work[int] = Work("gather", PLACE)
+    work.carry_out_on(SerialExecutor("test line"), lambda: 3)
+    assert work.wait(LIMIT_S) == 3
