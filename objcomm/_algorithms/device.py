@@ -132,10 +132,10 @@ def _landing(
     flat: torch.Tensor, link: DeviceLink, *, is_sent: bool = False
 ) -> Iterator[torch.Tensor]:
     """``flat``, or a stand-in for it on the link's device whose content ends in ``flat``."""
-    if flat.device.type == link.device.type:
+    if is_sent:
+        yield flat.to(link.device)  # which moves it from another device of the type, too
+    elif flat.device.type == link.device.type:
         yield flat
-    elif is_sent:
-        yield flat.to(link.device)
     else:
         staged = empty(flat.numel(), link.device)
         yield staged

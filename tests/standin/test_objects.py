@@ -1,0 +1,293 @@
+"""Tensors inside of objects go from device to device, and arrive on the receiver's current one."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from tests.cases import case
+from tests.group.helpers import assert_group_works
+from tests.group.operations import MESSAGES, OBJECT_OPERATIONS, OPERATIONS
+from tests.ranks import ranks
+from tests.same import assert_same
+from tests.standin import device
+from tests.standin.worlds import copies, devices_in, fetched, join, joined_by, own_device
+
+LARGE = 100_000  # elements, so that the member does not fit into the window
+
+
+def weights(at: torch.device | str, seed: int = 0) -> dict[str, Any]:
+    """Tensors small and large, on both kinds of device, tied and with holes."""
+    large = torch.arange(LARGE).to(at) + seed
+    return {
+        "small": torch.full((3,), seed, dtype=torch.bfloat16).to(at),
+        "large": large,
+        "tied": [large],
+        "column": large.view(100, -1)[:, 0],
+        "transposed": large.view(100, -1).t(),
+        "parameter": torch.nn.Parameter(torch.ones(70_000).to(at)),
+        "empty": torch.empty(0, 3).to(at),
+        "on the host": torch.arange(50_000) + seed,
+        "lr": 0.1,
+    }
+
+
+def assert_arrived(got: Any, seed: int) -> None:
+    """What ``weights`` gave on another rank, each member on its type of device here."""
+    assert_same(fetched(got), fetched(weights("cpu", seed)), sharing=False)
+    on_device = [each for name, each in got.items() if name not in {"on the host", "lr"}]
+    assert set(devices_in(on_device)) == {own_device()}
+    assert got["on the host"].device.type == "cpu"
+    assert got["tied"][0] is got["large"]
+    assert isinstance(got["parameter"], torch.nn.Parameter)
+    assert got["transposed"].stride() == (1, LARGE // 100)
+
+
+@ranks(1, 2, 3, 4, joined=False)
+def test_members_go_from_device_to_device() -> None:
+    join()
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine = weights(own_device(), rank)
+    for codec in ("pickle", "msgpack"):
+        for root in range(size):
+            got: Any = objcomm.broadcast(mine if rank == root else None, root, codec=codec)
+            assert_arrived(got, root)
+            gathered = objcomm.gather(mine, root, codec=codec)
+            assert (gathered is not None) == (rank == root)
+            for sender, each in enumerate(gathered or []):
+                assert_arrived(each, sender)
+            parts = [weights(own_device(), 10 + peer) for peer in range(size)]
+            part = objcomm.scatter(parts if rank == root else None, root, codec=codec)
+            assert_arrived(part, 10 + rank)
+        for sender, each in enumerate(objcomm.all_gather(mine, codec=codec)):
+            assert_arrived(each, sender)
+        parts = [weights(own_device(), 10 * rank + peer) for peer in range(size)]
+        for sender, each in enumerate(objcomm.all_to_all(parts, codec=codec)):
+            assert_arrived(each, 10 * sender + rank)
+    assert bool(joined_by().made) == (size > 1)
+    assert_group_works()
+
+
+@ranks(2, 3, joined=False)
+def test_no_large_member_touches_the_cpu() -> None:
+    join()
+    mine = torch.full((LARGE,), objcomm.rank()).to("standin")
+    objcomm.barrier()
+    for name in OBJECT_OPERATIONS:
+        device.queued()
+        calls = len(joined_by().made)
+        sent = sum(each.sent_nbytes for each in objcomm.stats().values())
+        with case(name):
+            got = OPERATIONS[name](mine)
+            assert copies() == []
+            assert any(objcomm.all_gather(len(joined_by().made) > calls))
+            sent = sum(each.sent_nbytes for each in objcomm.stats().values()) - sent
+            assert sent < 10_000
+            for each in got if isinstance(got, list) else [got]:
+                assert each is None or each.device == own_device()
+            assert_group_works()
+
+
+@ranks(2, 3, joined=False)
+def test_messages_between_two_ranks_carry_them_too() -> None:
+    join()
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine = weights(own_device(), rank)
+    for name, call in MESSAGES.items():
+        with case(name):
+            got = call(mine)
+            assert_arrived(got, (rank - 1) % size if name == "sendrecv" else rank)
+    for src in range(size):
+        for dst in set(range(size)) - {src}:
+            if rank == src:
+                objcomm.send(mine, dst)
+            if rank == dst:
+                assert_arrived(objcomm.recv(src), src)
+    # In another order than they were sent, and by whoever comes.
+    after, before = (rank + 1) % size, (rank - 1) % size
+    works = [objcomm.isend(weights(own_device(), tag), after, tag=tag) for tag in (1, 2, 3)]
+    for tag in (3, 1, 2):
+        assert_arrived(objcomm.recv(before if tag == 1 else None, tag=tag), tag)
+    for work in works:
+        work.wait()
+    assert_group_works()
+
+
+@ranks(2, 3, joined=False)
+def test_a_member_on_another_than_the_current_device_arrives_on_the_current_one() -> None:
+    join()
+    rank, size = objcomm.rank(), objcomm.world_size()
+    elsewhere = torch.device("standin", (device.current_device() + 1) % device.COUNT)
+    mine = {"a": torch.full((LARGE,), rank).to(elsewhere), "b": torch.ones(3).to(elsewhere)}
+    for name in OBJECT_OPERATIONS:
+        with case(name):
+            got = OPERATIONS[name](mine)
+            for each in got if isinstance(got, list) else [got]:
+                assert each is None or each["a"].shape == (LARGE,)
+            assert_group_works()
+    for root in range(size):
+        got = objcomm.broadcast(mine if rank == root else None, root)
+        assert int(got["a"][-1].cpu()) == root
+        assert set(devices_in(got)) == {elsewhere if rank == root else own_device()}
+    for sender, each in enumerate(objcomm.all_gather(mine)):
+        assert int(each["a"][-1].cpu()) == sender
+        assert set(devices_in(each)) == {elsewhere if rank == sender else own_device()}
+    assert_group_works()
+
+
+@ranks(2, 3, joined=False)
+def test_device_brings_members_to_the_cpu_or_takes_them_over_the_devices() -> None:
+    join()
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine = weights(own_device(), rank)
+    for root in range(size):
+        # Only one of the receivers wants it.
+        wants = rank == (root + 1) % size
+        got: Any = objcomm.broadcast(
+            mine if rank == root else None, root, device="cpu" if wants else None
+        )
+        where = {each.type for each in devices_in(got)}
+        assert where == ({"cpu"} if wants else {"cpu", "standin"})
+    on_host = {"w": torch.full((LARGE,), rank), "raw": bytes([rank]) * LARGE}
+    calls = len(joined_by().made)
+    got = objcomm.broadcast(on_host if objcomm.is_main() else None)
+    assert got["w"].device.type == "cpu"
+    assert len(joined_by().made) == calls  # nobody asked for it
+    got = objcomm.broadcast(on_host if objcomm.is_main() else None, device="standin")
+    assert len(joined_by().made) == calls + 2
+    assert rank == 0 or got["w"].device == own_device()
+    assert int(got["w"][-1].cpu()) == 0
+    assert got["raw"] == bytes(LARGE)
+    for sender, each in enumerate(objcomm.all_gather(on_host, device="standin")):
+        assert rank == sender or each["w"].device == own_device()
+        assert int(each["w"][-1].cpu()) == sender
+        assert each["raw"] == bytes([sender]) * LARGE
+    assert_group_works()
+
+
+@ranks(2, 3, joined=False)
+def test_groups_with_and_without_a_backend_for_the_device() -> None:
+    join()
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine = weights(own_device(), rank)
+    last_two = [size - 2, size - 1]
+    groups = {
+        "gloo": (dist.new_group(backend="gloo"), list(range(size))),
+        "both": (dist.new_group(), list(range(size))),
+        "standin": (dist.new_group(backend="standin"), list(range(size))),
+        "some": (dist.new_group(last_two), last_two),
+        "some over gloo": (dist.new_group(last_two, backend="gloo"), last_two),
+    }
+    for name, (group, members) in groups.items():
+        if rank not in members:
+            continue
+        with case(name):
+            for sender, each in zip(members, objcomm.all_gather(mine, group=group), strict=True):
+                assert_arrived(each, sender)
+            got = objcomm.broadcast(mine, group_src=1, group=group)
+            assert_arrived(got, members[1])
+            if "gloo" not in name:
+                assert joined_by(group).made
+            assert_group_works(group)
+    # A group that objcomm makes has its parent's backends.
+    part = objcomm.split(0)
+    assert_arrived(objcomm.broadcast(mine, group_src=1, group=part), 1)
+    assert joined_by().made == []
+    assert_group_works()
+
+
+@ranks(2, joined=False)
+def test_a_world_of_gloo_takes_them_through_the_cpu() -> None:
+    join("gloo")
+    mine = weights(own_device(), objcomm.rank())
+    for sender, each in enumerate(objcomm.all_gather(mine)):
+        assert_arrived(each, sender)
+    got = objcomm.all_reduce({"a": torch.ones(LARGE).to("standin")}, "sum")
+    assert got["a"].device == own_device()
+    assert bool((got["a"].cpu() == 2).all())
+    with pytest.raises(AssertionError):
+        joined_by()
+    assert_group_works()
+
+
+@ranks(2, joined=False)
+def test_who_uses_no_device_makes_no_context_on_one() -> None:
+    join()
+    assert_group_works()
+    got = objcomm.all_gather({"lr": 0.1, "w": torch.ones(LARGE), "raw": bytes(LARGE)})
+    assert len(got) == 2
+    objcomm.all_reduce({"w": torch.ones(LARGE), "loss": 0.5}, "mean")
+    objcomm.iall_gather({"w": torch.ones(LARGE)}).wait()
+    objcomm.send(1, 1 - objcomm.rank()) if objcomm.is_main() else objcomm.recv(0)
+    model = torch.nn.Linear(300, 300)
+    objcomm.models.broadcast_model(model)
+    objcomm.barrier()
+    assert device.contexts() == set()
+    # One that is brought to the CPU makes none on the rank that asks.
+    rank = objcomm.rank()
+    objcomm.broadcast(torch.ones(3).to("standin") if rank == 0 else None, device="cpu")
+    assert device.contexts() == ({device.current_device()} if rank == 0 else set())
+    objcomm.broadcast(torch.ones(LARGE).to("standin") if rank == 0 else None)
+    assert device.contexts() == {device.current_device()}
+
+
+@ranks(2, 3, joined=False)
+def test_memory_of_the_device_is_given_back() -> None:
+    join()
+    at = device.current_device()
+    mine = torch.full((LARGE,), objcomm.rank()).to("standin")
+    objcomm.all_gather(mine)
+    before = device.memory_allocated(at)
+    for name in OBJECT_OPERATIONS:
+        with case(name):
+            got = OPERATIONS[name]({"w": mine})
+            assert got is None or got
+            del got
+            assert device.memory_allocated(at) == before
+    objcomm.all_reduce({"w": mine}, "sum")
+    assert device.memory_allocated(at) == before
+    # What stays on the CPU takes none.
+    pieces = device.allocations(at)
+    objcomm.all_gather({"w": torch.ones(LARGE), "raw": bytes(LARGE)})
+    objcomm.broadcast({"w": torch.ones(LARGE)}, objcomm.world_size() - 1)
+    assert device.allocations(at) == pieces
+
+
+@ranks(2, 3, joined=False)
+def test_what_is_sent_is_what_the_current_stream_will_have_computed() -> None:
+    join()
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine = torch.zeros(LARGE).to("standin")
+    side = device.Stream()
+    side.wait_stream(torch.accelerator.current_stream())
+    device.queued()
+    with side:
+        mine.add_(rank)
+        got = objcomm.all_gather(mine)
+        assert [int(each[-1].cpu()) for each in got] == list(range(size))
+        total = objcomm.all_reduce(mine, "sum")
+        work = objcomm.iall_gather({"w": mine})
+        later = work.wait()
+        assert [int(each["w"][-1].cpu()) for each in later] == list(range(size))
+        assert int(total[0].cpu()) == sum(range(size))
+    # The call's thread has gone on where the caller was: on its device, and on its stream.
+    own = device.current_device()
+    on = {(each.device, each.stream) for each in device.queued() if "standin::" in each.name}
+    assert (own, side.stream_id) in on
+    assert (own, 0) not in on
+    assert {index for index, _ in on} == {own}
+    # Several at a time, each from a stream of its own.
+    group = dist.new_group()
+    streams = [device.Stream() for _ in range(2)]
+    works = []
+    for number, (stream, where) in enumerate(zip(streams, (None, group), strict=True)):
+        stream.wait_stream(side)
+        with stream:
+            works.append(objcomm.iall_gather(mine + number, group=where))
+    for number, (stream, each) in enumerate(zip(streams, works, strict=True)):
+        with stream:
+            arrived = each.wait()
+            assert [int(part[0].cpu()) for part in arrived] == [r + number for r in range(size)]
+    assert_group_works()
