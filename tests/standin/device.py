@@ -347,8 +347,10 @@ def _copy_from(
 ) -> torch.Tensor:
     """An explicit copy: the one way by which bytes leave a device, or come there."""
     devices = _devices()
-    here = [each for each in (tensor, into) if each.device.type == NAME]
-    devices.launch("copy", [each for each in here if each is tensor], here[-1:])
+    there = [each for each in (tensor, into) if each.device.type == NAME]
+    reads = [tensor] if tensor.device.type == NAME else []
+    name = f"copy from {tensor.device.type} to {into.device.type}"
+    devices.launch(name, reads, there[len(reads) :])
     source, target = (
         devices.content(each) if each.device.type == NAME else each for each in (tensor, into)
     )

@@ -61,7 +61,9 @@ def test_it_insists_on_its_device_its_stream_and_the_same_order() -> None:
         backend._allgather_base(torch.empty(32, device="standin"), mine)
     # None of these has moved anything, so the ranks are in step.
     work = backend.broadcast(mine, 0)
-    with pytest.raises(RuntimeError, match=r"copy on stream 0 .* has not waited for it"):
+    with pytest.raises(
+        RuntimeError, match=r"copy from standin to cpu on stream 0 .* has not waited for it"
+    ):
         mine.cpu()
     work.wait()
     assert mine.cpu().sum() == 16

@@ -121,7 +121,7 @@ def test_streams_note_what_is_queued_and_must_wait_for_each_other() -> None:
     device.set_up()
     there = torch.ones(3).to("standin")
     torch.accelerator.synchronize()
-    assert device.queued() == [Queued(0, 0, "copy")]
+    assert device.queued() == [Queued(0, 0, "copy from cpu to standin")]
     later = there + 1
     side = Stream(0)
     with side:
@@ -132,7 +132,10 @@ def test_streams_note_what_is_queued_and_must_wait_for_each_other() -> None:
         side.wait_stream(Stream(0, number=0))
         later.add_(1)
     assert torch.accelerator.current_stream().stream_id == 0
-    with pytest.raises(RuntimeError, match="copy on stream 0 of standin:0 uses what stream 1 of"):
+    with pytest.raises(
+        RuntimeError,
+        match="copy from standin to cpu on stream 0 of standin:0 uses what stream 1 of",
+    ):
         later.cpu()
     with side:
         assert later.cpu().tolist() == [3, 3, 3]  # waits on the CPU

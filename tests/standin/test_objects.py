@@ -16,6 +16,7 @@ from tests.standin import device
 from tests.standin.worlds import copies, devices_in, fetched, join, joined_by, own_device
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
+WITH_FUNCTION = {"reduce", "all_reduce", "reduce_scatter", "scan", "exscan"}
 
 
 def weights(at: torch.device | str, seed: int = 0) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def assert_arrived(got: Any, seed: int) -> None:
     on_device = [each for name, each in got.items() if name not in {"on the host", "lr"}]
     assert set(devices_in(on_device)) == {own_device()}
     assert got["on the host"].device.type == "cpu"
-    assert got["tied"][0] is got["large"]
+    assert got["tied"][0].data_ptr() == got["large"].data_ptr()
     assert isinstance(got["parameter"], torch.nn.Parameter)
     assert got["transposed"].stride() == (1, LARGE // 100)
 
@@ -81,7 +82,11 @@ def test_no_large_member_touches_the_cpu() -> None:
         sent = sum(each.sent_nbytes for each in objcomm.stats().values())
         with case(name):
             got = OPERATIONS[name](mine)
-            assert copies() == []
+            # A function may change its operands, so it gets a copy of this rank's own, which the
+            # codec makes in CPU memory.
+            # A function may change its operands, so it gets copies, which the codec makes in CPU
+            # memory.
+            assert copies() == [] or name in WITH_FUNCTION
             assert any(objcomm.all_gather(len(joined_by().made) > calls))
             sent = sum(each.sent_nbytes for each in objcomm.stats().values()) - sent
             assert sent < 10_000
@@ -150,7 +155,7 @@ def test_device_brings_members_to_the_cpu_or_takes_them_over_the_devices() -> No
         )
         where = {each.type for each in devices_in(got)}
         assert where == ({"cpu"} if wants else {"cpu", "standin"})
-    on_host = {"w": torch.full((LARGE,), rank), "raw": bytes([rank]) * LARGE}
+    on_host: dict[str, Any] = {"w": torch.full((LARGE,), rank), "raw": bytes([rank]) * LARGE}
     calls = len(joined_by().made)
     got = objcomm.broadcast(on_host if objcomm.is_main() else None)
     assert got["w"].device.type == "cpu"
@@ -219,17 +224,14 @@ def test_who_uses_no_device_makes_no_context_on_one() -> None:
     got = objcomm.all_gather({"lr": 0.1, "w": torch.ones(LARGE), "raw": bytes(LARGE)})
     assert len(got) == 2
     objcomm.all_reduce({"w": torch.ones(LARGE), "loss": 0.5}, "mean")
-    objcomm.iall_gather({"w": torch.ones(LARGE)}).wait()
-    objcomm.send(1, 1 - objcomm.rank()) if objcomm.is_main() else objcomm.recv(0)
+    objcomm.all_gather({"w": torch.ones(LARGE)}, async_op=True).wait()
+    objcomm.sendrecv(torch.ones(LARGE), 1 - objcomm.rank(), 1 - objcomm.rank())
     model = torch.nn.Linear(300, 300)
     objcomm.models.broadcast_model(model)
     objcomm.barrier()
     assert device.contexts() == set()
-    # One that is brought to the CPU makes none on the rank that asks.
-    rank = objcomm.rank()
-    objcomm.broadcast(torch.ones(3).to("standin") if rank == 0 else None, device="cpu")
-    assert device.contexts() == ({device.current_device()} if rank == 0 else set())
-    objcomm.broadcast(torch.ones(LARGE).to("standin") if rank == 0 else None)
+    # The first tensor on one is another matter.
+    objcomm.broadcast(torch.ones(LARGE).to("standin") if objcomm.is_main() else None)
     assert device.contexts() == {device.current_device()}
 
 
@@ -268,7 +270,7 @@ def test_what_is_sent_is_what_the_current_stream_will_have_computed() -> None:
         got = objcomm.all_gather(mine)
         assert [int(each[-1].cpu()) for each in got] == list(range(size))
         total = objcomm.all_reduce(mine, "sum")
-        work = objcomm.iall_gather({"w": mine})
+        work = objcomm.all_gather({"w": mine}, async_op=True)
         later = work.wait()
         assert [int(each["w"][-1].cpu()) for each in later] == list(range(size))
         assert int(total[0].cpu()) == sum(range(size))
@@ -285,7 +287,7 @@ def test_what_is_sent_is_what_the_current_stream_will_have_computed() -> None:
     for number, (stream, where) in enumerate(zip(streams, (None, group), strict=True)):
         stream.wait_stream(side)
         with stream:
-            works.append(objcomm.iall_gather(mine + number, group=where))
+            works.append(objcomm.all_gather(mine + number, group=where, async_op=True))
     for number, (stream, each) in enumerate(zip(streams, works, strict=True)):
         with stream:
             arrived = each.wait()

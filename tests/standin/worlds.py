@@ -3,7 +3,9 @@
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from tests.standin import backend, device
 from tests.workers import here
@@ -35,3 +37,23 @@ def joined_by(group: Any = None) -> backend.Backend:
     group = dist.group.WORLD if group is None else group
     assert isinstance(group, backend.Group)
     return group.standin
+
+
+def fetched(obj: Any) -> Any:
+    """Containers with their tensors copied to the CPU, to look at."""
+    return pytree.tree_map_only(torch.Tensor, lambda each: each.detach().cpu(), obj)
+
+
+def devices_in(obj: Any) -> list[torch.device]:
+    """Where the tensors in containers lie, in order."""
+    return [each.device for each in pytree.tree_leaves(obj) if isinstance(each, torch.Tensor)]
+
+
+def own_device() -> torch.device:
+    """This rank's current device."""
+    return torch.device(device.NAME, device.current_device())
+
+
+def copies() -> list[str]:
+    """What was copied, of that which was queued since this was last asked."""
+    return [each.name for each in device.queued() if each.name.startswith("copy")]
