@@ -3,9 +3,9 @@
 ``dist.init_process_group("cpu:gloo,standin:standin")`` makes a ``Group``: Python can write no
 backend for torch, but a whole process group, so this one holds Gloo for the CPU as well.
 
-It is as strict as NCCL, but tells what NCCL would hang at or corrupt. Tensors must lie on the
-current device, contiguous, and be ready on its current stream; all ranks must make the same calls
-in the same order; what one rank sends moves once the other is there to receive it. A rank that does
+It is as strict as NCCL, but tells what NCCL would hang at or corrupt. A rank's tensors must lie on
+one device, contiguous, and be ready on its current stream; all ranks must make the same calls in
+the same order; what one rank sends moves once the other is there to receive it. A rank that does
 not come is waited for until the group's own time limit. ``Backend.interrupt`` makes a call fail,
 stall, or do anything else.
 """
@@ -59,7 +59,7 @@ class Backend:
         self.made: list[str] = []
         self._numbers = itertools.count()
         self._interruptions: list[Interruption] = []
-        self._streams: dict[int, device.Stream] = {}
+        self._device: torch.device | None = None
 
     def name(self) -> str:
         """As torch asks for it."""
@@ -148,9 +148,12 @@ class Backend:
         self, operation: str, flat: torch.Tensor, what: str, reads: Sequence[torch.Tensor]
     ) -> str:
         """Look at the tensor, and say what this call is."""
-        here = torch.device(device.NAME, device.current_device())
-        if flat.device != here:
-            raise RuntimeError(f"{operation}: a tensor on {flat.device}, but {here} is current")
+        if flat.device.type != device.NAME:
+            raise RuntimeError(f"{operation}: a tensor on {flat.device}")
+        # NCCL would connect another one by itself, and wait there for ranks that do not.
+        self._device = self._device or flat.device
+        if flat.device != self._device:
+            raise RuntimeError(f"{operation}: a tensor on {flat.device}, after {self._device}")
         if not flat.is_contiguous():
             raise RuntimeError(f"{operation}: a tensor must be contiguous")
         device.launch(f"{device.NAME}::{operation}", reads, [])
@@ -185,11 +188,15 @@ class Backend:
                 each.act()
                 return
 
+    @functools.cached_property
+    def _stream(self) -> device.Stream:
+        """On which it moves."""
+        return device.Stream(None if self._device is None else self._device.index)
+
     def _work(self, operation: str, writes: Sequence[torch.Tensor]) -> "Work":
         """What has been written on the backend's own stream, for which others have to wait."""
-        index = device.current_device()
-        own = self._streams.setdefault(index, device.Stream(index))
-        own.wait_stream(device.current_stream())
+        own = self._stream
+        own.wait_stream(device.current_stream(own.device_index))
         device.launch(f"{device.NAME}::{operation} done", [], writes, own)
         return Work(own, functools.partial(self._happen, operation, at_wait=True))
 

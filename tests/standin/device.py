@@ -423,13 +423,11 @@ def _lifted(
     for original in mine:
         content = devices.memory(original).content
         if content.numel() and content.data_ptr() == result.untyped_storage().data_ptr():
-            whole = _alias(original, (content.numel() // original.itemsize,), (1,), 0)
-            return _alias(
-                whole.view(result.dtype),
-                result.size(),
-                result.stride(),
-                int(result.storage_offset()),
-            )
+            whole = original
+            if result.dtype != original.dtype:
+                whole = _alias(original, (content.numel() // original.itemsize,), (1,), 0)
+                whole = whole.view(result.dtype)
+            return _alias(whole, result.size(), result.stride(), int(result.storage_offset()))
     made = _empty(result.size(), result.dtype, device.index if device else None, result.stride())
     devices.content(made).copy_(result)
     devices.wrote(made)

@@ -50,13 +50,16 @@ def test_it_insists_on_its_device_its_stream_and_the_same_order() -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     backend = joined_by()
-    with pytest.raises(RuntimeError, match=r"on cpu, but standin:\d is current"):
-        backend.broadcast(torch.ones(3), 0)
-    with pytest.raises(RuntimeError, match=r"on standin:0, but standin:\d is current"):
-        backend.broadcast(torch.ones(3).to("standin:0"), 0)
     mine = torch.ones(4, 4).to("standin")
+    backend.broadcast(mine, 0).wait()
+    with pytest.raises(RuntimeError, match="a tensor on cpu"):
+        backend.broadcast(torch.ones(3), 0)
+    with pytest.raises(RuntimeError, match=r"a tensor on standin:0, after standin:\d"):
+        backend.broadcast(torch.ones(3).to("standin:0"), 0)
+    torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match="contiguous"):
         backend.broadcast(mine.t(), 0)
+    mine.add_(1)
     with Stream(), pytest.raises(RuntimeError, match="has not waited for it"):
         backend._allgather_base(torch.empty(32, device="standin"), mine)
     # None of these has moved anything, so the ranks are in step.
@@ -66,7 +69,7 @@ def test_it_insists_on_its_device_its_stream_and_the_same_order() -> None:
     ):
         mine.cpu()
     work.wait()
-    assert mine.cpu().sum() == 16
+    assert mine.cpu().sum() == 32
     with pytest.raises(RuntimeError, match=r"different calls: .*from 0.*from 1"):
         backend.broadcast(mine, rank)
     if rank:

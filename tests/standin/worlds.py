@@ -55,5 +55,5 @@ def own_device() -> torch.device:
 
 
 def copies() -> list[str]:
-    """What was copied, of that which was queued since this was last asked."""
-    return [each.name for each in device.queued() if each.name.startswith("copy")]
+    """What went to the CPU or came from it, of what was queued since this was last asked."""
+    return [each.name for each in device.queued() if "cpu" in each.name]
