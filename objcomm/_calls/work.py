@@ -495,5 +495,28 @@ class DevicePlace:
         self._before = []
 
 
+def stream_beside(*, after_current: bool) -> torch.Stream | None:
+    """A new stream on the current device, for what the current one need not wait for.
+
+    Args:
+        after_current: whether what is queued there comes after all that the current stream has now.
+
+    Returns:
+        None where torch knows no accelerator, or one without streams.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    try:
+        module = None if accelerator is None else torch.get_device_module(accelerator)
+    except RuntimeError:
+        module = None
+    make: Callable[[], torch.Stream] | None = getattr(module, "Stream", None)
+    if make is None:
+        return None
+    stream = make()
+    if after_current:
+        stream.wait_stream(torch.accelerator.current_stream())
+    return stream
+
+
 def _is_ready() -> bool:
     return True

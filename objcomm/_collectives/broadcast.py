@@ -91,7 +91,8 @@ def broadcast(
         codec: what encodes the object on the source; ``"pickle"``, ``"msgpack"`` or a registered
             name. A receiver takes it from the message.
         device: where tensors inside the object shall lie on receivers; if None, on the current
-            device of the type they had. A CUDA device also makes large members travel over NCCL.
+            device of the type they had. A type for which the group has a backend of its own, such
+            as NCCL for CUDA, also makes large members travel over that: the first such type.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.

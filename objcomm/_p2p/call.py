@@ -17,13 +17,14 @@ from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self, cast
 
-from objcomm._algorithms.device import DevicePath
+import torch
+
 from objcomm._algorithms.exchange import Exchange
 from objcomm._calls.absence import acts_alone
 from objcomm._calls.call import Coding
 from objcomm._calls.group import Group, resolve
 from objcomm._calls.watched import Watched
-from objcomm._calls.work import Envelope, Work
+from objcomm._calls.work import DevicePlace, Envelope, Work, stream_beside
 from objcomm._config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict, regions
@@ -31,7 +32,7 @@ from objcomm._failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm._observe.history import CallRecord, call_site
 from objcomm._observe.tracing import Span, begun
 from objcomm._p2p.mailbox import Arrived, RecvRequest
-from objcomm._p2p.peer import Offers, Pair, peers_of
+from objcomm._p2p.peer import DeviceTurn, Offers, Pair, peers_of
 from objcomm._transport.lane import Lane
 from objcomm._transport.threads import Alarm, SerialQueue, Ticket
 from objcomm._wire.admission import Gate
@@ -41,7 +42,7 @@ from objcomm._wire.message import Message
 from objcomm.errors import RankFailure, TransportError, TransportTimeout, UsageError
 
 _TAG_MAX = (1 << 32) - 1
-_OFFERED = int(Flag.OFFERED)  # an IntFlag's ``&`` costs 0.7 µs
+_OFFERED, _ON_DEVICE = int(Flag.OFFERED), int(Flag.ON_DEVICE)  # an IntFlag's ``&`` costs 0.7 µs
 
 
 class P2PCall:
@@ -199,9 +200,53 @@ class P2PCall:
             entry=self.entry,
             deadline=self._deadline,
             gate=Gate(self._coding.settings, mesh.session, self.group.rank),
-            device=DevicePath(),
+            device=self.group.device_path,
         )
         return self._exchange
+
+    def _move_on_device(
+        self, pair: Pair, exchange: Exchange, turn: DeviceTurn, transfer: Callable[[], None]
+    ) -> None:
+        """Let a message's large members go from one rank's device to the other's.
+
+        Everything else of it has gone before. What moves has a stream of its own on each rank: it
+        neither waits for what the program has queued since, nor does that wait for it. Both ranks
+        wait here until it is over, so a message that was received is there, and one whose sender
+        died is not.
+
+        Args:
+            pair: this rank and the other one.
+            exchange: the message's; the call is in its turn there.
+            turn: of this transfer, begun.
+            transfer: starts it, and waits for it.
+        """
+        has_begun = False
+
+        def noted() -> None:
+            nonlocal has_begun
+            has_begun = True
+            transfer()
+
+        exchange.hand_over()
+        try:
+            turn.move(noted)
+        except BaseException:
+            pair.has_device_path &= not has_begun
+            raise
+
+    def _turn(self, offers: Offers, exchange: Exchange, *, is_sender: bool) -> DeviceTurn:
+        number = exchange.header.sequence
+
+        def say(word: Operation) -> None:
+            self._say(word, offers, number, exchange)
+
+        return DeviceTurn(offers, number, say, is_sender=is_sender)
+
+    def _say(self, word: Operation, offers: Offers, number: int, exchange: Exchange) -> None:
+        """Tell the other rank a word on a message."""
+        said = offers.say(word, number, self.entry, self._deadline, exchange.gate)
+        exchange.sent_nbytes += said.sent_nbytes
+        said.finish()
 
 
 def checked_tag(operation: str, tag: object, argument: str = "tag") -> int:
@@ -235,6 +280,9 @@ class Send(P2PCall):
     _is_taken = False
     _verdict: Verdict | None = None  # has ended an offer, and nothing else
     _halves: Iterator[int]  # the head was sent, and the receiver takes the message
+    # Of a message with large members on a device.
+    _device_turn: DeviceTurn | None = None  # once it was offered
+    _stream: torch.Stream | None = None  # on which they leave it
 
     def run(self, obj: object) -> None:
         """Send, and return when the message was taken."""
@@ -243,9 +291,16 @@ class Send(P2PCall):
             with self:
                 self._keep(obj)
             return
+        message = None
+        if self._device_types(pair):
+            self.begin()
+            message = self._message(obj, pair)
+            if message.following_on_device:
+                self._wait_for(self._launched(pair, obj, message))
+                return
         with self, Ticket(pair.order) as place:
             self.entry.waiter = threading.get_ident()
-            message = self._message(obj)
+            message = self._message(obj, pair) if message is None else message
             self._deadline.restart()
             place.take()
             self._transmit(pair, place, message)
@@ -264,18 +319,30 @@ class Send(P2PCall):
         if pair is None:
             return self.work().carry_out_here(lambda: self.run(obj))
         self.begin()
+        return self._launched(pair, obj, is_kept=is_kept)
+
+    def _launched(
+        self, pair: Pair, obj: object, message: Message | None = None, *, is_kept: bool = True
+    ) -> Work[None]:
+        """As ``launch`` of a call that was begun, and of which the message may have been made."""
         place = Ticket(pair.order, lambda: self._hand_over(pair))
         try:
-            message = self._message(obj)
+            message = self._message(obj, pair) if message is None else message
             work = self.work()
             is_synchronous = self.is_synchronous and self._own_error is None
-            if not is_synchronous and (message.is_all_head or not is_kept):
+            on_device = message.following_on_device
+            # What lies on a device always stays: for that both ranks must be ready.
+            is_sent = message.is_all_head or not (is_kept or on_device)
+            if not is_synchronous and is_sent:
                 self._is_brief = message.is_all_head
                 self._steps = [functools.partial(self._finish, None)]
                 self._rest = [work.job(lambda: self._go_on(pair, place, message))]
             else:
                 header = message.header
-                message.header = header._replace(flags=header.flags | Flag.OFFERED)
+                flags = header.flags | Flag.OFFERED | Flag.ON_DEVICE * bool(on_device)
+                message.header = header._replace(flags=flags)
+                if on_device:
+                    self._stream = stream_beside(after_current=True)
                 # The rest's own context can't be entered twice.
                 context = contextvars.copy_context()
                 offer = functools.partial(self._offer, pair, place, message)
@@ -311,7 +378,9 @@ class Send(P2PCall):
                 f"{self._name}: rank {rank} would wait until it receives a message of its own; "
                 "begin the receive first, or use issend"
             )
-        work = self.launch(obj)
+        self._wait_for(self.launch(obj))
+
+    def _wait_for(self, work: Work[None]) -> None:
         try:
             work.wait()
         finally:
@@ -385,6 +454,9 @@ class Send(P2PCall):
                 with Watched(mesh, lane, exchange, self._deadline):
                     offers.put(number, functools.partial(self._take_up, pair))
                     is_awaited = True
+                    if message.header.flags & _ON_DEVICE:
+                        self._device_turn = self._turn(offers, exchange, is_sender=True)
+                        self._device_turn.begin()
                     self._send_head(lane, exchange, message)
                 if message.is_all_head:  # nothing has begun that others would miss
                     end = functools.partial(self._withdraw, pair, offers, number)
@@ -406,10 +478,13 @@ class Send(P2PCall):
     def _take_up(self, pair: Pair, is_taken: bool = False) -> None:  # noqa: FBT001, FBT002  # a callback's
         """The head was sent, or it is known whether the message is taken: the rest follows both."""
         self._is_taken |= is_taken
+        self.entry.is_served |= is_taken
         if next(self._halves):
             rest = functools.partial(self._finish, self._ended_by)
+            # Who waits for a device's turn must not keep what that turn's end waits for.
+            line = pair.leaving if self._stream is None else self._peers.pool
             try:
-                pair.leaving.submit(rest)
+                line.submit(rest)
             except RuntimeError:  # there can be no more threads: this one does it
                 rest()
 
@@ -419,7 +494,8 @@ class Send(P2PCall):
             self._deadline.pause()
             offered[1].end(self.entry)
             self.entry.withdraw = None
-        with self, place:
+        turn = self._device_turn
+        with self, place, turn or contextlib.nullcontext():
             if self._ended_by is not None:
                 raise self._ended_by
             if self._verdict is not None:
@@ -431,6 +507,28 @@ class Send(P2PCall):
             mesh, lane, exchange = cast("tuple[Mesh, Lane, Exchange]", offered)
             with Watched(mesh, lane, exchange, self._deadline):
                 exchange.send_rest(message, [pair.peer])
+                if turn is not None:
+                    self._send_from_device(pair, exchange, turn, message)
+
+    def _send_from_device(
+        self, pair: Pair, exchange: Exchange, turn: DeviceTurn, message: Message
+    ) -> None:
+        """Send the large members that lie on a device."""
+        stream, where = self._stream, DevicePlace(self._stream)
+
+        def transfer() -> None:
+            with where:
+                self.group.device_path.send(message, pair.peer)
+            if stream is not None:
+                stream.synchronize()
+
+        self._move_on_device(pair, exchange, turn, transfer)
+
+    def _device_types(self, pair: Pair) -> str:
+        """The types of device that large members may leave directly, joined by commas."""
+        # What travels outside of messages is not signed.
+        is_plain = self._coding.settings.secret is None
+        return self.group.device_path.linked if is_plain and pair.has_device_path else ""
 
     def _pair(self) -> Pair | None:
         """This rank and the receiver; None if they are the same.
@@ -454,10 +552,11 @@ class Send(P2PCall):
             raise
         self._peers.mailbox.deliver(Arrived(rank, tag, 0, obj=own, on_taken=on_taken))
 
-    def _message(self, obj: object) -> Message:
+    def _message(self, obj: object, pair: Pair) -> Message:
         """Encode; an error becomes a failure message, and is raised when that was sent."""
         try:
-            return self._coding.message(self.entry.header, lambda: obj)
+            types = self._device_types(pair)
+            return self._coding.message(self.entry.header, lambda: obj, types or None)
         except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
             self._own_error = error
             return failure_message(self.entry.header, [self._failure_of(error)])
@@ -553,6 +652,8 @@ class Receive(P2PCall):
         Returns:
             False if there can be no more threads: the work has ended so, the message is left.
         """
+        # Those before it may take their time to come in, and its sender waits for that.
+        self.entry.is_served = request.arrival is not None
         try:
             self._line_for(request.arrival).submit(self._end)
         except RuntimeError as error:
@@ -757,21 +858,62 @@ class Receive(P2PCall):
             self.entry.is_served = True
             self.entry.withdraw = None  # the sender waits, too: only both can end this
             self._deadline.leave(_TRANSFER_SECONDS)
-            with Watched(mesh, lane, exchange, self._deadline):
+            stream = stream_beside(after_current=False) if header.flags & _ON_DEVICE else None
+            # Memory for what arrives belongs to that stream, so it waits for no other one.
+            place = contextlib.nullcontext() if stream is None else DevicePlace(stream)
+            with place, Watched(mesh, lane, exchange, self._deadline):
                 message = exchange.adopt(arrival.raw, header)
-                if is_offered:
-                    self._tell_taken(arrival.peer, mesh, exchange)
-                exchange.recv_rest([(arrival.peer, message)])
+                if header.flags & _ON_DEVICE:
+                    self._recv_on_device(arrival.peer, mesh, exchange, message, stream)
+                else:
+                    if is_offered:
+                        self._tell_taken(arrival.peer, mesh, exchange)
+                    exchange.recv_rest([(arrival.peer, message)])
+            _hand_to_current(message.following_on_device, stream)
         raise_together(self._name, failures_in([message]), None, self.group.rank)
         return self._coding.decode(message)
+
+    def _recv_on_device(
+        self,
+        peer: int,
+        mesh: Mesh,
+        exchange: Exchange,
+        message: Message,
+        stream: torch.Stream | None,
+    ) -> None:
+        """Take in what follows a head, of which large members come to a device."""
+        pair = self._peers.pair(self.group, peer)
+        where = DevicePlace(stream)
+
+        def transfer() -> None:
+            with where:
+                self.group.device_path.recv(message, peer)
+            if stream is not None:
+                stream.synchronize()
+
+        with self._turn(pair.offers(mesh), exchange, is_sender=False) as turn:
+            turn.begin()
+            self._tell_taken(peer, mesh, exchange)
+            exchange.recv_rest([(peer, message)])
+            self._move_on_device(pair, exchange, turn, transfer)
 
     def _tell_taken(self, peer: int, mesh: Mesh, exchange: Exchange) -> None:
         """Let the sender know that its message is taken."""
         offers = self._peers.pair(self.group, peer).offers(mesh)
-        number = exchange.header.sequence
-        word = offers.take(number, self.entry, self._deadline, exchange.gate)
-        exchange.sent_nbytes += word.sent_nbytes
-        word.finish()
+        self._say(Operation.TAKE, offers, exchange.header.sequence, exchange)
+
+
+def _hand_to_current(flats: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
+    """Let the current stream use what has arrived on another one, which made the memory."""
+    if stream is None or not flats:
+        return
+    here = torch.accelerator.current_stream()
+    here.wait_stream(stream)
+    for flat in flats:
+        # So that its memory is not used again before this stream is done with it. A device whose
+        # memory needs no such care has no such operator.
+        with contextlib.suppress(NotImplementedError):
+            flat.record_stream(here)
 
 
 class HeldReceive(Receive):

@@ -74,7 +74,7 @@ def send(
 
     Only these two ranks take part, and the ranks' collectives may come before, after or meanwhile.
     Any thread may send; messages of one sender with one tag arrive in the order in which they were
-    sent. Tensors on a CUDA device travel through CPU memory.
+    sent. Large tensors on a device go to the receiver's where the group has a backend for that.
 
     Args:
         obj: what to send.

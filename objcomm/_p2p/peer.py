@@ -10,9 +10,10 @@ from __future__ import annotations  # torch may be built without distributed
 import contextlib
 import threading
 import weakref
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
@@ -29,6 +30,7 @@ from objcomm._transport.threads import (
     OnceThread,
     SerialQueue,
     ThreadPool,
+    Ticket,
     TicketQueue,
 )
 from objcomm._wire.admission import Gate
@@ -38,6 +40,7 @@ from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import TracebackType
 
     from objcomm._calls.group import Group
     from objcomm._failures.channel import Channel
@@ -49,6 +52,9 @@ _LISTENER = "objcomm-listen"
 # Of the lane on which two ranks tell each other what they take. The other one has 0.
 _TAKE_LANE = 1
 
+# What can be told there.
+_WORDS = (Operation.TAKE, Operation.READY, Operation.START)
+
 
 class Offers:
     """Messages that one of two ranks has offered, over one connection, and the other one takes.
@@ -56,7 +62,13 @@ class Offers:
     What follows the head of such a message stays with its sender, and no thread waits there until
     the receiver says that it takes it: whoever waits for a connection's bytes waits for one
     message only, and the receiver may take the last one first. That word has a lane of its own, so
-    that it comes through where the other one is full of messages that nobody takes.
+    that it comes through where the other one is full of messages that nobody takes. So have those
+    by which the two agree on transfers between their devices, see ``DeviceTurn``.
+
+    Attributes:
+        mesh: the connection.
+        peer: the other rank.
+        turns: of transfers between the two ranks' devices.
     """
 
     def __init__(self, mesh: Mesh, peer: int, pool: ThreadPool) -> None:
@@ -68,46 +80,54 @@ class Offers:
             pool: lends a thread as long as this rank has offered something.
         """
         self.mesh = mesh
-        self._peer = peer
+        self.peer = peer
+        self.turns = TicketQueue()
         self._pool = pool
+        self._apart = ThreadPool()
         self._settings = settings()
         self._lane = Lane("taken", _TAKE_LANE, threading.current_thread(), TicketQueue())
         self._lock = threading.Lock()
-        self._offered: dict[int, Callable[[bool], object]] = {}
+        self._offered: dict[tuple[int, int], Callable[[bool], object]] = {}  # by word and number
         self._is_heard = False
 
-    def put(self, number: int, on_end: Callable[[bool], object]) -> None:
-        """Offer a message.
+    def put(
+        self, number: int, on_end: Callable[[bool], object], word: Operation = Operation.TAKE
+    ) -> None:
+        """Offer a message, or wait for another word on one.
 
         Args:
-            number: the message's; its head is sent after this.
-            on_end: called once, on a thread of the pool, when the other rank takes the message, or
-                when the connection has ended; with whether it is taken. Must not raise.
+            number: the message's; what the other rank answers with that word is sent after this.
+            on_end: called once, on a thread of the pool, when the other rank says so, or when the
+                connection has ended; with whether it has said so. Must not raise.
+            word: what the other rank is to say.
 
         Raises:
             RuntimeError: this process can start no more threads; nothing was offered.
         """
         with self._lock:
-            self._offered[number] = on_end
+            self._offered[word, number] = on_end
             try:
                 if not self._is_heard:
                     self._pool.submit(self._hear)
             except BaseException:
-                del self._offered[number]
+                del self._offered[word, number]
                 raise
             self._is_heard = True
 
-    def withdraw(self, number: int) -> bool:
+    def withdraw(self, number: int, word: Operation = Operation.TAKE) -> bool:
         """Take an offer back; returns whether it stood: ``on_end`` is never called then."""
         with self._lock:
-            return self._offered.pop(number, None) is not None
+            return self._offered.pop((word, number), None) is not None
 
-    def take(self, number: int, call: CallRecord, deadline: Deadline, gate: Gate) -> Exchange:
-        """Begin to tell the other rank that its message is taken.
+    def say(
+        self, word: Operation, number: int, call: CallRecord, deadline: Deadline, gate: Gate
+    ) -> Exchange:
+        """Begin to tell the other rank, for instance that its message is taken.
 
         Args:
+            word: what to tell.
             number: the message's.
-            call: takes it.
+            call: sends or receives it.
             deadline: the call's.
             gate: the call's.
 
@@ -119,9 +139,9 @@ class Offers:
         """
         with self._lock:
             header = Header(
-                operation=Operation.TAKE,
+                operation=word,
                 sender=self.mesh.rank,
-                root=self._peer,
+                root=self.peer,
                 lane=_TAKE_LANE,
                 group=self.mesh.number,
                 sequence=self._lane.sequence,
@@ -136,40 +156,153 @@ class Offers:
                 gate=gate,
                 device=DevicePath(),
             )
-            exchange.send_head(compose(header, b""), [self._peer], destination=self._peer)
+            exchange.send_head(compose(header, b""), [self.peer], destination=self.peer)
             self._lane.sequence += 1
         return exchange
 
+    def carry_out(self, transfer: Callable[[], None]) -> None:
+        """Let another thread do a transfer between the devices, and wait until it is over.
+
+        A backend hears of no death, and its waits can't be ended. So that thread is left behind
+        when the connection has ended.
+
+        Raises:
+            ObjcommError: what has ended the connection.
+            RuntimeError: this process can start no more threads.
+        """
+        done: Future[None] = Future()
+        self.check()
+        self._apart.submit(partial(_carried_out, transfer, done))
+        try:
+            while not wait([done], _LOOK_SECONDS).done:
+                if self.mesh.verdict is not None:
+                    self._apart.close()
+                    self._apart.give_up()
+                    self.check()
+            done.result()
+        finally:
+            del done  # an error's traceback holds this frame, and its future the error
+
+    def check(self) -> None:
+        """See whether the connection has ended.
+
+        Raises:
+            ObjcommError: what has ended it.
+        """
+        if self.mesh.verdict is not None:
+            raise self.mesh.verdict.error("send")
+
     def _hear(self) -> None:
         """Until all that was offered is taken, or the connection has ended."""
-        with _ends_settled(self.mesh, self._peer):
+        with _ends_settled(self.mesh, self.peer):
             link = self.mesh.connections_for("send")
-            standing = self._lane.standing(link, self._peer)
+            standing = self._lane.standing(link, self.peer)
             while self._is_any_offered():
                 standing.wait(timedelta(seconds=FOREVER_SECONDS))
                 header = _judged(
-                    self.mesh, self._lane, self._peer, standing.raw, self._settings, Operation.TAKE
+                    self.mesh, self._lane, self.peer, standing.raw, self._settings, _WORDS
                 )
                 self._lane.taken += 1
-                self._end([header.tag], is_taken=True)
+                self._end([(header.operation, header.tag)], is_said=True)
                 standing.renew()  # the other one may have left after this word
         if self.mesh.verdict is not None:
             with self._lock:
                 self._is_heard = False
                 left = list(self._offered)
-            self._end(left, is_taken=False)
+            self._end(left, is_said=False)
 
     def _is_any_offered(self) -> bool:
         with self._lock:
             self._is_heard = bool(self._offered) and self.mesh.verdict is None
             return self._is_heard
 
-    def _end(self, numbers: list[int], *, is_taken: bool) -> None:
+    def _end(self, awaited: list[tuple[int, int]], *, is_said: bool) -> None:
         with self._lock:
-            ended = [self._offered.pop(number, None) for number in numbers]
+            ended = [self._offered.pop(each, None) for each in awaited]
         for on_end in ended:
             if on_end is not None:  # else it was withdrawn
-                on_end(is_taken)
+                on_end(is_said)
+
+
+class DeviceTurn:
+    """The transfer of one message's members from one rank's device to another's, in its turn.
+
+    A backend has one order for all that moves between two ranks, in both directions: where one of
+    them begins with another transfer, both wait for ever, and nothing tells them. So one transfer
+    moves at a time, and the lower rank says which is the next. The receiver says when it has room.
+    Where that is the lower rank, its word is the beginning; else the sender answers that it begins.
+    The higher rank takes its places in the order of these words, as the thread that hears them.
+
+    A context, at whose end this rank is through with it.
+    """
+
+    def __init__(
+        self, offers: Offers, number: int, say: Callable[[Operation], None], *, is_sender: bool
+    ) -> None:
+        """Begin.
+
+        Args:
+            offers: of the connection that the message travels over.
+            number: the message's.
+            say: tells the other rank a word on this message.
+            is_sender: whether it is this rank's.
+        """
+        self._offers = offers
+        self._number = number
+        self._say = say
+        self._is_sender = is_sender
+        self._is_lower = offers.mesh.rank < offers.peer
+        self._awaited = Operation.READY if is_sender else Operation.START
+        self._is_over = threading.Event()  # the wait for that word
+        self._place = Ticket(offers.turns)
+
+    def begin(self) -> None:
+        """Hear the other rank's word from now on: before anything is sent that it may answer.
+
+        Raises:
+            RuntimeError: this process can start no more threads.
+        """
+        if self._is_sender or not self._is_lower:
+            self._offers.put(self._number, self._hear, self._awaited)
+
+    def move(self, transfer: Callable[[], None]) -> None:
+        """Do it when both ranks are at this one; on the receiver there is room for it now.
+
+        Raises:
+            ObjcommError: what has ended the connection.
+            RuntimeError: this process can start no more threads.
+        """
+        if not self._is_sender and not self._is_lower:
+            self._say(Operation.READY)
+        if self._is_sender or not self._is_lower:
+            self._until(self._is_over.wait)
+        if self._is_lower:
+            self._place.take()
+        self._until(self._place.enter)
+        if self._is_lower:
+            self._say(Operation.START if self._is_sender else Operation.READY)
+        self._offers.carry_out(transfer)
+
+    def _until(self, wait: Callable[[float], bool]) -> None:
+        while not wait(_LOOK_SECONDS):
+            self._offers.check()
+
+    def _hear(self, is_said: bool) -> None:  # noqa: FBT001  # a callback's
+        if is_said and not self._is_lower:
+            self._place.take()
+        self._is_over.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._offers.withdraw(self._number, self._awaited)
+        self._place.leave()
 
 
 class Pair:
@@ -181,6 +314,8 @@ class Pair:
         departing: sends what nobody waits to send, when its turn has come.
         leaving: sends what follows the heads of offered messages, when they are taken.
         arriving: takes in what nobody waits to take in, and has not come whole.
+        has_device_path: whether large members may go from device to device; not after a transfer
+            that did not end: what a backend has begun stands in the way of what follows.
     """
 
     def __init__(self, channel: Channel, peer: int, rank: int, peers: Peers) -> None:
@@ -197,6 +332,7 @@ class Pair:
         self.departing = SerialQueue(peers.pool)
         self.leaving = SerialQueue(peers.pool)
         self.arriving = SerialQueue(peers.pool)
+        self.has_device_path = True
         self._pool = peers.pool
         self._offers: Offers | None = None
         self._channel = channel
@@ -367,7 +503,7 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
         while True:  # until no more comes
             mailbox.await_room(peer, lambda: mesh.verdict is not None, _LOOK_SECONDS)
             standing.wait(timedelta(seconds=FOREVER_SECONDS))
-            header = _judged(mesh, lane, peer, standing.raw, chosen, Operation.SEND)
+            header = _judged(mesh, lane, peer, standing.raw, chosen, (Operation.SEND,))
             raw = bytes(memoryview(standing.raw)[: header.head_nbytes])
             nbytes = header.head_nbytes + header.payload_nbytes
             nbytes += 0 if header.is_inline else header.body_nbytes
@@ -394,10 +530,27 @@ def _ends_settled(mesh: Mesh, peer: int) -> Iterator[None]:
         mesh.settle(proposal_for(error, mesh.rank))
 
 
+def _carried_out(transfer: Callable[[], None], done: Future[None]) -> None:
+    """A pool's job: do it, and let whoever waits know."""
+    try:
+        transfer()
+    except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+    finally:
+        del done, transfer  # an error's traceback holds this frame, and its future the error
+
+
 def _judged(  # noqa: PLR0917  # as above
-    mesh: Mesh, lane: Lane, peer: int, raw: bytearray, chosen: Settings, operation: Operation
+    mesh: Mesh,
+    lane: Lane,
+    peer: int,
+    raw: bytearray,
+    chosen: Settings,
+    operations: tuple[Operation, ...],
 ) -> Header:
-    """The header of what arrived.
+    """The header of what arrived, which is of one of some operations.
 
     Raises:
         ObjcommError: it is not the peer's next message to this rank.
@@ -405,15 +558,16 @@ def _judged(  # noqa: PLR0917  # as above
     # A key that holds in a block only is known to the thread that began to listen in it.
     current = settings()
     gate = Gate(chosen if current.secret is None else current, mesh.session, mesh.rank)
+    header = gate.header_in(raw, peer)
+    is_one = header.operation in operations
     expected = Header(
-        operation=operation,
+        operation=header.operation if is_one else operations[0],
         sender=peer,
         root=mesh.rank,
         lane=lane.number,
         group=mesh.number,
         sequence=lane.taken,
     )
-    header = gate.header_in(raw, peer)
     gate.check_call(expected, header, peer)
     gate.check_addressed(header)
     return header

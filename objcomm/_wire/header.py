@@ -92,6 +92,8 @@ class Operation(IntEnum):
     ZERO_FIRST = 46
     TAKE = 47  # the answer to a SEND that was offered
     NEW_GROUP = 48
+    READY = 49  # the receiver of a SEND has room for what lies on a device
+    START = 50  # the sender begins to send that
 
 
 _BARRIER = int(Operation.BARRIER)
@@ -116,6 +118,7 @@ class Flag(IntFlag):
     ACKNOWLEDGEMENT = 2  # of the round that ``confirm=True`` adds
     PACED = 4  # each piece that follows the head has a receipt
     OFFERED = 8  # its sender waits for a TAKE before it sends the rest, or has ended
+    ON_DEVICE = 16  # large members travel between the two ranks' devices, after a READY
 
 
 class Header(NamedTuple):

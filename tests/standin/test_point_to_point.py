@@ -1,0 +1,270 @@
+"""Messages between the devices of two ranks: what goes which way, in which order, how it ends."""
+
+import os
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError, TransportError, TransportTimeout, WireError
+from tests.group.helpers import error_in, hear, say, tell_all
+from tests.ranks import ranks
+from tests.standin import device
+from tests.standin.device import Stream
+from tests.standin.worlds import join, joined_by
+from tests.workers import here
+
+LARGE = 50_000  # elements, so that the member does not fit into the window
+
+
+def filled(number: int, numel: int = LARGE) -> torch.Tensor:
+    """A tensor on the current device."""
+    return torch.full((numel,), number).to("standin")
+
+
+def assert_filled(tensor: torch.Tensor, number: int, numel: int = LARGE) -> None:
+    """It is what ``filled`` gave on the other rank, on this one's current device."""
+    assert tensor.device == torch.device("standin", device.current_device())
+    assert torch.equal(tensor.cpu(), torch.full((numel,), number))
+
+
+def transfers() -> list[str]:
+    """What this rank's backend has sent and received, in order: ``"400000, 0 to 1"``."""
+    form = re.compile(r"(?:send|recv): (\d+) of .*, (\d to \d)")
+    return [f"{each[1]}, {each[2]}" for each in map(form.fullmatch, joined_by().made) if each]
+
+
+@ranks(2, joined=False)
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+def test_large_members_go_from_device_to_device_and_the_rest_beside_them(codec: str) -> None:
+    join()
+    rank = here().rank
+    for src in (0, 1):
+        for numel in (3, LARGE, 10 * LARGE):
+            before = len(transfers())
+            sent = objcomm.stats()["send"].sent_nbytes if "send" in objcomm.stats() else 0
+            if rank == src:
+                mine = {"a": filled(5, numel), "b": torch.full((LARGE,), 6), "c": bytes(100_000)}
+                objcomm.send(mine, 1 - src, codec=codec)
+                sent = objcomm.stats()["send"].sent_nbytes - sent
+                assert 500_000 <= sent < 510_000
+            else:
+                got: Any = objcomm.recv(src)
+                assert_filled(got["a"], 5, numel)
+                assert torch.equal(got["b"], torch.full((LARGE,), 6))
+                assert got["c"] == bytes(100_000)
+            assert len(transfers()) - before == (numel > 3)
+    if rank == 0:
+        objcomm.send(filled(7), 1)
+    else:
+        on_host = objcomm.recv(0, device="cpu")
+        assert torch.equal(on_host, torch.full((LARGE,), 7))
+
+
+@ranks(2, joined=False)
+def test_all_ways_to_send_and_to_receive_take_it() -> None:
+    join()
+    rank, other = here().rank, 1 - here().rank
+    got: Any = objcomm.sendrecv(filled(rank), other, other)
+    assert_filled(got, other)
+    if rank == 0:
+        objcomm.ssend(filled(1), 1)
+        objcomm.issend(filled(2), 1).wait()
+        objcomm.isend(filled(3), 1).wait()
+        objcomm.send(filled(4), 1, async_op=True).wait()
+        assert_filled(objcomm.irecv().wait(), 5)
+    else:
+        assert_filled(objcomm.irecv(0).wait(), 1)
+        message = objcomm.mprobe()
+        assert_filled(message.recv(), 2)
+        assert_filled(objcomm.recv(), 3)
+        assert_filled(objcomm.recv(0, async_op=True).wait(), 4)
+        objcomm.send(filled(5), 0)
+    assert len(transfers()) == 7
+
+
+@ranks(2, 3, joined=False)
+def test_many_in_flight_move_in_one_order_for_both_ranks() -> None:
+    join()
+    rank, size = here().rank, here().world_size
+    others = [peer for peer in range(size) if peer != rank]
+    sending = [
+        objcomm.isend(filled(number, LARGE + 10 * number + rank), peer, tag=number)
+        for number in range(6)
+        for peer in others
+    ]
+    # Each rank takes them in another order than they were sent in, and than another rank does.
+    numbers = [(5 * each + rank) % 6 for each in range(6)]
+    works = {
+        (number, peer): objcomm.irecv(peer, tag=number) for number in numbers for peer in others
+    }
+    for (number, peer), work in works.items():
+        assert_filled(work.wait(), number, LARGE + 10 * number + peer)
+    objcomm.wait_all(sending)
+    orders = objcomm.all_gather(transfers())
+    assert len(orders[rank]) == 12 * (size - 1)
+    for one in range(size):
+        for two in range(one):
+            ends = (f", {one} to {two}", f", {two} to {one}")
+            of_one, of_two = (
+                [each for each in orders[at] if each.endswith(ends)] for at in (one, two)
+            )
+            assert of_one == of_two
+            assert len(of_one) == 12
+
+
+@ranks(2, joined=False)
+def test_who_waits_behind_a_slow_transfer_is_in_no_circle() -> None:
+    join()
+    if here().rank == 0:
+        hear("both are begun")
+        works = [objcomm.isend(filled(number), 1, tag=number) for number in range(2)]
+        works[1].wait()  # not taken yet: the other one is under way
+        works[0].wait()
+    else:
+        # Long enough for the watchdog to look twice.
+        joined_by().interrupt("recv", lambda: time.sleep(4))
+        received = [objcomm.irecv(0, tag=number) for number in range(2)]
+        say("both are begun")
+        assert_filled(received[1].wait(), 1)
+        assert_filled(received[0].wait(), 0)
+
+
+@ranks(2, joined=False)
+def test_two_that_send_each_other_slowly_are_in_no_circle() -> None:
+    join()
+    rank, other = here().rank, 1 - here().rank
+    if rank == 0:
+        joined_by().interrupt("recv", lambda: time.sleep(4))
+    receiving = objcomm.irecv(other)
+    tell_all("begun", "")
+    objcomm.isend(filled(rank), other).wait()
+    assert_filled(receiving.wait(), other)
+
+
+@ranks(2, joined=False)
+def test_what_a_stream_has_computed_is_sent_and_what_arrives_can_be_used_on_one() -> None:
+    join()
+    with Stream() as stream:
+        if here().rank == 0:
+            numbers = torch.zeros(LARGE, dtype=torch.int64, device="standin")
+            numbers += 8
+            work = objcomm.isend(numbers, 1)
+            numbers_after = filled(1)  # queued since, on the same stream
+            work.wait()
+            assert_filled(numbers_after, 1)
+        else:
+            # The stand-in raises where a stream uses what another one has written meanwhile.
+            assert_filled(objcomm.recv(0) + 1, 9)
+        assert torch.accelerator.current_stream() == stream
+
+
+@ranks(3, joined=False)
+def test_groups_without_a_backend_of_their_own_for_it_take_cpu_memory() -> None:
+    join()
+    rank = here().rank
+    plain = dist.new_group(backend="gloo")
+    if rank == 0:
+        objcomm.send(filled(3), 1, group=plain)
+    if rank == 1:
+        assert_filled(objcomm.recv(0, group=plain), 3)
+    assert transfers() == []
+    last = dist.new_group([1, 2], backend="cpu:gloo,standin:standin")
+    if rank == 1:
+        objcomm.send(filled(4), 2, group=last)
+    if rank == 2:
+        assert_filled(objcomm.recv(1, group=last), 4)
+        made = joined_by(last).made
+        assert len(made) == 1
+        assert made[0].startswith("recv: ")
+        assert made[0].endswith(", 0 to 1")
+
+
+@ranks(2, joined=False)
+def test_what_is_signed_takes_cpu_memory() -> None:
+    join()
+    with objcomm.configure(key=b"0123456789abcdef", everywhere=True):
+        if here().rank == 0:
+            objcomm.send(filled(3), 1)
+        else:
+            assert_filled(objcomm.recv(0), 3)
+    assert transfers() == []
+
+
+# Failures
+
+
+@ranks(2, joined=False, expect_dead=[1])
+@pytest.mark.parametrize("sender", [0, 1])
+def test_who_dies_in_a_transfer_is_named_at_once(sender: int) -> None:
+    join()
+    rank = here().rank
+    if rank == 1:
+        joined_by().interrupt("send" if sender == 1 else "recv", lambda: os._exit(1))
+    # The backend would wait for two minutes.
+    if rank == sender:
+        error = error_in(TransportError, lambda: objcomm.send(filled(1), 1 - rank))
+    else:
+        error = error_in(TransportError, lambda: objcomm.recv(1 - rank))
+    assert not isinstance(error, TransportTimeout)
+    assert error.peers == (1,)
+
+
+@ranks(2, disposable=True, joined=False)
+@pytest.mark.parametrize("stalled", ["send", "recv"])
+def test_a_limit_ends_a_transfer_that_stalls(stalled: str) -> None:
+    join(timeout_s=20)
+    rank, is_over = here().rank, threading.Event()
+
+    def stall() -> None:
+        is_over.wait(60)
+
+    joined_by().interrupt(stalled, stall)
+    if rank == 0:
+        error_in(TransportTimeout, lambda: objcomm.send(filled(1), 1, timeout=1))
+    else:
+        error_in(TransportError, lambda: objcomm.recv(0, timeout=30))
+    is_over.set()
+
+
+@ranks(2, joined=False)
+@pytest.mark.parametrize("operation", ["send", "recv"])
+def test_a_backend_that_fails_ends_the_call_on_both(operation: str) -> None:
+    join(timeout_s=20)
+
+    def fail() -> None:
+        raise RuntimeError("unhandled system error")
+
+    joined_by().interrupt(operation, fail)
+    is_here = (operation == "send") == (here().rank == 0)
+    if here().rank == 0:
+        error = error_in(TransportError, lambda: objcomm.send(filled(1), 1))
+    else:
+        error = error_in(TransportError, lambda: objcomm.recv(0))
+    assert ("unhandled system error" in str(error)) or not is_here
+
+
+@ranks(2, joined=False)
+def test_who_has_no_room_says_so_before_anything_moves() -> None:
+    join()
+    for _ in range(2):
+        if here().rank == 0:
+            error = error_in(CollectiveError, lambda: objcomm.send(filled(1), 1))
+            assert "no memory for a buffer of 400000 bytes" in str(error)
+            say("refused")
+        else:
+            with device.room(device.current_device(), LARGE):
+                error_in(WireError, lambda: objcomm.recv(0))
+            hear("refused")
+        assert transfers() == []
+    if here().rank == 0:
+        objcomm.send(filled(2), 1)
+    else:
+        assert_filled(objcomm.recv(0), 2)
+    assert len(transfers()) == 1
+    assert tell_all("done", "") == ["", ""]
