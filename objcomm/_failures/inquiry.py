@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, MutableSet, Sequence
+from collections.abc import Callable, Iterable, MutableSet, Sequence
 from typing import TypeVar
 
 from objcomm._failures.deadlock import (
@@ -157,11 +157,21 @@ T = TypeVar("T")
 #: A call of one lane that waits for other ranks.
 Waiting = tuple[Mesh, Lane, CallRecord]
 
+#: Whereabouts by rank.
+Answers = dict[int, WaitSnapshot]
+
 # Ranks that are not waiting look three times a second whether they are asked.
 _ANSWERS_WITHIN_SECONDS = 0.4
 # A wait is asked about after half a second.
 _SURELY_ANSWERED_SECONDS = 1.2
 _PAUSE_SECONDS = 0.02
+# Of more ranks one asks for all when they pass a limit together. Another one does where that has
+# found nothing in time, and the fifth at last with all that are left.
+_MOST_ASKING = 8
+_TURN_SECONDS = 0.05
+_LAST_TURN = 5
+# As many looks at a verdict the store serves for those that await it.
+_LOOKS_PER_SECOND = 4000
 # A limit under this was meant so: asking makes it twice as long at most, with a fifth of that time
 # for what comes after the answers.
 _BRIEF_SECONDS = 0.5
@@ -266,7 +276,7 @@ def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
     """
     posted = board.look(mesh.nonce) if mesh.nonce else None
     if posted is not None:
-        mesh.settle_on(board, posted)
+        mesh.stop(posted)  # not posted once more: all others may have read and removed it
         return True
     for region in entry.regions:
         posted = posted or board.look(region)
@@ -351,6 +361,9 @@ def _desync(mesh: Mesh, conflict: Deadlock) -> Verdict:
 def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> None:
     """End meshes because the limits of calls have passed, and say where everybody is.
 
+    A thousand ranks pass a limit at once, and must not ask for a thousand answers each: one of them
+    does, and the others await its verdict.
+
     Args:
         board: the store.
         meshes: all of this process's.
@@ -360,8 +373,9 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
         return
     asked = board.ask()
     waiting = _taken(expiring)
+    turns = _Turns(board)
 
-    def concerned() -> set[int]:
+    def wanted(now: float, _: object) -> tuple[set[int], float]:
         waiting.extend(_taken(expiring))
         # Those of one lane that wait in the same blocks are told the same.
         told: dict[object, bool] = {}
@@ -369,19 +383,47 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
             if _still_waits(mesh, lane, entry) and (mesh, entry.regions) not in told:
                 told[mesh, entry.regions] = _heed(board, mesh, entry)
         waiting[:] = [each for each in waiting if _still_waits(*each)]
-        now = time.monotonic()
-        return _ranks_of(
-            (mesh, lane, entry)
-            for mesh, lane, entry in waiting
-            if not is_brief(entry) or now < entry.waits_until + _SHARE_OF_ANSWERS * patience(entry)
-        )
+        begin = [turns.begin(mesh, entry) for mesh, _, entry in waiting]
+        asking = [
+            each
+            for each, at in zip(waiting, begin, strict=True)
+            if now >= at and _is_time_for_answers(each[2], now)
+        ]
+        return _ranks_of(asking), max(begin, default=now)
 
     since = min(entry.first_asked or asked for _, _, entry in waiting)
-    answers = _answers(board, meshes, asked, since, concerned)
+    answers = _answers(board, meshes, asked, since, wanted)
     for mesh, lane, entry in waiting:
         end_late(
             mesh, lane, entry, timeout_verdict(mesh, lane, entry, _known(mesh, answers)), board
         )
+    turns.end()
+
+
+class _Turns:
+    """When this rank asks the others of a mesh where they are; until then another one does."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._began = time.monotonic()
+        self._begin: dict[Mesh, float] = {}
+
+    def begin(self, mesh: Mesh, entry: CallRecord) -> float:
+        """The time from which this rank asks."""
+        # Who can withdraw ends alone, and of what has no name yet the store has no verdict.
+        if len(mesh.members) <= _MOST_ASKING or entry.withdraw is not None or not mesh.nonce:
+            return self._began
+        if mesh not in self._begin:
+            turn = min(self._board.take_turn(mesh.nonce), _LAST_TURN)
+            late = _ANSWERS_WITHIN_SECONDS + turn * _TURN_SECONDS
+            self._begin[mesh] = self._began + (0.0 if turn == 1 else late)
+        return self._begin[mesh]
+
+    def end(self) -> None:
+        """Let others take turns, where the call has succeeded meanwhile: a later one may not."""
+        for mesh in self._begin:
+            if mesh.verdict is None:
+                self._board.end_turns(mesh.nonce)
 
 
 def end_late(
@@ -415,6 +457,11 @@ def is_brief(entry: CallRecord) -> bool:
     return entry.withdraw is not None and entry.limit_seconds < _BRIEF_SECONDS
 
 
+def _is_time_for_answers(entry: CallRecord, now: float) -> bool:
+    share = _SHARE_OF_ANSWERS * patience(entry)
+    return not is_brief(entry) or now < entry.waits_until + share
+
+
 def patience(entry: CallRecord) -> float:
     """How much longer than its limit a call may take, so that others are asked where they are."""
     if not is_brief(entry):
@@ -434,17 +481,36 @@ def report(
         told: to be set when the store has answered.
     """
     asked = board.ask()
-    answers = _answers(board, meshes, asked, asked, lambda: _ranks_of(waiting))
+    all_are_asked_at = time.monotonic() + _SHARE_OF_ANSWERS * _ANSWERS_WITHIN_SECONDS
+
+    def wanted(now: float, answers: Answers) -> tuple[set[int], float]:
+        ranks: set[int] = set()
+        for mesh, lane, entry in waiting:
+            known = _known(mesh, answers)
+            if _is_told_by_another(mesh, lane, entry, known):
+                continue
+            lower = [mesh.ranks[rank] for rank in mesh.members if rank < mesh.rank]
+            unheard = [rank for rank in lower if rank not in answers]
+            # Nearly all find one in a few ranks: so that not each asks for a thousand answers.
+            ask_few = lane.order is None and unheard and now < all_are_asked_at
+            ranks.update(_some(unheard) if ask_few else _ranks_of([(mesh, lane, entry)]))
+        return ranks, now
+
+    answers = _answers(board, meshes, asked, asked, wanted)
     told.set()
     for mesh, lane, entry in waiting:
         known = _known(mesh, answers)
-        # One line for a call, not one for each rank that waits in it.
-        has_come = _is_meeting if mesh.link is None else _has_arrived
-        is_told = lane.order is None and any(
-            rank < mesh.rank and has_come(mesh, lane, entry, known[rank]) for rank in known
-        )
+        is_told = _is_told_by_another(mesh, lane, entry, known)
         if mesh.verdict is None and lane.has_waiting(entry) and not is_told:
             _warn(mesh, entry, timeout_verdict(mesh, lane, entry, known))
+
+
+def _is_told_by_another(mesh: Mesh, lane: Lane, entry: CallRecord, known: Answers) -> bool:
+    """Whether a lower rank is in the call, and says so: one line is for a call, not for a rank."""
+    has_come = _is_meeting if mesh.link is None else _has_arrived
+    return lane.order is None and any(
+        rank < mesh.rank and has_come(mesh, lane, entry, known[rank]) for rank in known
+    )
 
 
 def report_silence(waiting: Sequence[Waiting], told: threading.Event) -> None:
@@ -471,8 +537,8 @@ def _answers(
     meshes: Sequence[Mesh],
     asked: int,
     since: int,
-    concerned: Callable[[], Collection[int]],
-) -> dict[int, WaitSnapshot]:
+    wanted: Callable[[float, Answers], tuple[set[int], float]],
+) -> Answers:
     """Where ranks are, by global rank, as far as they answer in time.
 
     Args:
@@ -480,18 +546,24 @@ def _answers(
         meshes: all of this process's.
         asked: the question's number.
         since: of the first question that an answer may be to.
-        concerned: whose answers are wanted; asked again and again.
+        wanted: told the time and what is known, says whose answers are wanted, and until when to
+            call it again though there are none; called again and again.
     """
     answers = {board.rank: wait_snapshot(meshes, asked)}
     board.publish(answers[board.rank])
     until = time.monotonic() + _ANSWERS_WITHIN_SECONDS
+    pause = max([_PAUSE_SECONDS, *(len(mesh.members) / _LOOKS_PER_SECOND for mesh in meshes)])
     while True:
-        missing = set(concerned()) - answers.keys()
+        now = time.monotonic()
+        ranks, again_until = wanted(now, answers)
+        missing = ranks - answers.keys()
         found = {rank: board.read(rank, since) for rank in missing}
         answers |= {rank: answer for rank, answer in found.items() if answer is not None}
-        if missing <= answers.keys() or time.monotonic() > until:
+        if now >= again_until and (not missing or now > until):
             return answers
-        time.sleep(_PAUSE_SECONDS)
+        if missing and missing <= answers.keys():
+            continue
+        time.sleep(pause)
         if board.asked() > board.answered:  # another rank asks as well
             board.publish(wait_snapshot(meshes, board.asked()))
 
@@ -500,7 +572,7 @@ def _ranks_of(waiting: Iterable[Waiting]) -> set[int]:
     return {mesh.ranks[each] for mesh, _, _ in waiting for each in mesh.members}
 
 
-def _known(mesh: Mesh, answers: dict[int, WaitSnapshot]) -> dict[int, WaitSnapshot]:
+def _known(mesh: Mesh, answers: Answers) -> Answers:
     """Answers by rank within the mesh's group."""
     return {rank: answers[mesh.ranks[rank]] for rank in mesh.members if mesh.ranks[rank] in answers}
 

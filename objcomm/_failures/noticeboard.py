@@ -155,6 +155,16 @@ class Board:
         """Remove a verdict that no rank will look for."""
         self._store.delete_key(f"verdict/{key}")
         self._store.delete_key(f"known/{key}")
+        self.end_turns(key)
+
+    def take_turn(self, key: str) -> int:
+        """Which turn this rank has to find out what shall be the verdict on ``key``, from 1."""
+        number: int = self._store.add(f"turns/{key}", 1)
+        return number
+
+    def end_turns(self, key: str) -> None:
+        """Let the next rank that takes a turn be the first."""
+        self._store.delete_key(f"turns/{key}")
 
     def _verdict_in(self, key: str, raw: bytes) -> Verdict:
         """The verdict on ``key``; one that can't be read says no more than that there is one.

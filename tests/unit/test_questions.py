@@ -1,0 +1,217 @@
+"""What many ranks that wait ask of the store, when a limit passes or a long wait is reported."""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from objcomm._failures import inquiry
+from objcomm._failures.deadlock import WaitSnapshot
+from objcomm._failures.liveness import Processes
+from objcomm._failures.mesh import Mesh
+from objcomm._failures.noticeboard import Board
+from objcomm._failures.verdict import Verdict
+from objcomm._observe.history import CallRecord, History
+from objcomm._transport.lane import Lane
+from objcomm._wire.header import Operation
+from tests.unit.memory_link import header_of
+from tests.unit.test_conflict import MAIN, lane, step
+from tests.waits import PATIENCE_S
+
+_NONCE = "n"
+_CALL = 3
+_SIZE = 64
+_AWAY, _SILENT = 20, 30  # one rank is in no call, and one does not answer
+
+
+class Counted:
+    """A store that counts which keys it is asked for, by their first part."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.asked: Counter[str] = Counter()
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            self.asked[f"{operation} {arguments[0]}".partition("/")[0]] += 1
+            return getattr(self._store, operation)(*arguments)
+
+        return ask
+
+
+class Rank:
+    """One rank of a world that has met; it has said where it is, unless it is silent."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, silent: set[int]) -> None:
+        self.board = Board(store, rank, Processes())
+        self.store: Any = Counted(self.board._store)  # noqa: SLF001  # nothing shows what it is asked
+        self.board._store = self.store  # noqa: SLF001  # likewise
+        self.mesh = Mesh(
+            name="world",
+            is_world=True,
+            ranks=tuple(range(size)),
+            rank=rank,
+            history=History(),
+            board_thread=self._board_thread(),
+            members=tuple(range(size)),
+            whole=None,
+            is_destroyed=lambda: False,
+        )
+        self.mesh._progress.nonce = _NONCE  # noqa: SLF001  # as when the ranks have met
+        link: Any = SimpleNamespace(abort=lambda: None)
+        self.mesh.link = link
+        self.waits = rank not in silent | {_AWAY}
+        self.lane = Lane("main", 0, threading.current_thread())
+        self.entry = CallRecord(
+            header_of(rank, sequence=_CALL, operation=Operation.BARRIER), "barrier"
+        )
+        self.entry.awaits, self.entry.limit_seconds = 0, 5.0
+        self.entry.first_asked, self.entry.has_expired = 1, True
+        self.entry.waits_since = self.entry.waits_until = time.monotonic()
+        self.lane.entry = self.entry if self.waits else None
+        call = step(_CALL if self.waits else _CALL - 1)
+        state = lane("world", call, awaits=0 if self.waits else -1, nonce=_NONCE)
+        self.where = WaitSnapshot(1, MAIN, (state,))
+        if rank not in silent:
+            self.board.publish(self.where)
+
+    def _board_thread(self) -> Any:
+        processes = SimpleNamespace(stopped=set)
+        return SimpleNamespace(submit=lambda job: job(self.board), processes=processes)
+
+    def expire(self) -> None:
+        """Its limit passes."""
+        inquiry.expire(self.board, [self.mesh], deque([(self.mesh, self.lane, self.entry)]))
+
+    def report(self) -> None:
+        """It has waited for long."""
+        waiting = [(self.mesh, self.lane, self.entry)]
+        inquiry.report(self.board, [self.mesh], waiting, threading.Event())
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Rank]]:
+    """Makes the ranks of a job, and gives those that wait."""
+
+    def make(silent: set[int], size: int = _SIZE) -> list[Rank]:
+        store = dist.HashStore()
+        ranks = [Rank(store, rank, size, silent) for rank in range(size)]
+        of = {rank.mesh: rank.where for rank in ranks}
+        monkeypatch.setattr(inquiry, "wait_snapshot", lambda meshes, _: of[meshes[0]])
+        monkeypatch.setattr(Board, "ask", lambda _: 1)  # so that no answer is too old
+        monkeypatch.setattr(Board, "asked", lambda _: 1)
+        return [rank for rank in ranks if rank.waits]
+
+    return make
+
+
+def on_all(ranks: list[Rank], action: Callable[[Rank], object]) -> None:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(action, ranks))
+
+
+def answers_read(ranks: list[Rank]) -> int:
+    return sum(rank.store.asked["compare_set where"] for rank in ranks)
+
+
+def verdict_of(ranks: list[Rank]) -> Verdict:
+    """The one that all have."""
+    found = {rank.mesh.verdict for rank in ranks}
+    assert len(found) == 1
+    verdict = found.pop()
+    assert verdict is not None
+    return verdict
+
+
+def test_of_many_ranks_that_pass_a_limit_together_one_asks_all(
+    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody is silent, so the first need not wait so long; the others would.
+    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", PATIENCE_S)
+    ranks = job(silent=set())
+    take_turn, all_have_come = Board.take_turn, threading.Barrier(len(ranks))
+
+    def together(board: Board, key: str) -> int:
+        turn = take_turn(board, key)
+        all_have_come.wait(PATIENCE_S)
+        return turn
+
+    monkeypatch.setattr(Board, "take_turn", together)
+    on_all(ranks, Rank.expire)
+    assert verdict_of(ranks).ranks == (_AWAY,)
+    assert len(verdict_of(ranks).positions) == _SIZE
+    assert answers_read(ranks) == _SIZE - 1
+    # All know the verdict but those that do not wait; the last of all removes what there is.
+    store = ranks[0].store
+    assert store.check([f"turns/{_NONCE}"])
+    ranks[0].board.retract(_NONCE)
+    assert not store.check([f"turns/{_NONCE}"])
+
+
+@pytest.mark.parametrize("lost", [1, 2, 9])
+def test_where_those_that_were_to_ask_are_lost_another_one_does(
+    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 0.1)
+    ranks = job(silent={_SILENT})
+    for _ in range(lost):
+        ranks[0].board.take_turn(_NONCE)
+    on_all(ranks, Rank.expire)
+    assert verdict_of(ranks).ranks == (_AWAY, _SILENT)
+    assert verdict_of(ranks).silent == (_SILENT,)
+    assert len(verdict_of(ranks).positions) == _SIZE - 1
+
+
+def test_few_ranks_all_ask(job: Callable[..., list[Rank]]) -> None:
+    ranks = job(silent=set(), size=4)
+    ranks[0].lane.entry = None
+    ranks[0].board.publish(WaitSnapshot(1, MAIN, ()))
+    ranks[1].expire()
+    assert verdict_of(ranks[1:2]).ranks == (0,)
+    assert not ranks[1].store.asked["add turns"]
+
+
+def test_who_succeeds_while_it_asks_leaves_its_turn_to_others(
+    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = job(silent=set())[:2]
+    read = Board.read
+
+    def succeed(board: Board, rank: int, asked: int) -> WaitSnapshot | None:
+        first.lane.entry = None
+        return read(board, rank, asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Board, "read", succeed)
+        first.expire()
+    assert first.mesh.verdict is None
+    assert not first.store.check([f"turns/{_NONCE}"])
+    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", PATIENCE_S)
+    second.expire()
+    assert second.mesh.verdict is not None
+
+
+@pytest.mark.parametrize("silent", [set(), {0, 1, 2}, {_SILENT}], ids=str)
+def test_of_many_ranks_that_wait_the_lowest_alone_asks_all_and_tells(
+    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch, silent: set[int]
+) -> None:
+    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 0.2)
+    told: list[tuple[int, Verdict]] = []
+    monkeypatch.setattr(
+        inquiry, "_warn", lambda mesh, _, verdict: told.append((mesh.rank, verdict))
+    )
+    ranks = job(silent)
+    on_all(ranks, Rank.report)
+    ((rank, verdict),) = told
+    assert rank == min(each.mesh.rank for each in ranks)
+    assert verdict.ranks == tuple(sorted({_AWAY, *silent}))
+    assert verdict.silent == tuple(sorted(silent))
+    others = [each for each in ranks if each.mesh.rank != rank]
+    # Nearly all find in their first few questions one that tells; some are unlucky.
+    assert answers_read(others) < _SIZE * _SIZE / 4
