@@ -40,16 +40,18 @@ _TICKS = (0.01, 0.1, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Colours:
+class Colours:
+    """Of a picture, for one kind of page."""
+
     text: str
     faint: str
     faster: str
     slower: str
 
 
-_PALETTES = {
-    "light": _Colours(text="#1f2328", faint="#8c959f", faster="#2f6fb0", slower="#bc4c00"),
-    "dark": _Colours(text="#e2e4e9", faint="#7d8590", faster="#6cb0f5", slower="#f0883e"),
+PALETTES = {
+    "light": Colours(text="#1f2328", faint="#8c959f", faster="#2f6fb0", slower="#bc4c00"),
+    "dark": Colours(text="#e2e4e9", faint="#7d8590", faster="#6cb0f5", slower="#f0883e"),
 }
 
 
@@ -76,13 +78,13 @@ def draw(results: Results, folder: Path) -> bool:
     folder.mkdir(exist_ok=True)
     headline = {name: bars[name] for name in bars if name in _HEADLINE}
     for name, shown in (("benchmarks", bars), ("headline", headline or bars)):
-        for scheme, colours in _PALETTES.items():
+        for scheme, colours in PALETTES.items():
             text = "\n".join(_picture(shown, colours)) + "\n"
             (folder / f"{name}-{scheme}.svg").write_text(text, encoding="utf-8")
     return True
 
 
-def _picture(bars: Mapping[str, float], colours: _Colours) -> Iterator[str]:
+def _picture(bars: Mapping[str, float], colours: Colours) -> Iterator[str]:
     height = _HEAD + _ROW * len(bars) + _FOOT
     title = f"time of objcomm as a share of torch's object collective, {JUDGED_WORLD} ranks"
     yield (
@@ -116,9 +118,7 @@ def _axis(bars: Mapping[str, float]) -> tuple[float, float]:
     return left, (_WIDTH - 2 * _MARGIN - _FIGURES) / (right - left)
 
 
-def _bar(
-    name: str, share: float, y: int, ends: Sequence[float], colours: _Colours
-) -> Iterator[str]:
+def _bar(name: str, share: float, y: int, ends: Sequence[float], colours: Colours) -> Iterator[str]:
     operation, _, payload = name.partition(": ")
     colour = colours.faster if share < 1 else colours.slower
     yield (

@@ -153,7 +153,7 @@ def page(results: Results, *, is_drawn: bool = False) -> str:
     parts += ["## Times\n", *_time_tables(results)]
     parts += ["## Memory, exactness, import\n", _other_figures(results)]
     facts = [[name, fact] for name, fact in results.about.items()]
-    parts += ["## Machine and versions\n", _table(["what", "which"], facts), _METHOD]
+    parts += ["## Machine and versions\n", table(["what", "which"], facts), _METHOD]
     return "\n".join(parts)
 
 
@@ -225,7 +225,8 @@ def _allowed(found: Judgement) -> str:
     return f"{found.target.at_most:.2f}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
@@ -252,7 +253,7 @@ def _decisive(results: Results) -> list[str]:
     if not rows:
         return []
     head = [f"with {JUDGED_WORLD} ranks", OURS, *_DECISIVE_PEERS]
-    return ["## Five rows to decide by\n", _HOW_TO_DECIDE, _table(head, rows)]
+    return ["## Five rows to decide by\n", _HOW_TO_DECIDE, table(head, rows)]
 
 
 def _case_of(record: Record) -> tuple[str, str, str, int, str]:
@@ -282,7 +283,7 @@ def _targets(found: list[Judgement]) -> str:
         if one.target.why_missed and not one.is_met
     )
     summary = f"{len(found) - missed} of {len(found)} met.\n\n"
-    return summary + _table(head, rows) + "".join(["\n", *reasons] if reasons else [])
+    return summary + table(head, rows) + "".join(["\n", *reasons] if reasons else [])
 
 
 def _beside_mpi(results: Results) -> list[str]:
@@ -322,7 +323,7 @@ def _losses(losses: list[Loss]) -> str:
     head = ["operation", "payload", "world", "what", "peer", "ratio", OURS, "the peer"]
     faster = Counter(loss.theirs.peer for loss in losses)
     told = ", ".join(f"{peer} in {count}" for peer, count in faster.most_common())
-    return f"Rows in which a peer was better than objcomm: {told}.\n\n{_table(head, rows)}"
+    return f"Rows in which a peer was better than objcomm: {told}.\n\n{table(head, rows)}"
 
 
 def _time_tables(results: Results) -> list[str]:
@@ -360,7 +361,7 @@ def _by_peer(results: Results, head: list[str], label: Mapping[tuple[str, ...], 
         [*words, *(_cell(results, record, peer) for peer in peers)]
         for words, record in label.items()
     ]
-    return _table([*head, *peers], rows)
+    return table([*head, *peers], rows)
 
 
 def _cell(results: Results, like: Record, peer: str) -> str:

@@ -1,0 +1,35 @@
+"""What messages cost a rank's processor, out of what real ranks have taken.
+
+Least squares of the shares by which each figure is missed, so that small calls count as much as
+large ones.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.model.link import Costs
+from bench.model.world import Outcome
+
+
+def costs_of(taken: Sequence[tuple[float, Outcome]]) -> Costs:
+    """The costs that tell best what calls have taken.
+
+    Args:
+        taken: of each call a rank's processor seconds, the mean of all ranks, and what the model
+            counts for it.
+    """
+    rows = np.array([[1.0, each.mean_messages, each.mean_opened] for _, each in taken])
+    seconds = np.array([busy for busy, _ in taken])
+    chosen = list(range(rows.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(
+            rows[:, chosen] / seconds[:, None], np.ones(len(taken)), rcond=None
+        )
+        if all(found >= 0):
+            break
+        del chosen[int(np.argmin(found))]  # nothing costs less than nothing
+    call, message, opened = (
+        float(found[chosen.index(at)]) if at in chosen else 0.0 for at in range(3)
+    )
+    return Costs(call, message, message, opened)

@@ -1,0 +1,98 @@
+"""What objcomm does, run over the model: the routes of the package as they are."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from bench.model.link import Costs, ModelLink
+from bench.model.world import Machine, Outcome, World
+from objcomm._algorithms import routes
+from objcomm._algorithms.device import DevicePath
+from objcomm._algorithms.exchange import Exchange
+from objcomm._config import Settings
+from objcomm._observe.history import CallRecord
+from objcomm._transport.lane import Lane
+from objcomm._transport.link import Deadline
+from objcomm._wire.admission import Gate
+from objcomm._wire.header import Header, Operation
+from objcomm._wire.message import Message, compose
+
+_REAL_SECONDS = 3600.0  # the model's own; what it tells of is another time
+
+
+class _PricedGate(Gate):
+    """Reads each header as the package does, and lets that take time."""
+
+    def __init__(self, world: World, rank: int, seconds: float) -> None:
+        super().__init__(Settings(max_nbytes=1 << 40), "a model", rank)
+        self._world = world
+        self._at = rank
+        self._seconds = seconds
+
+    def header_in(self, raw: bytes | bytearray | memoryview, sender: int | None = None) -> Header:
+        """See ``Gate``."""
+        self._world.spend(self._at, self._seconds)
+        self._world.opened[self._at] += 1
+        return super().header_in(raw, sender)
+
+
+#: By name, what a rank does with its message; rank 0 is the root.
+OPERATIONS: dict[str, tuple[Operation, int, Callable[[Exchange, Message], object]]] = {
+    "barrier": (Operation.BARRIER, -1, routes.all_meet),
+    "broadcast": (
+        Operation.BROADCAST,
+        0,
+        lambda exchange, mine: routes.broadcast(exchange, None if exchange.rank else mine, 0),
+    ),
+    "gather": (Operation.GATHER, 0, lambda exchange, mine: routes.gather(exchange, mine, 0)),
+    "scatter": (
+        Operation.SCATTER,
+        0,
+        lambda exchange, mine: routes.scatter(
+            exchange, None if exchange.rank else [mine] * exchange.size, 0
+        ),
+    ),
+    "all_gather": (Operation.ALL_GATHER, -1, routes.all_gather),
+    "all_to_all": (
+        Operation.ALL_TO_ALL,
+        -1,
+        lambda exchange, mine: routes.all_to_all(exchange, [mine] * exchange.size),
+    ),
+}
+
+
+def run(
+    operation: str, hosts: Sequence[int], nbytes: int, machine: Machine, costs: Costs
+) -> Outcome:
+    """One call of an operation on every rank, all of which call at the same time.
+
+    Args:
+        operation: of ``OPERATIONS``.
+        hosts: of each rank, as a number.
+        nbytes: of each rank's object, as the codec writes it.
+        machine: what the hosts are like.
+        costs: of a rank's processor.
+    """
+    number, root, body = OPERATIONS[operation]
+    world = World(hosts, machine)
+
+    def on_rank(rank: int) -> tuple[int, int]:
+        link = ModelLink(world, rank, costs)
+        header = Header(operation=number, sender=rank, root=root, codec="pickle")
+        exchange = Exchange(
+            link=link,
+            lane=Lane("", 0, threading.current_thread()),
+            entry=CallRecord(header, operation),
+            deadline=Deadline(_REAL_SECONDS),
+            gate=_PricedGate(world, rank, costs.open),
+            device=DevicePath(),
+        )
+        world.spend(rank, costs.call)
+        own = 0 if number == Operation.BARRIER else nbytes
+        body(exchange, compose(header, bytes(own)))
+        exchange.finish()
+        return exchange.rounds, sum(link.standing_nbytes.values())
+
+    found = world.run(on_rank)
+    if world.left_over():
+        raise RuntimeError(f"{operation}: messages that nobody has received")
+    return world.outcome(*map(max, zip(*found, strict=True)))

@@ -1,0 +1,210 @@
+"""The same operations on real ranks of this machine: their messages counted, their time taken.
+
+The ranks are forked from this process. Where they are to be on several hosts they are told so, and
+talk over Gloo as if it were true; the network between them is the loopback device.
+"""
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import objcomm
+from bench.fork import run_forked
+from bench.memory import sockets
+from objcomm._transport import rendezvous
+from objcomm._transport.gloo import GlooLink
+from objcomm._transport.local import LocalLink
+from objcomm._wire.header import HEADER_NBYTES
+
+_TIMEOUT = timedelta(minutes=5)
+#: What every rank shares; the rows and the model have the length that it has on the wire.
+OBJECT = {"rank": "any", "correct": 1797, "loss": 0.25, "split": "test", "notes": "x" * 150}
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One operation on real ranks, a later call than the first.
+
+    Attributes:
+        peer: ``"objcomm"`` or ``"torch"``.
+        operation: its name.
+        size: number of ranks.
+        per_host: ranks of a host.
+        nbytes: of each rank's object, as the codec wrote it.
+        seconds: of the slowest rank, per call of some in a row; the median.
+        processor_seconds: of a rank, per call; the mean of all.
+        messages: of the busiest rank, sent and received; 0 for torch, whose nobody counts.
+        sent_nbytes: of all ranks together; likewise.
+        connections: of the rank that has most, to ranks with which it exchanged messages; likewise.
+        sockets: of rank 0, beyond those that it had before its first call; likewise.
+        is_as_modelled: whether each rank sent what it sends in the model, message by message.
+    """
+
+    peer: str
+    operation: str
+    size: int
+    per_host: int
+    nbytes: int
+    seconds: float
+    processor_seconds: float
+    messages: int = 0
+    sent_nbytes: int = 0
+    connections: int = 0
+    sockets: int = 0
+    is_as_modelled: bool = False
+
+
+#: Of each rank: to whom it sent, and how many bytes, in order.
+Sends = list[list[tuple[int, int]]]
+
+
+def count(
+    size: int, per_host: int, operations: list[str], folder: Path, *, samples: int, in_a_row: int
+) -> tuple[list[Counted], dict[str, Sends]]:
+    """Run operations on fresh ranks. Must be called before this process has threads.
+
+    Args:
+        size: number of ranks.
+        per_host: how many are on each host.
+        operations: their names.
+        folder: for what the ranks write.
+        samples: of each time; 0 for none.
+        in_a_row: calls in a sample.
+
+    Returns:
+        What was counted, and all messages of each of objcomm's operations.
+    """
+    file = folder / "counted.json"
+
+    def body(rank: int, store: dist.Store) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+        dist.barrier()
+        host = f"host{rank // per_host}"
+        with mock.patch.object(rendezvous, "machine", return_value=host):
+            before = sockets()
+            objcomm.barrier()
+            more_sockets = sockets() - before
+        sends = {each: _counted(_objcomm_calls(size)[each], size) for each in operations}
+        nbytes = sends["gather"][-1][0][1] - HEADER_NBYTES  # the last rank has none below it
+        rows = []
+        for peer, calls in {
+            "objcomm": _objcomm_calls(size),
+            "torch": _torch_calls(rank, size),
+        }.items():
+            for operation in (each for each in operations if each in calls):
+                call = calls[operation]
+                times = _timed(call, size, samples, in_a_row) if samples else (0.0, 0.0)
+                row = asdict(Counted(peer, operation, size, per_host, nbytes, *times))
+                if peer == "objcomm":
+                    row |= _figures(sends[operation]) | {"sockets": more_sockets}
+                rows.append(row)
+        dist.barrier()
+        objcomm.shutdown()
+        if rank == 0:
+            file.write_text(json.dumps([rows, sends]))
+
+    run_forked(size, body, _TIMEOUT)
+    found, by_operation = json.loads(file.read_text())
+    return [Counted(**row) for row in found], {
+        operation: [[(peer, nbytes) for peer, nbytes in each] for each in by_rank]
+        for operation, by_rank in by_operation.items()
+    }
+
+
+def _counted(call: Call, size: int) -> Sends:
+    """What all ranks send in a call, which is not their first."""
+    call()
+    dist.barrier()
+    with _watched_links() as sent:
+        call()
+    return _of_all_ranks(sent, size)
+
+
+def _objcomm_calls(size: int) -> dict[str, Call]:
+    return {
+        "barrier": objcomm.barrier,
+        "broadcast": lambda: objcomm.broadcast(OBJECT),
+        "gather": lambda: objcomm.gather(OBJECT),
+        "scatter": lambda: objcomm.scatter([OBJECT] * size if objcomm.rank() == 0 else None),
+        "all_gather": lambda: objcomm.all_gather(OBJECT),
+        "all_to_all": lambda: objcomm.all_to_all([OBJECT] * size),
+    }
+
+
+def _torch_calls(rank: int, size: int) -> dict[str, Call]:
+    return {
+        "barrier": dist.barrier,
+        "broadcast": lambda: dist.broadcast_object_list([None if rank else OBJECT]),
+        "gather": lambda: dist.gather_object(OBJECT, None if rank else [None] * size),
+        "all_gather": lambda: dist.all_gather_object([None] * size, OBJECT),
+    }
+
+
+@contextlib.contextmanager
+def _watched_links() -> Iterator[list[tuple[int, int]]]:
+    """Note to whom this rank sends, and how many bytes."""
+    sent: list[tuple[int, int]] = []
+    with contextlib.ExitStack() as patched:
+        for kind in (LocalLink, GlooLink):
+            watched = _noting(kind.send, sent)
+            patched.enter_context(mock.patch.object(kind, "send", watched))
+        yield sent
+
+
+def _noting(original: Callable[..., Any], sent: list[tuple[int, int]]) -> Callable[..., Any]:
+    def send(link: Any, flat: Any, peer: int, tag: int) -> Any:
+        sent.append((peer, flat.nbytes))
+        return original(link, flat, peer, tag)
+
+    return send
+
+
+def _of_all_ranks(mine: Any, size: int) -> list[Any]:
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _timed(call: Call, size: int, samples: int, in_a_row: int) -> tuple[float, float]:
+    """Seconds of the slowest rank, and of a processor, per call."""
+    call()
+    slowest, busy = [], []
+    for _ in range(samples):
+        dist.barrier()
+        began, ran = time.perf_counter(), time.process_time()
+        for _ in range(in_a_row):
+            call()
+        dist.barrier()  # of some calls only the root waits for the others
+        mine = (time.perf_counter() - began, time.process_time() - ran)
+        everyone = _of_all_ranks(mine, size)
+        slowest.append(max(seconds for seconds, _ in everyone) / in_a_row)
+        busy.append(statistics.fmean(seconds for _, seconds in everyone) / in_a_row)
+    return statistics.median(slowest), statistics.median(busy)
+
+
+def _figures(sends: Sends) -> dict[str, int]:
+    """What the busiest rank had to do, of all messages."""
+    messages = [len(each) for each in sends]
+    peers: list[set[int]] = [{peer for peer, _ in each} for each in sends]
+    for rank, each in enumerate(sends):
+        for peer, _ in each:
+            messages[peer] += 1
+            peers[peer].add(rank)
+    return {
+        "messages": max(messages),
+        "sent_nbytes": sum(nbytes for each in sends for _, nbytes in each),
+        "connections": max(map(len, peers)),
+    }
