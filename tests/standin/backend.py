@@ -5,13 +5,16 @@ backend for torch, but a whole process group, so this one holds Gloo for the CPU
 
 It is as strict as NCCL, but tells what NCCL would hang at or corrupt. A rank's tensors must lie on
 one device, contiguous, and be ready on its current stream; all ranks must make the same calls in
-the same order; what one rank sends moves once the other is there to receive it. A rank that does
-not come is waited for until the group's own time limit. ``Backend.interrupt`` makes a call fail,
+the same order; what one rank sends moves once the other is there to receive it. Whether a rank that
+does not come is alive it does not know: it waits until the group's own time limit has passed, or
+somebody calls ``Backend.abort``, as NCCL's watchdog does. ``Backend.interrupt`` makes a call fail,
 stall, or do anything else.
 """
 
 import functools
-import itertools
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -23,8 +26,7 @@ from tests.standin import device
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
-_TEXT_NBYTES = 256  # what a rank says of its call
-_OFFER, _ANSWER = 0, 1  # tags
+_LOOK_S = 0.001
 
 
 class Interruption(NamedTuple):
@@ -51,13 +53,16 @@ class Backend:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._rank, self._size = rank, size
-        # Torch's stub of Gloo lacks what all backends have.
-        gloo: Any = functools.partial(dist.ProcessGroupGloo, rank=rank, size=size, timeout=timeout)
-        self._words = gloo(dist.PrefixStore("words", store))
-        self._bytes = gloo(dist.PrefixStore("bytes", store))
-        self.options = self._bytes.options
+        self._words: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
+        # Ranks meet by their words, so this one never waits long. Torch's stub lacks what it has.
+        self._gloo: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore("gloo", store), rank, size, timeout
+        )
+        self.options = self._gloo.options
         self.made: list[str] = []
-        self._numbers = itertools.count()
+        self._limit = timeout
+        self._aborted = threading.Event()
+        self._numbers: Counter[str] = Counter()
         self._interruptions: list[Interruption] = []
         self._device: torch.device | None = None
 
@@ -74,13 +79,11 @@ class Backend:
         return self._size
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._words._set_default_timeout(timeout)
-        self._bytes._set_default_timeout(timeout)
+        self._limit = timeout
 
     def abort(self) -> None:
-        """End what is under way, and the connections."""
-        self._words.abort()
-        self._bytes.abort()
+        """End what waits for other ranks, and whatever is called later."""
+        self._aborted.set()
 
     def interrupt(
         self, operation: str, act: Callable[[], None], *, at_wait: bool = False
@@ -95,32 +98,22 @@ class Backend:
     def broadcast(self, tensor: Tensors, root: Any, *_: object) -> "Work":
         """Everybody gets what ``root`` has."""
         flat, source = _one(tensor), getattr(root, "rootRank", root)
-        self._agree("broadcast", flat, f"from {source}", [flat] if source == self._rank else [])
-        self._bytes.broadcast(device.content(flat), source).wait()
+        self._meet("broadcast", flat, f"from {source}", [flat] if source == self._rank else [])
+        self._gloo.broadcast(device.content(flat), source).wait()
         return self._work("broadcast", [flat])
 
     def send(self, tensors: Tensors, peer: int, *_: object) -> "Work":
         """Wait until ``peer`` receives it."""
         flat = _one(tensors)
-        own = self._begin("send", flat, f"{self._rank} to {peer}", [flat])
-        self._words.send([_packed(own)], peer, _OFFER).wait()
-        answer = _packed("")
-        self._words.recv([answer], peer, _ANSWER).wait()
-        if _text(answer) != own:
-            raise RuntimeError(f"this rank sends {own}, but {peer} receives {_text(answer)}")
-        self._bytes.send([device.content(flat)], peer, 0).wait()
+        self._meet("send", flat, f"{self._rank} to {peer}", [flat], (self._rank, peer))
+        self._gloo.send([device.content(flat)], peer, 0).wait()
         return self._work("send", [])
 
     def recv(self, tensors: Tensors, peer: int, *_: object) -> "Work":
         """Wait until ``peer`` has sent it."""
         flat = _one(tensors)
-        own = self._begin("recv", flat, f"{peer} to {self._rank}", [])
-        offer = _packed("")
-        self._words.recv([offer], peer, _OFFER).wait()
-        self._words.send([_packed(own)], peer, _ANSWER).wait()
-        if _text(offer) != own:
-            raise RuntimeError(f"this rank receives {own}, but {peer} sends {_text(offer)}")
-        self._bytes.recv([device.content(flat)], peer, 0).wait()
+        self._meet("recv", flat, f"{peer} to {self._rank}", [], (peer, self._rank))
+        self._gloo.recv([device.content(flat)], peer, 0).wait()
         return self._work("recv", [flat])
 
     def alltoall_base(
@@ -134,52 +127,70 @@ class Backend:
         """Everybody gets an equal part from everybody."""
         if into_sizes or flat_sizes:
             raise NotImplementedError("parts of different sizes")
-        self._agree("alltoall_base", flat, f"into {into.numel()}", [flat], into)
-        self._bytes.alltoall_base(device.content(into), device.content(flat), [], []).wait()
+        self._meet("alltoall_base", flat, f"into {into.numel()}", [flat], into=into)
+        self._gloo.alltoall_base(device.content(into), device.content(flat), [], []).wait()
         return self._work("alltoall_base", [into])
 
     def _allgather_base(self, into: torch.Tensor, flat: torch.Tensor, *_: object) -> "Work":
         """Everybody gets everything, in rank order."""
-        self._agree("_allgather_base", flat, f"into {into.numel()}", [flat], into)
-        self._bytes._allgather_base(device.content(into), device.content(flat)).wait()
+        self._meet("_allgather_base", flat, f"into {into.numel()}", [flat], into=into)
+        self._gloo._allgather_base(device.content(into), device.content(flat)).wait()
         return self._work("_allgather_base", [into])
 
-    def _begin(
-        self, operation: str, flat: torch.Tensor, what: str, reads: Sequence[torch.Tensor]
-    ) -> str:
-        """Look at the tensor, and say what this call is."""
-        if flat.device.type != device.NAME:
-            raise RuntimeError(f"{operation}: a tensor on {flat.device}")
-        # NCCL would connect another one by itself, and wait there for ranks that do not.
-        self._device = self._device or flat.device
-        if flat.device != self._device:
-            raise RuntimeError(f"{operation}: a tensor on {flat.device}, after {self._device}")
-        if not flat.is_contiguous():
-            raise RuntimeError(f"{operation}: a tensor must be contiguous")
-        device.launch(f"{device.NAME}::{operation}", reads, [])
-        self._happen(operation, at_wait=False)
-        what = f"{flat.numel()} of {flat.dtype}, {what}"
-        self.made.append(f"{operation}: {what}")
-        return what
-
-    def _agree(
+    def _meet(
         self,
         operation: str,
         flat: torch.Tensor,
         what: str,
         reads: Sequence[torch.Tensor],
+        ranks: Sequence[int] = (),
+        *,
         into: torch.Tensor | None = None,
     ) -> None:
-        """See that all ranks make this call, and that as the same one of their calls."""
-        what = self._begin(operation, flat, what, reads)
-        if into is not None and (into.device != flat.device or not into.is_contiguous()):
-            raise RuntimeError(f"{operation}: its result must be contiguous on {flat.device}")
-        own = f"{operation} (call {next(self._numbers)}): {what}"
-        gathered = torch.empty(self._size, _TEXT_NBYTES, dtype=torch.uint8, device="cpu")
-        self._words._allgather_base(gathered.flatten(), _packed(own)).wait()
-        texts = [_text(each) for each in gathered]
+        """Look at the tensors, and see that the ranks concerned all make this call.
+
+        Args:
+            operation: the name of a method.
+            flat: what is sent, or received.
+            what: the rest of what must be the same on these ranks.
+            reads: what must be ready.
+            ranks: who they are; all if there are none.
+            into: what is received, if that is another tensor.
+        """
+        for tensor in (flat,) if into is None else (flat, into):
+            if tensor.device.type != device.NAME or not tensor.is_contiguous():
+                raise RuntimeError(
+                    f"{operation}: a tensor on {tensor.device} with strides {tensor.stride()}; "
+                    f"it must be contiguous on {device.NAME}"
+                )
+            # NCCL would connect another one by itself, and wait there for ranks that do not.
+            self._device = self._device or tensor.device
+            if tensor.device != self._device:
+                raise RuntimeError(f"{operation}: a tensor on {tensor.device}, not {self._device}")
+        device.launch(f"{device.NAME}::{operation}", reads, [])
+        self._happen(operation, at_wait=False)
+        what = f"{flat.numel()} of {flat.dtype}, {what}"
+        self.made.append(f"{operation}: {what}")
+        whose = "-".join(map(str, ranks)) or "all"
+        own = f"call {self._numbers[whose]} of {whose}: "
+        own += what if ranks else f"{operation}, {what}"
+        key = f"{whose}/{self._numbers[whose]}"
+        self._numbers[whose] += 1
+        self._words.set(f"{key}/{self._rank}", own)
+        keys = [f"{key}/{each}" for each in ranks or range(self._size)]
+        self._await(keys, own)
+        texts = [self._words.get(each).decode() for each in keys]
         if set(texts) != {own}:
             raise RuntimeError(f"the ranks make different calls: {texts}")
+
+    def _await(self, keys: list[str], own: str) -> None:
+        """Wait until all have said what they call."""
+        until = time.monotonic() + self._limit.total_seconds()
+        while self._aborted.is_set() or not self._words.check(keys):
+            if self._aborted.wait(_LOOK_S):
+                raise RuntimeError(f"the communicator was aborted in {own}")
+            if time.monotonic() > until:
+                raise RuntimeError(f"timed out after {self._limit} in {own}")
 
     def _happen(self, operation: str, *, at_wait: bool) -> None:
         for each in self._interruptions:
@@ -278,16 +289,6 @@ def _one(tensors: Tensors) -> torch.Tensor:
         return tensors
     (tensor,) = tensors
     return tensor
-
-
-def _packed(text: str) -> torch.Tensor:
-    """A text in a tensor of always the same size."""
-    raw = text.encode().ljust(_TEXT_NBYTES, b"\0")
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
-
-def _text(packed: torch.Tensor) -> str:
-    return bytes(packed.tolist()).rstrip(b"\0").decode()
 
 
 @functools.cache
