@@ -357,6 +357,11 @@ def is_alive(group: Any) -> bool:
     return True
 
 
+def is_bound(group: Any) -> bool:
+    """Whether a process group was told its device when it was made, as by ``device_id=``."""
+    return _binding.of(group) is not None
+
+
 class _Binding:
     """Hides from torch that the world is bound to a device, while any thread makes a group.
 
@@ -370,6 +375,12 @@ class _Binding:
         self._lock = threading.Lock()
         self._hiding = 0
         self._device: torch.device | None = None
+
+    def of(self, group: Any) -> torch.device | None:
+        """A group's device, hidden or not; None where there is none."""
+        with self._lock:
+            is_hidden = self._hiding > 0 and group is dist.GroupMember.WORLD
+            return self._device if is_hidden else getattr(group, "bound_device_id", None)
 
     @contextlib.contextmanager
     def hidden(self, world: Any) -> Iterator[torch.device | None]:

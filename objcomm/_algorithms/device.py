@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from objcomm._codecs.buffers import empty
 from objcomm._wire.header import Flag
+from objcomm._world import is_bound
 from objcomm.errors import TransportError, WireError
 
 if TYPE_CHECKING:
@@ -159,12 +160,17 @@ class BackendLink:
 
     Attributes:
         device: where the tensors lie; without an index, it is the current one at each use.
+        is_pairwise: whether ``send`` and ``recv`` may come at any time among the group's
+            collectives.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, is_pairwise: bool = False
+    ) -> None:
         # Weak: objcomm keeps this link by its group, and would never let either go.
         self._group = weakref.ref(group)
         self.device = device
+        self.is_pairwise = is_pairwise
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """See ``DeviceLink``. As a rule ``wait`` blocks the current stream, not the caller."""
@@ -196,6 +202,12 @@ class BackendLink:
 # Gloo copies what lies on a device to CPU memory first.
 _HOST_BACKEND = "gloo"
 
+#: Backends that keep what two ranks send each other in a communicator of these two, on a stream of
+#: its own, so that it has no order with the group's collectives. That is read from their sources,
+#: ``ProcessGroupNCCL::pointToPoint`` and ``ProcessGroupXCCL::pointToPoint``. In any other one a
+#: message might come between two collectives on one rank only, and all would wait for ever.
+PAIRWISE = frozenset({"nccl", "xccl"})
+
 
 def device_links(group: dist.ProcessGroup) -> list[BackendLink]:
     """A link for each type of device for which ``group`` names a backend of its own.
@@ -211,7 +223,12 @@ def device_links(group: dist.ProcessGroup) -> list[BackendLink]:
     named: dict[str, str] = {}
     for device in group._device_types:  # noqa: SLF001  # torch has no public way to ask
         named[device.type] = _backend_name(group, device)
-    return [BackendLink(group, torch.device(each)) for each in own_types(named)]
+    # A group that was bound to a device uses one communicator for everything.
+    pairwise = () if is_bound(group) else PAIRWISE
+    return [
+        BackendLink(group, torch.device(each), is_pairwise=named[each] in pairwise)
+        for each in own_types(named)
+    ]
 
 
 def own_types(named: Mapping[str, str]) -> list[str]:

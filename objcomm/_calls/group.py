@@ -230,6 +230,11 @@ class Group:
         """What joins the ranks' accelerators, if anything does."""
         return DevicePath(device_links(self._own()))
 
+    @functools.cached_property
+    def pair_path(self) -> DevicePath:
+        """The same for messages from rank to rank, which have no order with collectives."""
+        return DevicePath([link for link in device_links(self._own()) if link.is_pairwise])
+
     @property
     def verdict(self) -> Verdict | None:
         """What has ended the connections of all ranks, if anything has."""
@@ -305,7 +310,8 @@ class Group:
                 name = f"{self.name}, a group of {_listed([self.ranks[each] for each in members])}"
                 recorder = self.recorder.among(members, name)
                 part = Group(self.process_group, self._world(), recorder)
-                part.device_path = DevicePath()  # the links join the whole group's accelerators
+                # The links join the whole group's accelerators.
+                part.device_path = part.pair_path = DevicePath()
                 self._parts[members] = part
         return part
 

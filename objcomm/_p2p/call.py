@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn, Self, cast
 
 import torch
 
+from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._calls.absence import acts_alone
 from objcomm._calls.call import Coding
@@ -27,7 +28,7 @@ from objcomm._calls.watched import Watched
 from objcomm._calls.work import DevicePlace, Envelope, Work, stream_beside
 from objcomm._config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
 from objcomm._failures.mesh import Mesh
-from objcomm._failures.verdict import Cause, Verdict, regions
+from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
 from objcomm._failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm._observe.history import CallRecord, call_site
 from objcomm._observe.tracing import Span, begun
@@ -94,8 +95,10 @@ class P2PCall:
         self._name = name or operation_name(self.operation)
         self._said_by = said_by or self._name
         self.group = resolve(group, self._said_by)
+        self._device_path = DevicePath()
         if self.group.size > 1:
             self.group.check_process(self._said_by)
+            self._device_path = self.group.pair_path
         self._peers = peers_of(self.group)
         self._coding = coding
         self._deadline = self.group.deadline(self._said_by, timeout)
@@ -200,7 +203,7 @@ class P2PCall:
             entry=self.entry,
             deadline=self._deadline,
             gate=Gate(self._coding.settings, mesh.session, self.group.rank),
-            device=self.group.device_path,
+            device=self._device_path,
         )
         return self._exchange
 
@@ -485,7 +488,11 @@ class Send(P2PCall):
             line = pair.leaving if self._stream is None else self._peers.pool
             try:
                 line.submit(rest)
-            except RuntimeError:  # there can be no more threads: this one does it
+            except RuntimeError as error:  # there can be no more threads: this one does it
+                if self._offered is not None and self._device_turn is not None:
+                    # Not that, because it is this thread that hears of the device's turn.
+                    mesh, _, _ = self._offered
+                    mesh.settle(proposal_for(error, mesh.rank))
                 rest()
 
     def _go_on_offered(self, pair: Pair, place: Ticket, message: Message) -> None:
@@ -518,7 +525,7 @@ class Send(P2PCall):
 
         def transfer() -> None:
             with where:
-                self.group.device_path.send(message, pair.peer)
+                self._device_path.send(message, pair.peer)
             if stream is not None:
                 stream.synchronize()
 
@@ -528,7 +535,7 @@ class Send(P2PCall):
         """The types of device that large members may leave directly, joined by commas."""
         # What travels outside of messages is not signed.
         is_plain = self._coding.settings.secret is None
-        return self.group.device_path.linked if is_plain and pair.has_device_path else ""
+        return self._device_path.linked if is_plain and pair.has_device_path else ""
 
     def _pair(self) -> Pair | None:
         """This rank and the receiver; None if they are the same.
@@ -887,7 +894,7 @@ class Receive(P2PCall):
 
         def transfer() -> None:
             with where:
-                self.group.device_path.recv(message, peer)
+                self._device_path.recv(message, peer)
             if stream is not None:
                 stream.synchronize()
 

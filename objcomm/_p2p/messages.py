@@ -74,7 +74,7 @@ def send(
 
     Only these two ranks take part, and the ranks' collectives may come before, after or meanwhile.
     Any thread may send; messages of one sender with one tag arrive in the order in which they were
-    sent. Large tensors on a device go to the receiver's where the group has a backend for that.
+    sent. Large tensors on a device go straight to the receiver's over NCCL and XCCL.
 
     Args:
         obj: what to send.

@@ -144,3 +144,41 @@ def test_tensors_are_combined_on_the_device_as_on_the_host() -> None:
     for key, each in got.items():
         assert each.device == torch.device("cuda", objcomm.rank())
         assert torch.equal(each.cpu(), want[key])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+@ranks(2, disposable=True, deadline=120)
+def test_messages_go_from_device_to_device_in_any_order() -> None:
+    torch.cuda.set_device(objcomm.rank())
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    other = 1 - objcomm.rank()
+    numbers = range(8)
+    sending = [
+        objcomm.isend(torch.full((1_000_000,), each, device="cuda"), other, tag=each, group=group)
+        for each in numbers
+    ]
+    taken = numbers if objcomm.rank() else reversed(numbers)
+    receiving = {each: objcomm.irecv(other, tag=each, group=group) for each in taken}
+    for each, work in receiving.items():
+        got = work.wait()
+        assert got.device == torch.device("cuda", objcomm.rank())
+        assert bool((got == each).all())
+    objcomm.wait_all(sending)
+    assert objcomm.stats(group)["send"].sent_nbytes < 100_000  # by objcomm's own connections
+    assert_group_works(group)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+@ranks(2, disposable=True, deadline=120)
+def test_a_receive_waits_for_no_collective_that_was_queued_before_it() -> None:
+    torch.cuda.set_device(objcomm.rank())
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    total, mine = torch.ones(1_000_000, device="cuda"), torch.ones(1_000_000, device="cuda")
+    if objcomm.rank() == 0:
+        objcomm.send(mine, 1, group=group)
+        dist.all_reduce(total, group=group)
+    else:
+        dist.all_reduce(total, group=group)  # queued, and not awaited
+        got = objcomm.recv(0, group=group)
+        assert bool((got == 1).all())
+    assert bool((total == 2).all())

@@ -12,14 +12,21 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, TransportError, TransportTimeout, WireError
+from objcomm._algorithms import device as device_links
 from tests.group.helpers import error_in, hear, say, tell_all
 from tests.ranks import ranks
-from tests.standin import device
+from tests.standin import device, worlds
 from tests.standin.device import Stream
-from tests.standin.worlds import join, joined_by
+from tests.standin.worlds import joined_by
 from tests.workers import here
 
 LARGE = 50_000  # elements, so that the member does not fit into the window
+
+
+def join(*, timeout_s: float = 120.0) -> None:
+    """Join over the stand-in, as one of the backends whose messages have no order with others."""
+    worlds.join(timeout_s=timeout_s)
+    device_links.PAIRWISE = frozenset({device.NAME})  # in this process only
 
 
 def filled(number: int, numel: int = LARGE) -> torch.Tensor:
@@ -183,6 +190,16 @@ def test_groups_without_a_backend_of_their_own_for_it_take_cpu_memory() -> None:
         assert len(made) == 1
         assert made[0].startswith("recv: ")
         assert made[0].endswith(", 0 to 1")
+
+
+@ranks(2, joined=False)
+def test_a_backend_that_may_have_one_order_for_everything_does_not_carry_messages() -> None:
+    worlds.join()
+    if here().rank == 0:
+        objcomm.send(filled(3), 1)
+    else:
+        assert_filled(objcomm.recv(0), 3)
+    assert transfers() == []
 
 
 @ranks(2, joined=False)

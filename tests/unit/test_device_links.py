@@ -60,6 +60,14 @@ def test_a_type_of_device_with_a_backend_of_its_own_has_a_link(
     assert [link.device for link in links] == [torch.device(each) for each in joined]
 
 
+def test_messages_take_a_link_whose_backend_keeps_them_apart_from_collectives() -> None:
+    group: Any = NamedGroup(cpu="gloo", cuda="nccl", xpu="xccl", hpu="hccl")
+    are_pairwise = {link.device.type: link.is_pairwise for link in device_links(group)}
+    assert are_pairwise == {"cuda": True, "hpu": False, "xpu": True}
+    group.bound_device_id = torch.device("cuda:0")
+    assert not any(link.is_pairwise for link in device_links(group))
+
+
 def test_a_backend_without_a_name_counts() -> None:
     group: Any = NamedGroup(cpu="gloo", xpu="")
     assert [link.device.type for link in device_links(group)] == ["xpu"]
