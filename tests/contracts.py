@@ -152,7 +152,9 @@ def check_link(
             _survive(make((0, 1)), 1, death, pids[1])
         others.remove(1)
         wait_until(lambda: link.is_closed(1), "its end on a connection that was used before")
+        assert list(link.closed()) == [1]
         _meet(link, others)  # these stand
+        assert list(link.closed_by()).count(1) == 1
     link.abort()
 
 

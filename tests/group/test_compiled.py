@@ -84,7 +84,10 @@ def test_a_decorated_function_breaks_the_graph() -> None:
 @ranks(2, deadline=COMPILE_DEADLINE_S)
 @pytest.mark.parametrize(
     "backend",
-    ["eager", pytest.param("inductor", marks=pytest.mark.long)],  # its C++ takes half a minute
+    [
+        "eager",
+        pytest.param("inductor", marks=[pytest.mark.long, pytest.mark.lasting]),  # compiles C++
+    ],
 )
 def test_a_compiled_step_computes_what_it_computes_uncompiled(backend: str) -> None:
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):

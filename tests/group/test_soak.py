@@ -29,6 +29,7 @@ def test_two_threads_may_be_the_first_to_use_two_groups() -> None:
     assert not outcome.failures, _texts(outcome)
 
 
+@pytest.mark.lasting
 @LINKS
 def test_random_operations_give_what_the_model_says_and_leave_nothing_behind(
     environment: dict[str, str],

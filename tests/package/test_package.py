@@ -13,6 +13,7 @@ _DEADLINE_S = 850.0
 
 
 @pytest.mark.long
+@pytest.mark.lasting
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git tells what belongs into the archives")
 def test_what_is_built_installs_and_does_what_the_pages_tell() -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
