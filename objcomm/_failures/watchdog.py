@@ -55,6 +55,9 @@ OVERDUE_SECONDS = 0.5
 # A wait this long will be longer still: every fourth look does.
 _LONG_SECONDS = 4.0
 _LONG_LOOKS = 4
+# In a group of more ranks each asks less often. A look takes 5 requests to the store, and 13 until
+# all processes are known: so it has 13,000 a second to answer at most, however many ranks wait.
+_RANKS_AT_EACH_LOOK = 250
 _EXPIRY_SECONDS = 0.9
 _INTERRUPT_SECONDS = 0.3
 _NUDGE = b"\0"  # no signal's number
@@ -189,7 +192,7 @@ class Watchdog(threading.Thread):
                 continue
             if now >= entry.waits_until:
                 expired[mesh.board_thread].append((mesh, lane, entry))
-            elif is_look and self._is_overdue(waited):
+            elif is_look and waited >= OVERDUE_SECONDS and self._is_to_ask(waited, mesh.members):
                 overdue[mesh.board_thread].append((mesh, lane, entry))
             if entry.report_at <= now < entry.waits_until:
                 entry.report_at = now + waited
@@ -308,9 +311,9 @@ class Watchdog(threading.Thread):
         alone = verdict._replace(is_store_silent=True)
         self._fall_back(_INTERRUPT_SECONDS, functools.partial(mesh.stop, alone))
 
-    def _is_overdue(self, waited: float) -> bool:
-        is_long = waited > _LONG_SECONDS
-        return waited >= OVERDUE_SECONDS and not (is_long and self._looks % _LONG_LOOKS)
+    def _is_to_ask(self, waited: float, members: Sequence[int]) -> bool:
+        often = _LONG_LOOKS if waited > _LONG_SECONDS else 1
+        return self._looks % max(often, -(-len(members) // _RANKS_AT_EACH_LOOK)) == 0
 
     def _waiting(self) -> list[Waiting]:
         with self._lock:

@@ -17,6 +17,7 @@ from objcomm._failures.liveness import Processes
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import Verdict
+from objcomm._failures.watchdog import Watchdog
 from objcomm._observe.history import CallRecord, History
 from objcomm._transport.lane import Lane
 from objcomm._wire.header import Operation
@@ -215,3 +216,14 @@ def test_of_many_ranks_that_wait_the_lowest_alone_asks_all_and_tells(
     others = [each for each in ranks if each.mesh.rank != rank]
     # Nearly all find in their first few questions one that tells; some are unlucky.
     assert answers_read(others) < _SIZE * _SIZE / 4
+
+
+@pytest.mark.parametrize(
+    ("size", "looks", "later"), [(8, 100, 25), (300, 50, 25), (1000, 25, 25), (4000, 7, 7)]
+)
+def test_in_a_large_group_each_rank_asks_less_often(size: int, looks: int, later: int) -> None:
+    def asks(waited: float) -> int:
+        of: list[Any] = [SimpleNamespace(_looks=look) for look in range(100)]
+        return sum(Watchdog._is_to_ask(each, waited, range(size)) for each in of)  # noqa: SLF001  # else it takes minutes
+
+    assert (asks(1.0), asks(60.0)) == (looks, later)
