@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import objcomm
-from objcomm import CollectiveError
-from tests.group.helpers import assert_group_works
+from objcomm import CollectiveError, TransportTimeout
+from tests.group.helpers import assert_group_works, tell_all
+from tests.group.watched import patiently
 from tests.ranks import ranks
 from tests.same import assert_same
 
@@ -46,6 +47,7 @@ def test_every_operation_works_on_nine_ranks_and_its_failures_reach_the_leaves()
     leaves = objcomm.all_reduce({"w": torch.full((50_000,), float(rank)), "n": 2**70 + rank})
     assert_same(leaves, {"w": torch.full((50_000,), 36.0), "n": 9 * 2**70 + 36})
     check_that_failures_reach_the_leaves()
+    check_that_a_limit_names_who_is_missing()  # last: the group carries no more then
 
 
 def check_that_failures_reach_the_leaves() -> None:
@@ -57,7 +59,24 @@ def check_that_failures_reach_the_leaves() -> None:
         with pytest.raises(CollectiveError) as caught:
             objcomm.all_reduce(mine, lambda a, _: a)
         assert list(caught.value.failures) == [failing]
+    with pytest.raises(CollectiveError) as caught:
+        objcomm.all_gather(threading.Lock())
+    assert list(caught.value.failures) == list(range(9))
+    assert str(caught.value).startswith("all_gather failed on ranks 0-8: objcomm.EncodeError: ")
     assert_group_works()
+
+
+def check_that_a_limit_names_who_is_missing() -> None:
+    """All pass it at once, and one of them asks where the others are."""
+    if objcomm.rank() != 7:
+        with patiently(), pytest.raises(TransportTimeout) as caught:
+            objcomm.barrier("the last", timeout=2)
+        error = caught.value
+        assert (error.missing, error.silent) == ((7,), ())
+        assert sorted(error.positions) == list(range(9))
+        assert "; ranks 0-6, 8 are in barrier 'the last' (call " in str(error)
+        assert "; rank 7 is in no call; its last was " in str(error)
+    tell_all("over", "")
 
 
 @ranks(5, disposable=True)
