@@ -7,6 +7,8 @@ import pytest
 
 import bench.suites  # noqa: F401  # declares the cases that are judged
 from bench import plot, report
+from bench.model import page as scale
+from bench.model.results import Results as Scale
 from bench.results import Results
 from tests.test_architecture import MODULES
 
@@ -51,3 +53,22 @@ def test_the_benchmarks_are_drawn_from_the_recorded_figures(tmp_path: Path) -> N
     assert page == (_DOCS / "benchmarks.md").read_text(encoding="utf-8")
     targets = report.scoreboard(results)
     assert targets == (_DOCS / "targets.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_many_ranks_is_made_from_the_recorded_figures(tmp_path: Path) -> None:
+    results = Scale.load(_DOCS / "scale.jsonl")
+    results.write(tmp_path / "again")
+    assert Scale.load(tmp_path / "again") == results
+    page = scale.page(results)
+    written = (_DOCS / "guide" / "scale.md").read_text(encoding="utf-8")
+    assert page == written, "run: python -m bench.model report"
+    for name, picture in scale.pictures(results).items():
+        assert picture == (_DOCS / "assets" / name).read_text(encoding="utf-8")
+
+
+def test_the_model_recorded_for_many_ranks_sends_what_real_ranks_sent() -> None:
+    results = Scale.load(_DOCS / "scale.jsonl")
+    ours = [each for each in results.counted if each.peer == "objcomm"]
+    assert {each.size for each in ours} >= {8, 16, 64}
+    assert all(each.is_as_modelled for each in ours)
+    assert max(each.size for each in results.modelled) == 4096

@@ -8,6 +8,7 @@ import pytest
 
 from bench.model.fit import costs_of
 from bench.model.link import Costs
+from bench.model.meeting import CountingStore, meet_in_model
 from bench.model.operations import OPERATIONS, run
 from bench.model.torch_operations import TORCH_OPERATIONS, run_torch
 from bench.model.world import DeadlockError, Machine, World
@@ -153,3 +154,16 @@ def test_costs_are_found_again_in_what_they_give() -> None:
     costs = costs_of(taken)
     assert (costs.call, costs.send, costs.open) == pytest.approx((1e-4, 2e-5, 3e-6))
     assert costs.send == costs.recv
+
+
+def test_ranks_that_meet_in_the_model_leave_nothing_and_ask_one_after_another() -> None:
+    world = World(_hosts(6, 2), Machine(0, 0.0, 1.0, 1e-3, 1.0))
+    assert meet_in_model(world, 1e-3) == {}
+    assert all(world.asked)
+    assert max(world.clocks) >= 1e-3 * sum(world.asked) * 0.999  # but for rounding
+
+
+def test_a_store_that_counts_asks_the_other_one() -> None:
+    counting = CountingStore({"key": "value"})
+    assert counting.get("key") == "value"
+    assert counting.asked == 1

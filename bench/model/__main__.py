@@ -15,10 +15,12 @@ from bench import machine
 from bench.model import page, real
 from bench.model.fit import costs_of
 from bench.model.link import Costs
+from bench.model.meeting import meet_in_model
 from bench.model.operations import OPERATIONS, run
+from bench.model.real import Met
 from bench.model.results import Modelled, Results
 from bench.model.torch_operations import TORCH_OPERATIONS, run_torch
-from bench.model.world import Machine
+from bench.model.world import Machine, World
 
 _LAYOUTS = ((8, 8), (16, 16), (64, 64), (64, 8))  # of real runs: ranks, and ranks of a host
 _SAMPLES = 8
@@ -32,6 +34,7 @@ _LARGEST_OF_TORCH = {"gather": 512, "all_gather": 512}
 _FREE = Costs(0.0, 0.0, 0.0, 0.0)
 # Assumed: Unix sockets within a host; a network of 25 Gbit/s, and TCP.
 _NETWORK = Machine(cores=0, near_seconds=10e-6, near_rate=4e9, far_seconds=30e-6, far_rate=25e9 / 8)
+_STORE_SECONDS = 10e-6  # assumed, too: for each request
 _RUNS = {"objcomm": run, "torch": run_torch}
 
 
@@ -51,7 +54,9 @@ def main(arguments: list[str]) -> int:
         # Ranks are forked, which must be over before the model's threads begin.
         real_runs = [_counted(*layout, samples=_SAMPLES) for layout in _LAYOUTS]
         found = Results(machine.about(mpi=False), real_runs[0].object_nbytes, _NETWORK)
+        found.store_seconds = _STORE_SECONDS
         found.counted = [each for several in real_runs for each in several.counted]
+        found.met = [met for several in real_runs for met in several.met]
         _model(found)
         found.write(options.json)
     ours = [each for each in found.counted if each.peer == "objcomm"]
@@ -66,10 +71,11 @@ def _counted(size: int, per_host: int, *, samples: int) -> Results:
     """Real ranks, held against the model."""
     found = Results()
     with tempfile.TemporaryDirectory() as folder:
-        rows, sends = real.count(
+        rows, met, sends = real.count(
             size, per_host, list(OPERATIONS), Path(folder), samples=samples, in_a_row=_IN_A_ROW
         )
     found.object_nbytes = rows[0].nbytes
+    found.met.append(met)
     for row in rows:
         is_as_modelled = row.peer == "objcomm" and sends[row.operation] == (
             run(row.operation, _hosts(size, per_host), row.nbytes, _NETWORK, _FREE).sends
@@ -102,6 +108,12 @@ def _model(found: Results) -> None:
             for size in _SIZES:
                 if size <= largest.get(operation, size):
                     _add(found, peer, operation, size, _PER_HOST, _NETWORK)
+
+    for size in _SIZES:
+        world = World(_hosts(size, _PER_HOST), _NETWORK)
+        meet_in_model(world, _STORE_SECONDS)
+        found.met.append(Met.of(world.asked, max(world.clocks), is_real=False))
+        print(found.met[-1], flush=True)
 
 
 def _add(  # noqa: PLR0917  # each is of another kind

@@ -76,8 +76,17 @@ _HELD = """\
 
 On real ranks every message of a call was noted: to whom, and how many bytes. {same} of {all}
 calls sent exactly the messages that they send in the model, rank by rank and in the same order.
-The table shows the busiest rank's. Times are for one host with {cores} cores, in the model and in
-truth.
+The table shows the busiest rank's. Times are for one host with {cores} cores. The model knows of
+no other program that wants them, and switches between ranks at no cost.
+"""
+
+_MEETING = """\
+## How ranks meet
+
+Before a group's first call connects them, ranks meet in the store of the job, which answers one
+request after another. Here, too, the model runs the package's own functions
+(`objcomm/_transport/rendezvous.py`). Ranks that wait ask again and again, so the number of
+requests depends on how long the others take. Connecting itself is not modelled.
 """
 
 _FORECAST = """\
@@ -115,8 +124,8 @@ _NEVER = """\
   and the network between them is its loopback device.
 - A network card that is shared with the gradients of a training step, one that loses packets, and
   hosts that are not equally fast. The model knows none of these.
-- The first call of a group, which connects the ranks. [Benchmarks](../benchmarks.md) measure it
-  up to 64 ranks (`first_call`); the model has no store.
+- Connecting more than 64 ranks, after they have met. `python -m bench first_call --world 64`
+  measures a whole first call.
 - Reductions of objects, and payloads beyond 32 KiB.
 
 ## How to make this page again
@@ -159,16 +168,19 @@ def page(results: Results) -> str:
         _HEAD,
         _REAL.format(**facts),
         _real_times(results, int(str(facts["size"]))),
-        table(["what", "which"], [[name, results.about[name]] for name in machine]),
+        ", ".join(f"{name} {results.about[name]}" for name in machine) + ".\n",
         _MODEL + _told(results),
         _COSTS,
         _HELD.format(**facts),
         _held(results),
         _FORECAST.format(**facts),
         _times(results),
+        _verdict(results),
         _BUSIEST,
         _busiest(results),
         _CONNECTIONS,
+        _MEETING,
+        _meetings(results),
         _NEVER.format(**facts),
     ]
     return "\n".join(parts)
@@ -208,6 +220,7 @@ def _told(results: Results) -> str:
     lines = [
         f"- Assumed: {near_way} to another rank of the host, of which all move {near:g} Gbit/s.",
         f"- Assumed: {far_way} to another host; its network card moves {far:g} Gbit/s each way.",
+        f"- Assumed: {amount(results.store_seconds, SECONDS)} of the store's host for a request.",
         *(f"- Measured: {_costs(peer, costs)}" for peer, costs in results.costs.items()),
     ]
     return "\n".join(lines) + "\n"
@@ -242,7 +255,7 @@ def _held(results: Results) -> str:
             ]
         )
     head = ["call", "ranks", "hosts", "messages", "of the busiest rank", "bytes, all ranks"]
-    head += ["its connections", "sockets that rank 0 opened", "took", "in the model"]
+    head += ["connections used, most of a rank", "sockets that rank 0 opened", "took", "model"]
     return table(head, rows)
 
 
@@ -256,6 +269,33 @@ def _times(results: Results) -> str:
             [f"`{operation}`" if peer == _OBJCOMM else f"torch, {_CALLS[operation]}", *times]
         )
     return table(["call", *(f"{size:,} ranks" for size in sizes)], rows)
+
+
+def _verdict(results: Results) -> str:
+    """Ours beside torch's, at the largest size that both have."""
+    told = []
+    for operation in _CALLS:
+        ours, theirs = (results.of(peer, operation, 0) for peer in (_OBJCOMM, _TORCH))
+        size = max(ours.keys() & theirs.keys())
+        share = ours[size].seconds / theirs[size].seconds
+        told.append(f"`{operation}` {share:.2f} with {size:,} ranks")
+    return f"objcomm's time as a share of torch's in the model: {', '.join(told)}.\n"
+
+
+def _meetings(results: Results) -> str:
+    rows = [
+        [
+            "real" if each.is_real else "model",
+            f"{each.size:,}",
+            amount(each.seconds, SECONDS),
+            f"{each.first_asked:,}",
+            f"{each.others_asked:,}",
+            f"{each.all_asked:,}",
+        ]
+        for each in results.met
+    ]
+    head = ["", "ranks", "until all have met", "requests of rank 0", "of another rank, at most"]
+    return table([*head, "of all ranks"], rows)
 
 
 def _busiest(results: Results) -> str:
@@ -274,16 +314,17 @@ def _busiest(results: Results) -> str:
                 amount(last.card_nbytes, _NBYTES),
             ]
         )
-    head = ["call", "ranks", "messages", "bytes", "ranks it talks with", "memory", "card"]
+    head = ["call", "ranks", "messages", "bytes", "connections used", "memory", "busiest card"]
     return table(head, rows)
 
 
 # In units of the picture, which is as wide as a telephone's page, nearly.
 _WIDTH = 420
-_PANEL_WIDTH, _PANEL_HEIGHT = 168, 116
+_PANEL_WIDTH, _PANEL_HEIGHT = 150, 116
 _LEFT, _TOP = 38, 66
-_GAP_X, _GAP_Y = 42, 52
+_GAP_X, _GAP_Y = 50, 52
 _COLUMNS = 2
+_FOOT = 24  # for the numbers of ranks
 _DECADES = (-4, 0)  # of seconds
 
 
@@ -297,7 +338,7 @@ def pictures(results: Results) -> dict[str, str]:
 
 def _picture(results: Results, colours: Colours) -> Iterator[str]:
     rows = math.ceil(len(_DRAWN) / _COLUMNS)
-    height = _TOP + rows * (_PANEL_HEIGHT + _GAP_Y)
+    height = _TOP + rows * (_PANEL_HEIGHT + _GAP_Y) - _GAP_Y + _FOOT
     title = "milliseconds of a call by the number of ranks, objcomm and torch, in the model"
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '

@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 import objcomm
 from bench.fork import run_forked
+from bench.measure import turns
 from bench.memory import sockets
+from bench.model.meeting import CountingStore, bare_stores, meet
 from objcomm._transport import rendezvous
 from objcomm._transport.gloo import GlooLink
 from objcomm._transport.local import LocalLink
@@ -66,13 +68,39 @@ class Counted:
     is_as_modelled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A meeting of all ranks in a store, which comes before they connect.
+
+    Attributes:
+        size: number of ranks.
+        is_real: False in the model.
+        seconds: until the last rank had met the others.
+        first_asked: requests of rank 0.
+        others_asked: of that of the others which has most.
+        all_asked: of all ranks together.
+    """
+
+    size: int
+    is_real: bool
+    seconds: float
+    first_asked: int
+    others_asked: int
+    all_asked: int
+
+    @classmethod
+    def of(cls, asked: list[int], seconds: float, *, is_real: bool) -> "Met":
+        """Given how much each rank has asked."""
+        return cls(len(asked), is_real, seconds, asked[0], max(asked[1:]), sum(asked))
+
+
 #: Of each rank: to whom it sent, and how many bytes, in order.
 Sends = list[list[tuple[int, int]]]
 
 
 def count(
     size: int, per_host: int, operations: list[str], folder: Path, *, samples: int, in_a_row: int
-) -> tuple[list[Counted], dict[str, Sends]]:
+) -> tuple[list[Counted], Met, dict[str, Sends]]:
     """Run operations on fresh ranks. Must be called before this process has threads.
 
     Args:
@@ -84,7 +112,7 @@ def count(
         in_a_row: calls in a sample.
 
     Returns:
-        What was counted, and all messages of each of objcomm's operations.
+        What was counted, a meeting of the ranks, and all messages of each of objcomm's operations.
     """
     file = folder / "counted.json"
 
@@ -97,16 +125,15 @@ def count(
             before = sockets()
             objcomm.barrier()
             more_sockets = sockets() - before
+        met = _meeting(rank, size, store)
         sends = {each: _counted(_objcomm_calls(size)[each], size) for each in operations}
         nbytes = sends["gather"][-1][0][1] - HEADER_NBYTES  # the last rank has none below it
         rows = []
-        for peer, calls in {
-            "objcomm": _objcomm_calls(size),
-            "torch": _torch_calls(rank, size),
-        }.items():
-            for operation in (each for each in operations if each in calls):
-                call = calls[operation]
-                times = _timed(call, size, samples, in_a_row) if samples else (0.0, 0.0)
+        for operation in operations:
+            calls = {"objcomm": _objcomm_calls(size)[operation]}
+            if theirs := _torch_calls(rank, size).get(operation):
+                calls["torch"] = theirs
+            for peer, times in _timed(calls, size, samples, in_a_row).items():
                 row = asdict(Counted(peer, operation, size, per_host, nbytes, *times))
                 if peer == "objcomm":
                     row |= _figures(sends[operation]) | {"sockets": more_sockets}
@@ -114,14 +141,27 @@ def count(
         dist.barrier()
         objcomm.shutdown()
         if rank == 0:
-            file.write_text(json.dumps([rows, sends]))
+            file.write_text(json.dumps([rows, asdict(met), sends]))
 
     run_forked(size, body, _TIMEOUT)
-    found, by_operation = json.loads(file.read_text())
-    return [Counted(**row) for row in found], {
+    found, met, by_operation = json.loads(file.read_text())
+    sends = {
         operation: [[(peer, nbytes) for peer, nbytes in each] for each in by_rank]
         for operation, by_rank in by_operation.items()
     }
+    return [Counted(**row) for row in found], Met(**met), sends
+
+
+def _meeting(rank: int, size: int, store: dist.Store) -> Met:
+    """One more meeting of all ranks, whose requests are counted."""
+    counting = CountingStore(dist.PrefixStore("counted", store))
+    dist.barrier()
+    began = time.perf_counter()
+    with bare_stores():
+        meet(counting, rank, size)
+    everyone = _of_all_ranks((counting.asked, time.perf_counter() - began), size)
+    asked, seconds = zip(*everyone, strict=True)
+    return Met.of(list(asked), max(seconds), is_real=True)
 
 
 def _counted(call: Call, size: int) -> Sends:
@@ -178,21 +218,25 @@ def _of_all_ranks(mine: Any, size: int) -> list[Any]:
     return everyone
 
 
-def _timed(call: Call, size: int, samples: int, in_a_row: int) -> tuple[float, float]:
-    """Seconds of the slowest rank, and of a processor, per call."""
-    call()
-    slowest, busy = [], []
-    for _ in range(samples):
+def _timed(
+    calls: dict[str, Call], size: int, samples: int, in_a_row: int
+) -> dict[str, tuple[float, float]]:
+    """By peer the seconds of the slowest rank, and of a processor, per call; the peers in turn."""
+    taken: dict[str, list[tuple[float, float]]] = {peer: [] for peer in calls}
+    for peer in [*calls, *turns(list(calls), samples)]:  # the first of each is not counted
         dist.barrier()
         began, ran = time.perf_counter(), time.process_time()
         for _ in range(in_a_row):
-            call()
+            calls[peer]()
         dist.barrier()  # of some calls only the root waits for the others
         mine = (time.perf_counter() - began, time.process_time() - ran)
-        everyone = _of_all_ranks(mine, size)
-        slowest.append(max(seconds for seconds, _ in everyone) / in_a_row)
-        busy.append(statistics.fmean(seconds for _, seconds in everyone) / in_a_row)
-    return statistics.median(slowest), statistics.median(busy)
+        seconds, busy = zip(*_of_all_ranks(mine, size), strict=True)
+        taken[peer].append((max(seconds) / in_a_row, statistics.fmean(busy) / in_a_row))
+    medians = {}
+    for peer, several in taken.items():
+        slowest, spent = zip(*(several[1:] or [(0.0, 0.0)]), strict=True)
+        medians[peer] = (statistics.median(slowest), statistics.median(spent))
+    return medians
 
 
 def _figures(sends: Sends) -> dict[str, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.model.link import Costs
-from bench.model.real import Counted
+from bench.model.real import Counted, Met
 from bench.model.world import Machine, Outcome
 
 
@@ -63,6 +63,8 @@ class Results:
         costs: by peer, what was found.
         counted: real runs.
         modelled: the model's.
+        met: how ranks meet, real ones and the model's.
+        store_seconds: what a request is assumed to take the store's host.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -71,6 +73,8 @@ class Results:
     costs: dict[str, Costs] = field(default_factory=dict)
     counted: list[Counted] = field(default_factory=list)
     modelled: list[Modelled] = field(default_factory=list)
+    met: list[Met] = field(default_factory=list)
+    store_seconds: float = 0.0
 
     @classmethod
     def load(cls, file: Path) -> "Results":
@@ -104,22 +108,29 @@ class Results:
     def _rows(self) -> Iterator[dict[str, Any]]:
         yield {"about": self.about, "object_nbytes": self.object_nbytes}
         if self.network is not None:
-            yield {"network": dataclasses.asdict(self.network)}
+            yield {
+                "network": dataclasses.asdict(self.network),
+                "store_seconds": self.store_seconds,
+            }
         yield from (
             {"costs": dataclasses.asdict(each), "of": of} for of, each in self.costs.items()
         )
         yield from _rows_of("counted", self.counted)
         yield from _rows_of("modelled", self.modelled)
+        yield from _rows_of("met", self.met)
 
     def _take(self, row: dict[str, Any]) -> None:
         if "about" in row:
             self.about, self.object_nbytes = row["about"], row["object_nbytes"]
         elif "network" in row:
             self.network = Machine(**row["network"])
+            self.store_seconds = row["store_seconds"]
         elif "costs" in row:
             self.costs[row["of"]] = Costs(**row["costs"])
         elif "counted" in row:
             self.counted.append(Counted(**row["counted"]))
+        elif "met" in row:
+            self.met.append(Met(**row["met"]))
         else:
             self.modelled.append(Modelled(**row["modelled"]))
 

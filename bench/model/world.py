@@ -111,6 +111,7 @@ class World:
         peers: of each rank those that it has exchanged messages with.
         clocks: of each rank.
         opened: of each rank how many objects it has read out of messages.
+        asked: of each rank how many requests it has made to the store.
     """
 
     def __init__(self, hosts: Sequence[int], machine: Machine) -> None:
@@ -129,8 +130,10 @@ class World:
         self.peers: list[set[int]] = [set() for _ in self.hosts]
         self.clocks = [0.0] * self.size
         self.opened = [0] * self.size
+        self.asked = [0] * self.size
         self._cores = {host: [0.0] * machine.cores for host in self.hosts}
         self._memory_is_free = dict.fromkeys(self.hosts, 0.0)
+        self._store_is_free = 0.0
         self._card_gives = dict.fromkeys(self.hosts, 0.0)
         self._card_takes = dict.fromkeys(self.hosts, 0.0)
         self._wires: dict[tuple[int, int, int], _Wire] = defaultdict(_Wire)
@@ -198,6 +201,19 @@ class World:
         self._be_first(rank)
         self.clocks[rank] = max(self.clocks[rank], cores[0]) + seconds
         heapq.heapreplace(cores, self.clocks[rank])
+
+    def ask(self, rank: int, seconds: float) -> None:
+        """A rank asks the store, which is on a host of its own, and waits for the answer.
+
+        Args:
+            rank: which.
+            seconds: how long this keeps the store's host from answering others.
+        """
+        self._be_first(rank)
+        way = self._machine.far_seconds
+        self._store_is_free = max(self._store_is_free, self.clocks[rank] + way) + seconds
+        self.clocks[rank] = self._store_is_free + way
+        self.asked[rank] += 1
 
     def send(self, rank: int, peer: int, tag: int, nbytes: int, message: object) -> None:
         """A message leaves, which costs its sender no time: see ``spend``."""

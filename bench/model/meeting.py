@@ -1,0 +1,119 @@
+"""How ranks meet in a store before they connect: the functions of the package, in the model.
+
+The store answers one request after another, as torch's ``TCPStore`` does. Connecting itself is not
+modelled, nor are the host's look-ups of names.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from bench.model.world import World
+from objcomm._transport import rendezvous
+
+
+def meet(store: Any, rank: int, size: int) -> None:
+    """One rank's part: until all have met, and nothing of it is left in the store."""
+    progress = rendezvous.MeetingState(rank, tuple(range(size)))
+    rendezvous.meet(store, rank, size, progress)
+    rendezvous.forget(store, progress.nonce, size, ())
+
+
+class CountingStore:
+    """A store that counts what is asked of it.
+
+    Attributes:
+        asked: how often.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.asked = 0
+        self._store = store
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        """The store's operation of that name."""
+        self.asked += 1
+        method: Callable[..., Any] = getattr(self._store, operation)
+        return method
+
+
+@contextlib.contextmanager
+def bare_stores() -> Iterator[None]:
+    """Let stores that are not torch's be met in: no prefix is put before their keys."""
+    bare = SimpleNamespace(PrefixStore=lambda _, store: store)
+    with mock.patch.object(rendezvous, "dist", bare):
+        yield
+
+
+class _ModelStore:
+    """What one rank sees of the store."""
+
+    def __init__(self, world: World, rank: int, content: dict[str, bytes], seconds: float) -> None:
+        self._world = world
+        self._rank = rank
+        self._content = content
+        self._seconds = seconds
+
+    def set(self, key: str, value: str) -> None:
+        self._ask()
+        self._content[key] = value.encode()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Only to read; see ``objcomm._transport.store.read``."""
+        if expected != desired:
+            raise NotImplementedError
+        self._ask()
+        return self._content.get(key, expected.encode())
+
+    def add(self, key: str, amount: int) -> int:
+        self._ask()
+        total = int(self._content.get(key, b"0")) + amount
+        self._content[key] = str(total).encode()
+        return total
+
+    def delete_key(self, key: str) -> bool:
+        self._ask()
+        return self._content.pop(key, None) is not None
+
+    def _ask(self) -> None:
+        self._world.ask(self._rank, self._seconds)
+
+
+def meet_in_model(world: World, store_seconds: float) -> dict[str, bytes]:
+    """Let all ranks of a world meet, which come at the same time.
+
+    Args:
+        world: theirs; afterwards its clocks and ``asked`` tell what it took.
+        store_seconds: how long a request keeps the store's host busy.
+
+    Returns:
+        What is left in the store.
+    """
+    content: dict[str, bytes] = {}
+    here = threading.local()
+
+    def sleep(seconds: float) -> None:
+        world.clocks[here.rank] += seconds
+
+    def now() -> float:
+        seconds: float = world.clocks[here.rank]
+        return seconds
+
+    def machine() -> str:
+        return f"host{world.hosts[here.rank]}"
+
+    def on_rank(rank: int) -> None:
+        here.rank = rank
+        meet(_ModelStore(world, rank, content, store_seconds), rank, world.size)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=now)
+    with (
+        bare_stores(),
+        mock.patch.object(rendezvous, "time", clock),
+        mock.patch.object(rendezvous, "machine", machine),
+    ):
+        world.run(on_rank)
+    return content
