@@ -95,10 +95,11 @@ class P2PCall:
         self._name = name or operation_name(self.operation)
         self._said_by = said_by or self._name
         self.group = resolve(group, self._said_by)
-        self._device_path = DevicePath()
         if self.group.size > 1:
             self.group.check_process(self._said_by)
             self._device_path = self.group.pair_path
+        else:
+            self._device_path = DevicePath()
         self._peers = peers_of(self.group)
         self._coding = coding
         self._deadline = self.group.deadline(self._said_by, timeout)

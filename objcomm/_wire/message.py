@@ -160,7 +160,13 @@ def compose(
         large: list[Buffer] = []
         payload_nbytes = 0
     else:
-        rows = [SizeRow(buffer.flat.numel(), _row_kind(buffer, device_types)) for buffer in buffers]
+        kinds = [
+            _row_kind(each, device_types) if each.kind is BufferKind.DEVICE else each.kind
+            for each in buffers
+        ]
+        rows = [
+            SizeRow(buffer.flat.numel(), kind) for buffer, kind in zip(buffers, kinds, strict=True)
+        ]
         small = [
             to_bytes(buffer.flat.cpu())
             for row, buffer in zip(rows, buffers, strict=True)
@@ -179,9 +185,7 @@ def compose(
 
 
 def _row_kind(buffer: Buffer, device_types: str) -> int:
-    """A buffer's kind as the size table has it, which also tells its type of device."""
-    if buffer.kind is not BufferKind.DEVICE:
-        return buffer.kind
+    """The kind of a buffer on a device as the size table has it, which also tells the type."""
     found, types = buffer.flat.device.type, device_types.split(",")
     if found not in types:
         raise WireError(f"a buffer on {found!r} cannot be sent from there, only from {types}")
