@@ -608,7 +608,7 @@ def _are_all_closed(mesh: Mesh) -> bool:
     if mesh.link is None or len(mesh.others) == 1:
         return False
     time.sleep(_OTHERS_FIRST_SECONDS)
-    return len(mesh.link.closed()) == len(mesh.others)
+    return mesh.link.has_lost_all()
 
 
 def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:

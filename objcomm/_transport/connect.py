@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 # How often a rank that waits for connections looks whether another one has none.
 _LOOK_SECONDS = 0.2
 
+# So many ranks of a host are all connected when they meet. More only make a tree then, which shows
+# that all can be; two others are connected when one of them first sends to the other, or waits for
+# it. To connect all of 64 ranks took 2 cores 0.5 s.
+_AT_ONCE_MAX = 16
+
 # A rank's word: which it is, and a proof.
 _PROOF_NBYTES = 32
 _WORD = struct.Struct(f"<I{_PROOF_NBYTES}s")
@@ -77,14 +82,14 @@ def connect(
         local = None
         if door is not None:
             beside = {
-                each: met.doors[each]
+                members[each]: met.doors[each]
                 for each, host in enumerate(met.hosts)
                 if host == met.hosts[place]
             }
             if len(beside) > 1 and NO_DOOR not in beside.values():
                 failed = _failed(met.hosts[place])
-                joining = _Joining(door, beside, place, named, failed, deadline, progress)
-                local = _joined(joining, rank, members)
+                doors = _Doors(door, beside, rank, progress)
+                local = _joined(_Joining(doors, named, failed, deadline, progress))
     if local is not None and local.size == size:
         forget(store, progress.nonce, size, ())
         return local
@@ -104,12 +109,12 @@ def _failed(host: int) -> str:
     return f"not local/{host}"
 
 
-def _joined(joining: _Joining, rank: int, members: tuple[int, ...]) -> LocalLink | None:
+def _joined(joining: _Joining) -> LocalLink | None:
     """The link between ranks of this host; None if some two can't be connected."""
     try:
-        sockets = joining.sockets()
-        link = LocalLink(rank, {members[each]: end for each, end in sockets.items()})
-        joining.complete()
+        joining.connect()
+        link = joining.link()
+        joining.complete(link)
     except OSError:
         joining.give_up()
         return None
@@ -158,29 +163,102 @@ def _address(door: str) -> str:
     return f"\0objcomm/{door}"
 
 
+class _Doors:
+    """Those of all ranks of this host, and the words that they say there; see ``local.Doors``.
+
+    Attributes:
+        listener: where the others call.
+        word_nbytes: how long a word is.
+        rank: this one.
+        others: all other ranks of this host, in order.
+    """
+
+    word_nbytes = _WORD.size
+
+    def __init__(
+        self, door: _Door, doors: Mapping[int, str], rank: int, progress: MeetingState
+    ) -> None:
+        """Begin.
+
+        Args:
+            door: this rank's.
+            doors: of all ranks of this host.
+            rank: this one.
+            progress: has the session.
+        """
+        self.listener = door.listener
+        self.rank = rank
+        self.others = sorted(each for each in doors if each != rank)
+        self._doors = doors
+        # Not the progress itself, which may hold a mesh: that has the link, which has this.
+        self._key = bytes.fromhex(progress.session)
+
+    def call(self, peer: int, seconds: float = 0.0) -> socket.socket:
+        """Connect to a rank, and say this rank's word.
+
+        Args:
+            peer: whose door.
+            seconds: for how long it may be too busy.
+
+        Raises:
+            OSError: this process can't.
+        """
+        end = socket.socket(socket.AF_UNIX)
+        with contextlib.ExitStack() as in_vain:
+            in_vain.callback(end.close)
+            end.settimeout(seconds)
+            end.connect(_address(self._doors[peer]))
+            if not _is_ours(end):
+                raise PermissionError  # another user's process has answered
+            end.sendall(self.word_to(peer))
+            in_vain.pop_all()
+        return end
+
+    def caller(self, end: socket.socket, said: bytes) -> int | None:
+        """Which rank has called and said this; None if it was a stranger."""
+        peer, _ = _WORD.unpack(said)
+        is_rank = _is_ours(end) and peer in self._doors and peer != self.rank
+        return peer if is_rank and secrets.compare_digest(said, self.word_from(peer)) else None
+
+    def word_from(self, peer: int) -> bytes:
+        """What a rank says to this one: only who has met the others knows the session."""
+        return self._word(peer, self.rank)
+
+    def word_to(self, peer: int) -> bytes:
+        """What this one says to a rank."""
+        return self._word(self.rank, peer)
+
+    def _word(self, rank: int, to: int) -> bytes:
+        proof = hashlib.blake2b(
+            f"{rank} to {to}".encode(), key=self._key, digest_size=_PROOF_NBYTES
+        )
+        return _WORD.pack(rank, proof.digest())
+
+
 class _Guest:
     """A connection of which it is not known yet that another rank is at its end.
 
     Attributes:
         socket: its own end.
-        place: the rank's, or -1 for who has come by itself and has not said it.
+        rank: the other one's, or -1 for who has come by itself and has not said it.
         said: what has come of it.
     """
 
-    def __init__(self, end: socket.socket, place: int) -> None:
+    def __init__(self, end: socket.socket, rank: int) -> None:
         self.socket = end
-        self.place = place
+        self.rank = rank
         self.said = b""
 
 
 class _Joining:
-    """One rank's way to a socket to each other one; a pair's later rank connects to the other."""
+    """One rank's way to a socket to each neighbour; a pair's later rank connects to the other.
 
-    def __init__(  # noqa: PLR0917  # one caller, and nearly each is of another type
+    Neighbours are all ranks of the host, or those of this one in a tree.
+    """
+
+    def __init__(
         self,
-        door: _Door,
-        doors: Mapping[int, str],
-        place: int,
+        doors: _Doors,
         store: dist.Store,
         failed: str,
         deadline: Deadline,
@@ -189,17 +267,13 @@ class _Joining:
         """Begin.
 
         Args:
-            door: this rank's.
-            doors: of all ranks of this host, by their places.
-            place: this one's.
+            doors: of all ranks of this host.
             store: where a rank says that it can't.
             failed: the key under which it does.
             deadline: how long to wait.
             progress: tells whether to.
         """
-        self._door = door
         self._doors = doors
-        self._place = place
         self._store = store
         self._failed = failed
         # Half of it: ranks of other hosts wait meanwhile for this one to connect over Gloo.
@@ -210,42 +284,70 @@ class _Joining:
         self._guests: dict[int, _Guest] = {}
         self._joined: dict[int, _Guest] = {}
         self._events = select.poll()
+        if len(doors.others) < _AT_ONCE_MAX:
+            self._neighbours = doors.others
+            self._rounds = [(doors.others, doors.others)]
+        else:
+            parents, children = _in_a_tree(doors)
+            self._neighbours = [*parents, *children]
+            self._rounds = [([], children), (parents, parents), (children, [])]
 
-    def sockets(self) -> dict[int, socket.socket]:
-        """A socket to each other rank, by its place; not all of them may have all of theirs.
+    def connect(self) -> None:
+        """Return when there is a socket to each neighbour; others may not have all of theirs.
 
         Raises:
             OSError: some two ranks can't be connected.
             GivenUpError: nobody waits for them any more.
         """
-        for place in self._doors:
-            if place < self._place:
-                self._call(place)
-        self._events.register(self._door.listener, select.POLLIN)
-        while len(self._joined) < len(self._doors) - 1:
+        for peer in self._neighbours:
+            if peer < self._doors.rank:
+                end = self._doors.call(peer, max(0.1, self._until - time.monotonic()))
+                self._add(end, peer)
+        self._events.register(self._doors.listener, select.POLLIN)
+        while len(self._joined) < len(self._neighbours):
             self._look()
-        return {place: each.socket for place, each in sorted(self._joined.items())}
 
-    def complete(self) -> None:
+    def link(self) -> LocalLink:
+        """What it takes to use the sockets, before anybody relies on it.
+
+        Raises:
+            OSError: this process has no room for it.
+        """
+        doors, joined = self._doors, sorted(self._joined.items())
+        sockets = {peer: each.socket for peer, each in joined}
+        if len(sockets) == len(doors.others):
+            return LocalLink(doors.rank, sockets)
+        return LocalLink(doors.rank, sockets, doors.others, doors, doors.listener.dup())
+
+    def complete(self, link: LocalLink) -> None:
         """Return when all ranks have all of theirs, and what it takes to use them.
 
         Who can't says nothing and closes its sockets, so that no rank gets the word of all. Who has
-        said it can't take it back.
+        said it can't take it back. In a tree each says it to its parent for all below, and the
+        first rank to all.
+
+        Args:
+            link: what this rank will use; gets who has called meanwhile.
 
         Raises:
             OSError: another rank could not, so that no rank can.
             LinkClosed: another rank said nothing.
             GivenUpError: nobody waits for them any more.
         """
-        for each in self._joined.values():
-            each.socket.sendall(_COMPLETE)
         try:
-            while any(len(each.said) == _WORD.size for each in self._joined.values()):
-                self._look()
+            for told, awaited in self._rounds:
+                for peer in told:
+                    self._joined[peer].socket.sendall(_COMPLETE)
+                while any(len(self._joined[peer].said) == _WORD.size for peer in awaited):
+                    self._look()
         except TimeoutError as error:
             raise LinkClosed(f"{PEER_LOST} (it did not connect in time)") from error
-        for each in self._guests.values():  # strangers
-            if each.place not in self._joined:
+        for each in self._guests.values():
+            if each.rank in self._joined:
+                continue
+            if len(self._neighbours) < len(self._doors.others):  # it may want to use the link
+                link.hear(each.socket, each.said)
+            else:  # a stranger
                 each.socket.close()
 
     def give_up(self) -> None:
@@ -258,17 +360,8 @@ class _Joining:
         for each in [*self._guests.values(), *self._joined.values()]:
             each.socket.close()
 
-    def _call(self, place: int) -> None:
-        end = socket.socket(socket.AF_UNIX)
-        self._add(end, place)
-        end.settimeout(max(0.1, self._until - time.monotonic()))
-        end.connect(_address(self._doors[place]))
-        if not _is_ours(end):
-            raise PermissionError  # another user's process has answered
-        end.sendall(self._word(self._place, place))
-
-    def _add(self, end: socket.socket, place: int) -> None:
-        self._guests[end.fileno()] = _Guest(end, place)
+    def _add(self, end: socket.socket, peer: int) -> None:
+        self._guests[end.fileno()] = _Guest(end, peer)
         self._events.register(end, select.POLLIN)
 
     def _look(self) -> None:
@@ -276,7 +369,7 @@ class _Joining:
         events = self._events.poll(_LOOK_SECONDS * 1000)
         now = time.monotonic()
         for descriptor, _ in events:
-            if descriptor == self._door.listener.fileno():
+            if descriptor == self._doors.listener.fileno():
                 self._let_in()
             else:
                 self._hear(self._guests[descriptor])
@@ -291,7 +384,7 @@ class _Joining:
 
     def _let_in(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            end, _ = self._door.listener.accept()
+            end, _ = self._doors.listener.accept()
             if _is_ours(end):
                 self._add(end, -1)
             else:
@@ -299,7 +392,7 @@ class _Joining:
 
     def _hear(self, guest: _Guest) -> None:
         # Not a byte more than it says now: what follows is the link's.
-        due = _WORD.size + len(_COMPLETE) if guest.place in self._joined else _WORD.size
+        due = _WORD.size + len(_COMPLETE) if guest.rank in self._joined else _WORD.size
         if len(guest.said) >= due:
             self._events.unregister(guest.socket)
             return
@@ -307,38 +400,50 @@ class _Joining:
         guest.said += came
         if came and len(guest.said) < due:
             return
-        if guest.place in self._joined:
+        if guest.rank in self._joined:
             if not came:
                 raise ConnectionAbortedError  # it has given up
             self._events.unregister(guest.socket)
-        elif came and self._is_right(guest):
-            self._joined[guest.place] = guest
-        elif guest.place >= 0:
-            raise ConnectionAbortedError  # it does not answer, or wrongly
-        else:  # a stranger
+        elif guest.rank >= 0:
+            if not came or not secrets.compare_digest(
+                guest.said, self._doors.word_from(guest.rank)
+            ):
+                raise ConnectionAbortedError  # it does not answer, or wrongly
+            self._joined[guest.rank] = guest
+        elif not came or not self._admits(guest):  # a stranger
             self._events.unregister(guest.socket)
             del self._guests[guest.socket.fileno()]
             guest.socket.close()
 
-    def _is_right(self, guest: _Guest) -> bool:
-        """Whether a rank of this meeting has said its word; one that has come gets an answer."""
-        place, _ = _WORD.unpack(guest.said)
-        is_caller = guest.place < 0
-        is_wanted = place > self._place if is_caller else place == guest.place
-        if not is_wanted or place not in self._doors or place in self._joined:
+    def _admits(self, guest: _Guest) -> bool:
+        """Whether a rank of this meeting has called; a neighbour gets an answer."""
+        peer = self._doors.caller(guest.socket, guest.said)
+        if peer is None or peer in self._joined:
             return False
-        if not secrets.compare_digest(guest.said, self._word(place, self._place)):
+        if peer not in self._neighbours:  # for it all have met already
+            self._events.unregister(guest.socket)
+            return True
+        if peer < self._doors.rank:
             return False
-        if is_caller:
-            guest.place = place
-            guest.socket.sendall(self._word(self._place, place))
+        guest.rank = peer
+        self._joined[peer] = guest
+        guest.socket.sendall(self._doors.word_to(peer))
         return True
 
-    def _word(self, place: int, to: int) -> bytes:
-        """What one rank says to another: only who has met the others knows the session."""
-        said = f"{place} to {to}".encode()
-        key = bytes.fromhex(self._progress.session)
-        return _WORD.pack(place, hashlib.blake2b(said, key=key, digest_size=_PROOF_NBYTES).digest())
+
+def _in_a_tree(doors: _Doors) -> tuple[list[int], list[int]]:
+    """The neighbours of a rank in a binomial tree over all of its host: its parent, its children.
+
+    They are those to which small messages go from the first rank, see ``topology.binomial``.
+    """
+    ranks = sorted([doors.rank, *doors.others])
+    place = ranks.index(doors.rank)
+    lowest = place & -place if place else len(ranks)
+    steps = [1 << bit for bit in range(len(ranks).bit_length())]
+    children = [
+        ranks[place + step] for step in steps if step < lowest and place + step < len(ranks)
+    ]
+    return [ranks[place - lowest]] if place else [], children
 
 
 def _is_ours(end: socket.socket) -> bool:

@@ -252,16 +252,21 @@ class GlooLink:
 
     def abort(self) -> None:
         """See ``Link``: a receive that times out closes all of this rank's connections."""
-        for peer in self._others():
+        for peer in self.peers():
             # To each in turn: a connection that is closed already refuses, and closes no other.
             self._poke(peer)
         self._apart.abandon()
 
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""
-        return [peer for peer in self._others() if self.is_closed(peer)]
+        return [peer for peer in self.peers() if self.is_closed(peer)]
 
-    def _others(self) -> list[int]:
+    def has_lost_all(self) -> bool:
+        """See ``Connections``."""
+        return len(self.closed()) == self.size - 1
+
+    def peers(self) -> list[int]:
+        """All ranks that it joins but this one."""
         return [peer for peer in self._places if peer != self.rank]
 
     def is_closed(self, peer: int) -> bool:
@@ -275,11 +280,11 @@ class GlooLink:
     def beside(self, peers: Collection[int]) -> Sequence[int]:
         """See ``Connections``."""
         theirs = {self.hosts[self._places[peer]] for peer in peers}
-        return [peer for peer in self._others() if self.hosts[self._places[peer]] in theirs]
+        return [peer for peer in self.peers() if self.hosts[self._places[peer]] in theirs]
 
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
-        return [peer for peer in self._others() if _OWN_DOING not in self._poke(peer)]
+        return [peer for peer in self.peers() if _OWN_DOING not in self._poke(peer)]
 
     def _poke(self, peer: int) -> str:
         """Begin a receive that ends at once, and say how."""

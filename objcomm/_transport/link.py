@@ -262,14 +262,21 @@ class Sharing(Protocol):
 class Connections(Link, Protocol):
     """A link that knows which of its connections have ended: what a mesh is made of.
 
-    It notices by itself, and soon, that a peer's process has ended.
+    It notices by itself, and soon, that a peer's process has ended to which it is connected. It may
+    be connected to a peer only from the first transfer on that either of the two begins.
     """
 
     def closed(self) -> Sequence[int]:
-        """The peers to whom the connection is closed, on whichever side it began; closes none."""
+        """The peers to whom the connection is closed, on whichever side it began.
+
+        Closes none, and makes none.
+        """
 
     def is_closed(self, peer: int) -> bool:
         """Whether the connection to one peer is."""
+
+    def has_lost_all(self) -> bool:
+        """Whether there are connections, and all of them are closed."""
 
     def closed_by(self) -> Sequence[int]:
         """The peers that had closed their connections before this rank did; may close the rest."""

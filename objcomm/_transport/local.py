@@ -21,6 +21,11 @@ What goes over a stream is a frame: a kind, a tag and a number, and then perhaps
 
 Nothing that arrives is believed before it was judged: a frame of no kind, one that is too long, or
 one that answers nothing ends the connection.
+
+Where many ranks share a host only some pairs are connected from the beginning. Who begins the first
+transfer with another rank, in either direction, calls at its door, and may send at once: the system
+keeps what comes before the other one lets it in. If both call, each sends over its own call, and
+reads what comes over the other's.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ import time
 from collections import deque
 from enum import IntEnum
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -107,6 +112,41 @@ class Kind(IntEnum):
     CREDIT = 5
     SHARE = 6
     HELD = 7
+
+
+class Doors(Protocol):
+    """How ranks of one host reach each other at any time; what they say first are *words*.
+
+    Attributes:
+        word_nbytes: how long each word is.
+    """
+
+    word_nbytes: int
+
+    def call(self, peer: int) -> socket.socket:
+        """Connect to a rank, and say this rank's word.
+
+        Raises:
+            ConnectionRefusedError: it has closed its door.
+            OSError: this process can't.
+        """
+
+    def caller(self, end: socket.socket, said: bytes) -> int | None:
+        """Which rank has called and said this; None if it was a stranger."""
+
+    def word_from(self, peer: int) -> bytes:
+        """What a rank says to this one, and nobody else can."""
+
+    def word_to(self, peer: int) -> bytes:
+        """What this one says to a rank."""
+
+
+class _Caller:
+    """A connection of which it is not known yet which rank is at its end."""
+
+    def __init__(self, end: socket.socket, said: bytes = b"") -> None:
+        self.socket = end
+        self.said = said
 
 
 class _Transfer:
@@ -205,7 +245,9 @@ class _Connection:
 
     Attributes:
         peer: its rank.
-        socket: to it.
+        socket: to it, and from it unless there is an ``inlet``.
+        inlet: where what it sends comes, if each has called the other.
+        word: what it has yet to say before all else.
         arrived: by tag: what came before it was asked for, as bytes, or as an offer's number.
         posted: by tag: the receives for which nothing has come.
         outgoing: what the system had no room for, in order; with the transfer that it ends, and
@@ -234,6 +276,7 @@ class _Connection:
         "filled",
         "filling",
         "held",
+        "inlet",
         "is_hung_up",
         "is_watched",
         "lent_files",
@@ -251,11 +294,14 @@ class _Connection:
         "used",
         "view",
         "was_ended_there",
+        "word",
     )
 
-    def __init__(self, peer: int, end: socket.socket) -> None:
+    def __init__(self, peer: int, end: socket.socket, word: bytes = b"") -> None:
         self.peer = peer
         self.socket = end
+        self.inlet: socket.socket | None = None
+        self.word = word
         self.arrived: dict[int, deque[bytes | bytearray | int]] = {}
         self.posted: dict[int, deque[_Transfer]] = {}
         self.outgoing: deque[tuple[memoryview, _Transfer | None, Share | None]] = deque()
@@ -281,6 +327,14 @@ class _Connection:
         self.rooms: deque[memoryview] = deque()
         self.filled: _Transfer | tuple[int, bytearray] | None = None
 
+    def sockets(self) -> list[socket.socket]:
+        """Its one, or two."""
+        return [self.socket] if self.inlet is None else [self.socket, self.inlet]
+
+    def has_ended_there(self) -> bool:
+        """Whether the other end is known to have closed it."""
+        return any(map(_has_ended, self.sockets()))
+
 
 class LocalLink:
     """Joins ranks of one host by stream sockets; see ``Connections`` for its methods' contract.
@@ -300,14 +354,28 @@ class LocalLink:
     is_interruptible = True
     ahead = 64
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        peers: Collection[int] = (),
+        doors: Doors | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
         """Begin.
 
         Args:
             rank: this one, within the group.
-            sockets: to each other rank, connected; they are this link's from now on.
+            sockets: to other ranks, connected; they are this link's from now on.
+            peers: all other ranks, if there are more.
+            doors: those of all ranks, in that case.
+            listener: where the others call, in that case; it is this link's from now on.
         """
         self._connections: dict[int, _Connection] = {}
+        self._callers: dict[int, _Caller] = {}
+        self._doors = doors
+        self._listener = listener
+        self._peers = frozenset(peers or sockets)
         # A byte in there wakes the mover.
         self._alarm, self._heard = socket.socketpair()
         self._events = select.epoll()
@@ -315,7 +383,7 @@ class LocalLink:
         for end in (self._alarm, self._heard):
             end.settimeout(0)
         self.rank = rank
-        self.size = len(sockets) + 1
+        self.size = len(self._peers) + 1
         self.hosts = (0,) * self.size
         self._pid = os.getpid()
         # It knows its owner: a signal's handler must not wait for what it has interrupted.
@@ -327,11 +395,22 @@ class LocalLink:
         self._waiting: deque[_Transfer] = deque()
         self._numbers = 0
         self._is_aborted = False
-        self._connections = {peer: _Connection(peer, end) for peer, end in sockets.items()}
-        self._by_descriptor = {each.socket.fileno(): each for each in self._connections.values()}
-        for each in self._connections.values():
-            each.socket.setblocking(False)  # noqa: FBT003  # its one parameter
-            self._events.register(each.socket, _READS)
+        self._by_descriptor: dict[int, _Connection] = {}
+        for peer, end in sockets.items():
+            self._add(_Connection(peer, end))
+        if listener is not None:
+            listener.settimeout(0)
+            self._events.register(listener, select.EPOLLIN)
+
+    def _add(self, connection: _Connection) -> None:
+        self._connections[connection.peer] = connection
+        self._attend(connection, connection.socket)
+
+    def _attend(self, connection: _Connection, end: socket.socket) -> None:
+        """Move what comes over one of a connection's sockets."""
+        end.setblocking(False)  # noqa: FBT003  # its one parameter
+        self._by_descriptor[end.fileno()] = connection
+        self._events.register(end, _READS)
 
     def sharing_with(self, peer: int) -> Self:  # noqa: ARG002  # all are on this host
         """See ``Link``."""
@@ -340,7 +419,9 @@ class LocalLink:
     def __del__(self) -> None:
         # By name, or the system's warnings of what was left open are the user's.
         for each in getattr(self, "_connections", {}).values():
-            each.socket.close()
+            for end in each.sockets():
+                end.close()
+        self._shut_door()
         for name in ("_alarm", "_heard"):
             if hasattr(self, name):
                 getattr(self, name).close()
@@ -354,13 +435,13 @@ class LocalLink:
         transfer = _Transfer(flat)
         if transfer.view.nbytes > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
             raise ValueError(f"a first message of {transfer.view.nbytes} bytes")
-        self._begin(self._send, self._connections[peer], transfer, tag)
+        self._begin(self._send, self._connections.get(peer) or self._opened(peer), transfer, tag)
         return None if transfer.is_over and not transfer.reason else transfer
 
     def recv(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         transfer = _Transfer(flat)
-        self._begin(self._post, self._connections[peer], transfer, tag)
+        self._begin(self._post, self._connections.get(peer) or self._opened(peer), transfer, tag)
         return transfer
 
     def send_share(
@@ -368,13 +449,13 @@ class LocalLink:
     ) -> Pending:
         """See ``Sharing``."""
         transfer = _Lent(share, flats)
-        self._begin(self._lend, self._connections[peer], transfer, tag)
+        self._begin(self._lend, self._connections.get(peer) or self._opened(peer), transfer, tag)
         return transfer
 
     def recv_share(self, nbytes: int, peer: int, tag: int) -> Borrowed:
         """See ``Sharing``."""
         transfer = _Borrowed(nbytes, peer)
-        self._begin(self._post, self._connections[peer], transfer, tag)
+        self._begin(self._post, self._connections.get(peer) or self._opened(peer), transfer, tag)
         return transfer
 
     def recv_instead(self, borrowed: Borrowed, flats: Sequence[torch.Tensor]) -> Pending:
@@ -438,7 +519,7 @@ class LocalLink:
 
     def is_flowing(self) -> bool:
         """See ``Link``."""
-        return not any(each.ended or each.outgoing for each in self._connections.values())
+        return not any(each.ended or each.outgoing for each in tuple(self._connections.values()))
 
     def abort(self) -> None:
         """See ``Link``. A forked process lets go of its copies only: the link is its parent's.
@@ -458,12 +539,14 @@ class LocalLink:
                 self._lock.release()
 
     def _hang_up(self) -> None:
-        for each in self._connections.values():
+        for each in tuple(self._connections.values()):
             if not each.ended and not each.is_hung_up:
-                each.was_ended_there = _has_ended(each.socket)
+                each.was_ended_there = each.has_ended_there()
                 each.is_hung_up = True
-                with contextlib.suppress(OSError):
-                    each.socket.shutdown(socket.SHUT_RDWR)
+                for end in each.sockets():
+                    with contextlib.suppress(OSError):
+                        end.shutdown(socket.SHUT_RDWR)
+        self._shut_door()
 
     def _end_all(self) -> None:
         try:
@@ -471,50 +554,66 @@ class LocalLink:
                 try:
                     self._read(each, is_ending=True)  # what has come is here, if not asked for
                     if not each.is_hung_up:
-                        each.was_ended_there = _has_ended(each.socket)
+                        each.was_ended_there = each.has_ended_there()
                 finally:
                     self._end(each, _OWN_DOING)
         finally:
+            self._shut_door()
             while self._waiting:
                 self._wake_one()
             self._sound()
 
+    def _shut_door(self) -> None:
+        """Let in nobody any more; who has called and was not let in hears so."""
+        listener = getattr(self, "_listener", None)
+        if listener is not None:
+            listener.close()
+            for each in tuple(self._callers.values()):
+                each.socket.close()
+
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""
         self._move_what_is_there()
-        return [peer for peer in self._connections if self._has_ended(peer)]
+        return [peer for peer in tuple(self._connections) if self._has_ended(peer)]
 
     def is_closed(self, peer: int) -> bool:
         """See ``Connections``."""
-        if not self._connections[peer].ended:
+        connection = self._connections.get(peer)
+        if connection is None or not connection.ended:
             self._move_what_is_there()
         return self._has_ended(peer)
+
+    def has_lost_all(self) -> bool:
+        """See ``Connections``."""
+        return bool(self._connections) and len(self.closed()) == len(self._connections)
 
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
         self._move_what_is_there()
         return [
             peer
-            for peer, each in self._connections.items()
+            for peer, each in tuple(self._connections.items())
             if each.was_ended_there or (not each.ended and self._has_ended(peer))
         ]
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
         """See ``Connections``: all are."""
-        return list(self._connections) if peers else []
+        return sorted(self._peers) if peers else []
 
     def _has_ended(self, peer: int) -> bool:
-        connection = self._connections[peer]
+        connection = self._connections.get(peer)
+        if connection is None:
+            return self._is_aborted
         if connection.ended or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             return bool(connection.ended)
         try:
-            return bool(connection.ended) or _has_ended(connection.socket)
+            return bool(connection.ended) or connection.has_ended_there()
         finally:
             self._lock.release()
 
     def joins(self, peer: int) -> bool:
-        """Whether a rank is one of those to which it has a socket."""
-        return peer in self._connections
+        """Whether a rank is one of those of this host."""
+        return peer in self._peers
 
     def has_begun(self, pending: Pending) -> bool:
         """Whether a transfer is one of such a link's."""
@@ -698,7 +797,10 @@ class LocalLink:
                     if event & select.EPOLLOUT:
                         self._flush(connection)
                     if event & ~select.EPOLLOUT and not connection.ended:
-                        self._read(connection, is_ending=bool(event & _ENDS))
+                        if connection.inlet is None or connection.inlet.fileno() == descriptor:
+                            self._read(connection, is_ending=bool(event & _ENDS))
+                        else:
+                            self._hear_the_end(connection)
                 except BaseException:
                     self._end(connection, _TORN)
                     raise
@@ -707,6 +809,129 @@ class LocalLink:
         """Be woken by another thread, which may have ended what the mover waits for."""
         if descriptor == self._heard.fileno():
             self._heard.recv(64)
+        elif self._doors is not None and descriptor in self._callers:
+            self._hear_caller(self._doors, descriptor)
+        elif self._doors is not None:
+            self._let_in(self._doors)
+
+    # ------------------------------------------------------------------ who connects later
+
+    def hear(self, end: socket.socket, said: bytes) -> None:
+        """Listen to who has called before this link was in use, and has said so much since."""
+        with self._lock:
+            if self._doors is None:
+                end.close()
+            else:
+                self._listen_to(self._doors, _Caller(end, said))
+
+    def _opened(self, peer: int) -> _Connection:
+        """The connection to a rank with which nothing was begun yet.
+
+        Raises:
+            LinkClosed: the link was aborted.
+            LinkError: this process can't connect.
+        """
+        if self._is_owned_here():
+            raise LinkError(_IN_A_HANDLER)
+        with self._lock:
+            if self._doors is None or peer not in self._peers:
+                raise KeyError(peer)
+            if self._is_aborted:
+                raise LinkClosed(_OWN_DOING)
+            self._let_in(self._doors)  # it may have called
+            return self._connections.get(peer) or self._call(self._doors, peer)
+
+    def _call(self, doors: Doors, peer: int) -> _Connection:
+        try:
+            connection = _Connection(peer, doors.call(peer), doors.word_from(peer))
+        except ConnectionRefusedError as error:
+            connection = _Connection(peer, socket.socket(socket.AF_UNIX))
+            connection.socket.close()
+            connection.ended = f"{PEER_LOST} ({os.strerror(error.errno or 0)})"
+            connection.was_ended_there = True
+            self._connections[peer] = connection
+        except OSError as error:
+            raise LinkError(f"this process can't connect to it ({error})") from error
+        else:
+            self._add(connection)
+        return connection
+
+    def _let_in(self, doors: Doors) -> None:
+        """Listen to all who have called."""
+        try:
+            while self._listener is not None and self._listener.fileno() >= 0:
+                end, _ = self._listener.accept()
+                self._listen_to(doors, _Caller(end))
+        except BlockingIOError:
+            pass
+        except OSError:  # no descriptors left: who calls must not wait
+            self._shut_door()
+
+    def _listen_to(self, doors: Doors, caller: _Caller) -> None:
+        if len(self._callers) > len(self._peers):  # strangers, who say nothing
+            self._send_away(next(iter(self._callers.values())))
+        caller.socket.setblocking(False)  # noqa: FBT003  # its one parameter
+        self._callers[caller.socket.fileno()] = caller
+        self._events.register(caller.socket, _READS)
+        self._hear_caller(doors, caller.socket.fileno())
+
+    def _hear_caller(self, doors: Doors, descriptor: int) -> None:
+        caller = self._callers[descriptor]
+        try:
+            while due := doors.word_nbytes - len(caller.said):
+                came = caller.socket.recv(due)
+                if not came:
+                    self._send_away(caller)
+                    return
+                caller.said += came
+        except BlockingIOError:
+            return
+        except OSError:
+            self._send_away(caller)
+            return
+        peer = doors.caller(caller.socket, caller.said)
+        self._events.unregister(caller.socket)
+        del self._callers[descriptor]
+        if peer is None or not self._admit(doors, peer, caller.socket):
+            caller.socket.close()
+
+    def _send_away(self, caller: _Caller) -> None:
+        self._events.unregister(caller.socket)
+        del self._callers[caller.socket.fileno()]
+        caller.socket.close()
+
+    def _admit(self, doors: Doors, peer: int, end: socket.socket) -> bool:
+        """Take in a connection that a rank has made; False if it has one."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            connection = _Connection(peer, end)
+            self._add(connection)
+            self._push(connection, doors.word_to(peer))
+            return True
+        if connection.ended or connection.word != doors.word_from(peer):
+            return False
+        # Both have called. Its own call has proved who it is, so it does not answer this one's.
+        connection.word, connection.inlet = b"", end
+        self._attend(connection, end)
+        return True
+
+    def _hear_the_end(self, connection: _Connection) -> None:
+        """Over this rank's own call nothing comes, where both have called, but its end."""
+        try:
+            said = connection.socket.recv(1)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if said:
+            self._refuse(connection, "something over the wrong connection")
+            return
+        inlet = connection.inlet
+        while not connection.ended and inlet is not None and _has_bytes(inlet):
+            self._read(connection, is_ending=True)  # what it sent before is here whole
+        connection.was_ended_there = not connection.is_hung_up
+        closed = f"{PEER_LOST} (its end of the stream is closed)"
+        self._end(connection, _OWN_DOING if connection.is_hung_up else closed)
 
     # ------------------------------------------------------------------ out
 
@@ -829,7 +1054,7 @@ class LocalLink:
 
     def _read(self, connection: _Connection, *, is_ending: bool) -> None:
         left = _TURN_NBYTES
-        receive = connection.socket.recv_into
+        receive = (connection.inlet or connection.socket).recv_into
         try:
             while left > 0 and not connection.ended:
                 filling = connection.filling
@@ -862,9 +1087,16 @@ class LocalLink:
 
     def _read_frames(self, connection: _Connection, into: memoryview) -> int:
         """Read bytes, and the descriptors that may come with them, and then are the last bytes."""
-        count, rights, flags, _ = connection.socket.recvmsg_into(
-            (into,), _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC
-        )
+        end = connection.inlet or connection.socket
+        while connection.word:
+            said = end.recv(len(connection.word))
+            if not said:
+                return 0
+            if not connection.word.startswith(said):
+                self._refuse(connection, "another word than its own")
+                return len(said)
+            connection.word = connection.word[len(said) :]
+        count, rights, flags, _ = end.recvmsg_into((into,), _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC)
         if rights or flags & _TRUNCATED:
             files = [each for *_, some in rights for (each,) in _DESCRIPTOR.iter_unpack(some)]
             share = Share(files)
@@ -1111,11 +1343,12 @@ class LocalLink:
         if connection.ended:
             return
         connection.ended = reason
-        self._events.unregister(connection.socket)
-        del self._by_descriptor[connection.socket.fileno()]
-        with contextlib.suppress(OSError):
-            connection.socket.shutdown(socket.SHUT_RDWR)
-        connection.socket.close()
+        for end in connection.sockets():
+            self._events.unregister(end)
+            del self._by_descriptor[end.fileno()]
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
         left = [each for each, _ in connection.offered.values()]
         left += [each for _, each, _ in connection.outgoing if each is not None]
         left += [each for held in connection.held.values() for each in held]
@@ -1132,6 +1365,13 @@ class LocalLink:
         connection.filling = connection.filled = None
         for each in left:
             each.end(reason)
+
+
+def _has_bytes(end: socket.socket) -> bool:
+    """Whether something can be read, or the end of all."""
+    watched = select.poll()
+    watched.register(end, select.POLLIN)
+    return bool(watched.poll(0))
 
 
 def _submit(threads: ThreadPool, job: Callable[[], None]) -> None:

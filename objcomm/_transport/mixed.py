@@ -116,6 +116,13 @@ class MixedLink:
         """See ``Connections``."""
         return self._both(self._local.closed(), self._far.closed())
 
+    def has_lost_all(self) -> bool:
+        """See ``Connections``."""
+        local = self._local
+        return local.has_lost_all() and all(
+            self._far.is_closed(peer) for peer in self._far.peers() if not local.joins(peer)
+        )
+
     def is_closed(self, peer: int) -> bool:
         """See ``Connections``."""
         return self._to(peer).is_closed(peer)

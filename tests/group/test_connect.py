@@ -2,17 +2,19 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import TransportError
+from objcomm import CollectiveError, TransportError
 from objcomm._calls.group import resolve
 from objcomm._transport import connect
 from tests.faults.victim import sockets
@@ -97,10 +99,27 @@ LACKING = {
 }
 
 
+def in_a_tree() -> AbstractContextManager[object]:
+    """A block in which few ranks of a host meet as many do: in a tree, and connect at first use."""
+    return mock.patch.object(connect, "_AT_ONCE_MAX", 1)
+
+
 @pytest.mark.parametrize("lacking", LACKING)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @ranks(3)
 def test_where_one_rank_cannot_all_use_gloo_and_nothing_is_left(lacking: str, rank: int) -> None:
+    check_that_all_use_gloo(lacking, rank)
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("rank", [0, 2, 3])
+@ranks(4)
+def test_so_it_is_where_ranks_connect_at_first_use(lacking: str, rank: int) -> None:
+    with in_a_tree():
+        check_that_all_use_gloo(lacking, rank)
+
+
+def check_that_all_use_gloo(lacking: str, rank: int) -> None:
     assert_joined_by(_UNIX)
     before = len(sockets())
     name, stand_in = LACKING[lacking]
@@ -146,13 +165,50 @@ def test_strangers_get_nothing_and_hold_nobody_up(word: bytes) -> None:
                 assert each.recv(1) == b""  # nothing was said to it
 
 
+@ranks(20, disposable=True, deadline=300)
+def test_many_ranks_of_a_host_connect_at_first_use() -> None:
+    """Each is connected to those with whom it had to do, and hears of all failures."""
+    rank, size = here().rank, here().world_size
+    objcomm.barrier()
+    with subgroup(*range(size)) as group:
+        before = len(sockets())
+        objcomm.barrier(group=group)
+        assert kind_of(group) == _UNIX
+        # The pair that wakes the link, its door, its neighbours in the tree, one more, and a client
+        # of the store; rank 0 hears all in a barrier.
+        assert rank == 0 or len(sockets()) <= before + 2 + 1 + (size - 1).bit_length() + 1 + 1
+        for root in (0, 7, 19):
+            found = objcomm.broadcast(
+                {"from": rank} if rank == root else None, src=root, group=group
+            )
+            assert found == {"from": root}
+        assert objcomm.all_gather(rank, group=group) == list(range(size))
+        received = objcomm.all_to_all([(rank, peer) for peer in range(size)], group=group)
+        assert received == [(peer, rank) for peer in range(size)]  # each has called each
+        assert objcomm.all_reduce(torch.full((40_000,), rank), "sum", group=group)[0] == 190
+        failing = threading.Lock() if rank == 13 else "fine"
+        with pytest.raises(CollectiveError) as caught:
+            objcomm.all_gather(failing, group=group)
+        assert list(caught.value.failures) == [13]
+        assert_group_works(group)
+
+
+@ranks(20, expect_dead={13}, deadline=300)
+def test_of_many_ranks_one_that_dies_is_named_by_all_though_few_were_connected_to_it() -> None:
+    objcomm.barrier()
+    if here().rank == 13:
+        os._exit(1)
+    error = error_in(TransportError, objcomm.barrier)
+    assert error.peers == (13,)
+
+
 @ranks(3, expect_dead={1})
 def test_a_rank_that_dies_while_all_connect_is_named() -> None:
     objcomm.barrier()
     group = dist.new_group([0, 1, 2])
     if here().rank == 1:
         place = connect._Joining  # noqa: SLF001  # where it dies
-        with mock.patch.object(place, "sockets", side_effect=lambda: os._exit(1)):
+        with mock.patch.object(place, "connect", side_effect=lambda: os._exit(1)):
             objcomm.barrier(group=group)
     error = error_in(TransportError, lambda: objcomm.barrier(group=group))
     assert error.peers == (1,)

@@ -1,6 +1,7 @@
 """Each link against its contract, between real processes."""
 
 import os
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm._transport import connect as connecting
 from objcomm._transport import rendezvous
 from objcomm._transport.connect import connect
 from objcomm._transport.gloo import GlooLink
@@ -38,6 +40,19 @@ def test_gloo_keeps_the_contract_of_links_when_a_peer_dies(step: Death) -> None:
 @ranks(2, 3)
 def test_unix_sockets_keep_the_contract_of_links() -> None:
     check_link(local_link, here().rank, here().world_size)
+
+
+@ranks(3)
+def test_unix_sockets_that_connect_at_first_use_keep_the_contract_of_links() -> None:
+    with in_a_tree():
+        check_link(local_link, here().rank, here().world_size)
+
+
+@pytest.mark.parametrize("step", Death)
+@ranks(3, expect_dead={1})
+def test_unix_sockets_keep_it_when_a_peer_dies_that_was_connected_at_first_use(step: Death) -> None:
+    with in_a_tree():
+        check_link(local_link, here().rank, here().world_size, step)
 
 
 @pytest.mark.parametrize("step", Death)
@@ -149,6 +164,11 @@ def gloo_link(members: tuple[int, ...]) -> Connections:
 def local_link(members: tuple[int, ...]) -> Connections:
     """The same over Unix sockets."""
     return _link(members, LocalLink)
+
+
+def in_a_tree() -> AbstractContextManager[object]:
+    """A block in which few ranks of a host meet as many do: the others connect at first use."""
+    return mock.patch.object(connecting, "_AT_ONCE_MAX", 1)
 
 
 def mixed_link(members: tuple[int, ...], hosts: int = 0) -> Connections:

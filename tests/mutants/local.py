@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "proofs-unread",
         _CONNECT,
-        "if not secrets.compare_digest(guest.said, self._word(place, self._place)):",
-        "if not guest.said:",
+        "return peer if is_rank and secrets.compare_digest(said, self.word_from(peer)) else None",
+        "return peer if is_rank else None",
         "a stranger who gives a rank's number gets its messages",
         _RANKS,
     ),

@@ -264,6 +264,9 @@ class MemoryLink:
         """See ``Connections``."""
         return self._wires.ended_by(self.rank, peer) is not None
 
+    def has_lost_all(self) -> bool:
+        return len(self.closed()) == len(self._others())
+
     def closed_by(self) -> list[int]:
         """See ``Connections``."""
         return [peer for peer in self._others() if self._wires.ended_by(self.rank, peer) == peer]
