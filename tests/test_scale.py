@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.model.fit import costs_of
+from bench.model.fit import fitted
 from bench.model.link import Costs
 from bench.model.meeting import CountingStore, meet_in_model
 from bench.model.operations import OPERATIONS, run
@@ -151,7 +151,9 @@ def test_costs_are_found_again_in_what_they_give() -> None:
             found = run_torch(operation, [0] * size, 100, _MACHINE, _FREE)
             busy = 1e-4 + 2e-5 * found.mean_messages + 3e-6 * found.mean_opened
             taken.append((busy, found))
-    costs = costs_of(taken)
+    fit = fitted(taken)
+    costs = fit.costs
+    assert (fit.half, fit.worst) == pytest.approx((1.0, 1.0))
     assert (costs.call, costs.send, costs.open) == pytest.approx((1e-4, 2e-5, 3e-6))
     assert costs.send == costs.recv
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench import machine
 from bench.model import page, real
-from bench.model.fit import costs_of
+from bench.model.fit import fitted
 from bench.model.link import Costs
 from bench.model.meeting import meet_in_model
 from bench.model.operations import OPERATIONS, run
@@ -51,9 +51,11 @@ def main(arguments: list[str]) -> int:
     else:
         parser.add_argument("--json", type=Path, required=True, help="write the figures here")
         options = parser.parse_args(arguments)
-        # Ranks are forked, which must be over before the model's threads begin.
+        load = f"{os.getloadavg()[0]:.1f}"
+        # Ranks are forked, so no thread of the model may live on between the runs.
         real_runs = [_counted(*layout, samples=_SAMPLES) for layout in _LAYOUTS]
-        found = Results(machine.about(mpi=False), real_runs[0].object_nbytes, _NETWORK)
+        about = machine.about(mpi=False) | {"load": load}
+        found = Results(about, real_runs[0].object_nbytes, _NETWORK)
         found.store_seconds = _STORE_SECONDS
         found.counted = [each for several in real_runs for each in several.counted]
         found.met = [met for several in real_runs for met in several.met]
@@ -98,7 +100,7 @@ def _model(found: Results) -> None:
             for each in found.counted
             if each.peer == peer
         ]
-        found.costs[peer] = costs_of(taken)
+        found.fits[peer] = fitted(taken)
         here = dataclasses.replace(_NETWORK, cores=os.cpu_count() or 1)
         for size, per_host in ((size, each) for size, each in _LAYOUTS if size == each):
             for operation in TORCH_OPERATIONS if peer == "torch" else OPERATIONS:
@@ -112,7 +114,8 @@ def _model(found: Results) -> None:
     for size in _SIZES:
         world = World(_hosts(size, _PER_HOST), _NETWORK)
         meet_in_model(world, _STORE_SECONDS)
-        found.met.append(Met.of(world.asked, max(world.clocks), is_real=False))
+        seconds = max(world.clocks)
+        found.met.append(Met.of(world.asked, _PER_HOST, seconds, is_real=False))
         print(found.met[-1], flush=True)
 
 
@@ -120,7 +123,7 @@ def _add(  # noqa: PLR0917  # each is of another kind
     found: Results, peer: str, operation: str, size: int, per_host: int, told: Machine
 ) -> None:
     outcome = _RUNS[peer](
-        operation, _hosts(size, per_host), found.object_nbytes, told, found.costs[peer]
+        operation, _hosts(size, per_host), found.object_nbytes, told, found.fits[peer].costs
     )
     found.modelled.append(Modelled.of(outcome, peer, operation, size, per_host, told.cores))
     print(found.modelled[-1], flush=True)

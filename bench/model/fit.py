@@ -4,7 +4,9 @@ Least squares of the shares by which each figure is missed, so that small calls 
 large ones.
 """
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,8 +14,23 @@ from bench.model.link import Costs
 from bench.model.world import Outcome
 
 
-def costs_of(taken: Sequence[tuple[float, Outcome]]) -> Costs:
+@dataclass(frozen=True, slots=True)
+class Fit:
     """The costs that tell best what calls have taken.
+
+    Attributes:
+        costs: a message is as dear to who sends it as to who receives it.
+        half: of half of the calls what they took is within this factor of what the costs say.
+        worst: so it is of all of them.
+    """
+
+    costs: Costs
+    half: float
+    worst: float
+
+
+def fitted(taken: Sequence[tuple[float, Outcome]]) -> Fit:
+    """The costs of calls.
 
     Args:
         taken: of each call a rank's processor seconds, the mean of all ranks, and what the model
@@ -32,4 +49,6 @@ def costs_of(taken: Sequence[tuple[float, Outcome]]) -> Costs:
     call, message, opened = (
         float(found[chosen.index(at)]) if at in chosen else 0.0 for at in range(3)
     )
-    return Costs(call, message, message, opened)
+    shares = rows[:, chosen] @ found / seconds
+    factors = [max(share, 1 / share) for share in shares.tolist()]
+    return Fit(Costs(call, message, message, opened), statistics.median(factors), max(factors))

@@ -2,12 +2,12 @@
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
 from bench.case import SECONDS
-from bench.model.link import Costs
+from bench.model.fit import Fit
 from bench.model.results import Modelled, Results
 from bench.plot import PALETTES, Colours
 from bench.report import amount, table
@@ -68,7 +68,7 @@ What it is told:
 
 _COSTS = """\
 The costs of messages are fitted to the processor time of the real runs on this page, by least
-squares. They are of a busy machine; a rank that has a processor of its own has warmer caches.
+squares. A rank that has a processor of its own has warmer caches, and needs less.
 """
 
 _HELD = """\
@@ -163,12 +163,11 @@ def page(results: Results) -> str:
         "all": len(ours),
         "per_host": _forecast(results)[0].per_host,
     }
-    machine = ["processor", "cores", "memory", "system", "python", "torch"]
     parts = [
         _HEAD,
         _REAL.format(**facts),
         _real_times(results, int(str(facts["size"]))),
-        ", ".join(f"{name} {results.about[name]}" for name in machine) + ".\n",
+        _machine(results.about),
         _MODEL + _told(results),
         _COSTS,
         _HELD.format(**facts),
@@ -209,6 +208,13 @@ def _real_times(results: Results, size: int) -> str:
     return table(["hosts", "call", "objcomm", "torch", "objcomm / torch"], rows)
 
 
+def _machine(about: Mapping[str, str]) -> str:
+    names = ("processor", "cores", "memory", "system", "python", "torch")
+    facts = ", ".join(f"{name} {about[name]}" for name in names)
+    told = f"Machine: {facts}. Before the runs {about['load']} other processes wanted a processor"
+    return f"{told}, on average of a minute.\n"
+
+
 def _told(results: Results) -> str:
     network = results.network
     if network is None:
@@ -221,16 +227,19 @@ def _told(results: Results) -> str:
         f"- Assumed: {near_way} to another rank of the host, of which all move {near:g} Gbit/s.",
         f"- Assumed: {far_way} to another host; its network card moves {far:g} Gbit/s each way.",
         f"- Assumed: {amount(results.store_seconds, SECONDS)} of the store's host for a request.",
-        *(f"- Measured: {_costs(peer, costs)}" for peer, costs in results.costs.items()),
+        *(f"- Measured: {_costs(peer, fit)}" for peer, fit in results.fits.items()),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _costs(peer: str, costs: Costs) -> str:
-    call, send, opened = (amount(each, SECONDS) for each in (costs.call, costs.send, costs.open))
+def _costs(peer: str, fit: Fit) -> str:
+    call, send, opened = (
+        amount(each, SECONDS) for each in (fit.costs.call, fit.costs.send, fit.costs.open)
+    )
     return (
         f"a rank's processor time, {peer}: {call} for a call, {send} for each message sent or "
-        f"received, {opened} for each object read out of a message."
+        f"received, {opened} for each object read out of a message. Half of the calls took what "
+        f"this says within a factor of {fit.half:.2f}, all of them within {fit.worst:.1f}."
     )
 
 
@@ -287,6 +296,7 @@ def _meetings(results: Results) -> str:
         [
             "real" if each.is_real else "model",
             f"{each.size:,}",
+            f"{each.size // each.per_host:,}",
             amount(each.seconds, SECONDS),
             f"{each.first_asked:,}",
             f"{each.others_asked:,}",
@@ -294,7 +304,14 @@ def _meetings(results: Results) -> str:
         ]
         for each in results.met
     ]
-    head = ["", "ranks", "until all have met", "requests of rank 0", "of another rank, at most"]
+    head = [
+        "",
+        "ranks",
+        "hosts",
+        "until all have met",
+        "requests of rank 0",
+        "of another rank, at most",
+    ]
     return table([*head, "of all ranks"], rows)
 
 

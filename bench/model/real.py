@@ -74,6 +74,7 @@ class Met:
 
     Attributes:
         size: number of ranks.
+        per_host: ranks of a host.
         is_real: False in the model.
         seconds: until the last rank had met the others.
         first_asked: requests of rank 0.
@@ -82,6 +83,7 @@ class Met:
     """
 
     size: int
+    per_host: int
     is_real: bool
     seconds: float
     first_asked: int
@@ -89,9 +91,10 @@ class Met:
     all_asked: int
 
     @classmethod
-    def of(cls, asked: list[int], seconds: float, *, is_real: bool) -> "Met":
+    def of(cls, asked: list[int], per_host: int, seconds: float, *, is_real: bool) -> "Met":
         """Given how much each rank has asked."""
-        return cls(len(asked), is_real, seconds, asked[0], max(asked[1:]), sum(asked))
+        first, *others = asked
+        return cls(len(asked), per_host, is_real, seconds, first, max(others), sum(asked))
 
 
 #: Of each rank: to whom it sent, and how many bytes, in order.
@@ -106,7 +109,7 @@ def count(
     Args:
         size: number of ranks.
         per_host: how many are on each host.
-        operations: their names.
+        operations: their names, ``"gather"`` among them.
         folder: for what the ranks write.
         samples: of each time; 0 for none.
         in_a_row: calls in a sample.
@@ -125,7 +128,7 @@ def count(
             before = sockets()
             objcomm.barrier()
             more_sockets = sockets() - before
-        met = _meeting(rank, size, store)
+        met = _meeting(rank, size, per_host, store)
         sends = {each: _counted(_objcomm_calls(size)[each], size) for each in operations}
         nbytes = sends["gather"][-1][0][1] - HEADER_NBYTES  # the last rank has none below it
         rows = []
@@ -152,7 +155,7 @@ def count(
     return [Counted(**row) for row in found], Met(**met), sends
 
 
-def _meeting(rank: int, size: int, store: dist.Store) -> Met:
+def _meeting(rank: int, size: int, per_host: int, store: dist.Store) -> Met:
     """One more meeting of all ranks, whose requests are counted."""
     counting = CountingStore(dist.PrefixStore("counted", store))
     dist.barrier()
@@ -161,7 +164,7 @@ def _meeting(rank: int, size: int, store: dist.Store) -> Met:
         meet(counting, rank, size)
     everyone = _of_all_ranks((counting.asked, time.perf_counter() - began), size)
     asked, seconds = zip(*everyone, strict=True)
-    return Met.of(list(asked), max(seconds), is_real=True)
+    return Met.of(list(asked), per_host, max(seconds), is_real=True)
 
 
 def _counted(call: Call, size: int) -> Sends:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.model.fit import Fit
 from bench.model.link import Costs
 from bench.model.real import Counted, Met
 from bench.model.world import Machine, Outcome
@@ -60,7 +61,7 @@ class Results:
         about: the machine, and the versions.
         object_nbytes: of each rank's object.
         network: what the model was told of hosts, where each rank has a processor of its own.
-        costs: by peer, what was found.
+        fits: by peer, what messages cost.
         counted: real runs.
         modelled: the model's.
         met: how ranks meet, real ones and the model's.
@@ -70,7 +71,7 @@ class Results:
     about: dict[str, str] = field(default_factory=dict)
     object_nbytes: int = 0
     network: Machine | None = None
-    costs: dict[str, Costs] = field(default_factory=dict)
+    fits: dict[str, Fit] = field(default_factory=dict)
     counted: list[Counted] = field(default_factory=list)
     modelled: list[Modelled] = field(default_factory=list)
     met: list[Met] = field(default_factory=list)
@@ -112,9 +113,7 @@ class Results:
                 "network": dataclasses.asdict(self.network),
                 "store_seconds": self.store_seconds,
             }
-        yield from (
-            {"costs": dataclasses.asdict(each), "of": of} for of, each in self.costs.items()
-        )
+        yield from ({"fit": dataclasses.asdict(each), "of": of} for of, each in self.fits.items())
         yield from _rows_of("counted", self.counted)
         yield from _rows_of("modelled", self.modelled)
         yield from _rows_of("met", self.met)
@@ -125,8 +124,9 @@ class Results:
         elif "network" in row:
             self.network = Machine(**row["network"])
             self.store_seconds = row["store_seconds"]
-        elif "costs" in row:
-            self.costs[row["of"]] = Costs(**row["costs"])
+        elif "fit" in row:
+            costs = Costs(**row["fit"].pop("costs"))
+            self.fits[row["of"]] = Fit(costs, **row["fit"])
         elif "counted" in row:
             self.counted.append(Counted(**row["counted"]))
         elif "met" in row:
