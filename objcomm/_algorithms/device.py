@@ -74,6 +74,12 @@ class DevicePath:
         """Whether members that lie in CPU memory go over the first link, too."""
         return bool(message.header.flags & _STAGED)
 
+    def carries(self, message: Message) -> bool:
+        """Whether some of a message whose body is known travels here."""
+        return bool(self._links and message.large) and bool(
+            message.following_on_device or (self.is_staged(message) and message.following_on_host)
+        )
+
     def send(self, message: Message, peer: int) -> None:
         """This rank's part towards one other."""
         for flat, link in self._carried(message):

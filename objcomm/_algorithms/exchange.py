@@ -130,6 +130,18 @@ class Exchange(Transfers):
             self.hand_over()
         return self.device
 
+    def swap_words(self, peers: Sequence[int]) -> None:
+        """Wait until each of some ranks, which all call this, takes what follows on the devices.
+
+        Who waits there hears of nothing, so it must not wait for one that has refused a message.
+        """
+        if peers:
+            are_ready = self.words_of(peers)
+            for peer in peers:
+                self.give_word(peer)
+            are_ready()
+            self.rounds += 1
+
     def are_asked_for(self) -> bool:
         """See ``Transfers``."""
         # Each rank posts the receive for a rank's next first message when it has taken one, so that

@@ -46,6 +46,8 @@ def broadcast(
     exchange.send_head(message, children)
     if not message.is_all_head:
         exchange.relay_rest(message, root)
+        if exchange.device.carries(message):
+            meet_before_devices(exchange)
         exchange.accelerators().broadcast(message, root, is_root=parent is None)
     return message
 
@@ -106,6 +108,7 @@ def gather(
     if messages is None:
         if message.header.nbytes <= max_nbytes:
             exchange.send_rest(message, [root])
+            exchange.swap_words([root] if exchange.device.carries(message) else [])
             exchange.accelerators().send(message, root)
         return None
     arriving = [
@@ -114,6 +117,7 @@ def gather(
         if peer != root and each.header.nbytes <= max_nbytes
     ]
     exchange.recv_rest(arriving)
+    exchange.swap_words([peer for peer, each in arriving if exchange.device.carries(each)])
     for peer, each in arriving:
         exchange.accelerators().recv(each, peer)
     return messages
@@ -138,6 +142,8 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
     else:
         exchange.send_rest(message, others)
         exchange.recv_rest([(peer, messages[peer]) for peer in others])
+    if any(map(exchange.device.carries, messages)):
+        meet_before_devices(exchange)
     for peer, each in enumerate(messages):
         exchange.accelerators().broadcast(each, peer, is_root=peer == exchange.rank)
     return messages
@@ -260,6 +266,7 @@ def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -
     are_all_ready()
     for peer in others:
         exchange.send_rest(messages[peer], [peer])
+        exchange.swap_words([peer] if exchange.device.carries(messages[peer]) else [])
         exchange.accelerators().send(messages[peer], peer)
     return messages[root]
 
@@ -330,6 +337,10 @@ def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]
     for peer in others:
         exchange.send_rest(messages[peer], [peer])
     exchange.recv_rest([(peer, arrived[peer]) for peer in others])
+    carries = exchange.device.carries
+    exchange.swap_words(
+        [peer for peer in others if carries(messages[peer]) or carries(arrived[peer])]
+    )
     for source in range(exchange.size):  # a device link has one order for all ranks
         if source != exchange.rank:
             exchange.accelerators().recv(arrived[source], source)
@@ -406,6 +417,7 @@ def send(exchange: Exchange, message: Message, peer: int) -> None:
     exchange.rounds += 1
     exchange.send_head(message, [peer], destination=peer)
     exchange.send_rest(message, [peer])
+    exchange.swap_words([peer] if exchange.device.carries(message) else [])
     exchange.accelerators().send(message, peer)
 
 
@@ -429,6 +441,7 @@ def _with_rest(exchange: Exchange, message: Message, peer: int, *, gives_word: b
         exchange.make_room(message, peer)
         exchange.give_word(peer)
     exchange.recv_rest([(peer, message)])
+    exchange.swap_words([peer] if exchange.device.carries(message) else [])
     exchange.accelerators().recv(message, peer)
     return message
 
@@ -444,3 +457,12 @@ def all_meet(exchange: Exchange, message: Message) -> None:
     if parent is not None:
         exchange.send_head(message, [parent])
     broadcast(exchange, message if parent is None else None, HUB)
+
+
+def meet_before_devices(exchange: Exchange) -> None:
+    """Return when every rank is ready for what follows on the devices.
+
+    Nothing wakes who waits there. So a rank that has no room for it, or refuses a message, must
+    raise before anybody does, and so on all ranks.
+    """
+    all_meet(exchange, compose(exchange.header, b""))

@@ -24,7 +24,6 @@ from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.parts import Batch, Part, Piece, aligned, batches, nbytes_of
 from objcomm._algorithms.transfers import Arriving
 from objcomm._codecs.buffers import empty
-from objcomm._wire.message import compose
 
 # A piece small enough for the processor's cache, and large enough that messages cost little. 64 MiB
 # among 4 ranks on 2 cores: in pieces of 1 MiB 228 ms, of 4 MiB 268, of 512 KiB 250.
@@ -226,9 +225,7 @@ def _reduce(exchange: Exchange, bag: list[Part]) -> None:
     mine = torch.empty(share, dtype=about.result_dtype, device=operand.device)
     whole = torch.empty(share * exchange.size, dtype=about.result_dtype, device=operand.device)
     if operand.nbytes > _SURELY_THERE_NBYTES:
-        # A device without room raises here, and so on all ranks: nothing would wake those that
-        # wait for it in the device link.
-        routes.all_meet(exchange, compose(exchange.header, b""))
+        routes.meet_before_devices(exchange)
     exchange.accelerators().all_to_all(operand.view(torch.uint8), arrived.view(torch.uint8))
     about.combine(arrived.split(share), mine)
     exchange.accelerators().all_gather(mine.view(torch.uint8), whole.view(torch.uint8))

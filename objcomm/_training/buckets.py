@@ -492,6 +492,7 @@ class _Moving:
 
     def _on_device(self, rule: Rule, flat: torch.Tensor) -> None:
         if rule is Rule.SHARE:
+            routes.meet_before_devices(self._exchange)  # who could not pack its tensors is absent
             self._exchange.accelerators().broadcast_flat(flat.view(torch.uint8), self._call.root)
         else:
             reduce_on_device(self._exchange, [self._part(rule, flat)])
