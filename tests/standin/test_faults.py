@@ -4,6 +4,7 @@ A wait on a device ends by the backend's own limit, or when its watchdog aborts 
 another rank has said that it fails.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import Backend
 from tests.standin.worlds import join, joined_by, own_device
-from tests.waits import PATIENCE_S
+from tests.waits import PATIENCE_S, wait_until
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
 METHODS = ("broadcast", "send", "recv", "alltoall_base", "_allgather_base")
@@ -91,7 +92,9 @@ def fail_in(name: str, who: int, fault: str) -> None:
     if rank == who:
         assert acted == [fault]
         assert error
-        assert fault == "stalls" or "unhandled system error" in str(error)
+        # Another rank's word may come first, that its wait was aborted.
+        texts = {"stalls": [""]}.get(fault, ["unhandled system error", "aborted"])
+        assert any(text in str(error) for text in texts)
     # Who has not waited hears of it in its next call; to who has, the group is broken.
     with pytest.raises(BrokenGroupError if error else TransportError):
         objcomm.barrier(group=group)
@@ -132,17 +135,31 @@ def test_a_call_in_the_background_fails_as_any_other() -> None:
 @ranks(2, joined=False)
 def test_a_backend_that_is_asked_in_another_order() -> None:
     join()
-    group, _ = group_that_has_met()
+    group, backend = group_that_has_met()
     mine = torch.full((LARGE,), objcomm.rank()).to("standin")
+    own = torch.ones(5).to("standin")
+    errors: list[str] = []
     if objcomm.is_main():
         with pytest.raises(TransportError, match="different calls"):
             objcomm.broadcast(mine, group=group)
+        say("ended")
     else:
-        # A call of the program's own, which the other rank does not make.
-        with pytest.raises(RuntimeError, match="different calls"):
-            dist.broadcast(mine[:5].clone(), 0, group=group)
+
+        def interfere() -> None:
+            """A call of the program's own, which the other rank does not make."""
+            with pytest.raises(RuntimeError, match="different calls") as caught:
+                dist.broadcast(own, 0, group=group)
+            errors.append(str(caught.value))
+
+        other = threading.Thread(target=interfere)
+        other.start()
+        wait_until(lambda: backend.made, "the other thread's call")
+        watchdog = abort_when("ended", backend)
         with pytest.raises(TransportError):
             objcomm.broadcast(None, group=group)
+        watchdog.join(PATIENCE_S)
+        other.join(PATIENCE_S)
+        assert len(errors) == 1
     with pytest.raises(BrokenGroupError):
         objcomm.barrier(group=group)
     assert_next_group_works()
@@ -185,7 +202,7 @@ def test_what_fails_before_the_devices_move_leaves_them_in_step() -> None:
                 assert list(caught.value.failures) == [last]
             else:
                 assert OPERATIONS[name](given) is None
-            assert len(joined_by().made) == calls
+            assert len(joined_by().made) == calls or name == "gather"  # the others' have moved
             assert [int(each[0].cpu()) for each in objcomm.all_gather(mine)] == [*range(last + 1)]
     assert_group_works()
 
@@ -196,24 +213,35 @@ def test_a_receiver_without_room_on_its_device() -> None:
     rank, last = objcomm.rank(), objcomm.world_size() - 1
     mine = torch.full((LARGE,), rank).to("standin")
     objcomm.barrier()
-    for name in ("broadcast", "all_gather"):
-        with case(name), device.room(device.current_device(), 9 if rank == last else 1 << 30):
+    for name in ("broadcast", "scatter", "gather", "all_gather", "all_to_all"):
+        at = 0 if name == "gather" else last
+        call = functools.partial(OPERATIONS[name], mine)
+        with case(name), device.room(device.current_device(), 9 if rank == at else 1 << 30):
             calls = len(joined_by().made)
-            with pytest.raises(WireError if rank == last else CollectiveError, match="no memory"):
-                OPERATIONS[name](mine)
+            with pytest.raises(WireError if rank == at else CollectiveError, match="no memory"):
+                call()
             assert len(joined_by().made) == calls
         with case(name, "once more"):
-            OPERATIONS[name](mine)
+            call()
     assert_group_works()
 
 
-@ranks(2, joined=False)
-def test_a_group_that_was_destroyed_while_it_was_used() -> None:
+@ranks(2, 3, joined=False)
+def test_a_model_that_can_not_be_packed_on_one_rank() -> None:
     join()
-    group = dist.new_group()
-    mine = torch.full((LARGE,), objcomm.rank()).to("standin")
-    assert len(objcomm.all_gather(mine, group=group)) == 2
-    dist.destroy_process_group(group)
-    with pytest.raises((TransportError, objcomm.UsageError)):
-        objcomm.all_gather(mine, group=group)
-    assert_next_group_works()
+    rank, last = objcomm.rank(), objcomm.world_size() - 1
+    # Room for less is taken for granted.
+    tensors = [torch.full((4 * LARGE,), float(rank)).to("standin") for _ in range(2)]
+    objcomm.barrier()
+    for call in (objcomm.models.broadcast_tensors, objcomm.models.average_tensors):
+        with case(call.__name__):
+            calls = len(joined_by().made)
+            with device.room(device.current_device(), 9 if rank == last else 1 << 30):
+                error = torch.OutOfMemoryError if rank == last else CollectiveError
+                with pytest.raises(error, match="no room"):
+                    call(tensors)
+            assert len(joined_by().made) == calls
+            call(tensors)
+            assert len({float(each[-1].cpu()) for each in tensors}) == 1
+            assert len(joined_by().made) > calls
+    assert_group_works()
