@@ -20,6 +20,7 @@ All that is peculiar to Gloo stands here, as of torch 2.13; ``link`` says it wit
 - While bytes stand before it, its thread reads on with the connection locked, and nothing leaves.
 - A receive from any source is woken neither by a death nor by an abort, and there is no probe; so
   there is none in ``link``.
+- Where no file can be opened for a rank that connects, its thread ends the process.
 - It leaves its addresses in the store.
 - A device, which has a thread and a port, serves any number of process groups, unless it connects
   at first use (``lazy_init``): then it tells connections apart by the ranks within their groups, so
@@ -72,6 +73,9 @@ _OF_A_PEER = ("onnect", "imed out", "imeout")
 
 #: Nothing is ever sent with this tag, which none of ``link``'s functions gives.
 POKE_TAG = (1 << 31) - 1
+
+# For a device, the store and what else the process opens just then.
+_SPARE_FILES = 8
 
 # It takes zero for its own default.
 _INSTANT = timedelta(milliseconds=1)
@@ -169,6 +173,8 @@ class GlooLink:
             raise
         except RuntimeError as error:
             raise _in_vain(error) from error
+        except OSError as error:
+            raise LinkError(str(error)) from error
 
     def _connect(
         self,
@@ -185,6 +191,7 @@ class GlooLink:
         self.hosts = hosts
         # All ranks are here: one that dies now must not hold this thread for as long as a call.
         limit = min(deadline.left(), CONNECT_MAX)
+        _see_room_for(size - 1 + _SPARE_FILES)
         before = open_sockets()
         # Any: torch's stubs leave out point-to-point of a backend.
         gloo: Any = dist.ProcessGroupGloo
@@ -293,6 +300,20 @@ class GlooLink:
         except RuntimeError as error:
             return str(error)
         return ""
+
+
+def _see_room_for(count: int) -> None:
+    """Raise where this process can't open so many files more.
+
+    Gloo's thread ends the process if there is none for a rank that connects.
+    """
+    opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
+    try:
+        for _ in range(count):
+            opened.append(os.dup(opened[0]))  # those before the error are closed
+    finally:
+        for each in opened:
+            os.close(each)
 
 
 def _ended(error: RuntimeError) -> LinkError:
