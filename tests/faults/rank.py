@@ -24,7 +24,7 @@ import objcomm
 from objcomm._collectives import split
 from objcomm._failures import channel, inquiry, watchdog
 from objcomm._failures.noticeboard import BoardThread
-from objcomm._transport import link
+from objcomm._transport import link, threads
 from objcomm._transport.store import loopback_store
 from tests.faults import helpers, pairs, plan
 from tests.faults.plan import (
@@ -91,6 +91,7 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path, *, is_patient:
     """
     if is_patient:
         _be_patient(case)
+    patch.object(threads, "_IDLE_SECONDS", 0.2).start()  # each end of a case waits for idle threads
     if case.is_over_gloo:
         os.environ.update(OVER_GLOO)
     with log.open("wb") as printed:
@@ -362,11 +363,11 @@ def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left
 
 
 def _left(baseline: set[str]) -> Left:
-    threads = [each.name for each in threading.enumerate() if each.name.startswith("objcomm")]
-    others = [name for name in threads if name != "objcomm-watch"]
+    names = [each.name for each in threading.enumerate() if each.name.startswith("objcomm")]
+    others = [name for name in names if name != "objcomm-watch"]
     # That one has a pair of sockets, which have no names; it is there once for each process.
     stayed = sorted(ends_of(sockets() - baseline), key=bool)
-    return Left(others, stayed[2 if "objcomm-watch" in threads else 0 :])
+    return Left(others, stayed[2 if "objcomm-watch" in names else 0 :])
 
 
 _STEPS: dict[str, Callable[[Case, int, dist.Store, set[str]], Any]] = {
