@@ -3,6 +3,7 @@
 from tests.mutants import (
     codecs,
     deaths,
+    devices,
     failures,
     lifetimes,
     local,
@@ -23,6 +24,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *deaths.MUTANTS,
     *waits.MUTANTS,
     *lifetimes.MUTANTS,
+    *devices.MUTANTS,
     *local.MUTANTS,
     *surroundings.MUTANTS,
 )
