@@ -100,6 +100,19 @@ def test_ranks_that_wait_for_each_other_are_no_endless_run() -> None:
         world.run(lambda rank: world.wait(rank, world.recv(rank, 1 - rank, 0)))
 
 
+def test_the_error_of_a_rank_ends_others_that_ask_again_and_again() -> None:
+    world = World([0, 0], _MACHINE)
+
+    def on_rank(rank: int) -> None:
+        if rank == 1:
+            raise KeyError(rank)
+        while True:
+            world.ask(rank, 1.0)
+
+    with pytest.raises(KeyError):
+        world.run(on_rank)
+
+
 def test_the_error_of_a_rank_is_raised() -> None:
     world = World([0, 0], _MACHINE)
 

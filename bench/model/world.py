@@ -163,7 +163,9 @@ class World:
                 returned += 1
             except BaseException as error:  # noqa: BLE001  # raised below
                 errors.append(error)
-            if not self._are_given_up:
+            if errors and not self._are_given_up:
+                self._nobody_can_run.release()  # others may wait for this one, or ask for ever
+            elif not self._are_given_up:
                 self._pass_on()
 
         for turn in (*self._turns, self._nobody_can_run):

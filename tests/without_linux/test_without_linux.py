@@ -1,8 +1,10 @@
 """A world of one on a system without Linux: what Python is told there, ``sitecustomize`` says."""
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ _FOLDER = Path(__file__).parent
 _ROOT = _FOLDER.parents[1]
 
 
-def run(*command: str, status: int = 0) -> str:
+def run(*command: str, statuses: Collection[int] = (0,)) -> str:
     """What a Python without Linux prints and tells, the Pythons that it starts included."""
     done = subprocess.run(  # our own interpreter, our own text
         [sys.executable, *command],
@@ -23,7 +25,7 @@ def run(*command: str, status: int = 0) -> str:
         env={**os.environ, "PYTHONPATH": str(_FOLDER)},
         check=False,
     )
-    assert done.returncode == status, done.stdout
+    assert done.returncode in statuses, done.stdout
     return done.stdout
 
 
@@ -43,7 +45,9 @@ def test_a_whole_program_runs(tmp_path: Path) -> None:
 
 
 def test_the_doctor_tells_that_it_is_not_linux_and_finds_no_fault() -> None:
-    told = run("-m", "objcomm", "doctor")
+    told = run("-m", "objcomm", "doctor", statuses=(0, 1))
+    # How soon this machine's resolver answers is its own matter.
+    assert set(re.findall(r"(?:WARNING|ERROR) (\S+):", told)) <= {"slow-names"}
     assert "NOTE system" in told
     assert "the system is 'darwin', and several ranks have been run on Linux only" in told
     assert "shared-memory" not in told
