@@ -163,10 +163,8 @@ class World:
                 returned += 1
             except BaseException as error:  # noqa: BLE001  # raised below
                 errors.append(error)
-            if errors and not self._are_given_up:
-                self._nobody_can_run.release()  # others may wait for this one, or ask for ever
-            elif not self._are_given_up:
-                self._pass_on()
+            if not self._are_given_up:
+                self._pass_on(is_over=bool(errors))  # others may ask again and again
 
         for turn in (*self._turns, self._nobody_can_run):
             turn.acquire()
@@ -305,8 +303,8 @@ class World:
             self._pass_on()
             self._take_turn(rank)
 
-    def _pass_on(self) -> None:
-        if self._ready:
+    def _pass_on(self, *, is_over: bool = False) -> None:
+        if self._ready and not is_over:
             self._turns[heapq.heappop(self._ready)[1]].release()
         else:
             self._nobody_can_run.release()
