@@ -329,6 +329,8 @@ def create(
 
     world: Any = dist.GroupMember.WORLD
     backend = dist.get_backend(parent)
+    theirs: list[Any] = [parent._get_backend(each) for each in parent._device_types]  # noqa: SLF001  # torch has no public way to ask
+    can_change = all(any(hasattr(each, setter) for setter in _SETTERS) for each in theirs)
     with _binding.hidden(world) as device:
         group, _ = c10d._new_process_group_helper(  # noqa: SLF001  # there is no public way, see above
             len(ranks),
@@ -337,15 +339,24 @@ def create(
             backend,
             store,
             name,  # type: ignore[arg-type]  # a NewType of str
-            timeout=min(limit, CONNECT_MAX),
+            timeout=min(limit, CONNECT_MAX) if can_change else timeout,
             group_desc=f"objcomm.{purpose}",
         )
     order = {rank: place for place, rank in enumerate(ranks)}
     c10d._world.pg_group_ranks[group] = order  # noqa: SLF001  # as new_group does
     group.bound_device_id = device
     for each in group._device_types:  # noqa: SLF001  # torch has no public way to ask
-        group._get_backend(each)._set_default_timeout(timeout)  # noqa: SLF001  # nor to set it
+        made: Any = group._get_backend(each)  # noqa: SLF001  # nor for this
+        for setter in _SETTERS:
+            with contextlib.suppress(AttributeError, RuntimeError):
+                getattr(made, setter)(timeout)
+                break
     return group
+
+
+# How a backend's time limit is changed, where it can be: XCCL, and others, could not before torch
+# 2.12 (https://github.com/intel/torch-xpu-ops/issues/3101).
+_SETTERS = ("_set_default_timeout", "set_timeout")
 
 
 def is_alive(group: Any) -> bool:

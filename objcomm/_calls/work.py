@@ -455,34 +455,26 @@ class DevicePlace:
             stream: and its device; the calling thread's current ones if None.
         """
         self._stream = stream
-        self._index: int | None = None
-        self._before: list[Callable[[], object]] = []
+        self._before: torch.Stream | None = None
+        self._device: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         accelerator = torch.accelerator.current_accelerator()
         if stream is None and accelerator is not None:
             # Not there: a module that was not imported, a driver, or what it was to be asked.
             with contextlib.suppress(AttributeError, RuntimeError):
-                self._remember(torch.get_device_module(accelerator))
-
-    def _remember(self, module: Any) -> None:
-        # Before that nothing is on a device, and to ask for a stream would take memory there. A
-        # module that does not say so has nothing that begins at its first use.
-        if getattr(module, "is_initialized", _is_ready)():
-            self._stream = torch.accelerator.current_stream()
-        else:
-            self._index = torch.accelerator.current_device_index()
+                module: Any = torch.get_device_module(accelerator)
+                # Before its first use nothing is on a device, the first one is current, and to ask
+                # would be that use. A module that does not say so has nothing that begins then.
+                if getattr(module, "is_initialized", _is_ready)():
+                    self._stream = torch.accelerator.current_stream()
 
     def __enter__(self) -> None:
-        if self._stream is not None:
-            # A stream is current on its device, and a device is current besides.
-            for index in (self._stream.device_index, None):
-                before = torch.accelerator.current_stream(index)
-                self._before.append(functools.partial(torch.accelerator.set_stream, before))
-            torch.accelerator.set_stream(self._stream)
-        elif self._index is not None:
-            here = torch.accelerator.current_device_index()
-            if here != self._index:
-                self._before = [functools.partial(torch.accelerator.set_device_index, here)]
-                torch.accelerator.set_device_index(self._index)
+        if self._stream is None:
+            return
+        # Leaving it makes no context on the device that was current before, if there is none.
+        self._device = torch.accelerator.device_index(self._stream.device_index)
+        self._device.__enter__()
+        self._before = torch.accelerator.current_stream(self._stream.device_index)
+        torch.accelerator.set_stream(self._stream)
 
     def __exit__(
         self,
@@ -490,9 +482,10 @@ class DevicePlace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for restore in self._before:
-            restore()
-        self._before = []
+        if self._before is not None:
+            torch.accelerator.set_stream(self._before)
+            self._before = None
+            self._device.__exit__(kind, error, traceback)
 
 
 def stream_beside(*, after_current: bool) -> torch.Stream | None:

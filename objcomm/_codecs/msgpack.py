@@ -173,7 +173,9 @@ class _Encoder:
     def _buffer(self, buffer: Buffer) -> int:
         """The position of a buffer; members over exactly the same bytes share one."""
         flat, new = buffer.flat, len(self._buffers)
-        key = (buffer.kind, flat.device, flat.data_ptr(), flat.numel()) if flat.numel() else (new,)
+        # A device may tell no addresses, and nothing lies at 0.
+        at = flat.data_ptr() if flat.numel() else 0
+        key = (buffer.kind, flat.device, at, flat.numel()) if at else (new,)
         position = self._positions.setdefault(key, new)
         if position == new:
             self._buffers.append(buffer)

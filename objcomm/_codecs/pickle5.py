@@ -244,7 +244,9 @@ class _Pickler(pickle.Pickler):
     def _memory(self, buffer: Buffer) -> _Memory:
         """One ``_Memory`` for all members over exactly the same bytes."""
         flat = buffer.flat
-        key = (flat.device, flat.data_ptr(), flat.numel()) if flat.numel() else (id(buffer),)
+        # A device may tell no addresses, and nothing lies at 0.
+        at = flat.data_ptr() if flat.numel() else 0
+        key = (flat.device, at, flat.numel()) if at else (id(buffer),)
         return self._memories.setdefault(key, _Memory(buffer))
 
     def _reduce_by_value(self, obj: Any) -> Any:

@@ -42,16 +42,18 @@ class Landing:
         Raises:
             DecodeError: this rank has no such device.
         """
-        device = self._device or torch.device(device_type)
-        if flat.device.type == device.type and device.index in (None, flat.device.index):
-            return flat
-        key = id(flat), device
-        if key not in self._moved:
-            try:
+        try:
+            device = self._device or torch.device(device_type)
+            if flat.device.type == device.type and device.index in (None, flat.device.index):
+                return flat
+            key = id(flat), device
+            if key not in self._moved:
                 self._moved[key] = flat, flat.to(device)
-            except (RuntimeError, AssertionError) as error:
-                reason = f"a tensor belongs on device {str(device)!r}, which this rank cannot use"
-                raise DecodeError("tensor", f"{reason} ({error}); pass another device=") from error
+        # Torch does not know the type, or imports at its first use a module that is not there.
+        except (RuntimeError, AssertionError, ImportError) as error:
+            name = str(self._device or device_type)
+            reason = f"a tensor belongs on device {name!r}, which this rank cannot use"
+            raise DecodeError("tensor", f"{reason} ({error}); pass another device=") from error
         return self._moved[key][1]
 
 

@@ -5,7 +5,7 @@
 In all of them ranks are global unless the argument begins with ``group_``, and the default root is
 global rank 0, as in torch. A rank outside of ``group`` gets torch's warning, and nothing happens
 there. Without ``init_process_group`` they serve a world of one. What arrives is an independent
-copy; tensors of a CUDA device arrive on the receiver's current one. ``device`` and ``use_batch``
+copy; tensors on a device arrive on the receiver's current one. ``device`` and ``use_batch``
 say where and how torch stages bytes; they are accepted and have no effect. Objects travel by the
 pickle codec, whatever ``objcomm.configure`` says of others. With ``weights_only=True``, which torch
 has since 2.15, a rank admits builtin types, tensors, arrays, and what was given to its

@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         "callers-stream-forgotten",
         _WORK,
-        "            torch.accelerator.set_stream(self._stream)\n",
+        "        torch.accelerator.set_stream(self._stream)\n",
         "",
         "a call in the background sends what the caller's stream has not computed",
         _OBJECTS,

@@ -78,7 +78,8 @@ class Backend:
         """How many ranks there are."""
         return self._size
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: timedelta) -> None:
+        """As XCCL calls it."""
         self._limit = timeout
 
     def abort(self) -> None:

@@ -177,6 +177,7 @@ class _Devices:
     Attributes:
         memories: what is allocated, by address.
         contexts: devices that were made to hold something, or to run something.
+        is_initialized: whether anybody has asked which device is current, or changed it.
         room: how many bytes may lie on a device at a time, if not any number.
         allocated: how many pieces of memory were ever taken there.
         queued: the newest of what was queued.
@@ -186,6 +187,7 @@ class _Devices:
         self.here = _Here()
         self.memories: dict[int, Memory] = {}
         self.contexts: set[int] = set()
+        self.is_initialized = False
         self.room: dict[int, int] = {}
         self.allocated: Counter[int] = Counter()
         self.queued: deque[Queued] = deque(maxlen=10_000)
@@ -438,7 +440,8 @@ def _lifted(
 
 
 def current_device() -> int:
-    """The current device's index in this thread."""
+    """The current device's index in this thread; to ask is to initialise, as torch does it."""
+    _devices().is_initialized = True
     return _devices().here.index
 
 
@@ -447,6 +450,7 @@ def set_device(device: torch.device | str | int) -> None:
     index = device if isinstance(device, int) else torch.device(device).index
     if not 0 <= index < COUNT:
         raise RuntimeError(f"there is no {NAME}:{index}, only {COUNT} devices")
+    _devices().is_initialized = True
     _devices().here.index = index
 
 
@@ -454,7 +458,7 @@ def current_stream(index: int | None = None) -> torch.Stream:
     """The stream on which this thread queues what concerns a device."""
     devices = _devices()
     at = current_device() if index is None else index
-    devices.contexts.add(at)
+    devices.is_initialized = True
     return devices.here.streams.get(at) or Stream(at, number=0)
 
 
@@ -485,8 +489,8 @@ def device_count() -> int:
 
 
 def is_initialized() -> bool:
-    """Whether this process has used one."""
-    return bool(_devices().contexts)
+    """Whether this process has used one, or has asked which is current."""
+    return _devices().is_initialized or bool(_devices().contexts)
 
 
 def memory_allocated(index: int) -> int:

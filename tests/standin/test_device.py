@@ -23,11 +23,12 @@ def test_nothing_is_used_until_something_is() -> None:
     assert torch.accelerator.current_accelerator() == torch.device("standin")
     assert torch.accelerator.device_count() == device.COUNT
     assert torch.accelerator.current_device_index() == 0
+    assert device.is_initialized()  # as torch's own types are by being asked
     torch.accelerator.set_device_index(2)
     assert device.contexts() == set()
     torch.ones(3).to("standin")
     assert device.contexts() == {2}
-    torch.accelerator.current_stream(1)
+    Stream(1)
     assert device.contexts() == {1, 2}
 
 

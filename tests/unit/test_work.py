@@ -1,8 +1,9 @@
 """A work by itself: its states, its waits, and what the watchdog is told of them."""
 
+import contextlib
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -213,11 +214,11 @@ class FakeStreams(threading.local):
         self.index = stream.device_index
         self.streams[self.index] = stream.name
 
-    def current_device_index(self) -> int:
-        return self.index
-
-    def set_device_index(self, index: int) -> None:
-        self.index = index
+    @contextlib.contextmanager
+    def device_index(self, index: int) -> Iterator[None]:
+        before, self.index = self.index, index
+        yield
+        self.index = before
 
 
 @pytest.mark.parametrize("is_initialized", [True, False])
@@ -229,7 +230,7 @@ def test_the_rest_goes_on_with_the_callers_device_and_stream(
     module = SimpleNamespace(is_initialized=lambda: is_initialized)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    for name in ("current_stream", "set_stream", "current_device_index", "set_device_index"):
+    for name in ("current_stream", "set_stream", "device_index"):
         monkeypatch.setattr(torch.accelerator, name, getattr(fake, name))
     fake.set_stream(SimpleNamespace(device_index=1, name="the caller's"))
     line = SerialExecutor("test line")
@@ -245,9 +246,9 @@ def test_the_rest_goes_on_with_the_callers_device_and_stream(
     work.wait(LIMIT_S)
     line.drain()
     before = (0, ["0 by default", "1 by default"])
-    # Before its first use there is no stream to be asked for, but there is a device.
-    stream = "the caller's" if is_initialized else "1 by default"
-    assert seen == [before, (1, ["0 by default", stream]), before]
+    # Before its first use nothing is there to be asked for.
+    within = (1, ["0 by default", "the caller's"]) if is_initialized else before
+    assert seen == [before, within, before]
 
 
 def test_an_accelerator_that_cannot_be_asked_changes_nothing(
