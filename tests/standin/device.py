@@ -131,6 +131,8 @@ class Stream(torch.Stream):
     def __new__(cls, index: int | None = None, *, number: int | None = None) -> Self:
         devices = _devices()
         at = current_device() if index is None else index
+        if number is None:
+            devices.contexts.add(at)
         return super().__new__(
             cls,
             stream_id=next(devices.stream_numbers) if number is None else number,
