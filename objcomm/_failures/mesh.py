@@ -283,13 +283,15 @@ class Mesh:
             return
         finally:
             self._progress.heed = None  # it holds this mesh: a cycle would keep connections open
+        beside = [self.ranks[peer] for peer in link.beside((self.rank,))]
+        # Before the first call ends: its host may be the next to die, and the store with it.
+        with contextlib.suppress(StoreSilentError):
+            self.board_thread.call(lambda board: board.learn(beside))
         with self._lock:
             self.number = fingerprint(self.nonce)
             self.link = link
             if self.verdict is None:
                 self._connected.set_result(link)
-                beside = [self.ranks[peer] for peer in link.beside((self.rank,))]
-                self.board_thread.submit(lambda board: board.learn(beside))
                 if self.rank == self.members[0] and self.failed_meeting:
                     self.board_thread.submit(lambda board: board.retract(self.failed_meeting))
                 return
