@@ -113,6 +113,8 @@ def test_what_is_no_list_of_ranks_is_refused_before_any_traffic() -> None:
     assert_group_works()
 
 
+# In one of three whole runs rank 2 was not told within 2 s, and its wait met the others' next call.
+@pytest.mark.timed
 @ranks(3)
 @pytest.mark.parametrize("other", [[0, 1], [0, 2, 1]])
 def test_members_with_other_lists_are_told_and_not_left_waiting(other: list[int]) -> None:
