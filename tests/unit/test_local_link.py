@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -99,30 +99,27 @@ def frame(kind: int, tag: int = _TAG, nbytes: int = 0, number: int = 0) -> bytes
     return _HEADER.pack(kind, tag, nbytes, number)
 
 
+def check_links(*groups: Sequence[LocalLink]) -> None:
+    """Hold links between three threads to their contract, which uses up several groups of them."""
+    links = list(zip(*groups, strict=True))
+
+    def check(rank: int) -> None:
+        left = list(links[rank])
+        check_link(lambda _: left.pop(0), rank, 3)
+
+    with ThreadPoolExecutor(3) as ranks:
+        for each in [ranks.submit(check, rank) for rank in range(3)]:
+            each.result()
+
+
 def test_threads_keep_the_contract_of_links() -> None:
     with joined(3) as first, joined(3) as second, joined(3) as third:
-        links = list(zip(first, second, third, strict=True))
-
-        def check(rank: int) -> None:
-            left = list(links[rank])
-            check_link(lambda _: left.pop(0), rank, 3)
-
-        with ThreadPoolExecutor(3) as ranks:
-            for each in [ranks.submit(check, rank) for rank in range(3)]:
-                each.result()
+        check_links(first, second, third)
 
 
 def test_threads_that_connect_at_first_use_keep_the_contract_of_links() -> None:
     with behind_doors(3) as first, behind_doors(3) as second, behind_doors(3) as third:
-        links = list(zip(first, second, third, strict=True))
-
-        def check(rank: int) -> None:
-            left = list(links[rank])
-            check_link(lambda _: left.pop(0), rank, 3)
-
-        with ThreadPoolExecutor(3) as ranks:
-            for each in [ranks.submit(check, rank) for rank in range(3)]:
-                each.result()
+        check_links(first, second, third)
 
 
 def test_a_rank_is_connected_to_those_with_whom_something_was_begun() -> None:
