@@ -27,7 +27,7 @@ from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log
 from objcomm._transport.connect import connect
 from objcomm._transport.link import HOST_LOST, LinkClosed
-from objcomm._transport.rendezvous import FIRST_USE, GivenUpError, MeetingState
+from objcomm._transport.rendezvous import FIRST_USE, GivenUpError, LeftError, MeetingState
 from objcomm._transport.store import reason_of
 from objcomm._transport.threads import OnceThread
 from objcomm._wire.header import Header, fingerprint
@@ -266,6 +266,11 @@ class Mesh:
         except GivenUpError:
             clients.give_back(own)
             return  # by ``stop``, whose verdict the callers raise
+        except LeftError as left:
+            clients.give_back(own)
+            word = left.word
+            self.board_thread.submit(lambda board: self.stop(board.take_in(self.name, word), board))
+            return
         except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
             if isinstance(error, dist.DistNetworkError):
                 killed = self.board_thread.processes.killed()
@@ -378,6 +383,8 @@ class Mesh:
             standing = self.verdict
             if standing is None:
                 self.verdict = verdict
+                if verdict.cause is Cause.DESYNC:  # another limit, or Ctrl-C, is one rank's own
+                    self._progress.parting = verdict.pack()
                 self._progress.is_over = True
                 # Not the mesh itself: a job that waits would keep its connections open.
                 blocks = frozenset(self.blocks)

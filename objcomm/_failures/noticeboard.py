@@ -139,12 +139,12 @@ class Board:
 
     def propose(self, key: str, verdict: Verdict) -> Verdict:
         """Write a verdict unless there is one; returns the one that stands."""
-        return self._verdict_in(key, self._store.compare_set(f"verdict/{key}", "", verdict.pack()))
+        return self.take_in(key, self._store.compare_set(f"verdict/{key}", "", verdict.pack()))
 
     def look(self, key: str) -> Verdict | None:
         """The verdict that stands, if there is one."""
         raw = read(self._store, f"verdict/{key}")
-        return None if raw is None else self._verdict_in(key, raw)
+        return None if raw is None else self.take_in(key, raw)
 
     def acknowledge(self, key: str, awaited: int) -> None:
         """Say that this rank knows a verdict; the last of ``awaited`` ranks removes it."""
@@ -166,7 +166,7 @@ class Board:
         """Let the next rank that takes a turn be the first."""
         self._store.delete_key(f"turns/{key}")
 
-    def _verdict_in(self, key: str, raw: bytes) -> Verdict:
+    def take_in(self, key: str, raw: bytes) -> Verdict:
         """The verdict on ``key``; one that can't be read says no more than that there is one.
 
         A circle is passed on: whoever awaits this rank in it looks here, and may share no mesh with

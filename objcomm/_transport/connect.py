@@ -67,6 +67,7 @@ def connect(
 
     Raises:
         GivenUpError: ``progress`` was ended from outside.
+        LeftError: as ``meet``.
         WireError: as ``meet``.
         DistNetworkError: the store is gone.
         LinkClosed: another rank was lost, or does not answer.

@@ -63,6 +63,18 @@ class GivenUpError(Exception):
     """Nobody waits for this meeting any more."""
 
 
+class LeftError(Exception):
+    """Another guest has left, and its call with it, which is this rank's call too.
+
+    Attributes:
+        word: what that guest has left behind.
+    """
+
+    def __init__(self, word: bytes) -> None:
+        super().__init__(word)
+        self.word = word
+
+
 class MeetingState:
     """How far a meeting has come, for whoever watches it from another thread.
 
@@ -70,6 +82,8 @@ class MeetingState:
         nonce: the name in the store, once this rank knows it.
         session: what signatures are bound to, once all have met.
         is_over: set from outside to end the meeting.
+        parting: what a guest shall leave for the others if it leaves before the host has come; set
+            from outside, before ``is_over``.
         is_pair: whether two meet for messages from rank to rank.
         heed: given the blocks around the calls that wait, sets ``is_over`` if one has failed.
     """
@@ -87,6 +101,7 @@ class MeetingState:
         self.nonce = ""
         self.session = ""
         self.is_over = False
+        self.parting = b""
         self.heed: Callable[[set[str]], None] | None = None
         self._entries: list[CallRecord] = []
         self._awaits = members[1 if rank == members[0] else 0]
@@ -155,6 +170,7 @@ def meet(
 
     Raises:
         GivenUpError: it was ended from outside.
+        LeftError: another guest has ended the call, and no host had come.
         WireError: rank 0 did not meet this rank, or no rank wrote what stands in the store.
     """
     ours = dist.PrefixStore(_PREFIX, store)
@@ -286,7 +302,15 @@ def _meet_as_guest(
         hello = f"{rank} {number} {machine()} {door}\n"
         _append(store, _HELLOS, hello)
         say_again = functools.partial(_say_again, store, hello)
-        nonce = _wait_for(store, f"welcome/{number}", size, progress, say_again)
+        try:
+            nonce = _wait_for(store, f"welcome/{number}", size, progress, say_again)
+        except GivenUpError:
+            if progress.parting:
+                _leave_word(store, size, number, progress.parting)
+            raise
+        if nonce.startswith(_GIVEN_UP):
+            store.delete_key(f"welcome/{number}")
+            raise LeftError(bytes.fromhex(nonce.removeprefix(_GIVEN_UP)))
         progress.look_around()
         progress.nonce = nonce
         store.delete_key(f"welcome/{number}")
@@ -296,6 +320,15 @@ def _meet_as_guest(
             return _agreed(told, number, rank, size, progress)
         for key in (f"joined/{nonce}", f"go/{nonce}"):
             store.delete_key(key)
+
+
+def _leave_word(store: dist.Store, size: int, own: str, word: bytes) -> None:
+    """Answer the other guests, if no host has come."""
+    if store.check([f"welcome/{own}"]):
+        return
+    for _, number, _ in _entries(_read_text(store, _HELLOS) or "", range(1, size)):
+        if number != own:
+            store.compare_set(f"welcome/{number}", "", _GIVEN_UP + word.hex())
 
 
 def _agreed(told: str, number: str, rank: int, size: int, progress: MeetingState) -> Met:

@@ -28,6 +28,8 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 _LOOK_S = 0.001
 
+_ALL_CAME = "all came"
+
 
 class Interruption(NamedTuple):
     """What is to happen in a call of the backend's.
@@ -179,19 +181,27 @@ class Backend:
         self._numbers[whose] += 1
         self._words.set(f"{key}/{self._rank}", own)
         keys = [f"{key}/{each}" for each in ranks or range(self._size)]
-        self._await(keys, own)
+        self._await(keys, own, f"{key}/outcome")
         texts = [self._words.get(each).decode() for each in keys]
         if set(texts) != {own}:
             raise RuntimeError(f"the ranks make different calls: {texts}")
 
-    def _await(self, keys: list[str], own: str) -> None:
-        """Wait until all have said what they call."""
+    def _await(self, keys: list[str], own: str, outcome: str) -> None:
+        """Wait until all have said what they call.
+
+        Who gives up has said it, too. So the first to know stores how it ends, and all abide by
+        that: else one would wait in Gloo for a rank that does not come.
+        """
         until = time.monotonic() + self._limit.total_seconds()
-        while self._aborted.is_set() or not self._words.check(keys):
+        reason = ""
+        while not reason and (self._aborted.is_set() or not self._words.check(keys)):
             if self._aborted.wait(_LOOK_S):
-                raise RuntimeError(f"the communicator was aborted in {own}")
-            if time.monotonic() > until:
-                raise RuntimeError(f"timed out after {self._limit} in {own}")
+                reason = "the communicator was aborted"
+            elif time.monotonic() > until:
+                reason = f"timed out after {self._limit}"
+        stands = self._words.compare_set(outcome, "", reason or _ALL_CAME).decode()
+        if stands != _ALL_CAME:
+            raise RuntimeError(f"{reason or stands} in {own}")
 
     def _happen(self, operation: str, *, at_wait: bool) -> None:
         for each in self._interruptions:

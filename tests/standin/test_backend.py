@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.group.helpers import hear, say
 from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.device import Stream
@@ -98,5 +99,13 @@ def test_it_fails_and_stalls_on_demand() -> None:
             backend.broadcast(mine, 0)
         backend.abort()
         with pytest.raises(RuntimeError, match="aborted"):
+            backend.broadcast(mine, 0)
+    if rank:
+        say("given up")
+    else:
+        hear("given up")
+    # Who comes later does not wait in Gloo for one that has given up.
+    for said in ("timed out", "aborted") if rank == 0 else ():
+        with pytest.raises(RuntimeError, match=said):
             backend.broadcast(mine, 0)
     assert device.memory_allocated(device.current_device()) == 16

@@ -101,8 +101,6 @@ def fail_in(name: str, who: int, fault: str) -> None:
     tell_all(f"{topic} over", "")  # nobody's group goes before all have asked
 
 
-# In one of three whole runs a rank of three still sent in a gather when the others had given up.
-@pytest.mark.timed
 @ranks(2, 3, joined=False)
 @pytest.mark.parametrize("fault", ["fails", "fails later", "stalls"])
 def test_a_backend_that_fails_or_stalls(fault: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from objcomm._transport import rendezvous
-from objcomm._transport.rendezvous import GivenUpError, MeetingState, meet
+from objcomm._transport.rendezvous import GivenUpError, LeftError, MeetingState, meet
 from objcomm._transport.store import loopback_store, read
 from objcomm.errors import WireError
 from tests.waits import PATIENCE_S, wait_until
@@ -200,6 +200,68 @@ def test_a_meeting_that_was_given_up_ends() -> None:
     _here.name = "a"
     with pytest.raises(GivenUpError):
         meet(dist.HashStore(), 1, 2, progress)
+
+
+def test_a_guest_that_leaves_with_a_word_takes_the_others_along() -> None:
+    store = dist.HashStore()
+    ours = dist.PrefixStore("objcomm", store)
+    with attempts(4) as progress, ThreadPoolExecutor(3) as guests:
+
+        def attend(rank: int) -> None:
+            _here.name = "a"
+            meet(store, rank, 4, progress[rank])
+
+        left = [guests.submit(attend, rank) for rank in (1, 2, 3)]
+        wait_until(lambda: len(hellos(ours)) == 3, "the guests")
+        progress[1].parting = b"\xffword"
+        progress[1].is_over = True
+        assert isinstance(left[0].exception(_LIMIT_S), GivenUpError)
+        for each in left[1:]:
+            told = each.exception(_LIMIT_S)
+            assert isinstance(told, LeftError)
+            assert told.word == b"\xffword"
+    assert_no_answer_is_left(ours, 3)
+
+
+def test_where_the_host_has_come_a_guest_that_leaves_takes_nobody_along() -> None:
+    """The others are in a meeting with a name, on which it can post why it has left."""
+    store = dist.HashStore()
+    ours = dist.PrefixStore("objcomm", store)
+
+    class Leaving(MeetingState):
+        """It is told to leave when it has been answered."""
+
+        def await_rank(self, peer: int) -> None:
+            if hellos(ours) and ours.check([f"welcome/{number_of(1)}"]):
+                self.parting, self.is_over = b"word", True
+            super().await_rank(peer)
+
+    def number_of(rank: int) -> str:
+        return next(number for peer, number, *_ in hellos(ours) if peer == str(rank))
+
+    leaving = Leaving(1, (0, 1, 2))
+    with attempts(3) as progress, ThreadPoolExecutor(2) as guests:
+
+        def attend(rank: int, state: MeetingState) -> None:
+            _here.name = "a"
+            meet(store, rank, 3, state)
+
+        left = [guests.submit(attend, 1, leaving), guests.submit(attend, 2, progress[2])]
+        wait_until(lambda: len(hellos(ours)) == 2, "the guests")
+        for rank in (2, 1):
+            ours.set(f"welcome/{number_of(rank)}", "the host's nonce")
+        assert isinstance(left[0].exception(_LIMIT_S), GivenUpError)
+        wait_until(lambda: progress[2].nonce == "the host's nonce", "the other guest")
+        progress[2].is_over = True
+        assert isinstance(left[1].exception(_LIMIT_S), GivenUpError)
+    ours.delete_key(f"welcome/{number_of(1)}")  # as its host does in the end
+    assert_no_answer_is_left(ours, 2)
+
+
+def assert_no_answer_is_left(store: dist.Store, guests: int) -> None:
+    numbers = [number for _, number, *_ in hellos(store)]
+    assert len(numbers) == guests
+    assert not any(store.check([f"welcome/{number}"]) for number in numbers)
 
 
 def test_a_late_hello_of_an_attempt_before_does_not_take_the_place_of_who_joins() -> None:
