@@ -195,6 +195,8 @@ class _Devices:
         self.queued: deque[Queued] = deque(maxlen=10_000)
         self.stream_numbers = itertools.count(1)
         self._addresses = itertools.count(_FIRST_ADDRESS, _ADDRESSES_EACH)
+        # Held by whoever looks at, or changes, more than one of these: threads share a stream.
+        self._lock = threading.RLock()
         # How far each stream is, how far each has waited for others, and the CPU for each.
         self._reached: Counter[_Key] = Counter()
         self._waited: dict[_Key, Counter[_Key]] = {}
@@ -204,12 +206,13 @@ class _Devices:
         """A flat tensor over fresh memory, with zeros in it."""
         if not 0 <= index < COUNT:
             raise RuntimeError(f"there is no {NAME}:{index}, only {COUNT} devices")
-        if self.in_use(index) + nbytes > self.room.get(index, sys.maxsize):
-            raise torch.OutOfMemoryError(f"{NAME}:{index} has no room for {nbytes} bytes")
-        self.contexts.add(index)
-        self.allocated[index] += 1
-        address = next(self._addresses)
-        self.memories[address] = memory = Memory(index, nbytes)
+        with self._lock:
+            if self.in_use(index) + nbytes > self.room.get(index, sys.maxsize):
+                raise torch.OutOfMemoryError(f"{NAME}:{index} has no room for {nbytes} bytes")
+            self.contexts.add(index)
+            self.allocated[index] += 1
+            address = next(self._addresses)
+            self.memories[address] = memory = Memory(index, nbytes)
         return memory.lend(address)
 
     def in_use(self, index: int) -> int:
@@ -243,46 +246,50 @@ class _Devices:
         Raises:
             RuntimeError: another stream has written what is used, and this one has not waited.
         """
-        for tensor in (*reads, *writes):
-            index = tensor.device.index
-            stream = _key(current_stream(index) if on is None else on)
-            writer, reached = self.memory(tensor).written
-            waited = self._waited.get(stream, Counter())[writer]
-            if writer != stream and max(waited, self._finished[writer]) < reached:
-                raise RuntimeError(
-                    f"{name} on stream {stream[1]} of {NAME}:{stream[0]} uses what stream "
-                    f"{writer[1]} of {NAME}:{writer[0]} has written, and has not waited for it"
-                )
-        for index in {tensor.device.index for tensor in (*reads, *writes)}:
-            self.contexts.add(index)
-            stream = _key(current_stream(index) if on is None else on)
-            self.queued.append(Queued(*stream, name))
-            self._reached[stream] += 1
-        for tensor in writes:
-            self.wrote(tensor, on)
+        with self._lock:
+            for tensor in (*reads, *writes):
+                index = tensor.device.index
+                stream = _key(current_stream(index) if on is None else on)
+                writer, reached = self.memory(tensor).written
+                waited = self._waited.get(stream, Counter())[writer]
+                if writer != stream and max(waited, self._finished[writer]) < reached:
+                    raise RuntimeError(
+                        f"{name} on stream {stream[1]} of {NAME}:{stream[0]} uses what stream "
+                        f"{writer[1]} of {NAME}:{writer[0]} has written, and has not waited for it"
+                    )
+            for index in {tensor.device.index for tensor in (*reads, *writes)}:
+                self.contexts.add(index)
+                stream = _key(current_stream(index) if on is None else on)
+                self.queued.append(Queued(*stream, name))
+                self._reached[stream] += 1
+            for tensor in writes:
+                self.wrote(tensor, on)
 
     def wrote(self, tensor: torch.Tensor, on: torch.Stream | None = None) -> None:
         """The newest step of a stream has written here."""
         stream = _key(current_stream(tensor.device.index) if on is None else on)
-        self.memory(tensor).written = stream, self._reached[stream]
+        with self._lock:
+            self.memory(tensor).written = stream, self._reached[stream]
 
     def order(self, first: _Key, then: _Key) -> None:
         """What ``then`` queues from now on comes after all that ``first`` has."""
-        waited = self._waited.setdefault(then, Counter())
-        waited |= self._waited.get(first, Counter())
-        waited[first] = self._reached[first]
-        self._waited[then] = waited
+        with self._lock:
+            waited = self._waited.setdefault(then, Counter())
+            waited |= self._waited.get(first, Counter())
+            waited[first] = self._reached[first]
 
     def finish_all(self, index: int) -> None:
         """The CPU waits for all that a device has."""
-        for stream in list(self._reached):
-            if stream[0] == index:
-                self.finish(stream)
+        with self._lock:
+            for stream in list(self._reached):
+                if stream[0] == index:
+                    self.finish(stream)
 
     def finish(self, stream: _Key) -> None:
         """The CPU waits for all that a stream has."""
-        self._finished |= self._waited.get(stream, Counter())
-        self._finished[stream] = self._reached[stream]
+        with self._lock:
+            self._finished |= self._waited.get(stream, Counter())
+            self._finished[stream] = self._reached[stream]
 
 
 @functools.cache

@@ -5,7 +5,9 @@ import faulthandler
 import gc
 import os
 import signal
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -142,6 +144,26 @@ def test_streams_note_what_is_queued_and_must_wait_for_each_other() -> None:
         assert later.cpu().tolist() == [3, 3, 3]  # waits on the CPU
     assert later.cpu().tolist() == [3, 3, 3]
     assert [each.stream for each in device.queued()] == [0, 1, 1, 1, 0]
+
+
+@solo()
+def test_threads_may_use_a_device_at_once() -> None:
+    device.set_up()
+    there = torch.ones(3).to("standin")
+    torch.accelerator.synchronize()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def read(_: int) -> None:
+        for _ in range(200):
+            with Stream(0):
+                assert there.cpu().tolist() == [1, 1, 1]
+
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            assert list(threads.map(read, range(3))) == [None] * 3
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @solo()
