@@ -217,6 +217,9 @@ class Channel:
     def _renewed(self, operation: str, ended: Mesh | None) -> Mesh:
         """A new mesh in the place of one that has ended."""
         if ended is not None and ended.verdict is not None:
+            if ended.verdict.is_store_silent:  # the others may have another one by now
+                with contextlib.suppress(StoreSilentError):
+                    ended.board_thread.call(lambda _: None)
             if not ended.can_be_replaced:
                 raise BrokenGroupError(operation, text_of(ended.verdict.error("an earlier call")))
             # A thread that has ended is in no sequence of calls that others could be ahead of.

@@ -13,6 +13,7 @@ import math
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from objcomm._failures.deadlock import MEETING
 from objcomm._failures.liveness import KILLED
-from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
+from objcomm._failures.noticeboard import PATIENCE_SECONDS, Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, nonce_of, proposal_for, regions
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log
@@ -192,6 +193,8 @@ class Mesh:
                 is_told = self.settle(own).name == own.name
             if is_told and self.verdict is not None:
                 self.absolve(lane.owner)
+            if self._progress.parting:  # its word must not reach those that come for the next call
+                self._meeting.join(PATIENCE_SECONDS)
             entry.end(error, time.time() - entry.began)
             raise
         finally:
@@ -368,6 +371,15 @@ class Mesh:
         """Say that this rank leaves the block ``key`` by its verdict."""
         self.board_thread.submit(lambda board: board.acknowledge(key, len(self.members)))
 
+    def adopt(self, standing: Verdict) -> None:
+        """Take the others' verdict for one that the store was too slow for.
+
+        Whether a next call may make a new mesh must be the same on all ranks: where only some may,
+        they would wait there for the others.
+        """
+        with self._lock:
+            self.verdict = standing
+
     def stop(self, verdict: Verdict, board: Board | None = None) -> Verdict:
         """Close the connections because of a verdict that is known to the other ranks.
 
@@ -387,8 +399,9 @@ class Mesh:
                     self._progress.parting = verdict.pack()
                 self._progress.is_over = True
                 # Not the mesh itself: a job that waits would keep its connections open.
-                blocks = frozenset(self.blocks)
-                job = partial(_acknowledge, self.nonce, self.rank, self.members, blocks, verdict)
+                mesh, blocks = weakref.ref(self), frozenset(self.blocks)
+                known = self.nonce, self.rank, self.members, blocks, verdict
+                job = partial(_acknowledge, mesh, *known)
                 if self.nonce and board is None:
                     # Before a call wakes: the next mesh may remove what it finds of this one.
                     self.board_thread.submit(job)
@@ -416,6 +429,7 @@ class Mesh:
 
 
 def _acknowledge(  # noqa: PLR0917  # what a job is given
+    mesh: weakref.ref[Mesh],
     nonce: str,
     rank: int,
     members: tuple[int, ...],
@@ -423,7 +437,7 @@ def _acknowledge(  # noqa: PLR0917  # what a job is given
     verdict: Verdict,
     board: Board,
 ) -> None:
-    """Say that ``rank`` knows what ended its mesh, so that the last to do so clears the store.
+    """Say that this rank knows what ended its mesh, so that the last to do so clears the store.
 
     One that the store was too slow for is posted now, unless another rank has posted its own: who
     meets has no connection that would tell it. Nobody waits for a farewell.
@@ -438,6 +452,9 @@ def _acknowledge(  # noqa: PLR0917  # what a job is given
         standing = board.propose(nonce, verdict._replace(is_store_silent=False))
     if standing is None:
         return
+    ended = mesh()
+    if ended is not None and standing.name != verdict.name:
+        ended.adopt(standing)
     lost = set(standing.ranks if standing.cause is Cause.LOST else ()).intersection(members)
     if rank not in lost:
         board.acknowledge(nonce, len(members) - len(lost))
@@ -557,14 +574,20 @@ def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict
         verdict: as the connections or the kernel tell it.
         board: given on the board's own thread.
     """
-    processes = mesh.board_thread.processes
     # Who ended by itself, or left its world, has left a word.
-    wanted = {*processes.killed(), *(mesh.ranks[rank] for rank in verdict.ranks)}
+    killed = mesh.board_thread.processes.killed()
+    wanted = {*killed, *(mesh.ranks[rank] for rank in verdict.ranks)}
     if board is not None:
         board.learn(wanted)
     else:
         with contextlib.suppress(StoreSilentError):
             mesh.board_thread.call(lambda board: board.learn(wanted))
+    return by_name_here(mesh, verdict)
+
+
+def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
+    """``by_name``, as far as this process knows."""
+    processes = mesh.board_thread.processes
     killed = processes.killed()
     died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
     if died:

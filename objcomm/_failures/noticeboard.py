@@ -239,6 +239,7 @@ class BoardThread:
         self.is_cut_off = is_cut_off
         self.addresses: set[Any] = set()
         self.processes = Processes()
+        self._board: Board | None = None
         self._farewell = DESTROYED
         self._is_over = False
         self.clients = Clients()
@@ -253,11 +254,13 @@ class BoardThread:
         self._forget_if_over()
 
     def call(self, job: Callable[[Board], R], seconds: float = PATIENCE_SECONDS) -> R:
-        """What ``job`` returns on the board's thread.
+        """What ``job`` returns on the board's thread, which may ask itself: so do finalizers there.
 
         Raises:
             StoreSilentError: the store did not answer within ``seconds``.
         """
+        if self._board is not None and threading.current_thread() is self._thread:
+            return job(self._board)
         if not self._thread.is_alive():
             raise StoreSilentError
         answer: Future[R] = Future()
@@ -329,7 +332,7 @@ class BoardThread:
             return
         # A store whose host is gone raises; then nobody can be told, and each job says so.
         with contextlib.suppress(RuntimeError):
-            board = Board(store, self._rank, self.processes)
+            board = self._board = Board(store, self._rank, self.processes)
             self.addresses = board.addresses
             del store
             while self._is_needed(self):

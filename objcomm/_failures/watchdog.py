@@ -38,8 +38,8 @@ import torch.distributed as dist
 from objcomm._failures import inquiry
 from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._failures.inquiry import Waiting, investigate, wait_snapshot
-from objcomm._failures.mesh import Mesh, by_name, death_among, in_vain, never_comes
-from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._failures.mesh import Mesh, by_name, by_name_here, death_among, in_vain, never_comes
+from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import DESTROYED, FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import logged
@@ -309,7 +309,7 @@ class Watchdog(threading.Thread):
 
         mesh.board_thread.submit(job)
         alone = verdict._replace(is_store_silent=True)
-        self._fall_back(_INTERRUPT_SECONDS, functools.partial(mesh.stop, alone))
+        self._fall_back(_INTERRUPT_SECONDS, lambda: mesh.stop(by_name_here(mesh, alone)))
 
     def _is_to_ask(self, waited: float, members: Sequence[int]) -> bool:
         often = _LONG_LOOKS if waited > _LONG_SECONDS else 1
@@ -334,12 +334,13 @@ class Watchdog(threading.Thread):
         if not waiting:
             return
         meshes = self.meshes(board_thread)
+        for _, _, entry in waiting:  # before the job: where all have answered it ends them at once
+            entry.has_expired = True
         expiring = self._expiring.setdefault(board_thread, deque())
         expiring.extend(each for each in waiting if inquiry.patience(each[2]))
         board_thread.submit(lambda board: inquiry.expire(board, meshes, expiring))
         here: WaitSnapshot | None = None
         for mesh, lane, entry in waiting:
-            entry.has_expired = True
             seconds, answers = _EXPIRY_SECONDS, None
             if inquiry.is_brief(entry):  # nobody else need know
                 here = here or wait_snapshot(meshes, 0)
@@ -567,7 +568,11 @@ def end_waits(look: _Look) -> bool:
         for mesh in occupied:
             leaves = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending())
             # Who ends by an error because of another's death is not the one to be named.
-            mesh.settle(leaves if leaves.reason in FAREWELLS else by_name(mesh, leaves))
+            leaves = leaves if leaves.reason in FAREWELLS else by_name(mesh, leaves)
+            tell = functools.partial(mesh.settle_on, proposal=leaves)
+            with contextlib.suppress(StoreSilentError):
+                mesh.board_thread.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
+            mesh.stop(leaves._replace(is_store_silent=True))  # if it was not told in time
         is_any_away = (
             bool(occupied) or are_pools_busy() or are_executors_busy() or _are_any_leaving()
         )

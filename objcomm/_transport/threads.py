@@ -156,10 +156,10 @@ class OnceThread:
         """Do ``job`` on the calling thread, unless another one has begun to."""
         self._run(job)
 
-    def join(self) -> None:
-        """Wait until the thread has done its job, if it has come."""
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the thread has done its job, if it has come; so long at most."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._claim.acquire(blocking=False):

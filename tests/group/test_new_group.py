@@ -12,6 +12,7 @@ import objcomm
 from objcomm import CollectiveError, DesyncError, NotInGroupError, TransportTimeout, UsageError
 from objcomm._calls.group import resolve
 from objcomm._training import main_process
+from objcomm._transport import rendezvous
 from tests.group.helpers import (
     assert_group_works,
     exit_at_once,
@@ -132,6 +133,26 @@ def test_members_with_other_lists_are_told_and_not_left_waiting(
     assert "new_group" in str(caught.value)
     assert_group_works()
     assert_group_works(objcomm.new_group([0, 1, 2]))
+
+
+@ranks(3)
+def test_who_was_told_of_other_lists_may_make_the_group_at_once() -> None:
+    """What a rank has left for the others of its meeting must not end their next one."""
+    pause = rendezvous._sleep  # noqa: SLF001  # after it a guest looks whether to leave
+
+    def long_pause(seconds: float, size: int = 1) -> float:
+        time.sleep(0.3)
+        return pause(seconds, size)
+
+    rank = here().rank
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(rendezvous, "_sleep", long_pause)
+        with pytest.raises(DesyncError, match="each waits for another"):
+            objcomm.new_group([0, 1] if rank == 0 else [0, 1, 2])
+        if rank == 0:
+            time.sleep(0.6)  # the host comes last
+        assert_group_works(objcomm.new_group([0, 1, 2]))
 
 
 @ranks(3)

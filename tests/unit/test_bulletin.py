@@ -73,6 +73,19 @@ def test_what_comes_during_the_last_word_is_let_go(
     assert not done
 
 
+def test_who_asks_on_its_own_thread_is_answered_at_once(tmp_path: Path) -> None:
+    """A finalizer of a group may run there; it would wait for itself."""
+    worlds = ["alive"]
+    board_thread = beginning(tmp_path, worlds)
+
+    def ask(board: Board) -> bool:
+        return board_thread.call(lambda own: own is board, 0.0)
+
+    assert board_thread.call(ask, PATIENCE_S)
+    worlds.clear()
+    board_thread.close(PATIENCE_S, "its program has ended")
+
+
 def test_a_question_after_the_end_of_a_world_keeps_nothing_of_it(tmp_path: Path) -> None:
     # What it would keep is a connection to the store.
     board_thread = beginning(tmp_path, [])

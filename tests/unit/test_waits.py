@@ -20,6 +20,7 @@ from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict, proposal_for
 from objcomm._observe.history import CallRecord, History
 from objcomm._transport.link import Deadline
+from objcomm._transport.local import LocalLink
 from objcomm.errors import TransportError, WireError
 from tests.unit.memory_link import header_of
 
@@ -201,6 +202,26 @@ def test_who_ends_without_the_store_acknowledges_what_it_finds_there_later(
     # It is one of two that know, the only one, or the one that the others have given up.
     assert store.check(["verdict/n"]) == (lost != (1,))
     assert store.check(["known/n"]) == (not lost)
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_who_ends_without_the_store_goes_on_as_the_others_do(
+    tmp_path: Path, *, is_gone: bool
+) -> None:
+    """A rank that alone made new connections, or alone did not, would be waited for in vain."""
+    board, _ = board_on(tmp_path)
+    jobs: list[Callable[[Board], object]] = []
+    mesh = _mesh_that_has_met(jobs)
+    mesh.link = LocalLink(0, {})
+    causes = [Cause.REFUSED, Cause.LOST] if is_gone else [Cause.LOST, Cause.REFUSED]
+    own, others = (Verdict.of(cause, ranks=(1,)) for cause in causes)
+    mesh.stop(own._replace(is_store_silent=True))
+    assert mesh.can_be_replaced == is_gone
+    assert board.propose("n", others) == others
+    for job in jobs:
+        job(board)
+    assert mesh.verdict == others
+    assert mesh.can_be_replaced != is_gone
 
 
 @pytest.mark.parametrize(
