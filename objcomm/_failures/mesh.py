@@ -375,10 +375,11 @@ class Mesh:
         """Take the others' verdict for one that the store was too slow for.
 
         Whether a next call may make a new mesh must be the same on all ranks: where only some may,
-        they would wait there for the others.
+        they would wait there for the others. It keeps the name under which this rank raises it.
         """
         with self._lock:
-            self.verdict = standing
+            if self.verdict is not None:
+                self.verdict = standing._replace(name=self.verdict.name)
 
     def stop(self, verdict: Verdict, board: Board | None = None) -> Verdict:
         """Close the connections because of a verdict that is known to the other ranks.

@@ -323,7 +323,7 @@ class BoardThread:
         try:
             self._serve()
         finally:
-            self._is_over = True
+            self._is_over, self._board = True, None
             self._forget_if_over()
 
     def _serve(self) -> None:

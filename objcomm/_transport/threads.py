@@ -157,8 +157,11 @@ class OnceThread:
         self._run(job)
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the thread has done its job, if it has come; so long at most."""
-        if self._thread is not None:
+        """Wait until the thread has done its job, if it has come; so long at most.
+
+        Who has done it itself need not.
+        """
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join(seconds)
 
     def _run(self, job: Callable[[], None]) -> None:

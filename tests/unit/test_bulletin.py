@@ -82,8 +82,11 @@ def test_who_asks_on_its_own_thread_is_answered_at_once(tmp_path: Path) -> None:
         return board_thread.call(lambda own: own is board, 0.0)
 
     assert board_thread.call(ask, PATIENCE_S)
+    board = weakref.ref(board_thread.call(lambda own: own, PATIENCE_S))
     worlds.clear()
     board_thread.close(PATIENCE_S, "its program has ended")
+    gc.collect()
+    assert board() is None  # nor is its connection kept
 
 
 def test_a_question_after_the_end_of_a_world_keeps_nothing_of_it(tmp_path: Path) -> None:

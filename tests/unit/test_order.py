@@ -131,6 +131,14 @@ def test_a_start_that_failed_is_made_again_and_one_that_did_not_is_not(
     assert single.has_begun
 
 
+def test_who_has_done_the_job_itself_waits_for_no_thread() -> None:
+    single = OnceThread("of a test")
+    done: list[int] = []
+    single.do_here(lambda: done.append(1))
+    single.join(PATIENCE_S)
+    assert done == [1]
+
+
 def test_jobs_that_wait_for_each_other_are_done_at_the_same_time() -> None:
     pool = ThreadPool()
     meeting = threading.Barrier(9)

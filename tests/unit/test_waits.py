@@ -220,7 +220,7 @@ def test_who_ends_without_the_store_goes_on_as_the_others_do(
     assert board.propose("n", others) == others
     for job in jobs:
         job(board)
-    assert mesh.verdict == others
+    assert mesh.verdict == others._replace(name=own.name)  # by which it is raised once
     assert mesh.can_be_replaced != is_gone
 
 
