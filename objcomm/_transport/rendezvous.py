@@ -306,7 +306,7 @@ def _meet_as_guest(
             nonce = _wait_for(store, f"welcome/{number}", size, progress, say_again)
         except GivenUpError:
             if progress.parting:
-                _leave_word(store, size, number, progress.parting)
+                _leave_word(store, size, rank, number, progress.parting)
             raise
         if nonce.startswith(_GIVEN_UP):
             store.delete_key(f"welcome/{number}")
@@ -322,12 +322,12 @@ def _meet_as_guest(
             store.delete_key(key)
 
 
-def _leave_word(store: dist.Store, size: int, own: str, word: bytes) -> None:
+def _leave_word(store: dist.Store, size: int, rank: int, own: str, word: bytes) -> None:
     """Answer the other guests, if no host has come."""
     if store.check([f"welcome/{own}"]):
         return
-    for _, number, _ in _entries(_read_text(store, _HELLOS) or "", range(1, size)):
-        if number != own:
+    for peer, number, _ in _entries(_read_text(store, _HELLOS) or "", range(1, size)):
+        if peer != rank:  # it may be here once more by now
             store.compare_set(f"welcome/{number}", "", _GIVEN_UP + word.hex())
 
 
