@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "job-after-the-last-is-kept",
         "objcomm/_failures/noticeboard.py",
-        "            self._is_over = True\n            self._forget_if_over()",
+        "            self._is_over, self._board = True, None\n            self._forget_if_over()",
         "            pass",
         "what is asked while the board's thread says farewell keeps its mesh",
         ("tests/unit/test_bulletin.py",),
