@@ -56,7 +56,7 @@ class Recorder:
     Attributes:
         name: torch's name of the group, the same on every rank; empty where torch.distributed is
             not initialised.
-        description: what torch says that it is for.
+        description: what torch says that it is for; of a part, whose part it is.
         rank: this process's, within the group.
         ranks: their global ranks, in group order.
         history: its last operations on this rank.
@@ -79,7 +79,8 @@ class Recorder:
             name: the same on each of them.
         """
         part = Recorder()
-        part.name, part.description, part.counters = name, self.description, self.counters
+        whole = self.name if self.description in {"", "undefined"} else self.description
+        part.name, part.description, part.counters = name, f"part of {whole}", self.counters
         part.rank, part.ranks = (
             members.index(self.rank),
             tuple(self.ranks[each] for each in members),

@@ -246,6 +246,7 @@ def test_it_is_counted_with_its_parent_and_told_by_the_recorder() -> None:
     name = next(each for each in told if each.endswith("a group of 1,0"))
     assert told[name]["ranks"] == [1, 0]
     assert told[name]["rank"] == 1 - here().rank
+    assert told[name]["description"] == "part of default_pg"
     assert {each["operation"] for each in told[name]["entries"]} == {"new_group"}
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import objcomm
 from tests.group.helpers import assert_group_works, hear, say, subgroup, tell_all
@@ -84,7 +85,8 @@ def test_nobody_is_told_that_it_was_never_waited_for_and_nothing_is_kept() -> No
         gc.collect()
         assert gone() is None
     assert [str(each.message) for each in caught] == []
-    entries = objcomm.recorder.dump()["groups"][-1]["entries"]
+    (world,) = objcomm.recorder.dump(group=dist.group.WORLD)["groups"]
+    entries = world["entries"]
     assert entries[-1]["outcome"] == "CancelledError"
 
 
