@@ -179,8 +179,9 @@ def test_what_was_offered_and_never_taken_ends_at_its_limit() -> None:
     with subgroup(0, 1) as group:
         assert_pair_works(group)
         if here().rank == 0:
+            # Its limit is long enough for those before it to be offered, or it would end alone.
             works: list[Any] = [
-                objcomm.isend(LARGE, 1, tag=tag, timeout=0.5 if tag == 3 else None, group=group)
+                objcomm.isend(LARGE, 1, tag=tag, timeout=3 if tag == 3 else None, group=group)
                 for tag in range(5)
             ]
             for work in works:
@@ -198,6 +199,8 @@ def test_what_was_offered_and_never_taken_ends_at_its_limit() -> None:
 def test_a_death_ends_all_requests() -> None:
     assert_pair_works()
     if here().rank == 1:
+        for tag in range(50):  # what is still in rank 0's queue then ends as later calls do
+            objcomm.probe(0, tag=tag)
         hear("rank 0 waits")
         os._exit(3)
     works: list[Any] = [objcomm.irecv(1, tag=tag) for tag in range(200)]

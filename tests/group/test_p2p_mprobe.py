@@ -246,7 +246,8 @@ def test_ssend_of_a_rank_to_itself_ends_when_a_thread_receives_what_it_has_found
 def test_one_who_never_receives_lets_the_senders_limit_pass() -> None:
     assert_pair_works()
     if here().rank == 0:
-        error = error_in(TransportTimeout, lambda: objcomm.ssend("late", 1, timeout=0.3))
+        # Long enough for it to be sent.
+        error = error_in(TransportTimeout, lambda: objcomm.ssend("late", 1, timeout=3))
         assert error.missing == (1,)
         say("the limit has passed")
         assert objcomm.recv(1) == "received"

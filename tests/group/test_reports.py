@@ -65,8 +65,8 @@ def told_when(is_told: Callable[[], object], topic: str) -> threading.Thread:
 def test_the_lowest_rank_that_waits_says_for_whom_and_the_call_completes() -> None:
     own = rf"rank 0 is in all_gather \(call \d+\) at .*{HERE}:\d+ for ([\d.]+) s and waits: "
     other = rf"rank 1 is in no call; its last was barrier 'before' \(call \d+\) at .*{HERE}:\d+, "
+    objcomm.barrier("before")  # which is reported, too, if it takes so long
     with logged() as texts, objcomm.configure(report_after=0.3), patiently():
-        objcomm.barrier("before")
         if here().rank == 0:
             told_when(is_waiting, "rank 0 waits")
             told_when(lambda: len(texts) == 3, "three reports")

@@ -19,6 +19,7 @@ from objcomm._transport.share import Share
 from tests.group.helpers import assert_group_works, error_in
 from tests.ranks import ranks
 from tests.same import assert_same
+from tests.waits import wait_until
 from tests.workers import here
 
 DTYPES = [torch.float32, torch.float16, torch.int8, torch.bool, torch.complex64, torch.float64]
@@ -130,7 +131,7 @@ def test_it_is_kept_for_the_next_call_and_goes_with_the_group() -> None:
     objcomm.shutdown()
     del group
     gc.collect()
-    assert mappings() == before
+    wait_until(lambda: mappings() == before, "those who looked at the group")
 
 
 @ranks(3, expect_dead={1})

@@ -22,6 +22,7 @@ from tests.group.helpers import assert_group_works
 from tests.open_files import open_files
 from tests.ranks import OVER_GLOO, ranks
 from tests.same import assert_same
+from tests.waits import wait_until
 from tests.workers import here
 
 _MIB = 1 << 20
@@ -115,6 +116,7 @@ def test_a_host_holds_one_copy() -> None:
     before = pss_nbytes()
     got: Any = objcomm.broadcast(at_root(sent))
     assert int(got.sum()) == int(sent.sum())
+    objcomm.barrier()  # what only some have read is counted as theirs
     gained = sum(objcomm.all_gather(pss_nbytes() - before))
     assert gained < 1.3 * sent.nbytes  # in copies: 2
     objcomm.barrier()
@@ -225,4 +227,5 @@ def test_nothing_stays_open() -> None:
     for _ in range(20):
         objcomm.all_gather(table(here().rank))
     gc.collect()
-    assert open_files() == before
+    # The threads that look after the ranks have a file open now and then.
+    wait_until(lambda: open_files() <= before, "as few open files as before")

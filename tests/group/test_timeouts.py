@@ -20,6 +20,7 @@ from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Verdict
 from objcomm._observe.history import CallRecord
+from objcomm._transport import link
 from objcomm._transport.lane import Lane
 from objcomm._transport.store import loopback_store
 from tests.group.helpers import (
@@ -238,6 +239,7 @@ def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
             with (
                 mock.patch.object(inquiry, "expire", expire),
                 mock.patch.object(watchdog, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
+                mock.patch.object(link, "_GRACE_SECONDS", 2 * PATIENCE_S),
             ):
                 assert objcomm.all_gather(0, timeout=LIMIT_S, group=group) == [0, 1]
             # Rank 1 may have come between the question to the store and what is due without it.

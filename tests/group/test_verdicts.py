@@ -176,7 +176,7 @@ def test_limits_that_pass_together_all_name_the_rank_that_is_missing() -> None:
         assert not any(error.is_store_silent for error in errors)
 
     # Rank 1 answers from the beginning, and rank 2 never.
-    with closely(), patiently(answers_s=0.5):
+    with closely(), patiently(answers_s=3):
         if here().rank == 0:
             hear("rank 1 waits")
             with stopped(pids[2]):

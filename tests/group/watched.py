@@ -16,6 +16,7 @@ from objcomm._failures import inquiry, watchdog
 from objcomm._failures.inquiry import Waiting, investigate
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._transport import link
 from tests.waits import PATIENCE_S
 
 _OVERDUE_S = 0.05
@@ -51,6 +52,8 @@ def answering_every(seconds: float) -> Iterator[None]:
 def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
     """Wait for the store and for the other ranks' answers however late a busy machine makes them.
 
+    Until then no connection ends a wait by itself.
+
     Args:
         answers_s: how long to wait for the answers of ranks; of one that is stopped none comes.
     """
@@ -59,6 +62,7 @@ def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
         mock.patch.object(inquiry, "_BRIEF_SECONDS", 0.0),
         mock.patch.object(watchdog, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
         mock.patch.object(BoardThread.call, "__defaults__", (PATIENCE_S,)),
+        mock.patch.object(link, "_GRACE_SECONDS", 2 * PATIENCE_S),
     ):
         yield
     watching, late = watchdog._watchdogs.watchdog(), time.monotonic() + PATIENCE_S  # noqa: SLF001  # no public way
