@@ -1,6 +1,7 @@
 """What tests on ranks share: groups, objects that fail, and talk that bypasses objcomm."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm._observe.history import LENGTH
+from objcomm._world import bare, store_of
 from tests.hosts import free_port
 from tests.waits import wait_until
 from tests.workers import here
@@ -175,7 +177,7 @@ def when_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
             frame = sys._current_frames()[main or 0]  # noqa: SLF001  # documented, if not public
             now = (id(frame), frame.f_lasti)
             # A thread that a busy machine keeps waiting for its turn stands still, too, but is "R".
-            is_asleep = state.read_text().rpartition(")")[2].split()[0] == "S"
+            is_asleep = _state(state) == "S"
             still = still + 1 if now == last and is_asleep else 0
             last = now
             threading.Event().wait(0.01)
@@ -186,10 +188,28 @@ def when_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+def _state(stat: Path) -> str:
+    """What a thread does, in the kernel's letter; nothing if it has ended."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _states(pid: int) -> set[str]:
+    return {_state(each / "stat") for each in Path(f"/proc/{pid}/task").iterdir()}
+
+
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Give a process no time meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
+    store: Any = bare(store_of(dist.group.WORLD))
+    with Path(store.path).open("rb") as file:
+        # Each look at the world's store locks its file: no process may be stopped in one, or this
+        # one's looks would wait for it.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: _states(pid) == {"T"}, "all of its threads to stop")
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, DesyncError, NotInGroupError, TransportTimeout, UsageError
 from objcomm._calls.group import resolve
+from objcomm._failures import inquiry
 from objcomm._training import main_process
 from objcomm._transport import rendezvous
 from tests.group.helpers import (
@@ -21,7 +23,8 @@ from tests.group.helpers import (
     subgroup,
     tell_all,
 )
-from tests.group.membership import NOBODY, members
+from tests.group.membership import NOBODY, create_briefly, members
+from tests.group.watched import patiently
 from tests.ranks import ranks, solo
 from tests.waits import wait_until
 from tests.workers import here
@@ -157,10 +160,21 @@ def test_who_was_told_of_other_lists_may_make_the_group_at_once() -> None:
 
 @ranks(3)
 def test_a_member_that_does_not_come_is_named_in_time_and_may_come_later() -> None:
-    parent = objcomm.dup()
+    parent, ask = objcomm.dup(), inquiry.expire
+
+    def ask_when_both_wait(*given: Any) -> None:
+        """Else who comes when the other's limit has passed is missing, too."""
+        say(f"rank {here().rank} waits {turn}")
+        hear(f"rank {1 - here().rank} waits {turn}")
+        ask(*given)
+
     for turn in range(2):  # at first they have never met
         if here().rank < 2:
-            with pytest.raises(TransportTimeout) as caught:
+            with (
+                patiently(),
+                mock.patch.object(inquiry, "expire", ask_when_both_wait),
+                pytest.raises(TransportTimeout) as caught,
+            ):
                 objcomm.new_group([2, 1, 0], group=parent, timeout=0.3)
             assert caught.value.operation.startswith("new_group")
             assert caught.value.missing == (0,)  # in the new group
@@ -214,10 +228,10 @@ def test_a_member_that_cannot_connect_fails_all_and_nobody_keeps_a_group() -> No
 
     if here().rank > 0:
         with pytest.MonkeyPatch.context() as patch:
-            if here().rank == 2:
-                patch.setattr("objcomm._collectives.split.create", refuse)
+            create = refuse if here().rank == 2 else create_briefly
+            patch.setattr("objcomm._collectives.split.create", create)
             with pytest.raises(CollectiveError) as caught:
-                objcomm.new_group([2, 1], timeout=5)  # a FileStore waits for whole seconds
+                objcomm.new_group([2, 1], timeout=60)
         assert "no more sockets" in caught.value.failures[0].message
         assert len(dist.distributed_c10d._world.pg_map) == known  # noqa: SLF001  # likewise
         assert_group_works(objcomm.new_group([2, 1]))

@@ -1,19 +1,31 @@
 """Who polls hears that nothing will come, as who waits does."""
 
+import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
-from tests.group.helpers import assert_group_works, error_in, hear, say, subgroup, tell_all
+from objcomm._failures import inquiry
+from tests.group.helpers import (
+    assert_group_works,
+    error_in,
+    hear,
+    is_said,
+    say,
+    subgroup,
+    tell_all,
+)
 from tests.ranks import ranks
-from tests.waits import PATIENCE_S
+from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
 
@@ -44,6 +56,28 @@ def poll(kind: str, src: int | None = None, group: Any = None) -> Any:
     return found
 
 
+def destroy_the_world() -> None:
+    """Destroy this rank's process group, and wait until the store has been told why it leaves."""
+    dist.destroy_process_group()
+    wait_until(
+        lambda: all(each.name != "objcomm-board" for each in threading.enumerate()),
+        "the end of the thread that tells it",
+    )
+
+
+@contextlib.contextmanager
+def looking_when_said(topic: str) -> Iterator[None]:
+    """Look whether a sender has gone only when it has said so: it may be late to tell why."""
+    look = inquiry.look_for_senders
+
+    def look_if_said(*given: Any) -> None:
+        if is_said(topic):
+            look(*given)
+
+    with mock.patch.object(inquiry, "look_for_senders", look_if_said):
+        yield
+
+
 def be_killed() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
@@ -64,12 +98,15 @@ def test_who_polls_for_a_first_message_hears_of_its_senders_end(
     if here().rank == 1:
         hear("rank 0 polls")
         if end == "destroyed":
-            dist.destroy_process_group()
+            destroy_the_world()
+        say("rank 1 has left")
+        if end == "destroyed":
             hear("rank 0 has heard")
         be_killed()
-    assert POLLS[kind](src, group=group) is None
-    say("rank 0 polls")
-    error = error_in(TransportError, lambda: poll(kind, src, group))
+    with looking_when_said("rank 1 has left"):
+        assert POLLS[kind](src, group=group) is None
+        say("rank 0 polls")
+        error = error_in(TransportError, lambda: poll(kind, src, group))
     assert not isinstance(error, TransportTimeout)
     assert error.peers == (1,)
     assert ("destroyed its process group" if end == "destroyed" else "has ended") in str(error)
@@ -83,7 +120,7 @@ def test_who_polls_for_any_rank_is_served_by_those_who_are_left() -> None:
     objcomm.barrier()
     if here().rank == 1:
         hear("rank 0 polls")
-        dist.destroy_process_group()
+        destroy_the_world()
         say("rank 1 has left")
         hear("rank 0 has heard")
         be_killed()

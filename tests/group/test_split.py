@@ -1,5 +1,6 @@
 """split, dup, node_group and leaders: who is in which group, and what ranks agree on."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -197,18 +198,18 @@ def test_a_copy_is_new_each_time_and_has_its_own_connections() -> None:
 
 
 @ranks(2)
-def test_a_destroyed_group_is_held_by_nobody() -> None:
+@pytest.mark.parametrize("make", [objcomm.node_group, objcomm.dup])
+def test_a_destroyed_group_is_held_by_nobody(make: Callable[[], dist.ProcessGroup]) -> None:
     import gc  # noqa: PLC0415
     import weakref  # noqa: PLC0415
 
-    for make in (objcomm.node_group, objcomm.dup):
-        group = make()
-        assert_group_works(group)
-        reference = weakref.ref(group)
-        dist.destroy_process_group(group)
-        del group
-        gc.collect()
-        wait_until(lambda: reference() is None, "those who looked at the group")
+    group = make()
+    assert_group_works(group)
+    reference = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    wait_until(lambda: reference() is None, "those who looked at the group")
 
 
 @ranks(2, joined=False)
