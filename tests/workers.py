@@ -1,7 +1,7 @@
 """Processes that stand for ranks, and the messages that drive them.
 
 Knows pipes, deadlines and how to join a process group; knows nothing of pytest's collection, and
-nothing of objcomm but what it may leave behind.
+nothing of objcomm but what it may leave behind, and how long it waits for the store.
 """
 
 import contextlib
@@ -28,8 +28,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from objcomm._failures.noticeboard import BoardThread
 from tests import leftovers
 from tests.forked import FORKED
+from tests.waits import PATIENCE_S
 
 # What a launcher would have set; a worker has only what its test asks for.
 _LAUNCHER_VARIABLES = (
@@ -263,6 +265,9 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
     torch.set_num_threads(1)
+    # On a busy machine half a second may pass before the store has heard what a rank raises, and
+    # then the others raise something else. ``hastily`` puts it back.
+    BoardThread.call.__defaults__ = (PATIENCE_S,)
     gc.freeze()  # torch's own objects: tests that collect garbage would look at them each time
     if place.joined:
         join(place, "rendezvous")

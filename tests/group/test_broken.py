@@ -13,7 +13,7 @@ import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, WireError
 from objcomm._calls.call import Call
 from objcomm._calls.group import resolve
-from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import Verdict
 from objcomm._world import bare, store_of
 from tests.faults.victim import shut, sockets
@@ -30,6 +30,7 @@ from tests.group.helpers import (
     when_main_thread_waits,
 )
 from tests.group.operations import OPERATIONS
+from tests.group.watched import hastily
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
@@ -65,17 +66,14 @@ def test_who_lost_its_own_connections_repeats_nothing_that_the_others_have_clear
 
     if here().rank == 1:
         store = bare(store_of(dist.group.WORLD))
-        with (
-            mock.patch.object(Board, "look", when_cleared),
-            mock.patch.object(BoardThread.call, "__defaults__", (PATIENCE_S,)),
-        ):
+        with mock.patch.object(Board, "look", when_cleared):
             shut(sockets() - before, getattr(store, "port", 0))
             error = error_in(TransportError, lambda: objcomm.all_gather("a"))
     else:
         error = error_in(TransportError, lambda: objcomm.all_gather("a"))
     assert error.peers == (1,)
     tell_all("all have raised", "")
-    assert mesh.board_thread.call(lambda board: board.look(mesh.nonce), PATIENCE_S) is None
+    assert mesh.board_thread.call(lambda board: board.look(mesh.nonce)) is None
 
 
 @ranks(2, expect_dead={0})
@@ -97,7 +95,7 @@ def test_every_survivor_of_a_death_raises_within_2_s_and_says_why_it_stays_broke
     tell_all("all have met", "")
     if here().rank == 1:
         exit_at_once()
-    with within(2.0), pytest.raises(TransportError):
+    with hastily(), within(2.0), pytest.raises(TransportError):
         objcomm.all_gather("x")
     for _ in range(2):
         with pytest.raises((BrokenGroupError, TransportError)):
@@ -110,7 +108,7 @@ def test_ctrl_c_ends_a_waiting_rank_within_a_second() -> None:
     objcomm.barrier()
     if here().rank == 0:
         when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
-        with within(1.0), pytest.raises(KeyboardInterrupt):
+        with hastily(), within(1.0), pytest.raises(KeyboardInterrupt):
             objcomm.all_gather("x")
     tell_all("interrupted", "")
 
@@ -144,8 +142,8 @@ def test_ctrl_c_in_a_first_use_is_told_to_who_has_come() -> None:
     if here().rank == 1:
 
         def interrupt() -> None:
-            mesh = resolve(group)._whole.mesh  # noqa: SLF001  # as below
-            wait_until(lambda: mesh is not None and mesh.nonce, "rank 0's answer")
+            whole = resolve(group)._whole  # noqa: SLF001  # as below
+            wait_until(lambda: whole.mesh is not None and whole.mesh.nonce, "rank 0's answer")
             os.kill(os.getpid(), signal.SIGINT)
 
         when_main_thread_waits(interrupt)

@@ -37,7 +37,7 @@ from tests.group.helpers import (
     when_main_thread_waits,
 )
 from tests.group.operations import OPERATIONS
-from tests.group.watched import after_looks, patiently
+from tests.group.watched import after_looks, hastily, patiently
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
@@ -321,7 +321,8 @@ def test_a_stopped_store_does_not_hold_a_rank(*, is_first_use: bool) -> None:
     if here().rank == 0:
         os.kill(pid, signal.SIGSTOP)
         try:
-            error = timeout_of()
+            with hastily():
+                error = timeout_of()
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

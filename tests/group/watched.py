@@ -15,7 +15,7 @@ import torch.distributed as dist
 from objcomm._failures import inquiry, watchdog
 from objcomm._failures.inquiry import Waiting, investigate
 from objcomm._failures.mesh import Mesh
-from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._failures.noticeboard import PATIENCE_SECONDS, Board, BoardThread
 from objcomm._transport import link
 from tests.waits import PATIENCE_S
 
@@ -50,9 +50,10 @@ def answering_every(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
-    """Wait for the store and for the other ranks' answers however late a busy machine makes them.
+    """Wait for the other ranks' answers however late a busy machine makes them.
 
-    Until then no connection ends a wait by itself.
+    Until then no connection ends a wait by itself. For the store itself a test's ranks always wait;
+    see ``hastily``.
 
     Args:
         answers_s: how long to wait for the answers of ranks; of one that is stopped none comes.
@@ -61,13 +62,19 @@ def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
         mock.patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers_s),
         mock.patch.object(inquiry, "_BRIEF_SECONDS", 0.0),
         mock.patch.object(watchdog, "_EXPIRY_SECONDS", 2 * PATIENCE_S),
-        mock.patch.object(BoardThread.call, "__defaults__", (PATIENCE_S,)),
         mock.patch.object(link, "_GRACE_SECONDS", 2 * PATIENCE_S),
     ):
         yield
     watching, late = watchdog._watchdogs.watchdog(), time.monotonic() + PATIENCE_S  # noqa: SLF001  # no public way
     # What would end a call in so long holds its group until then.
     watching._fallbacks = [each for each in watching._fallbacks if each[0] < late]  # noqa: SLF001  # likewise
+
+
+@contextlib.contextmanager
+def hastily() -> Iterator[None]:
+    """Wait for the store as long as users' ranks do: where it is silent, or time is the promise."""
+    with mock.patch.object(BoardThread.call, "__defaults__", (PATIENCE_SECONDS,)):
+        yield
 
 
 @contextlib.contextmanager
