@@ -22,6 +22,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DesyncError, TransportError, TransportTimeout
 from objcomm._algorithms import transfers
+from objcomm._calls.group import resolve
 from objcomm._failures import mesh, watchdog
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.watchdog import Watchdog
@@ -33,11 +34,11 @@ from tests.group.helpers import (
     hear,
     say,
     tell_all,
-    when_main_thread_waits,
 )
 from tests.group.test_reports import logged, told_when
+from tests.group.watched import patiently
 from tests.ranks import OVER_GLOO, ranks
-from tests.waits import wait_until
+from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
 KILLED, ENDED = "killed", "ended"
@@ -51,9 +52,15 @@ def end_this_process(how: str) -> None:
     os._exit(0)
 
 
+def error_of_a_loss(call: Callable[[], object]) -> Any:
+    """The error of a call that has lost a rank, with what the store knows of that, however late."""
+    with mock.patch.object(watchdog, "_INTERRUPT_SECONDS", PATIENCE_S):
+        return error_in(TransportError, call)
+
+
 def assert_tells_of(rank: int, how: str, call: Callable[[], object]) -> None:
     """The call raises, and names the rank whose process has ended."""
-    error = error_in(TransportError, call)
+    error = error_of_a_loss(call)
     assert not isinstance(error, TransportTimeout), error
     assert error.peers == (rank,)
     assert ("its program has ended" in error.reason) == (how == ENDED), error.reason
@@ -252,9 +259,9 @@ def test_who_raises_because_another_died_is_not_the_one_that_is_named() -> None:
         end_this_process(KILLED)
     if here().rank == 1:
         say("rank 1 waits")
-        sys.last_value = error_in(TransportError, lambda: objcomm.recv(2))
+        sys.last_value = error_of_a_loss(lambda: objcomm.recv(2))
         end_this_process(ENDED)
-    error = error_in(TransportError, lambda: objcomm.recv(1))
+    error = error_of_a_loss(lambda: objcomm.recv(1))
     assert error.peers == (2,), error
 
 
@@ -299,7 +306,8 @@ def test_who_meets_others_when_the_stores_host_dies_blames_none_of_them() -> Non
     if here().rank == 2:
         hear("rank 1 has raised")
         return
-    when_main_thread_waits(lambda: say("rank 1 waits"))
+    whole = resolve(group)._whole  # noqa: SLF001  # nothing public says that it has the store
+    told_when(lambda: whole.mesh is not None and whole.mesh.nonce, "rank 1 waits")
     error = error_in(TransportError, lambda: objcomm.all_gather("a", group=group))
     assert error.peers == ()
     assert "the store where ranks meet is gone" in error.reason
@@ -423,9 +431,10 @@ def test_a_watcher_whose_thread_has_ended_is_replaced_by_the_next_call() -> None
 
 @ranks(2)
 def test_a_first_call_soon_says_whom_it_waits_for_and_in_which_operation() -> None:
+    objcomm.barrier()  # who has used objcomm answers
     group = dist.new_group([0, 1])
     if here().rank == 0:
-        with mock.patch.object(mesh, "_REPORT_SECONDS", 0.1), logged() as texts:
+        with mock.patch.object(mesh, "_REPORT_SECONDS", 0.1), logged() as texts, patiently():
             told_when(lambda: texts, "it was told")
             objcomm.gather("a", group=group)
         assert re.match(r"rank 0 is in gather \(call 0\) at .* and waits: rank 1", texts[0]), texts
