@@ -110,10 +110,15 @@ class _Room:
 
 
 def free_port() -> int:
-    """A port that is free, and below those that the kernel gives to whoever asks for any."""
+    """A port that is free, and below those that the kernel gives to whoever asks for any.
+
+    Nobody holds it until it is used, so each of pytest's processes chooses among its own.
+    """
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     choose = random.SystemRandom()  # pytest-randomly gives every process's `random` one seed
     while True:
-        port = choose.randrange(20000, 30000)
+        port = choose.randrange(20000 + process, 30000, processes)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
