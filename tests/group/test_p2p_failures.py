@@ -29,7 +29,7 @@ from tests.group.helpers import (
     when_main_thread_waits,
 )
 from tests.group.pairs import LARGE, assert_pair_works
-from tests.group.watched import patiently
+from tests.group.watched import hastily, patiently
 from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until, within
 from tests.workers import here
@@ -271,7 +271,7 @@ def test_who_is_interrupted_has_closed_its_connections_however_slow_another_thre
 
         when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
         with mock.patch.object(LocalLink, "abort", late):
-            with pytest.raises(KeyboardInterrupt):
+            with hastily(), pytest.raises(KeyboardInterrupt):
                 objcomm.send(LARGE, 1)
             tell_all("interrupted", "")
             tell_all("heard", "")
