@@ -191,6 +191,12 @@ def _answer(answer: Future[R], job: Callable[[Board], R], board: Board) -> None:
         del answer  # as in ``call``
 
 
+def _let_go(job: Callable[[Board], object]) -> None:
+    """Tell who waits for a job's answer that there will be none."""
+    if isinstance(job, functools.partial) and job.func is _answer:
+        job.args[0].set_exception(StoreSilentError())
+
+
 def _addresses_of(store: dist.Store, before: dict[int, int]) -> set[Any]:
     """Where a store is to which this process has just connected."""
     end = bare(store)
@@ -265,10 +271,10 @@ class BoardThread:
             raise StoreSilentError
         answer: Future[R] = Future()
         self._jobs.put(functools.partial(_answer, answer, job))
+        self._forget_if_over()
         try:
             return answer.result(seconds)
         except (TimeoutError, RuntimeError) as error:
-            self._forget_if_over()
             raise StoreSilentError from error
         finally:
             del answer  # it holds the error, whose traceback holds this frame
@@ -299,7 +305,7 @@ class BoardThread:
     def _forget_if_over(self) -> None:
         """Let go of jobs that came when the last was done: they hold meshes, and so sockets."""
         if self._is_over or not self._thread.is_alive():  # a forked child has no such thread
-            self._take_all(lambda _: None)
+            self._take_all(_let_go)
 
     def _take_all(self, take: Callable[[Callable[[Board], object]], None]) -> None:
         with contextlib.suppress(queue.Empty):

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from objcomm._failures.liveness import Processes
-from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
 from objcomm._failures.watchdog import _watchdogs
-from tests.waits import PATIENCE_S
+from tests.waits import PATIENCE_S, wait_until
 
 
 class Held:
@@ -67,10 +67,23 @@ def test_what_comes_during_the_last_word_is_let_go(
     done: list[Any] = []
     board_thread.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # a default
     del held
+    told: list[type[BaseException]] = []
+
+    def ask() -> None:
+        try:
+            board_thread.call(lambda _: None, 10 * PATIENCE_S)
+        except StoreSilentError as error:
+            told.append(type(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    wait_until(lambda: board_thread._jobs.qsize() == 2, "its question")  # noqa: SLF001  # no public way
     may_end.set()
     board_thread.close(PATIENCE_S, "its program has ended")
     assert watched() is None
     assert not done
+    asking.join(PATIENCE_S)
+    assert told == [StoreSilentError]
 
 
 def test_who_asks_on_its_own_thread_is_answered_at_once(tmp_path: Path) -> None:
