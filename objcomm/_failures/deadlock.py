@@ -5,7 +5,7 @@ waits for whom leads in a circle. Whoever computes outside of objcomm may still 
 for that is no conflict.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Self
 
 from objcomm._transport.store import pack_record, unpack_record
@@ -13,6 +13,9 @@ from objcomm._wire.header import Operation
 
 #: The number of the call in which a group's ranks meet: before all others.
 MEETING = -1
+
+# Who waited where a circle was found is told; threads that were late by a second were seen.
+_HEARD_WITHIN_SECONDS = 5.0
 
 
 class Step(NamedTuple):
@@ -83,11 +86,13 @@ class Deadlock(NamedTuple):
         reason: what differs.
         found: each rank's lane and call.
         is_told: whether one of those ranks was sure of it, and has raised.
+        told_seconds: for how long the process that published it had known it by then.
     """
 
     reason: str
     found: tuple[tuple[int, LaneWait, Step], ...]
     is_told: bool = False
+    told_seconds: float = 0.0
 
     @property
     def is_of_one_lane(self) -> bool:
@@ -108,6 +113,11 @@ class Deadlock(NamedTuple):
             (other, state.group, state.number, state.since) == wait
             for other, state, _ in self.found
         )
+
+    def ends(self, wait: LaneWait) -> bool:
+        """Whether a wait is about to end with those where this was found, being older than that."""
+        is_recent = self.told_seconds <= min(wait.seconds, _HEARD_WITHIN_SECONDS)
+        return is_recent and any(wait.group == state.group for _, state, _ in self.found)
 
     def pack(self) -> bytes:
         """As bytes for the store."""
@@ -188,6 +198,7 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
     """
     holder, here, lane = rank, mine, start
     path: list[tuple[int, LaneWait, Step]] = []
+    circles = list(mine.circles)
     while lane.now is not None:
         path.append((holder, lane, lane.now))
         theirs = fetch(lane.awaits) if lane.awaits >= 0 else None
@@ -206,7 +217,8 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
             if _is_under_way(lane, lane.now, their_lane):
                 return None
         following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
-        if following is None or _is_ending(lane, lane.now, following, theirs):
+        circles += theirs.circles
+        if following is None or _is_ending(lane, lane.now, following, theirs, circles):
             return None
         holder, here, lane = lane.awaits, theirs, following
         met = [(other, each.group, each.number, each.since) for other, each, _ in path]
@@ -258,12 +270,21 @@ def _is_under_way(lane: LaneWait, call: Step, theirs: LaneWait) -> bool:
     return theirs.next_sequence > call.sequence
 
 
-def _is_ending(lane: LaneWait, call: Step, following: LaneWait, there: WaitSnapshot) -> bool:
+def _is_ending(
+    lane: LaneWait,
+    call: Step,
+    following: LaneWait,
+    there: WaitSnapshot,
+    circles: Iterable[Deadlock],
+) -> bool:
     """Whether the mesh of one of two waits in a row has ended, so that who waits there is told.
 
     A group has one mesh at a time: who waits on another one than this rank has yet to hear, or this
-    one has. A busy rank may hear later than others have asked it twice where it is.
+    one has. A busy rank may hear later than others have asked it twice where it is. So may who
+    waits beside a circle, where a mesh that has not met has no name to tell it from the next.
     """
+    if any(circle.ends(following) for circle in circles):
+        return True
     are_known = bool(lane.nonce and following.nonce)
     if lane.group == following.group and are_known and lane.nonce != following.nonce:
         return True

@@ -203,8 +203,7 @@ def first_of_each_kind(waiting: Sequence[Waiting]) -> list[Waiting]:
 def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
     """For each call that waits: has anybody ended it, and can it ever end?"""
     asked = board.ask()
-    mine = wait_snapshot(meshes, asked)
-    board.publish(mine)
+    mine = board.publish(wait_snapshot(meshes, asked))
     for mesh, lane, entry in waiting:
         if mesh.verdict is not None or not lane.has_waiting(entry):
             continue

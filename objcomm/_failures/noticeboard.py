@@ -68,7 +68,7 @@ class Board:
         ends = connected(before, port) if port else {}
         self._store = UntilLost(dist.PrefixStore(_PREFIX, own), ends)
         self._processes = processes
-        self._circles: deque[Deadlock] = deque(maxlen=_CIRCLES)
+        self._circles: deque[tuple[Deadlock, float]] = deque(maxlen=_CIRCLES)
         self.answered = 0
         self.rank = rank
         # Before all else, so that whoever waits for this rank finds out who it is.
@@ -85,16 +85,19 @@ class Board:
         # add(key, 0) would do, but a FileStore would write each time.
         return int(read(self._store, "asked") or 0)
 
-    def publish(self, snapshot: WaitSnapshot) -> None:
-        """Tell where this process is."""
-        told = snapshot._replace(circles=tuple(self._circles))
+    def publish(self, snapshot: WaitSnapshot) -> WaitSnapshot:
+        """Tell where this process is; returns that with the circles that it was in."""
+        now = time.monotonic()
+        circles = [circle._replace(told_seconds=now - since) for circle, since in self._circles]
+        told = snapshot._replace(circles=tuple(circles))
         self._store.set(f"where/{self.rank}", told.pack())
         self.answered = snapshot.asked
+        return told
 
     def tell_circle(self, circle: Deadlock) -> None:
         """Add to what is published: this rank raises because of ``circle``."""
-        if circle not in self._circles:
-            self._circles.append(circle)
+        if all(circle.found != known.found for known, _ in self._circles):
+            self._circles.append((circle, time.monotonic()))
 
     def learn(self, ranks: Iterable[int]) -> None:
         """Take in who some ranks' processes are, or that they have ended, where that was told."""

@@ -147,9 +147,17 @@ MUTANTS = (
     Mutant(
         "circles-through-what-has-ended",
         "objcomm/_failures/deadlock.py",
-        "if following is None or _is_ending(lane, lane.now, following, theirs):",
+        "if following is None or _is_ending(lane, lane.now, following, theirs, circles):",
         "if following is None:",
         "a rank that has raised, and meets the others anew, raises once more where one is slow",
+        ("tests/unit/test_circles.py",),
+    ),
+    Mutant(
+        "circles-through-who-has-yet-to-hear",
+        "objcomm/_failures/deadlock.py",
+        "if any(circle.ends(following) for circle in circles):",
+        "if False:",
+        "who has left a circle makes another of it with one that waited beside it",
         ("tests/unit/test_circles.py",),
     ),
     Mutant(

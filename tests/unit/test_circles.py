@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.unit.test_conflict import OTHER, conflict_of, lane, meeting, step
+from objcomm._failures.deadlock import Deadlock, WaitSnapshot, find_deadlock
+from tests.unit.test_conflict import MAIN, OTHER, conflict_of, lane, meeting, step
 
 
 def test_a_circle_of_groups_that_were_used_before_is_found() -> None:
@@ -36,3 +37,35 @@ def test_a_wait_on_a_mesh_that_has_ended_is_in_no_circle(start: int) -> None:
     assert conflict_of({0: [behind], 1: [elsewhere, ended]}, start) is None
     stands = lane("world", nonce="old")
     assert conflict_of({0: [behind], 1: [elsewhere, stands]}, start) is not None
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize(
+    ("told_seconds", "is_over"), [(0.4, True), (1.0, True), (1.1, False), (60.0, False)]
+)
+def test_who_waited_beside_a_circle_when_it_was_told_is_in_no_other(
+    start: int, told_seconds: float, *, is_over: bool
+) -> None:
+    """Ranks 0 and 1 have raised; rank 2 meets in "b" for a second, and may have come since."""
+    circle = conflict_of({0: [meeting("a", awaits=1)], 1: [meeting("b", awaits=0)]})
+    assert circle is not None
+    waits = {0: lane("world", step(0), awaits=2), 2: meeting("b", awaits=0)}
+    told: dict[int, tuple[Deadlock, ...]] = {0: (circle._replace(told_seconds=told_seconds),)}
+    known = {
+        rank: WaitSnapshot(1, MAIN, (wait,), told.get(rank, ())) for rank, wait in waits.items()
+    }
+    found = find_deadlock(start, known[start], waits[start], known.get)
+    assert (found is None) == is_over
+
+
+def test_a_wait_that_has_not_ended_long_after_a_circle_was_told_counts() -> None:
+    """Whatever has kept it, nothing else would end it."""
+    waits = {0: lane("world", step(0), awaits=2), 2: meeting("b", awaits=0)._replace(seconds=20.0)}
+    circle = Deadlock("each waits for another", ((1, waits[2], step(0)),))
+    for told_seconds, is_over in ((3.0, True), (10.0, False)):
+        told = circle._replace(told_seconds=told_seconds)
+        known = {
+            0: WaitSnapshot(1, MAIN, (waits[0],), (told,)),
+            2: WaitSnapshot(1, MAIN, (waits[2],)),
+        }
+        assert (find_deadlock(0, known[0], waits[0], known.get) is None) == is_over

@@ -138,8 +138,10 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
     board.publish(WaitSnapshot(1, 1, ()))
     read = board.read(0, 1)
     assert read is not None
-    assert read.circles == (circle,)
-    assert read.circles[0].holds(1, state)
+    (known,) = read.circles
+    assert known.told_seconds > 0
+    assert known._replace(told_seconds=0.0) == circle
+    assert known.holds(1, state)
     other.propose("m", found._replace(circle=b"\x91\x01"))
     told = board.look("m")
     assert told is not None
