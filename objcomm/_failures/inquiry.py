@@ -162,8 +162,8 @@ Answers = dict[int, WaitSnapshot]
 
 # Ranks that are not waiting look three times a second whether they are asked.
 _ANSWERS_WITHIN_SECONDS = 0.4
-# A wait is asked about after half a second.
-_SURELY_ANSWERED_SECONDS = 1.2
+# After as long without an answer to the first question a death is told within 2 s.
+_SURELY_ANSWERED_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
 # Of more ranks one asks for all when they pass a limit together. Another one does where that has
 # found nothing in time, and the fifth at last with all that are left.
@@ -208,7 +208,8 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
         if mesh.verdict is not None or not lane.has_waiting(entry):
             continue
         _learn(board, mesh, entry)
-        entry.first_asked = entry.first_asked or asked
+        if not entry.first_asked:
+            entry.first_asked, entry.first_asked_at = asked, time.monotonic()
         if not _heed(board, mesh, entry) and not _is_deserted(board, mesh, meshes, entry):
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
 
@@ -299,15 +300,20 @@ def _dead(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord) -
     """Members whose connections with this rank in the world have ended, and who do not answer.
 
     Either alone is no proof: a network may fail for a while, and a rank may be too busy to answer.
+    Of a process of this host the kernel tells.
     """
-    if mesh.link is not None or time.monotonic() - entry.waits_since < _SURELY_ANSWERED_SECONDS:
+    asks_for = time.monotonic() - entry.first_asked_at
+    if mesh.link is not None or asks_for < _SURELY_ANSWERED_SECONDS:
         return ()
+    processes = mesh.board_thread.processes
     worlds = [each for each in meshes if each.is_world and each is not mesh]
     lost = {rank for world in worlds for rank in lost_ranks(world, board)}
     return tuple(
         peer
         for peer in mesh.others
-        if mesh.ranks[peer] in lost and board.read(mesh.ranks[peer], entry.first_asked) is None
+        if mesh.ranks[peer] in lost
+        and not processes.is_beside(mesh.ranks[peer])
+        and board.read(mesh.ranks[peer], entry.first_asked) is None
     )
 
 

@@ -58,6 +58,7 @@ class CallRecord:
         report_at: when it will have waited long enough to be logged.
         awaits: the rank that it can't go on without just now; -1 if none.
         first_asked: the number of the first question where the others are that it made; 0 if none.
+        first_asked_at: when that was, in seconds of ``time.monotonic``.
         suspicion: what may keep it from ever ending, found once and to be confirmed.
         has_expired: whether its limit has been seen to pass in this wait.
         regions: the keys of the ``fail_together`` blocks around it.
@@ -73,6 +74,7 @@ class CallRecord:
         "caller",
         "codec",
         "first_asked",
+        "first_asked_at",
         "has_expired",
         "has_own_limit",
         "header",
@@ -110,6 +112,7 @@ class CallRecord:
         self.report_at = math.inf
         self.awaits = -1
         self.first_asked = 0
+        self.first_asked_at = 0.0
         self.suspicion: tuple[int, Any] | None = None
         self.has_expired = False
         self.regions: tuple[str, ...] = ()

@@ -246,7 +246,7 @@ MUTANTS = (
         "missing = missing_members(mesh, board) or _dead(board, mesh, meshes, entry)",
         "missing = missing_members(mesh, board)",
         "ranks wait in a group's first use for one that has died",
-        ("tests/group/test_start.py",),
+        ("tests/unit/test_suspicions.py",),
     ),
     Mutant(
         "interrupts-not-passed-on",

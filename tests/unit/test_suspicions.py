@@ -1,17 +1,20 @@
-"""What a rank must see twice before it believes that nobody can ever end a wait."""
+"""What a rank must see, and how often, before it believes that nobody can ever end a wait."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from objcomm._failures import inquiry
-from objcomm._failures.deadlock import LaneWait, WaitSnapshot
-from objcomm._failures.liveness import Processes
+from objcomm._failures.deadlock import MEETING, LaneWait, WaitSnapshot
+from objcomm._failures.liveness import Process, Processes
+from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
 from objcomm._wire.header import Operation
 from tests.unit.memory_link import header_of
 from tests.unit.test_conflict import MAIN, recv
+from tests.waits import PATIENCE_S
 
 
 class Looks:
@@ -83,3 +86,67 @@ def test_two_waits_one_after_another_are_not_taken_for_one(
     for poll in range(10):
         assert not looks.look(5.0 + poll)
     assert looks.look(14.0)
+
+
+class Meeting:
+    """Rank 1 meets rank 0 in a group, and has lost its connection with it in the world."""
+
+    def __init__(self) -> None:
+        self.entry = CallRecord(header_of(1, sequence=MEETING), "barrier")
+        self.entry.waits_since = (
+            time.monotonic() - PATIENCE_S
+        )  # its board's thread got no turn before
+        self.answer: WaitSnapshot | None = None
+        self.processes = Processes()
+        self.settled: list[Verdict] = []
+        lane: Any = SimpleNamespace(number=0, waits=list, has_waiting=lambda _: True, order=None)
+        group: dict[str, Any] = {
+            "nonce": "",
+            "verdict": None,
+            "whole": None,
+            "ranks": (0, 1),
+            "others": (0,),
+            "lanes": {},
+            "board_thread": SimpleNamespace(
+                processes=self.processes, is_cut_off=lambda _: False, submit=lambda _: None
+            ),
+            "settle_on": lambda _, verdict: self.settled.append(verdict),
+        }
+        lost = SimpleNamespace(is_closed=lambda _: True)
+        world: Any = SimpleNamespace(**group, name="world", link=lost, is_world=True)
+        mesh: Any = SimpleNamespace(**group, name="group", link=None, is_world=False)
+        self._meshes, self._waiting = [mesh, world], [(mesh, lane, self.entry)]
+        self._board: Any = SimpleNamespace(
+            rank=1,
+            ask=lambda: 1,
+            publish=lambda snapshot: snapshot,
+            read=lambda _rank, _asked: self.answer,
+            look=lambda _: None,
+            learn=lambda _: None,
+        )
+
+    def look(self) -> list[Verdict]:
+        """Rank 1 looks once; what it has ended the meeting by."""
+        inquiry.investigate(self._board, self._meshes, self._waiting)
+        return self.settled
+
+
+def test_who_has_lost_its_connections_gets_time_to_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inquiry, "_SURELY_ANSWERED_SECONDS", PATIENCE_S)
+    meeting = Meeting()
+    assert not meeting.look()  # it was asked just now
+    meeting.entry.first_asked_at -= PATIENCE_S
+    (told,) = meeting.look()
+    assert (told.cause, told.ranks) == (Cause.LOST, (0,))
+
+
+def test_who_answers_lives_and_so_does_who_is_there_for_the_kernel() -> None:
+    answers, is_beside = Meeting(), Meeting()
+    answers.answer = WaitSnapshot(1, MAIN, ())
+    is_beside.processes.note(0, Process.own())
+    for meeting in (answers, is_beside):
+        meeting.look()
+        meeting.entry.first_asked_at -= PATIENCE_S
+        assert not meeting.look()
