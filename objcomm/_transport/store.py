@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgpack
 import torch.distributed as dist
 
-from objcomm._transport.sockets import has_closed, notice_outages, open_sockets
+from objcomm._transport.sockets import connected, has_closed, notice_outages, open_sockets
 from objcomm._world import bare
 from objcomm.errors import WireError
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _NO_KEY = "objcomm/nobody writes this"
 _NOTHING = "objcomm has found nothing"  # no value of ours begins so
+
+# For a host that is there to take a connection; what takes longer is left to torch.
+_TAKEN_WITHIN_SECONDS = 1.0
 
 
 def reason_of(error: BaseException) -> str:
@@ -115,6 +118,7 @@ class Clients:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._free: list[dist.Store] = []
+        self._latest: dict[int, int] = {}  # of ``connected``
 
     def take(self, store: dist.Store, lost_seconds: float) -> dist.Store:
         """A connection that nobody else uses, until it is given back.
@@ -124,6 +128,9 @@ class Clients:
         Args:
             store: where a new one shall lead, with its prefix; the same at each call.
             lost_seconds: for how long the store's host may be out of reach.
+
+        Raises:
+            DistNetworkError: the latest has closed, and so has the store.
         """
         if self._pid != os.getpid():  # what a parent has opened is the parent's
             self._pid, self._free = os.getpid(), []
@@ -132,11 +139,14 @@ class Clients:
             with contextlib.suppress(dist.DistNetworkError):
                 kept.check([_NO_KEY])
                 return kept
+        if self._latest and all(has_closed(*each) for each in self._latest.items()):
+            _refuse_lost(store)
         before = open_sockets()
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
         if isinstance(end := bare(own), dist.TCPStore):
             # Nothing else asks on it, maybe for hours, in which a firewall may forget it.
             notice_outages(before, lost_seconds, end.port)
+            self._latest = connected(before, end.port)
         return own
 
     def _last_kept(self) -> dist.Store | None:
@@ -147,6 +157,20 @@ class Clients:
     def give_back(self, own: dist.Store) -> None:
         """Let others use it; one that has raised is to be dropped: an answer may be under way."""
         self._free.append(own)
+
+
+def _refuse_lost(store: dist.Store) -> None:
+    """Raise if nobody listens where a store was: torch tries on for its own limit, 5 minutes.
+
+    An outage is not told so, and may pass.
+    """
+    if isinstance(end := bare(store), dist.TCPStore):
+        try:
+            socket.create_connection((end.host, end.port), _TAKEN_WITHIN_SECONDS).close()
+        except ConnectionRefusedError as error:
+            raise dist.DistNetworkError(str(error)) from error
+        except OSError:
+            pass
 
 
 R = TypeVar("R")

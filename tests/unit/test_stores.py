@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from objcomm._transport.sockets import hang_up, open_sockets, other_ends
 from objcomm._transport.store import Clients, UntilLost, loopback_store, read
 from objcomm._world import bare
 
@@ -60,6 +62,31 @@ def test_a_store_is_not_kept_alive_by_connections_to_it() -> None:
     del hosted
     with pytest.raises(dist.DistNetworkError):
         own.add("key", 1)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_who_connects_anew_to_a_store_whose_host_is_gone_is_told_at_once(*, is_kept: bool) -> None:
+    """Torch tries on until the store's own limit has passed, and longer."""
+    hosted, clients = loopback_store(), Clients()
+    store = hosted.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    store.set_timeout(timedelta(seconds=3))
+    own = clients.take(store, 60.0)
+    if is_kept:
+        clients.give_back(own)
+    del hosted
+    with pytest.raises(dist.DistNetworkError, match="Connection refused"):
+        clients.take(store, 60.0)
+
+
+def test_after_an_outage_there_is_a_new_connection() -> None:
+    hosted, clients = loopback_store(), Clients()
+    before = open_sockets()
+    own = clients.take(hosted, 60.0)
+    clients.give_back(own)
+    hang_up(other_ends(before, hosted.port))
+    other = clients.take(hosted, 60.0)
+    assert other is not own
+    other.set("key", "value")
 
 
 def test_a_store_whose_host_is_gone_is_asked_nothing_more() -> None:
