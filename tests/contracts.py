@@ -343,6 +343,7 @@ def _check_closed(link: Connections, peers: Sequence[int]) -> None:
     assert not link.is_flowing()
     for peer in peers:
         assert link.is_closed(peer)
+        assert not link.has_unread(peer)
         with pytest.raises(LinkClosed):
             link.send(_filled(0, 1), peer, payload_tag(0, 10))
         with pytest.raises(LinkClosed):

@@ -508,9 +508,10 @@ def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]
     """What to say of a wait for a process that has ended; None where it is there, or unknown.
 
     Ranks that meet need all of them. Others need whom they await, and get what it has sent before
-    its end first: that is in this host's memory by then, and the link takes it out. Where all have
-    met, it may have sent that while this rank is about to use its own connections. In a
-    ``fail_together`` block they need all who are in it, because these meet at its end.
+    its end first: that is in this host's memory by then, and the link takes it out, also where the
+    thread that moves it gets no turn for long. Where all have met, it may have sent that while this
+    rank is about to use its own connections. In a ``fail_together`` block they need all who are in
+    it, because these meet at its end.
 
     Args:
         mesh: of the call.
@@ -522,7 +523,7 @@ def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]
     awaited = [entry.awaits] if entry.awaits >= 0 else []
     for peer in [*awaited, *(_some_of(mesh, mesh.others) if is_meeting else ())]:
         reason = processes.end_of(mesh.ranks[peer], patience)
-        if reason:
+        if reason and (mesh.link is None or not mesh.link.has_unread(peer)):
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}
     return death_among(mesh, inside)

@@ -293,6 +293,10 @@ class GlooLink:
         """See ``Connections``."""
         return [peer for peer in self.peers() if _OWN_DOING not in self._poke(peer)]
 
+    def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # Gloo's thread takes in what comes
+        """See ``Connections``."""
+        return False
+
     def _poke(self, peer: int) -> str:
         """Begin a receive that ends at once, and say how."""
         try:

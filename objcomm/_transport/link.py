@@ -281,6 +281,12 @@ class Connections(Link, Protocol):
     def closed_by(self) -> Sequence[int]:
         """The peers that had closed their connections before this rank did; may close the rest."""
 
+    def has_unread(self, peer: int) -> bool:
+        """Whether bytes of a peer are in this host's memory, and the thread that moves is late.
+
+        False where a thread of the link's own takes them in.
+        """
+
     def beside(self, peers: Sequence[int]) -> Sequence[int]:
         """The other ranks on the hosts of some peers, those included, in order."""
 

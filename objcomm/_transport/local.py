@@ -596,6 +596,13 @@ class LocalLink:
             if each.was_ended_there or (not each.ended and self._has_ended(peer))
         ]
 
+    def has_unread(self, peer: int) -> bool:
+        """See ``Connections``."""
+        connection = self._connections.get(peer)
+        if connection is None or connection.ended:
+            return False
+        return any(map(_has_unread, connection.sockets()))
+
     def beside(self, peers: Collection[int]) -> Sequence[int]:
         """See ``Connections``: all are."""
         return sorted(self._peers) if peers else []
@@ -1372,6 +1379,14 @@ def _has_bytes(end: socket.socket) -> bool:
     watched = select.poll()
     watched.register(end, select.POLLIN)
     return bool(watched.poll(0))
+
+
+def _has_unread(end: socket.socket) -> bool:
+    """Whether bytes can be read, the end of all not counted; takes none."""
+    try:
+        return bool(end.recv(1, socket.MSG_PEEK))
+    except OSError:  # none are there, or it was closed meanwhile
+        return False
 
 
 def _submit(threads: ThreadPool, job: Callable[[], None]) -> None:

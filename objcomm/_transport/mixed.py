@@ -131,6 +131,10 @@ class MixedLink:
         """See ``Connections``."""
         return self._both(self._local.closed_by(), self._far.closed_by())
 
+    def has_unread(self, peer: int) -> bool:
+        """See ``Connections``."""
+        return self._to(peer).has_unread(peer)
+
     def beside(self, peers: Collection[int]) -> Sequence[int]:
         """See ``Connections``."""
         return self._far.beside(peers)

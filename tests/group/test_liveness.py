@@ -173,6 +173,55 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(ho
 # While ranks are connected
 
 
+class HeldUp:
+    """What a link's mover sleeps in; the main thread gets no turn after that for a while."""
+
+    def __init__(self, events: Any, wait: Callable[[], object]) -> None:
+        self._events, self._wait = events, wait
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._events, name)
+
+    def poll(self, seconds: float) -> Any:
+        found = self._events.poll(seconds)
+        if found and threading.current_thread() is threading.main_thread():
+            self._wait()
+        return found
+
+
+@pytest.mark.parametrize("how", [KILLED, ENDED])
+@ranks(2, expect_dead={1})
+def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(how: str) -> None:
+    """Two calls' messages are in this host's memory, and the watchdog may not move them."""
+    objcomm.barrier()
+    if here().rank == 1:
+        hear("rank 0 waits")
+        objcomm.broadcast("all but", src=1)
+        objcomm.broadcast("its last words", src=1)
+        end_this_process(how)
+    looks = threading.Semaphore(0)
+
+    def look(meeting: Mesh, *args: Any) -> Any:
+        verdict = mesh.in_vain(meeting, *args)
+        if meeting.board_thread.processes.end_of(1):
+            looks.release()
+        return verdict
+
+    def wait() -> None:
+        looks.acquire()
+        looks.acquire(timeout=1.0)  # none follows if the first one has ended the call
+
+    link: Any = resolve(None)._whole.mesh.link  # type: ignore[union-attr]  # noqa: SLF001  # nothing public holds up a thread there
+    when_main_thread_waits(lambda: say("rank 0 waits"))
+    with (
+        mock.patch.object(watchdog, "in_vain", look),
+        mock.patch.object(mesh, "_LAST_BYTES_SECONDS", 0.0),
+    ):
+        with mock.patch.object(link, "_events", HeldUp(link._events, wait)):  # noqa: SLF001  # likewise
+            assert objcomm.broadcast(None, src=1) == "all but"
+        assert objcomm.broadcast(None, src=1) == "its last words"
+
+
 @ranks(3, expect_dead={1})
 def test_a_child_that_holds_a_dead_ranks_sockets_deceives_nobody() -> None:
     objcomm.barrier()

@@ -272,6 +272,14 @@ MUTANTS = (
         ("tests/group/test_liveness.py",),
     ),
     Mutant(
+        "last-words-lost-while-held-up",
+        "objcomm/_failures/mesh.py",
+        "if reason and (mesh.link is None or not mesh.link.has_unread(peer)):",
+        "if reason:",
+        "who gets no turn for a second does not get what a rank has sent before its end",
+        ("tests/group/test_liveness.py",),
+    ),
+    Mutant(
         "polls-not-told-of-deaths",
         "objcomm/_failures/watchdog.py",
         "verdict = never_comes(mesh)",

@@ -271,6 +271,10 @@ class MemoryLink:
         """See ``Connections``."""
         return [peer for peer in self._others() if self._wires.ended_by(self.rank, peer) == peer]
 
+    def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # what was sent has come
+        """See ``Connections``."""
+        return False
+
     def beside(self, peers: Sequence[int]) -> list[int]:
         """See ``Connections``."""
         hosts = {self.hosts[peer] for peer in peers}

@@ -358,6 +358,24 @@ def test_what_came_before_the_end_is_given_out() -> None:
             link.recv(into[3], 1, _TAG)
 
 
+def test_what_nobody_has_moved_is_unread_and_the_end_of_all_is_not() -> None:
+    with facing() as (link, other):
+        assert not link.has_unread(1)
+        other.sendall(frame(Kind.MESSAGE, nbytes=1) + b"a")
+        assert link.has_unread(1)
+        link.move()
+        assert not link.has_unread(1)
+        other.sendall(frame(Kind.MESSAGE, nbytes=1) + b"b")
+        other.close()
+        assert link.has_unread(1)
+        assert link.is_closed(1)  # it moves first
+        assert not link.has_unread(1)
+        into = room(1), room(1)
+        for each in into:
+            link.wait(link.recv(each, 1, _TAG), _LIMIT)
+        assert [int(each) for each in into] == [*b"ab"]
+
+
 def test_a_sender_is_a_few_first_messages_ahead_and_no_more() -> None:
     with joined() as (sender, receiver):
         sent = [sender.send(filled(1, value), 1, _HEAD) for value in range(AHEAD_MAX + 2)]
