@@ -12,8 +12,11 @@ from tests.waits import PATIENCE_S
 
 
 @pytest.mark.parametrize("name", ["objcomm-listen", "objcomm-connect"])
-def test_a_thread_whose_mesh_is_no_more_is_waited_for(name: str) -> None:
+def test_a_thread_whose_mesh_is_no_more_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """It may be in the mesh's destructor, and nothing else tells of it."""
+    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", PATIENCE_S)
     looks: list[threading.Thread] = []
     leave = threading.Event()
 
@@ -45,8 +48,9 @@ def test_without_such_threads_nothing_waits() -> None:
     assert looks == [1]
 
 
-def test_a_line_that_lets_go_of_a_job_is_waited_for() -> None:
+def test_a_line_that_lets_go_of_a_job_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the job held may be the last of a mesh."""
+    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", PATIENCE_S)
     line, leave, looks = SerialExecutor("objcomm-line"), threading.Event(), []
 
     class Held:

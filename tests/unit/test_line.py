@@ -35,10 +35,12 @@ def test_a_line_without_jobs_has_no_thread_and_is_drained() -> None:
 
 def test_all_jobs_share_one_thread_which_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_module, "_LINGER_SECONDS", 0.05)
-    line = SerialExecutor("ending line")
+    line, may_end = SerialExecutor("ending line"), threading.Event()
     threads = []
+    line.submit(functools.partial(_wait_for, may_end))  # or it is idle before the next one comes
     for _ in range(3):
         line.submit(lambda: threads.append(threading.current_thread()))
+    may_end.set()
     line.drain()
     assert len(set(threads)) == 1
     threads[0].join(LIMIT_S)
@@ -66,10 +68,7 @@ def test_drain_waits_for_the_job_that_runs() -> None:
         line.drain()
         drained.set()
 
-    def wait() -> None:
-        may_end.wait(LIMIT_S)
-
-    line.submit(wait)
+    line.submit(functools.partial(_wait_for, may_end))
     waiter = threading.Thread(target=drain)
     waiter.start()
     assert not drained.wait(0.1)
@@ -131,6 +130,11 @@ def test_a_thread_that_cannot_start_takes_no_job(monkeypatch: pytest.MonkeyPatch
     line.submit(lambda: done.append("later"))
     line.drain()
     assert done == ["later"]
+
+
+def _wait_for(event: threading.Event) -> None:
+    """A job that ends when it may."""
+    event.wait(LIMIT_S)
 
 
 def _take(_held: object) -> None:
