@@ -1,5 +1,7 @@
 """The stand-in backend is as strict as NCCL, and says what NCCL would hang at."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,7 +49,7 @@ def test_it_moves_what_is_on_the_devices_and_gloo_the_rest() -> None:
 
 @ranks(2, joined=False)
 def test_it_insists_on_its_device_its_stream_and_the_same_order() -> None:
-    join(timeout_s=10)
+    join()
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     backend = joined_by()
@@ -80,7 +82,7 @@ def test_it_insists_on_its_device_its_stream_and_the_same_order() -> None:
 
 @ranks(2, joined=False)
 def test_it_fails_and_stalls_on_demand() -> None:
-    join(timeout_s=3)
+    join()
     rank, backend = dist.get_rank(), joined_by()
     mine = torch.ones(4).to("standin")
 
@@ -95,6 +97,7 @@ def test_it_fails_and_stalls_on_demand() -> None:
         backend.broadcast(mine, 0).wait()  # once
     # Who stalls keeps the other for as long as the group lets it.
     if rank:
+        backend.set_timeout(timedelta(seconds=1))
         with pytest.raises(RuntimeError, match="timed out"):
             backend.broadcast(mine, 0)
         backend.abort()
