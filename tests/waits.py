@@ -29,12 +29,15 @@ def wait_until(look: Callable[[], T], what: str, patience_s: float = PATIENCE_S)
     return seen
 
 
-# Sleeps 40 ms and works for 10 until the pipe is closed, and says how many times as
-# long that took. A process, because a thread would share the interpreter with what is measured.
+# Says that it begins; then sleeps 40 ms and works for 10 until the pipe is closed, once at least,
+# and says how many times as long that took. A process, because a thread would share the interpreter
+# with what is measured.
 _BESIDE = """
 import select, sys, time
+print(flush=True)
 began, turns = time.perf_counter(), 0
-while not turns or not select.select([sys.stdin], [], [], 0.04)[0]:
+while not turns or not select.select([sys.stdin], [], [], 0)[0]:
+    time.sleep(0.04)
     until = time.thread_time() + 0.01
     while time.thread_time() < until:
         pass
@@ -62,6 +65,8 @@ class Slowness:
             stdout=subprocess.PIPE,
             text=True,
         )
+        if self._beside.stdout is not None:
+            self._beside.stdout.readline()  # or a short block may be over before it begins
         return self
 
     def __exit__(self, *_: object) -> None:
