@@ -51,5 +51,6 @@ def test_ranks_that_torchrun_starts_again_begin_anew(rendezvous: str, tmp_path: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    # What came is of the second attempt. Of the first one torch names one rank, not always the one
+    # that ended first.
     assert done.stdout.splitlines() == ["[(1, 0), (1, 1), (1, 2)]"] * 3
-    assert "exitcode: 3" in done.stderr
