@@ -212,7 +212,8 @@ _EMPTY = {"barrier", "main_first", "sync_gradients", "sync_model"}
 
 def limit_of(case: Case, *, is_patient: bool) -> float:
     """The limit of a wait that ends by one."""
-    is_awaited = case.fault in {Fault.STOPPED, Fault.ABSENT}
+    # Torch connects up to the limit, and all ranks have to come there within it.
+    is_awaited = case.fault in {Fault.STOPPED, Fault.ABSENT} or case.phase is Phase.CONNECTING
     return PATIENT_LIMIT_SECONDS if is_patient and is_awaited else LIMIT_SECONDS
 
 

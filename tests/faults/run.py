@@ -32,6 +32,8 @@ _TORCHS_END_SECONDS = 5.0
 PROCESS = re.compile(r"objcomm/process/\d+$")
 _MADE_GROUP = re.compile(r"objcomm/[0-9a-f]{16}/")
 _STACKS_SECONDS = 0.5
+# A victim may be held up between its word and its stop, and what wakes it before that is lost.
+_WAKE_AGAIN_SECONDS = 0.1
 
 
 @dataclass
@@ -133,6 +135,8 @@ class _Run:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]  # no other objects wait
                 if not self._take(rank):
                     del waiting[rank]
+                    if rank == self._case.victim:
+                        self._resume_at = float("inf")
 
     def _take(self, rank: int) -> bool:
         """One word of a rank's; returns whether it may have more to say."""
@@ -158,7 +162,8 @@ class _Run:
 
     def _release(self) -> None:
         """End what keeps the victim from its call."""
-        self._resume_at = float("inf")
+        if self._case.fault is Fault.RESUMED:
+            self._resume_at = time.monotonic() + _WAKE_AGAIN_SECONDS
         if self._case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
             os.kill(self._pid(self._case.victim), signal.SIGCONT)
         elif self._case.fault is Fault.ABSENT and not self._is_told:
