@@ -449,8 +449,9 @@ class Transfers:
         return TransportError(self.entry.operation, peers, error.reason)
 
     def _has_timed_out(self, error: LinkError) -> bool:
-        # A link may count whole milliseconds, so that its limit passes before ours.
-        return self._deadline.has_passed or isinstance(error, LinkTimeout)
+        # What the watchdog closes because our limit has passed, it marks first. Another end may
+        # have come before, and be noticed late: a busy machine has held this thread up.
+        return self.entry.has_expired or isinstance(error, LinkTimeout)
 
 
 def share_of(flats: Sequence[torch.Tensor]) -> Share | None:

@@ -38,6 +38,19 @@ def test_only_the_rank_whose_connection_has_ended_is_named() -> None:
     assert caught.value.peers == (2,)
 
 
+@pytest.mark.parametrize("has_expired", [False, True], ids=["not seen", "seen by the watchdog"])
+def test_a_lost_rank_is_none_that_is_late_though_it_is_noticed_after_the_limit(
+    *, has_expired: bool
+) -> None:
+    """A busy machine may hold up the thread that waits; whoever tells first tells all ranks."""
+    waiting = exchange_on(_WithoutRank2(Wires(4), 0), new_lane(), seconds=0.0)
+    waiting.entry.has_expired = has_expired
+    with pytest.raises(TransportError) as caught:
+        waiting.recv_heads([2])
+    assert isinstance(caught.value, TransportTimeout) is has_expired
+    assert caught.value.peers == (2,)
+
+
 @pytest.mark.parametrize("cause", [Cause.LEFT, Cause.LOST])
 def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
     """That it lives, or has given up, is guessed of one whose connections were closed silently."""
