@@ -40,6 +40,7 @@ def test_all_jobs_share_one_thread_which_ends_when_idle(monkeypatch: pytest.Monk
     line.submit(functools.partial(_wait_for, may_end))  # or it is idle before the next one comes
     for _ in range(3):
         line.submit(lambda: threads.append(threading.current_thread()))
+    assert len(living("ending line")) == 1
     may_end.set()
     line.drain()
     assert len(set(threads)) == 1
