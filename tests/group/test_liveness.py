@@ -34,6 +34,7 @@ from tests.group.helpers import (
     hear,
     say,
     tell_all,
+    when_main_thread_waits,
 )
 from tests.group.test_reports import logged, told_when
 from tests.group.watched import patiently
