@@ -114,7 +114,7 @@ class GroupDump:
 
     Attributes:
         name: torch's.
-        description: what torch says that it is for.
+        description: what torch says that it is for; of some ranks of a group, that it is a part.
         ranks: global ranks of its members.
         is_full: whether older calls may have been forgotten.
         calls: oldest first.
