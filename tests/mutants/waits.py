@@ -260,7 +260,7 @@ MUTANTS = (
         "        if peer != rank:  # it may be here once more by now\n",
         "        if number != own:\n",
         "a pair's next call raises what the last one has raised",
-        ("tests/group/test_p2p_desync.py",),
+        ("tests/unit/test_rendezvous.py",),
     ),
     Mutant(
         "lane-shared-by-threads",

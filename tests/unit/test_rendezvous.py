@@ -259,6 +259,27 @@ def test_where_the_host_has_come_a_guest_that_leaves_takes_nobody_along() -> Non
     assert_no_answer_is_left(ours, 2)
 
 
+def test_a_guests_word_does_not_reach_its_own_next_meeting() -> None:
+    """A pair's first use may begin again before the thread of the last one has looked."""
+    store = dist.HashStore()
+    ours = dist.PrefixStore("objcomm", store)
+    again = uuid.uuid4().hex
+
+    class Leaving(MeetingState):
+        """It is told to leave when it has come once more."""
+
+        def await_rank(self, peer: int) -> None:
+            ours.append("hellos", f"1 {again} a -\n")  # type: ignore[attr-defined]  # not in torch's stub
+            self.parting, self.is_over = b"word", True
+            super().await_rank(peer)
+
+    _here.name = "a"
+    with pytest.raises(GivenUpError):
+        meet(store, 1, 2, Leaving(1, (0, 1)))
+    assert again in [number for _, number, *_ in hellos(ours)]
+    assert not ours.check([f"welcome/{again}"])
+
+
 def assert_no_answer_is_left(store: dist.Store, guests: int) -> None:
     numbers = [number for _, number, *_ in hellos(store)]
     assert len(numbers) == guests
