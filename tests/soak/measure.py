@@ -15,6 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from objcomm._transport import threads
+from objcomm._world import store_of
 
 MEBIBYTE = 1 << 20
 
@@ -94,8 +95,13 @@ def held(descriptors_before: int = sys.maxsize) -> tuple[int, int, int, int]:
 
 def keys_in(store: dist.Store, world_size: int) -> int:
     """How many keys there are besides those that a rank has one of, once it waited for long."""
-    own = [f"objcomm/{kind}/{rank}" for kind in ("where", "process") for rank in range(world_size)]
-    return int(store.num_keys()) - sum(store.check([key]) for key in ["objcomm/asked", *own])
+    board = dist.PrefixStore("objcomm", store_of(dist.group.WORLD))
+    own = [f"{kind}/{rank}" for kind in ("where", "process") for rank in range(world_size)]
+    while True:
+        count = store.num_keys()
+        others = count - sum(board.check([key]) for key in ["asked", *own])
+        if store.num_keys() == count:  # else a rank has written one meanwhile
+            return int(others)
 
 
 def _handles() -> tuple[int, int]:
