@@ -140,6 +140,18 @@ def test_who_receives_from_any_rank_hears_of_one_that_never_came() -> None:
     tell_all_but(1, "rank 0 has heard")
 
 
+def counted(looks: threading.Semaphore) -> Callable[..., Any]:
+    """``in_vain``, which counts its looks once rank 1 is known to have ended."""
+
+    def look(meeting: Mesh, *args: Any) -> Any:
+        verdict = mesh.in_vain(meeting, *args)
+        if meeting.board_thread.processes.end_of(1):
+            looks.release()
+        return verdict
+
+    return look
+
+
 @pytest.mark.parametrize("how", [KILLED, ENDED])
 @ranks(3, expect_dead={1})
 def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(how: str) -> None:
@@ -150,19 +162,13 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(ho
         end_this_process(how)
     looks = threading.Semaphore(0)
 
-    def look(meeting: Mesh, *args: Any) -> Any:
-        verdict = mesh.in_vain(meeting, *args)
-        if meeting.board_thread.processes.end_of(1):
-            looks.release()
-        return verdict
-
     def slow_forget(*args: Any) -> None:
         looks.acquire()
         looks.acquire()  # so the first one has ended nothing
         rendezvous.forget(*args)
 
     with (
-        mock.patch.object(watchdog, "in_vain", look),
+        mock.patch.object(watchdog, "in_vain", counted(looks)),
         mock.patch.object(connect, "forget", slow_forget),
         mock.patch.object(mesh, "_LAST_BYTES_SECONDS", 60.0),
     ):
@@ -202,12 +208,6 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(h
         end_this_process(how)
     looks = threading.Semaphore(0)
 
-    def look(meeting: Mesh, *args: Any) -> Any:
-        verdict = mesh.in_vain(meeting, *args)
-        if meeting.board_thread.processes.end_of(1):
-            looks.release()
-        return verdict
-
     def wait() -> None:
         looks.acquire()
         looks.acquire(timeout=1.0)  # none follows if the first one has ended the call
@@ -215,7 +215,7 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(h
     link: Any = resolve(None)._whole.mesh.link  # type: ignore[union-attr]  # noqa: SLF001  # nothing public holds up a thread there
     when_main_thread_waits(lambda: say("rank 0 waits"))
     with (
-        mock.patch.object(watchdog, "in_vain", look),
+        mock.patch.object(watchdog, "in_vain", counted(looks)),
         mock.patch.object(mesh, "_LAST_BYTES_SECONDS", 0.0),
     ):
         with mock.patch.object(link, "_events", HeldUp(link._events, wait)):  # noqa: SLF001  # likewise
