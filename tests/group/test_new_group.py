@@ -12,13 +12,14 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, DesyncError, NotInGroupError, TransportTimeout, UsageError
 from objcomm._calls.group import resolve
-from objcomm._failures import inquiry
+from objcomm._failures import inquiry, watchdog
 from objcomm._training import main_process
 from objcomm._transport import rendezvous
 from tests.group.helpers import (
     assert_group_works,
     exit_at_once,
     hear,
+    is_said,
     say,
     subgroup,
     tell_all,
@@ -119,23 +120,45 @@ def test_what_is_no_list_of_ranks_is_refused_before_any_traffic() -> None:
 
 
 @ranks(3)
-@pytest.mark.parametrize("late_s", [0.0, 0.4])
+@pytest.mark.parametrize("looks", ["looks", "told"])
 @pytest.mark.parametrize("other", [[0, 1], [0, 2, 1]])
 def test_members_with_other_lists_are_told_and_not_left_waiting(
-    other: list[int], late_s: float
+    other: list[int], looks: str
 ) -> None:
-    """Rank 2 awaits others who await it; with the list [0, 1] rank 1 awaits only rank 0.
+    """Two ranks wait for each other, and one waits beside them, in the meeting of one of them.
 
-    Who comes 0.4 s later has not seen that itself when the others have, after a second.
+    Args:
+        other: rank 0's list; the others have all three.
+        looks: whether the rank beside looks for circles itself, or is told by the others.
     """
-    rank = here().rank
-    listed = other if rank == 0 else [0, 1, 2]
-    time.sleep(late_s if rank == 2 else 0)
-    with pytest.raises(DesyncError, match="each waits for another") as caught:
-        objcomm.new_group(listed)
+    append, look = rendezvous._append, inquiry.investigate  # noqa: SLF001  # the beside one's hello
+
+    def append_and_say_so(*given: Any) -> None:
+        append(*given)
+        say("the rank beside has come")
+
+    def look_when_all_wait(*given: Any) -> None:
+        if is_said("the rank beside has come"):
+            look(*given)
+
+    rank, beside = here().rank, 2 if other == [0, 1] else 1
+    parent = objcomm.dup()  # its ranks have made no group yet
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == beside:
+            patch.setattr(rendezvous, "_append", append_and_say_so)
+        if rank != beside:
+            patch.setattr(watchdog, "investigate", look_when_all_wait)
+        elif looks == "told":
+            patch.setattr(watchdog, "investigate", lambda *_: None)
+        with pytest.raises(DesyncError, match="each waits for another") as caught:
+            objcomm.new_group(other if rank == 0 else [0, 1, 2], group=parent)
     assert "new_group" in str(caught.value)
-    assert_group_works()
-    assert_group_works(objcomm.new_group([0, 1, 2]))
+    assert_group_works(parent)
+    assert_group_works(objcomm.new_group([0, 1, 2], group=parent))
+    with pytest.raises(DesyncError, match="each waits for another"):  # over connections they have
+        objcomm.new_group(other if rank == 0 else [0, 1, 2], group=parent)
+    assert_group_works(objcomm.new_group([0, 1, 2], group=parent))
+    dist.destroy_process_group(parent)
 
 
 @ranks(3)
