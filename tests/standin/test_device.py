@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -86,6 +87,7 @@ def test_the_cpu_reads_nothing_by_accident() -> None:
     child = os.fork()
     if not child:
         faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # else where cores are kept one stays
         ctypes.string_at(there.data_ptr(), 1)
         os._exit(0)  # not reached
     _, status = os.waitpid(child, 0)
