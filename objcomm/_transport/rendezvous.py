@@ -310,7 +310,11 @@ def _meet_as_guest(
             raise
         if nonce.startswith(_GIVEN_UP):
             store.delete_key(f"welcome/{number}")
-            raise LeftError(bytes.fromhex(nonce.removeprefix(_GIVEN_UP)))
+            try:
+                word = bytes.fromhex(nonce.removeprefix(_GIVEN_UP))
+            except ValueError as error:
+                raise _damaged(nonce) from error
+            raise LeftError(word)
         progress.look_around()
         progress.nonce = nonce
         store.delete_key(f"welcome/{number}")

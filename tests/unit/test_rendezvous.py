@@ -377,3 +377,19 @@ def test_what_no_rank_wrote_is_told_as_that(word: bytes) -> None:
         host.submit(answer)
         with pytest.raises(WireError, match="no rank of objcomm wrote"):
             meet(store, 1, 2, progress)
+
+
+def test_a_damaged_word_of_a_guest_that_has_left_is_told_as_that() -> None:
+    store = dist.HashStore()
+    progress = MeetingState(1, (0, 1, 2))
+    _here.name = "a"
+
+    def answer() -> None:
+        ours = dist.PrefixStore("objcomm", store)
+        wait_until(lambda: hellos(ours), "the guest")
+        ours.set(f"welcome/{hellos(ours)[0][1]}", "given up, but not in hexadecimal digits")
+
+    with ThreadPoolExecutor(1) as stranger:
+        stranger.submit(answer)
+        with pytest.raises(WireError, match="no rank of objcomm wrote"):
+            meet(store, 1, 3, progress)
