@@ -200,6 +200,16 @@ def test_hosts_that_cannot_reach_each_other_are_one_finding() -> None:
     assert found.what == "ranks 0-1 and ranks 2-3 can't reach each other at 10.0.0.2: no answer"
 
 
+def test_packets_that_are_lost_both_ways_are_one_finding_however_each_end_sees_it() -> None:
+    there = unreached(evidence(), (0, 3), problem="no answer")
+    back = unreached(evidence(), (3, 0), problem="no route to it")
+    found = only(replace(there, contacts={**there.contacts, 3: back.contacts[3]}))
+    assert (found.ranks, found.hosts) == ((0, 3), ("node0", "node1"))
+    assert found.what == (
+        "rank 0 and rank 3 can't reach each other at 10.0.0.2: no answer or no route to it"
+    )
+
+
 def test_one_way_is_told_as_one_way() -> None:
     found = only(unreached(evidence(), (0, 3), problem="connection refused"))
     assert found.what == "rank 0 can't reach rank 3 at 10.0.0.2: connection refused"

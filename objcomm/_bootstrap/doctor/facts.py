@@ -16,6 +16,10 @@ from objcomm.errors import UsageError
 
 T = TypeVar("T")
 
+#: How it looks where packets are lost: to who waits, and to a kernel that finds no card to send to.
+NO_ANSWER = "no answer"
+NO_ROUTE = "no route to it"
+
 _MOST_NBYTES = 1 << 24  # the contacts of a rank with thousands of others
 _FRACTION = (float, int)
 

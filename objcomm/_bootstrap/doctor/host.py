@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 
 from objcomm._bootstrap.doctor.facts import (
+    NO_ANSWER,
+    NO_ROUTE,
     PLATFORMS,
     SLOW_LOOKUP_SECONDS,
     UNKNOWN,
@@ -210,11 +212,11 @@ def listen(address: str) -> socket.socket:
 def reason_of(error: OSError) -> str:
     """How a connection failed, in a few words."""
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return "no answer"
+        return NO_ANSWER
     if error.errno == errno.ECONNREFUSED:
         return "connection refused"
     if error.errno in _UNREACHABLE:
-        return "no route to it"
+        return NO_ROUTE
     return os.strerror(error.errno) if error.errno else str(error)
 
 

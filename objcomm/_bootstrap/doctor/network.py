@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median_high, median_low
 
 from objcomm._bootstrap.doctor.facts import (
+    NO_ANSWER,
+    NO_ROUTE,
     SLOW_LOOKUP_SECONDS,
     UNKNOWN,
     Evidence,
@@ -22,6 +24,9 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 # A card twice as fast stands idle.
 _FASTER = 2
 _LINES_SHOWN = 8
+# One cause, and which of them a rank sees depends on whether its patience or the kernel's ends
+# first: both may take three seconds.
+_LOST_PACKETS = frozenset({NO_ANSWER, NO_ROUTE})
 
 
 def network(evidence: Evidence) -> Iterator[Finding]:
@@ -109,18 +114,20 @@ def _nccl(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _unreached(evidence: Evidence) -> Iterator[Finding]:
-    lost: dict[tuple[str, str, str], list[tuple[int, int]]] = defaultdict(list)
+    lost: dict[tuple[str, str, str], list[tuple[int, int, str]]] = defaultdict(list)
     for rank, made in evidence.contacts.items():
         for contact in made:
             if contact.problem and not _is_explained(evidence, rank, contact.peer):
                 here, there = (evidence.reports[each].machine for each in (rank, contact.peer))
-                lost[here, there, contact.problem].append((rank, contact.peer))
-    for (here, there, problem), found in lost.items():
-        back = lost.get((there, here, problem), [])
+                cause = "" if contact.problem in _LOST_PACKETS else contact.problem
+                lost[here, there, cause].append((rank, contact.peer, contact.problem))
+    for (here, there, cause), found in lost.items():
+        back = lost.get((there, here, cause), [])
         if back and here > there:
             continue  # said with the other direction
-        both = [evidence.reports[rank] for pair in found + back for rank in pair]
-        one, other = ({rank for rank, _ in found}, {peer for _, peer in found})
+        both = [evidence.reports[rank] for *pair, _ in found + back for rank in pair]
+        one, other = ({rank for rank, _, _ in found}, {peer for _, peer, _ in found})
+        problem = " or ".join(sorted({problem for *_, problem in found + back}))
         address = evidence.reports[min(other)].gloo.address
         is_mutual = bool(back) and here != there
         pair = f"{ranks_text(one)} and {ranks_text(other)} can't reach each other"
