@@ -285,10 +285,19 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
 
 
 def join(place: Place, store: str) -> None:
-    """Initialise torch.distributed over Gloo; all workers of the pool meet in ``store``."""
+    """Initialise torch.distributed over Gloo; all workers of the pool meet in ``store``.
+
+    Returns when all are connected. Gloo lets the first one go before, and where a test has it end
+    at once the others could not connect.
+    """
     dist.init_process_group(
         "gloo", store=place.store(store), rank=place.rank, world_size=place.world_size
     )
+    joined = place.store(f"{store} joined")
+    turn, place_in_turn = divmod(joined.add("joined", 1) - 1, place.world_size)
+    if place_in_turn == place.world_size - 1:
+        joined.set(f"all {turn}", "")
+    joined.wait([f"all {turn}"])
 
 
 def _destroy_subgroups() -> None:
