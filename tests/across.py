@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm._calls.group import resolve
 
 #: Seconds after which a rank shows its stacks and ends.
 DEADLINE_S = 280.0
@@ -144,6 +145,7 @@ def outages(steps: Steps) -> None:
     steps.reach("waiting")
     step("waiting", lambda: objcomm.all_gather(objcomm.rank(), group=group))
     step("waiting: after", lambda: objcomm.barrier(group=group))
+    step("waiting: cut off", _cut_off)
     steps.reach("waited")
 
     group = dist.new_group()
@@ -161,6 +163,16 @@ def outages(steps: Steps) -> None:
     step("mended", lambda: same(objcomm.broadcast(large, group=group)))
     step("mended: after", lambda: objcomm.barrier(group=group))
     steps.reach("end")
+
+
+def _cut_off() -> list[int]:
+    """The ranks of other hosts, if the world's own connections tell that these are out of reach."""
+    link: Any = resolve(None)._whole.mesh.link  # type: ignore[union-attr]  # noqa: SLF001  # nothing public tells
+    beside = link.beside([objcomm.rank()])
+    far = {*range(objcomm.world_size())} - {objcomm.rank(), *beside}
+    while not far <= {*link.closed()}:
+        time.sleep(_PAUSE_S)
+    return [peer for peer in sorted(far) if link.is_out_of_reach(peer)]
 
 
 def parted(steps: Steps) -> None:

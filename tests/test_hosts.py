@@ -284,6 +284,7 @@ def test_a_lost_host_is_named_on_every_rank_that_waits(two: Finished) -> None:
         assert {0, 1} <= set(error.peers) <= {0, 1, 2, 3} - {rank}, error
         assert "store: no answer" in str(error)
     assert all(isinstance(each, BrokenGroupError) for each in two.all_gave("waiting: after"))
+    assert two.all_gave("waiting: cut off") == [[2, 3]] * 2 + [[0, 1]] * 2
 
 
 def test_a_host_that_is_lost_during_a_transfer_is_named(two: Finished) -> None:

@@ -164,6 +164,10 @@ Answers = dict[int, WaitSnapshot]
 _ANSWERS_WITHIN_SECONDS = 0.4
 # After as long without an answer to the first question a death is told within 2 s.
 _SURELY_ANSWERED_SECONDS = 1.0
+# The store may have answered nobody for that long, so as many looks have found nothing, too.
+_LOOKS_IN_VAIN = 3
+# Linux waits no longer before it sends something again that was not answered (TCP_RTO_MAX).
+_LATE_AFTER_OUTAGE_SECONDS = 120.0
 _PAUSE_SECONDS = 0.02
 # Of more ranks one asks for all when they pass a limit together. Another one does where that has
 # found nothing in time, and the fifth at last with all that are left.
@@ -209,8 +213,8 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
             continue
         _learn(board, mesh, entry)
         if not entry.first_asked:
-            entry.first_asked, entry.first_asked_at = asked, time.monotonic()
-        if not _heed(board, mesh, entry) and not _is_deserted(board, mesh, meshes, entry):
+            entry.first_asked = asked
+        if not _heed(board, mesh, entry) and not _is_deserted(board, mesh, meshes, entry, asked):
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
 
 
@@ -287,34 +291,53 @@ def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
     return posted is not None
 
 
-def _is_deserted(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord) -> bool:
+def _is_deserted(
+    board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord, asked: int
+) -> bool:
     """End a mesh whose ranks have not met, if one of them can't come any more."""
-    missing = missing_members(mesh, board) or _dead(board, mesh, meshes, entry)
+    missing = missing_members(mesh, board) or _dead(board, mesh, meshes, entry, asked)
     if missing:
         found = Verdict.of(Cause.LOST, ranks=missing, reason=_NEVER_CAME, is_final=True)
         mesh.settle_on(board, found)
     return bool(missing)
 
 
-def _dead(board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord) -> tuple[int, ...]:
+def _dead(
+    board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord, asked: int
+) -> tuple[int, ...]:
     """Members whose connections with this rank in the world have ended, and who do not answer.
 
     Either alone is no proof: a network may fail for a while, and a rank may be too busy to answer.
-    Of a process of this host the kernel tells.
+    An outage does both, and that rank's answer may come long after it. Of a process of this host
+    the kernel tells.
+
+    Args:
+        board: to ask.
+        mesh: whose members.
+        meshes: all of this process.
+        entry: a call that waits for them; keeps what was found so far.
+        asked: the number of a question that was just asked: an older answer may be a dead rank's.
     """
-    asks_for = time.monotonic() - entry.first_asked_at
-    if mesh.link is not None or asks_for < _SURELY_ANSWERED_SECONDS:
+    if mesh.link is not None:
         return ()
-    processes = mesh.board_thread.processes
-    worlds = [each for each in meshes if each.is_world and each is not mesh]
-    lost = {rank for world in worlds for rank in lost_ranks(world, board)}
-    return tuple(
-        peer
-        for peer in mesh.others
-        if mesh.ranks[peer] in lost
-        and not processes.is_beside(mesh.ranks[peer])
-        and board.read(mesh.ranks[peer], entry.first_asked) is None
-    )
+    processes, now = mesh.board_thread.processes, time.monotonic()
+    was_cut_off: dict[int, bool] = {}
+    for world in meshes:
+        if world.is_world and world is not mesh:
+            was_cut_off |= lost_ranks(world, board)
+    before, entry.unanswered = entry.unanswered or {}, {}
+    dead = []
+    for peer, rank in ((peer, mesh.ranks[peer]) for peer in mesh.others):
+        if rank not in was_cut_off or processes.is_beside(rank):
+            continue
+        first, since, looks = before.get(rank, (asked, now, 0))
+        if board.read(rank, first) is not None:
+            continue  # it is asked anew
+        entry.unanswered[rank] = first, since, looks + 1
+        patience = _LATE_AFTER_OUTAGE_SECONDS if was_cut_off[rank] else _SURELY_ANSWERED_SECONDS
+        if now - since > patience and looks >= _LOOKS_IN_VAIN:
+            dead.append(peer)
+    return tuple(dead)
 
 
 def _look_for_conflict(

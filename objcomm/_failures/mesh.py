@@ -485,23 +485,32 @@ def missing_members(mesh: Mesh, board: Board) -> tuple[int, ...]:
     return tuple(peer for peer in mesh.others if mesh.ranks[peer] in gone)
 
 
-def lost_ranks(mesh: Mesh, board: Board) -> set[int]:
-    """The global ranks whose connections of a mesh ended because they died or left.
+def lost_ranks(mesh: Mesh, board: Board) -> dict[int, bool]:
+    """The global ranks whose connections of a mesh ended because they died, left or were cut off.
 
     Args:
         mesh: which.
         board: to ask whether they were closed for another reason.
+
+    Returns:
+        Of each whether it was cut off: its host was out of reach, and may be there again.
     """
-    if mesh.link is None:
-        return set()
+    link = mesh.link
+    if link is None:
+        return {}
     verdict = mesh.verdict
     if verdict is None:
-        gone = {mesh.ranks[peer] for peer in mesh.others if mesh.link.is_closed(peer)}
+        gone = {
+            mesh.ranks[peer]: link.is_out_of_reach(peer)
+            for peer in mesh.others
+            if link.is_closed(peer)
+        }
         verdict = board.look(mesh.nonce) if gone else None
         if verdict is None:
             return gone
     is_loss = verdict.cause is Cause.LOST or verdict.reason in FAREWELLS
-    return {mesh.ranks[peer] for peer in verdict.ranks} if is_loss else set()
+    lost = verdict.ranks if is_loss else ()
+    return dict.fromkeys((mesh.ranks[peer] for peer in lost), HOST_LOST in verdict.reason)
 
 
 def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]) -> Verdict | None:

@@ -58,7 +58,8 @@ class CallRecord:
         report_at: when it will have waited long enough to be logged.
         awaits: the rank that it can't go on without just now; -1 if none.
         first_asked: the number of the first question where the others are that it made; 0 if none.
-        first_asked_at: when that was, in seconds of ``time.monotonic``.
+        unanswered: of ranks that seem lost, by global rank: the number of the first question since,
+            when that was (seconds of ``time.monotonic``), and how many looks have found no answer.
         suspicion: what may keep it from ever ending, found once and to be confirmed.
         has_expired: whether its limit has been seen to pass in this wait.
         regions: the keys of the ``fail_together`` blocks around it.
@@ -74,7 +75,6 @@ class CallRecord:
         "caller",
         "codec",
         "first_asked",
-        "first_asked_at",
         "has_expired",
         "has_own_limit",
         "header",
@@ -89,6 +89,7 @@ class CallRecord:
         "seconds",
         "sent_nbytes",
         "suspicion",
+        "unanswered",
         "waiter",
         "waits_since",
         "waits_until",
@@ -112,7 +113,7 @@ class CallRecord:
         self.report_at = math.inf
         self.awaits = -1
         self.first_asked = 0
-        self.first_asked_at = 0.0
+        self.unanswered: dict[int, tuple[int, float, int]] | None = None
         self.suspicion: tuple[int, Any] | None = None
         self.has_expired = False
         self.regions: tuple[str, ...] = ()

@@ -278,11 +278,18 @@ class GlooLink:
 
     def is_closed(self, peer: int) -> bool:
         """See ``Connections``: what begins a receive is told of the end of a connection."""
+        return bool(self._why_closed(peer))
+
+    def is_out_of_reach(self, peer: int) -> bool:
+        """See ``Connections``."""
+        return HOST_LOST in self._why_closed(peer)
+
+    def _why_closed(self, peer: int) -> str:
         try:
             self.recv(empty(1), peer, POKE_TAG)
-        except LinkClosed:
-            return True
-        return False
+        except LinkClosed as error:
+            return error.reason
+        return ""
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
         """See ``Connections``."""

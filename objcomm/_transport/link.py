@@ -275,6 +275,9 @@ class Connections(Link, Protocol):
     def is_closed(self, peer: int) -> bool:
         """Whether the connection to one peer is."""
 
+    def is_out_of_reach(self, peer: int) -> bool:
+        """Whether it has ended by an outage of the peer's host, which may be over by now."""
+
     def has_lost_all(self) -> bool:
         """Whether there are connections, and all of them are closed."""
 

@@ -583,6 +583,10 @@ class LocalLink:
             self._move_what_is_there()
         return self._has_ended(peer)
 
+    def is_out_of_reach(self, peer: int) -> bool:  # noqa: ARG002  # it is this host
+        """See ``Connections``."""
+        return False
+
     def has_lost_all(self) -> bool:
         """See ``Connections``."""
         return bool(self._connections) and len(self.closed()) == len(self._connections)

@@ -127,6 +127,10 @@ class MixedLink:
         """See ``Connections``."""
         return self._to(peer).is_closed(peer)
 
+    def is_out_of_reach(self, peer: int) -> bool:
+        """See ``Connections``."""
+        return not self._local.joins(peer) and self._far.is_out_of_reach(peer)
+
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
         return self._both(self._local.closed_by(), self._far.closed_by())

@@ -264,6 +264,10 @@ class MemoryLink:
         """See ``Connections``."""
         return self._wires.ended_by(self.rank, peer) is not None
 
+    def is_out_of_reach(self, peer: int) -> bool:  # noqa: ARG002  # it has no hosts
+        """See ``Connections``."""
+        return False
+
     def has_lost_all(self) -> bool:
         return len(self.closed()) == len(self._others())
 

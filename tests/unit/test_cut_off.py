@@ -1,0 +1,95 @@
+"""When a rank that does not answer counts as dead, before a group's first use."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from objcomm._failures import inquiry
+
+
+class _Waiting:
+    """Rank 0, which waits for ranks 1 and 2 and may lose rank 2; its looks are a second apart.
+
+    Attributes:
+        is_lost: whether the world's connection to rank 2 has ended.
+        is_out_of_reach: whether by an outage.
+        answered: the latest question that rank 2 has answered.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_out_of_reach: bool = False) -> None:
+        self.is_lost, self.is_out_of_reach, self.answered = True, is_out_of_reach, 0
+        self._asked = itertools.count(1)
+        seconds = itertools.count(1000.0, 1.0)
+        monkeypatch.setattr(inquiry, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+        self._board: Any = SimpleNamespace(
+            look=lambda _: None, read=lambda _, asked: self.answered >= asked or None
+        )
+        link = SimpleNamespace(
+            is_closed=lambda peer: peer == 2 and self.is_lost,
+            is_out_of_reach=lambda _: self.is_out_of_reach,
+        )
+        processes = SimpleNamespace(is_beside=lambda _: False)
+        shared = {
+            "ranks": (0, 1, 2),
+            "others": (1, 2),
+            "verdict": None,
+            "nonce": "",
+            "board_thread": SimpleNamespace(processes=processes),
+        }
+        self._world: Any = SimpleNamespace(**shared, link=link, is_world=True)
+        self._mesh: Any = SimpleNamespace(**shared, link=None, is_world=False)
+        self._entry: Any = SimpleNamespace(unanswered=None, first_asked=1)
+
+    def dead_after(self, looks: int) -> int | None:
+        """How many of so many looks it took to find rank 2 dead, if it was."""
+        meshes = [self._world, self._mesh]
+        for look in range(1, looks + 1):
+            asked = next(self._asked)
+            dead = inquiry._dead(self._board, self._mesh, meshes, self._entry, asked)  # noqa: SLF001  # needs no ranks
+            if dead:
+                assert dead == (2,)
+                return look
+        return None
+
+
+def test_who_has_closed_its_connection_and_does_not_answer_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _Waiting(monkeypatch).dead_after(9) == 4
+
+
+def test_a_store_that_answers_nobody_for_long_is_no_silence_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = _Waiting(monkeypatch)
+    assert waiting.dead_after(3) is None  # 2 s have passed, enough by themselves
+
+
+def test_who_was_cut_off_may_be_there_again_and_its_answer_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its system has sent in an outage it sends again up to two minutes after that."""
+    waiting = _Waiting(monkeypatch, is_out_of_reach=True)
+    assert waiting.dead_after(120) is None
+    assert waiting.dead_after(9) == 2
+
+
+def test_who_answers_lives_though_its_connection_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = _Waiting(monkeypatch)
+    waiting.answered = 1_000_000
+    assert waiting.dead_after(200) is None
+
+
+def test_who_answered_before_it_was_lost_may_have_died_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = _Waiting(monkeypatch)
+    waiting.is_lost = False
+    waiting.answered = 5
+    assert waiting.dead_after(5) is None
+    waiting.is_lost = True
+    assert waiting.dead_after(9) == 4
