@@ -5,6 +5,7 @@ What they print must be the same; the report says which of their calls went thro
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,23 @@ def calls(said: Said) -> list[dict[str, int]]:
     return found
 
 
+def by_torch(run: Callable[[], Said]) -> Said:
+    """How a program ends without objcomm, which is the measure and not what is tested.
+
+    Torch may abort a process at its end, after all output: a thread of Gloo's lets go of the last
+    call's tensors when that call is over, and takes the interpreter's lock for it. If the
+    interpreter is ending by then, that thread is ended within a destructor. Nothing waits for it,
+    because ``DistributedDataParallel`` keeps the group for good. At a load of 12 it was 7 of 75
+    runs (torch 2.13). Such a run is no measure, so another is made, up to four times.
+    """
+    said = run()
+    for _ in range(4):
+        if said.status and "terminate called without an active exception" in said.err:
+            sys.stdout.write("torch aborted the run without objcomm at its end; made again\n")
+            said = run()
+    return said
+
+
 def compared(plain: Said, run: Said, name: str) -> None:
     """Hold both runs of a program against each other."""
     assert plain.status == 0, plain.err
@@ -58,7 +76,7 @@ def compared(plain: Said, run: Said, name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_program_of_a_library_gives_the_same(name: str) -> None:
     program = str(PROGRAMS / f"{name}.py")
-    plain = torchrun(2, program)
+    plain = by_torch(lambda: torchrun(2, program))
     run = torchrun(2, *RUN, "--report", program)
     compared(plain, run, name)
 
@@ -66,4 +84,5 @@ def test_a_program_of_a_library_gives_the_same(name: str) -> None:
 @pytest.mark.long  # likewise
 def test_ranks_that_a_library_starts_itself_are_reached() -> None:
     program = str(PROGRAMS / "with_fabric.py")
-    compared(python(program), python(*RUN, "--report", program), "with_fabric")
+    plain = by_torch(lambda: python(program))
+    compared(plain, python(*RUN, "--report", program), "with_fabric")
