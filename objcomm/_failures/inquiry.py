@@ -3,12 +3,14 @@
 All of it runs on the board's thread, because it talks to the store.
 """
 
+import gc
 import random
 import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, MutableSet, Sequence
+from types import FrameType
 from typing import TypeVar
 
 from objcomm._failures.deadlock import (
@@ -96,10 +98,27 @@ def is_idle_in_a_pool(thread: threading.Thread) -> bool:
 
     torch.compile and many libraries keep such threads for as long as the program runs.
     """
-    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # documented by CPython
+    frame = _frames().get(thread.ident or 0)
     if frame is None:
         return False
     return (frame.f_globals.get("__name__"), frame.f_code.co_name) == _IDLE
+
+
+def _frames() -> dict[int, FrameType]:
+    """Where each thread is, found without a garbage collection meanwhile.
+
+    Before 3.11.9 Python keeps a lock for it that a thread which ends waits for, together with the
+    interpreter's own. A collection that gives the latter away, as a tensor's destructor does, is
+    the end of the whole process then: nothing runs any more (python/cpython#106883; seen in a soak
+    over Gloo).
+    """
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()  # noqa: SLF001  # documented by CPython
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 def _state(mesh: Mesh, lane: Lane, entry: CallRecord | None) -> LaneWait:

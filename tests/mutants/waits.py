@@ -302,4 +302,12 @@ MUTANTS = (
         "a rank whose program is short ends connections that others are still making",
         ("tests/group/test_last_to_join.py",),
     ),
+    Mutant(
+        "collects-while-it-looks-at-threads",
+        "objcomm/_failures/inquiry.py",
+        "    gc.disable()\n",
+        "",
+        "a process stands still for good where a tensor is collected at the wrong moment",
+        ("tests/unit/test_suspicions.py",),
+    ),
 )

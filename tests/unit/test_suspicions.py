@@ -1,5 +1,8 @@
 """What a rank must see, and how often, before it believes that nobody can ever end a wait."""
 
+import gc
+import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -152,3 +155,25 @@ def test_who_answers_lives_and_so_does_who_is_there_for_the_kernel(
     for meeting in (answers, is_beside):
         for _ in range(9):
             assert not meeting.look()
+
+
+@pytest.mark.parametrize("is_collecting", [True, False])
+def test_nothing_is_collected_while_python_says_where_threads_are(
+    monkeypatch: pytest.MonkeyPatch, *, is_collecting: bool
+) -> None:
+    """Before 3.11.9 that may be the end of the process; what the program has set stays set."""
+    seen, frames = [], sys._current_frames  # noqa: SLF001  # documented by CPython
+
+    def watched() -> Any:
+        seen.append(gc.isenabled())
+        return frames()
+
+    monkeypatch.setattr(sys, "_current_frames", watched)
+    was_collecting = gc.isenabled()
+    (gc.enable if is_collecting else gc.disable)()
+    try:
+        assert not inquiry.is_idle_in_a_pool(threading.current_thread())
+        assert gc.isenabled() is is_collecting
+    finally:
+        (gc.enable if was_collecting else gc.disable)()
+    assert seen == [False]
