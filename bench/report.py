@@ -23,9 +23,9 @@ _INTRODUCTION = f"""\
 {_GENERATED}
 
 objcomm beside the object collectives of `torch.distributed` (`torch`), its tensor collectives
-moving as many bytes (`raw`), and mpi4py where it is installed. All on one machine: objcomm over its
-link of one host, torch over Gloo. Take the ratios elsewhere, not the microseconds; between hosts
-objcomm uses Gloo, too.
+moving as many bytes (`raw`), and mpi4py where it is installed. All on one machine: objcomm over
+Unix sockets and shared memory, torch over Gloo. Take the ratios elsewhere, not the microseconds;
+between hosts objcomm uses TCP.
 """
 
 _HOW_TO_DECIDE = """\

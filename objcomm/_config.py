@@ -93,7 +93,7 @@ class Settings:
             leaves it to the environment.
         report_after: how many seconds a call waits before it is logged.
         lost_after: for how many seconds a host may be out of reach.
-        local: whether ranks of one host have a link of their own; ``None`` leaves it to the
+        local: whether ranks have a link of objcomm's own; ``None`` leaves it to the
             environment.
     """
 
@@ -118,7 +118,7 @@ class Settings:
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks of one host may have a link of their own."""
+        """Whether ranks may have a link of objcomm's own."""
         return os.environ.get("OBJCOMM_LOCAL", "") != "0" if self.local is None else self.local
 
 
@@ -207,10 +207,10 @@ class configure:  # noqa: N801  # used as a function and as a context
             because it or its network has failed: see the guide on failures. Held by the
             connections that are made afterwards. At first 60; ``math.inf`` for the system's own
             limits. On Linux only.
-        local: whether ranks that share a host use Unix sockets and shared memory instead of Gloo,
-            for the connections that are made afterwards. One rank that says False decides for its
-            host's ranks. At first True, unless the environment has ``OBJCOMM_LOCAL=0``. On Linux
-            only.
+        local: whether ranks use connections of objcomm's own, with shared memory within a host,
+            instead of Gloo, for the connections that are made afterwards. One rank that says False
+            decides for all ranks of its groups. At first True, unless the environment has
+            ``OBJCOMM_LOCAL=0``. On Linux only.
         everywhere: also for threads that have set no options, whenever they were started. The
             last one to say so counts.
 

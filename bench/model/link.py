@@ -49,7 +49,7 @@ class ModelLink:
         self.rank = rank
         self.size = world.size
         self.hosts = world.hosts
-        self.needs_last_byte_apart = len(set(world.hosts)) > 1  # as Gloo's
+        self.needs_last_byte_apart = False  # as that of streams
         self.standing_nbytes: dict[int, int] = {}
         self._world = world
         self._costs = costs

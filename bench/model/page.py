@@ -47,7 +47,7 @@ _REAL = """\
 {size} ranks on one machine with {cores} cores, each rank with an object of {nbytes} B;
 milliseconds per call of some in a row, objcomm beside torch in the same run. So many processes on
 so few cores wait for a processor most of the time. Where the table says "hosts", the ranks were
-told that they are on several, and used Gloo between them.
+told that they are on several; Gloo carried between them then what TCP does now.
 """
 
 _MODEL = """\

@@ -1,7 +1,7 @@
 """The same operations on real ranks of this machine: their messages counted, their time taken.
 
 The ranks are forked from this process. Where they are to be on several hosts they are told so, and
-talk over Gloo as if it were true; the network between them is the loopback device.
+talk over TCP as if it were true; the network between them is the loopback device.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from bench.memory import sockets
 from bench.model.meeting import CountingStore, bare_stores, meet
 from objcomm._transport import rendezvous
 from objcomm._transport.gloo import GlooLink
-from objcomm._transport.local import LocalLink
+from objcomm._transport.streams import StreamLink
 from objcomm._wire.header import HEADER_NBYTES
 
 _TIMEOUT = timedelta(minutes=5)
@@ -201,7 +201,7 @@ def _watched_links() -> Iterator[list[tuple[int, int]]]:
     """Note to whom this rank sends, and how many bytes."""
     sent: list[tuple[int, int]] = []
     with contextlib.ExitStack() as patched:
-        for kind in (LocalLink, GlooLink):
+        for kind in (StreamLink, GlooLink):
             watched = _noting(kind.send, sent)
             patched.enter_context(mock.patch.object(kind, "send", watched))
         yield sent

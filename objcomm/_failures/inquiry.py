@@ -227,6 +227,8 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
     """For each call that waits: has anybody ended it, and can it ever end?"""
     asked = board.ask()
     mine = board.publish(wait_snapshot(meshes, asked))
+    for mesh in {id(mesh): mesh for mesh, _, _ in waiting}.values():
+        _tell_of_own_host(board, mesh)
     for mesh, lane, entry in waiting:
         if mesh.verdict is not None or not lane.has_waiting(entry):
             continue
@@ -277,6 +279,23 @@ def _learn(board: Board, mesh: Mesh, entry: CallRecord) -> None:
     board.learn(rank for rank in wanted if not processes.is_beside(rank))
     if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
         _note_cut_off(mesh, asked_about)  # who meets needs all of them
+
+
+def _tell_of_own_host(board: Board, mesh: Mesh) -> None:
+    """Let ranks of other hosts know which processes of this one have ended.
+
+    They can't see it themselves, a child may keep the dead one's connections open, and who is
+    beside it need not await it.
+    """
+    processes = mesh.board_thread.processes
+    ranks = [mesh.ranks[peer] for peer in mesh.others]
+    if all(map(processes.is_beside, ranks)):
+        return
+    for rank in processes.some_of(filter(processes.is_beside, ranks)):
+        process, reason = processes.of(rank), processes.end_of(rank)
+        if reason and process is not None and not process.word:
+            board.tell_end(rank, reason)
+            board.learn([rank])
 
 
 def _some(each: Sequence[T]) -> list[T]:
@@ -340,23 +359,35 @@ def _dead(
     if mesh.link is not None:
         return ()
     processes, now = mesh.board_thread.processes, time.monotonic()
+    worlds = [world for world in meshes if world.is_world and world is not mesh]
     was_cut_off: dict[int, bool] = {}
-    for world in meshes:
-        if world.is_world and world is not mesh:
-            was_cut_off |= lost_ranks(world, board)
+    for world in worlds:
+        was_cut_off |= lost_ranks(world, board)
     before, entry.unanswered = entry.unanswered or {}, {}
     dead = []
+    asked_about = {entry.awaits, *_some(mesh.others)}
     for peer, rank in ((peer, mesh.ranks[peer]) for peer in mesh.others):
-        if rank not in was_cut_off or processes.is_beside(rank):
+        if processes.is_beside(rank) or (rank not in was_cut_off and peer not in asked_about):
             continue
         first, since, looks = before.get(rank, (asked, now, 0))
         if board.read(rank, first) is not None:
             continue  # it is asked anew
         entry.unanswered[rank] = first, since, looks + 1
+        if rank not in was_cut_off:
+            if looks:  # they may have no connection yet, whose end would tell
+                for world in worlds:
+                    _call(world, rank)
+            continue
         patience = _LATE_AFTER_OUTAGE_SECONDS if was_cut_off[rank] else _SURELY_ANSWERED_SECONDS
         if now - since > patience and looks >= _LOOKS_IN_VAIN:
             dead.append(peer)
     return tuple(dead)
+
+
+def _call(world: Mesh, rank: int) -> None:
+    """Let this rank be connected to another one of a world that has met."""
+    if world.link is not None and world.verdict is None:
+        world.link.call(rank)
 
 
 def _look_for_conflict(

@@ -457,7 +457,8 @@ def _acknowledge(  # noqa: PLR0917  # what a job is given
     if ended is not None and standing.name != verdict.name:
         ended.adopt(standing)
     lost = set(standing.ranks if standing.cause is Cause.LOST else ()).intersection(members)
-    if rank not in lost:
+    # Ranks that some can't reach may live, and ask the store later: its word for them stays there.
+    if rank not in lost and HOST_LOST not in standing.reason:
         board.acknowledge(nonce, len(members) - len(lost))
     if standing.block.startswith(nonce) and standing.block not in blocks:
         board.acknowledge(standing.block, len(members))
@@ -481,6 +482,10 @@ def missing_members(mesh: Mesh, board: Board) -> tuple[int, ...]:
     whole = None if mesh.whole is None else mesh.whole()
     if mesh.link is not None or whole is None:
         return ()
+    if whole.link is not None and whole.verdict is None:
+        for peer in mesh.others:  # the two may have had nothing to do with each other yet
+            if not mesh.board_thread.processes.is_beside(mesh.ranks[peer]):
+                whole.link.call(peer)
     gone = lost_ranks(whole, board)
     return tuple(peer for peer in mesh.others if mesh.ranks[peer] in gone)
 
@@ -517,9 +522,10 @@ def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]
     """What to say of a wait for a process that has ended; None where it is there, or unknown.
 
     Ranks that meet need all of them. Others need whom they await, and get what it has sent before
-    its end first: that is in this host's memory by then, and the link takes it out, also where the
-    thread that moves it gets no turn for long. Where all have met, it may have sent that while this
-    rank is about to use its own connections. In a ``fail_together`` block they need all who are in
+    its end first: that is in this host's memory by then, as good as always where it came from
+    another one, and the link takes it out, also where the thread that moves it gets no turn for
+    long. Where all have met, it may have sent that while this rank is about to use its own
+    connections. In a ``fail_together`` block they need all who are in
     it, because these meet at its end.
 
     Args:

@@ -61,6 +61,8 @@ _RANKS_AT_EACH_LOOK = 250
 _EXPIRY_SECONDS = 0.9
 _INTERRUPT_SECONDS = 0.3
 _NUDGE = b"\0"  # no signal's number
+# For all that was sent to other hosts to be there before the process ends.
+_DELIVERY_SECONDS = 0.5
 
 
 class Watchdog(threading.Thread):
@@ -385,6 +387,11 @@ class Watchdog(threading.Thread):
         if self.pid != os.getpid():
             return
         bring_back(self._look, list(self.board_threads))
+        until = time.monotonic() + _DELIVERY_SECONDS
+        for mesh, link in [(mesh, mesh.link) for mesh in self._look()[0]]:
+            if link is not None and not mesh.is_closed:  # a later handler may still call
+                with logged("whether all that was sent has arrived could not be found out"):
+                    link.await_delivery(until)
         self._is_closing = True
         self._nudge()
         self.join(FAREWELL_SECONDS)

@@ -264,6 +264,12 @@ class GlooLink:
             self._poke(peer)
         self._apart.abandon()
 
+    def call(self, peer: int) -> None:
+        """See ``Connections``: all are connected from the beginning."""
+
+    def await_delivery(self, until: float) -> None:
+        """See ``Connections``: nothing of it can be seen here."""
+
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""
         return [peer for peer in self.peers() if self.is_closed(peer)]

@@ -263,8 +263,18 @@ class Connections(Link, Protocol):
     """A link that knows which of its connections have ended: what a mesh is made of.
 
     It notices by itself, and soon, that a peer's process has ended to which it is connected. It may
-    be connected to a peer only from the first transfer on that either of the two begins.
+    be connected to a peer only from the first transfer on that either of the two begins, or from a
+    ``call``.
     """
+
+    def call(self, peer: int) -> None:
+        """Connect to a peer where that was not done, so that its end is noticed; returns soon."""
+
+    def await_delivery(self, until: float) -> None:
+        """Return when other hosts have what was sent to them, or when ``time.monotonic`` is there.
+
+        What this process has sent, and they don't have yet, may be lost if it ends.
+        """
 
     def closed(self) -> Sequence[int]:
         """The peers to whom the connection is closed, on whichever side it began.
@@ -279,7 +289,7 @@ class Connections(Link, Protocol):
         """Whether it has ended by an outage of the peer's host, which may be over by now."""
 
     def has_lost_all(self) -> bool:
-        """Whether there are connections, and all of them are closed."""
+        """Whether it is connected to all others, and all of that is closed."""
 
     def closed_by(self) -> Sequence[int]:
         """The peers that had closed their connections before this rank did; may close the rest."""

@@ -13,20 +13,44 @@ import os
 import select
 import socket
 import stat
+import struct
 import threading
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 # What Linux says of a connection that it gave up: the last is what a router, or the own host, has
 # told it meanwhile.
-_OUTAGES = [os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)]
+_OUTAGES = [
+    os.strerror(each)
+    for each in (
+        errno.ETIMEDOUT,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+        errno.EHOSTDOWN,
+        errno.ENETDOWN,
+    )
+]
 
 # To ask for more takes as long as what it saves.
 _FLOWS_MAX = 16
 
+# Of Linux' struct tcp_info: how often the oldest packet was sent again, how many questions were
+# asked in vain; how many packets are not answered; milliseconds since something was sent, and since
+# the last answer; and how many bytes were not sent yet.
+_TCP_INFO = struct.Struct("=2xBB20xI16xI8xI84xI")
+# A watchdog looks four times a second, if its process gets a turn.
+_LATE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.001
+# A network may lose a packet. The next is sent after 0.2 s, 0.4 s, 0.8 s.
+_REPEATED_MAX = 2
+
 # How often it asks before it gives up.
 _QUESTIONS = 4
+_MOST_QUESTIONS = 127
+_TCP_RTO_MAX_MS = 44  # linux/tcp.h; Python 3.11 has no name for it
+_RTO_MAX_MS = 120_000
 _LONGEST_PAUSE_SECONDS = 32767  # Linux takes no more, see tcp(7)
 _LONGEST_SECONDS = 2_000_000  # TCP_USER_TIMEOUT has 31 bits for milliseconds
 
@@ -73,6 +97,16 @@ def other_ends(before: Collection[int], port: int) -> set[Any]:
     """
     found = {address for inode, address, _ in _connections() if inode not in before}
     return {address for address in found if address[1] == port}
+
+
+def addresses_towards(port: int) -> set[str]:
+    """This host's addresses from which connections of this process lead to such a port elsewhere.
+
+    Args:
+        port: of the other ends.
+    """
+    found = {end.getsockname()[0] for _, address, end in _connections() if address[1] == port}
+    return {address.removeprefix("::ffff:") for address in found}
 
 
 def connected(before: Collection[int], port: int = 0) -> dict[int, int]:
@@ -125,6 +159,107 @@ def flow(before: Collection[int], count: int) -> Flow | None:
     return Flow(sockets) if len(sockets) >= count else None
 
 
+class Silence:
+    """For how long the host at the other end of a connection has answered nothing that was asked.
+
+    TCP_USER_TIMEOUT would not do: Linux ends by it also a connection whose other end takes nothing
+    in, however often that host answers.
+    """
+
+    def __init__(self, end: socket.socket, limit_seconds: float) -> None:
+        """Let the kernel end a connection that is idle and silent.
+
+        Args:
+            end: this process's own.
+            limit_seconds: how long is too long; infinity for the system's own limits.
+        """
+        self._end = end
+        self._limit_seconds = limit_seconds
+        self._since = self._looked_at = 0.0
+        ask_when_idle(end, limit_seconds)
+
+    def is_too_long(self) -> bool:
+        """Whether the limit has passed; to be asked some times each second."""
+        if math.isinf(self._limit_seconds):
+            return False
+        try:
+            repeated, probes, unanswered, sent_before, heard_before, _ = _told_of(self._end)
+        except OSError:  # closed meanwhile
+            return False
+        now = time.monotonic()
+        # What was sent just now may be answered a moment later. What the other end has no room for
+        # is sent again more and more rarely, and its host answers each time; of questions whether
+        # there is room it may pass over one (tcp_invalid_ratelimit). And this process may have been
+        # away since it looked last.
+        is_asked = probes > 1 or (unanswered and repeated and heard_before > sent_before)
+        is_late = now - self._looked_at > max(_LATE_SECONDS, self._limit_seconds / 4)
+        self._looked_at = now
+        if is_late or not is_asked:
+            self._since = 0.0
+            return False
+        self._since = max(self._since or now, now - heard_before / 1000)
+        return now - self._since > self._limit_seconds
+
+
+def ask_when_idle(end: socket.socket, seconds: float) -> None:
+    """Let the kernel ask an idle connection's other end, and end it after so long without answer.
+
+    Args:
+        end: this process's own.
+        seconds: infinity for never.
+    """
+    if math.isinf(seconds):
+        return
+    pause = min(math.ceil(seconds / _QUESTIONS), _LONGEST_PAUSE_SECONDS)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    count = max(1, math.ceil(seconds / pause) - 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(count, _MOST_QUESTIONS))
+    # Else the pauses between its tries grow to two minutes, also where the network is there again.
+    longest = max(1000, min(round(seconds / _QUESTIONS * 1000), _RTO_MAX_MS))
+    with contextlib.suppress(OSError):  # Linux before 6.15
+        end.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, longest)
+
+
+def await_delivery(
+    ends: Collection[socket.socket], until: float, *, is_draining: bool = False
+) -> None:
+    """Wait until the other ends' hosts have all that was sent there, or don't answer.
+
+    A connection that is closed with anything unread forgets what has yet to be sent.
+
+    Args:
+        ends: this process's own; they don't block.
+        until: when to return at the latest, as ``time.monotonic`` has it.
+        is_draining: whether to throw away what comes meanwhile, so that nothing lies unread.
+    """
+    left = list(ends)
+    while left := [end for end in left if _is_on_its_way(end, is_draining=is_draining)]:
+        if time.monotonic() > until:
+            return
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _is_on_its_way(end: socket.socket, *, is_draining: bool) -> bool:
+    try:
+        repeated, _, unanswered, _, _, not_sent = _told_of(end)
+        if repeated > _REPEATED_MAX or not (unanswered or not_sent):
+            return False
+        with contextlib.suppress(BlockingIOError):
+            if is_draining:
+                return bool(end.recv(1 << 20))  # nothing where the other end has closed it
+    except OSError:
+        return False
+    return True
+
+
+def _told_of(end: socket.socket) -> tuple[int, ...]:
+    """What the system says of a connection, see ``_TCP_INFO``."""
+    told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return _TCP_INFO.unpack(told.ljust(_TCP_INFO.size, b"\0"))
+
+
 def has_closed(inode: int, descriptor: int) -> bool:
     """Whether the other end of a connection that this process holds has closed it."""
     with contextlib.suppress(OSError):
@@ -164,6 +299,8 @@ def _limit(inode: int, descriptor: int, seconds: float, port: int) -> None:
         if not is_it or not is_tcp or end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return
         if port and end.getpeername()[1] != port:
+            return
+        if end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):  # a stream's: ``Silence`` does
             return
         pause = min(math.ceil(seconds / _QUESTIONS), _LONGEST_PAUSE_SECONDS)
         milliseconds = max(1, round(min(seconds, _LONGEST_SECONDS) * 1000))

@@ -113,7 +113,8 @@ class Case(NamedTuple):
         nbytes: what each rank contributes.
         library: ``"objcomm"``, or ``"torch"`` for its own object collectives.
         asked_phase: the phase of the table's row; not every operation has a payload.
-        is_over_gloo: whether ranks of one host may not have a link of their own.
+        is_over_gloo: whether ranks may not have a link of objcomm's own.
+        is_across: whether ranks are as if on several hosts, see ``host_of``.
     """
 
     operation: str
@@ -126,6 +127,16 @@ class Case(NamedTuple):
     library: str = "objcomm"
     asked_phase: Phase = Phase.BEFORE
     is_over_gloo: bool = False
+    is_across: bool = False
+
+    def host_of(self, rank: int) -> int:
+        """On which host a rank is as if it were, where they are across.
+
+        On one of its own, but where nothing except a process beside the victim can tell: a child
+        that it has forked keeps its connections, or there are none yet after an error.
+        """
+        is_told = self.fault is Fault.FORKED or self.phase is Phase.AFTER_ERROR
+        return rank // 2 if is_told else rank
 
     @property
     def limit_seconds(self) -> float:
@@ -199,7 +210,8 @@ class Case(NamedTuple):
         return (
             (
                 f"{self.operation}-{self.fault.name}-{self.phase.name}-"
-                f"{role}{self.victim} of {self.world_size}-{size}{'-over Gloo' * self.is_over_gloo}"
+                f"{role}{self.victim} of {self.world_size}-{size}"
+                f"{'-over Gloo' * self.is_over_gloo}{'-between hosts' * self.is_across}"
             )
             .replace(" ", "_")
             .lower()
@@ -296,13 +308,19 @@ def in_torch(case: Case) -> Case | None:
     return case._replace(library="torch")
 
 
+# Gloo carries objects only where ranks can't have streams.
+_EACH_OVER_GLOO = 4
+
+
 def suite_cases() -> Iterator[Case]:
     """All that the suite tries, each case once: the table, and what it has no row for.
 
-    Over Gloo, which joins hosts, what the quick tests try over the link of one host.
+    Between hosts what the quick tests try within one, and of that a part over Gloo.
     """
-    over_gloo = (case._replace(is_over_gloo=True) for case in quick_cases())
-    yield from {str(case): case for case in chain(tabled(), _QUICK, _LONG, over_gloo)}.values()
+    across = [case._replace(is_across=True) for case in quick_cases()]
+    over_gloo = [case._replace(is_over_gloo=True) for case in quick_cases()][::_EACH_OVER_GLOO]
+    cases = chain(tabled(), _QUICK, _LONG, across, over_gloo)
+    yield from {str(case): case for case in cases}.values()
 
 
 def quick_cases() -> Iterator[Case]:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm._collectives import split
-from objcomm._failures import channel, inquiry, watchdog
+from objcomm._failures import channel, inquiry, liveness, watchdog
 from objcomm._failures.noticeboard import BoardThread
-from objcomm._transport import link, threads
+from objcomm._transport import link, rendezvous, threads
 from objcomm._transport.store import loopback_store
 from tests.faults import helpers, pairs, plan
 from tests.faults.plan import (
@@ -84,7 +84,9 @@ class Left(NamedTuple):
     sockets: list[str]
 
 
-def take_part(case: Case, rank: int, pipe: Connection, log: Path, *, is_patient: bool) -> None:
+def take_part(  # noqa: C901  # one step after another
+    case: Case, rank: int, pipe: Connection, log: Path, *, is_patient: bool
+) -> None:
     """Be one rank of a case.
 
     The parent sends the store's port, then lets the later steps begin one by one.
@@ -94,6 +96,9 @@ def take_part(case: Case, rank: int, pipe: Connection, log: Path, *, is_patient:
     patch.object(threads, "_IDLE_SECONDS", 0.2).start()  # each end of a case waits for idle threads
     if case.is_over_gloo:
         os.environ.update(OVER_GLOO)
+    if case.is_across:
+        for module in (liveness, rendezvous):
+            patch.object(module, "machine", return_value=f"host{case.host_of(rank)}").start()
     with log.open("wb") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)

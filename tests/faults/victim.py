@@ -20,14 +20,14 @@ from objcomm._collectives import split
 from objcomm._p2p.mailbox import Mailbox
 from objcomm._transport.gloo import POKE_TAG, GlooLink
 from objcomm._transport.link import LANE_BITS, Link
-from objcomm._transport.local import LocalLink
+from objcomm._transport.streams import StreamLink
 from objcomm._wire.message import Message
 from objcomm._world import create
 from tests.faults.plan import Case, Fault, Phase
 
 Strike = Callable[[], None]
 
-_HANDOVERS = (LocalLink.send_share, LocalLink.recv_share)
+_HANDOVERS = (StreamLink.send_share, StreamLink.recv_share)
 
 # Some of a payload's bytes move meanwhile, never all of 32 MiB.
 _MOVING_SECONDS = 0.002
@@ -196,8 +196,8 @@ def _in_payload(_: Case, strike: Strike) -> Places:
 
         return replacement
 
-    names = [(link, name) for link in (GlooLink, LocalLink) for name in ("send", "recv")]
-    names += [(LocalLink, "send_share"), (LocalLink, "recv_share")]
+    names = [(link, name) for link in (GlooLink, StreamLink) for name in ("send", "recv")]
+    names += [(StreamLink, "send_share"), (StreamLink, "recv_share")]
     return [(link, name, wrap(getattr(link, name))) for link, name in names]
 
 

@@ -1,1 +1,1 @@
-"""Tests that run the same body on every rank, over Gloo."""
+"""Tests that run the same body on every rank."""

@@ -1,7 +1,8 @@
-"""Which link joins a group's ranks, and what keeps them from the one of one host."""
+"""Which link joins a group's ranks, and what keeps them from streams."""
 
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -17,14 +18,15 @@ import objcomm
 from objcomm import CollectiveError, TransportError
 from objcomm._algorithms import topology
 from objcomm._calls.group import resolve
-from objcomm._transport import connect
+from objcomm._failures import liveness
+from objcomm._transport import connect, doors, rendezvous
 from tests.faults.victim import sockets
 from tests.group.helpers import assert_group_works, error_in, subgroup, tell_all
 from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until
 from tests.workers import here
 
-_UNIX, _GLOO = "Unix sockets", "Gloo"
+_UNIX, _TCP, _GLOO = "Unix sockets", "TCP", "Gloo"
 
 
 def kind_of(group: dist.ProcessGroup) -> str:
@@ -92,12 +94,38 @@ def test_one_rank_that_turns_it_off_decides_for_all() -> None:
     assert_joined_by(_UNIX)
 
 
-#: What stands in for a function of ``connect`` on one rank.
+@contextmanager
+def far_apart() -> Iterator[None]:
+    """A block in which each rank is as if on a host of its own, for its noticeboard as well.
+
+    That holds for a world that was not used before.
+    """
+    name = f"host{here().rank}"
+    with (
+        mock.patch.object(rendezvous, "machine", return_value=name),
+        mock.patch.object(liveness, "machine", return_value=name),
+    ):
+        yield
+
+
+#: What stands in for a function of ``doors`` on one rank.
 LACKING = {
-    "a name that the system refuses": ("_address", lambda door: f"\0{door}" * 10),
-    "a door that nobody finds": ("_address", lambda door: f"\0nowhere/{door}"),
+    "a name that the system refuses": ("_unix_address", lambda door: f"\0{door}" * 10),
+    "a door that nobody finds": ("_unix_address", lambda door: f"\0nowhere/{door}"),
     "another user": ("_is_ours", lambda _: False),
 }
+# The same, where hosts need it.
+FAR_LACKING = {
+    "no address": ("_listener", lambda *_: None),
+    "an address that nobody reaches": ("_listener", lambda _, size: deaf(size)),
+}
+
+
+def deaf(size: int) -> socket.socket:
+    """A listener that is closed to the others, so that whoever comes is refused."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=size)
+    listener.shutdown(socket.SHUT_RDWR)
+    return listener
 
 
 def in_a_tree() -> AbstractContextManager[object]:
@@ -120,11 +148,19 @@ def test_so_it_is_where_ranks_connect_at_first_use(lacking: str, rank: int) -> N
         check_that_all_use_gloo(lacking, rank)
 
 
-def check_that_all_use_gloo(lacking: str, rank: int) -> None:
-    assert_joined_by(_UNIX)
+@pytest.mark.parametrize("lacking", FAR_LACKING)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@ranks(3)
+def test_so_it_is_between_hosts(lacking: str, rank: int) -> None:
+    with far_apart():
+        check_that_all_use_gloo(lacking, rank, _TCP)
+
+
+def check_that_all_use_gloo(lacking: str, rank: int, otherwise: str = _UNIX) -> None:
+    assert_joined_by(otherwise)
     before = len(sockets())
-    name, stand_in = LACKING[lacking]
-    with mock.patch.object(connect, name, stand_in) if here().rank == rank else nullcontext():
+    name, stand_in = (LACKING | FAR_LACKING)[lacking]
+    with mock.patch.object(doors, name, stand_in) if here().rank == rank else nullcontext():
         assert_joined_by(_GLOO)
     wait_until(lambda: len(sockets()) <= before, "no socket more than before")
 
@@ -141,24 +177,34 @@ def check_that_all_use_gloo(lacking: str, rank: int) -> None:
     ],
     ids=["nothing", "one byte", "rank 0", "no rank", "no proof", "much"],
 )
+@pytest.mark.parametrize("kind", [_UNIX, _TCP])
 @ranks(3)
-def test_strangers_get_nothing_and_hold_nobody_up(word: bytes) -> None:
+def test_strangers_get_nothing_and_hold_nobody_up(kind: str, word: bytes) -> None:
     """They come before any rank does, say something, and stay."""
     strangers = []
-    opened = connect._Door.opened  # noqa: SLF001  # where they find it
+    opened = doors.Door.opened  # where they find it
 
-    def with_strangers(size: int) -> Any:
-        door = opened(size + 2)
+    def with_strangers(size: int, address: str) -> Any:
+        door = opened(size + 3, address)
         assert door is not None
         for _ in range(2):
-            stranger = socket.socket(socket.AF_UNIX)
-            stranger.connect(f"\0objcomm/{door.name}")
+            if kind == _UNIX:
+                stranger = socket.socket(socket.AF_UNIX)
+                stranger.connect(f"\0objcomm/{door.place.name}")
+            else:
+                stranger = socket.create_connection((door.place.address, door.place.port))
             stranger.sendall(word)
             strangers.append(stranger)
+        if kind == _TCP:  # and one that has left again
+            with socket.create_connection((door.place.address, door.place.port)) as stranger:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return door
 
-    with mock.patch.object(connect._Door, "opened", with_strangers):  # noqa: SLF001  # as above
-        assert_joined_by(_UNIX)
+    with (
+        mock.patch.object(doors.Door, "opened", with_strangers),
+        far_apart() if kind == _TCP else nullcontext(),
+    ):
+        assert_joined_by(kind)
     for each in strangers:
         with each:
             each.settimeout(60.0)
@@ -205,6 +251,34 @@ def test_of_many_ranks_one_that_dies_is_named_by_all_though_few_were_connected_t
         os._exit(1)
     error = error_in(TransportError, objcomm.barrier)
     assert error.peers == (13,)
+
+
+@pytest.mark.parametrize("victim", [6, 7, 10])
+@ranks(20, expect_dead={6, 7, 10}, deadline=300)
+def test_of_many_hosts_one_that_dies_is_named_by_all(victim: int) -> None:
+    """Rank 7 is connected to rank 6 alone: losing that one is no loss of all others."""
+    with far_apart():
+        objcomm.barrier()
+        if here().rank == victim:
+            os._exit(1)
+        error = error_in(TransportError, objcomm.barrier)
+        assert error.peers == (victim,)
+        if here().rank in {6, 7, 10}:
+            os._exit(1)  # each case expects all of them to
+
+
+@ranks(20, expect_dead={13}, deadline=300)
+def test_a_dead_rank_of_another_host_with_which_nobody_had_to_do_is_named() -> None:
+    """Before a first use, and by who only polls."""
+    with far_apart(), subgroup(*range(20)) as group:
+        objcomm.barrier()  # torch has connected all of them, too
+        if here().rank == 13:
+            os._exit(1)
+        if here().rank == 2:
+            with pytest.raises(TransportError, match="rank 13"):
+                wait_until(lambda: objcomm.iprobe(13) and None, "its end")
+        error = error_in(TransportError, lambda: objcomm.barrier(group=group))
+        assert 13 in error.peers
 
 
 @ranks(3, expect_dead={1})

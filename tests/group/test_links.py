@@ -15,10 +15,9 @@ from objcomm._transport import connect as connecting
 from objcomm._transport import rendezvous
 from objcomm._transport.connect import connect
 from objcomm._transport.gloo import GlooLink
-from objcomm._transport.link import Connections, Deadline, LinkError, payload_tag
-from objcomm._transport.local import LocalLink
-from objcomm._transport.mixed import MixedLink
+from objcomm._transport.link import Connections, Deadline, LinkError
 from objcomm._transport.rendezvous import MeetingState
+from objcomm._transport.streams import StreamLink
 from tests.contracts import Death, check_link
 from tests.group.helpers import tell_all
 from tests.ranks import ranks
@@ -62,45 +61,32 @@ def test_unix_sockets_keep_the_contract_of_links_when_a_peer_dies(step: Death) -
 
 
 @ranks(3, 4)
-def test_a_link_of_both_keeps_the_contract_of_links() -> None:
-    check_link(mixed_link, here().rank, here().world_size)
+def test_streams_between_hosts_keep_the_contract_of_links() -> None:
+    check_link(far_link, here().rank, here().world_size)
 
 
 @ranks(4)
-def test_a_link_of_both_keeps_it_between_hosts_that_take_turns() -> None:
-    check_link(lambda members: mixed_link(members, hosts=2), here().rank, 4)
+def test_streams_keep_it_between_hosts_that_take_turns() -> None:
+    check_link(lambda members: far_link(members, hosts=2), here().rank, 4)
+
+
+@ranks(4)
+def test_streams_between_hosts_that_connect_at_first_use_keep_the_contract_of_links() -> None:
+    with in_a_tree():
+        check_link(lambda members: far_link(members, hosts=4), here().rank, 4)
 
 
 @pytest.mark.parametrize("step", Death)
 @ranks(3, expect_dead={1})
-def test_a_link_of_both_keeps_the_contract_of_links_when_a_peer_dies(step: Death) -> None:
-    check_link(mixed_link, here().rank, here().world_size, step)
+def test_streams_keep_the_contract_of_links_when_a_peer_on_another_host_dies(step: Death) -> None:
+    check_link(lambda members: far_link(members, hosts=3), here().rank, 3, step)
 
 
 @pytest.mark.parametrize("step", Death)
 @ranks(4, expect_dead={1})
-def test_a_link_of_both_keeps_it_when_a_peer_on_another_host_dies(step: Death) -> None:
-    check_link(lambda members: mixed_link(members, hosts=2), here().rank, 4, step)
-
-
-@ranks(3)
-def test_who_waits_for_another_host_moves_what_is_under_way_on_its_own() -> None:
-    link = mixed_link((0, 1, 2))
-    large, tag = torch.ones(30 << 20, dtype=torch.uint8), payload_tag(0, 5)
-    word = torch.zeros(1, dtype=torch.uint8)
-    if here().rank == 0:  # waits for rank 2 alone, which waits for rank 1
-        sent = link.send(large, 1, tag)
-        link.wait(link.recv(word, 2, tag), timedelta(seconds=PATIENCE_S))
-        link.wait(sent, timedelta(seconds=PATIENCE_S))
-    elif here().rank == 1:
-        room = torch.zeros_like(large)
-        link.wait(link.recv(room, 0, tag), timedelta(seconds=PATIENCE_S))
-        assert torch.equal(room, large)
-        link.wait(link.send(word, 2, tag), timedelta(seconds=PATIENCE_S))
-    else:
-        link.wait(link.recv(word, 1, tag), timedelta(seconds=PATIENCE_S))
-        link.wait(link.send(word, 0, tag), timedelta(seconds=PATIENCE_S))
-    link.abort()
+def test_streams_keep_it_when_a_peer_dies_that_was_connected_at_first_use(step: Death) -> None:
+    with in_a_tree():
+        check_link(lambda members: far_link(members, hosts=2), here().rank, 4, step)
 
 
 @ranks(3, disposable=True)
@@ -163,7 +149,7 @@ def gloo_link(members: tuple[int, ...]) -> Connections:
 
 def local_link(members: tuple[int, ...]) -> Connections:
     """The same over Unix sockets."""
-    return _link(members, LocalLink)
+    return _link(members, StreamLink)
 
 
 def in_a_tree() -> AbstractContextManager[object]:
@@ -171,15 +157,11 @@ def in_a_tree() -> AbstractContextManager[object]:
     return mock.patch.object(connecting, "_AT_ONCE_MAX", 1)
 
 
-def mixed_link(members: tuple[int, ...], hosts: int = 0) -> Connections:
-    """The same, as if every third rank were on another host, or so many hosts took turns."""
+def far_link(members: tuple[int, ...], hosts: int = 0) -> Connections:
+    """The same, as if each two ranks were on a host, or so many hosts took turns."""
     host = here().rank % hosts if hosts else here().rank // 2
-    beside = [each for each in members if (each % hosts if hosts else each // 2) == host]
-    kind: type[Connections] = MixedLink
-    if len(beside) in {1, len(members)}:
-        kind = GlooLink if len(beside) == 1 else LocalLink
     with mock.patch.object(rendezvous, "machine", return_value=f"host{host}"):
-        return _link(members, kind)
+        return _link(members, StreamLink)
 
 
 def _link(members: tuple[int, ...], kind: type[Connections]) -> Connections:

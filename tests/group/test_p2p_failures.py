@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DecodeError, TransportError, TransportTimeout
-from objcomm._transport.local import LocalLink
+from objcomm._transport.streams import StreamLink
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,
@@ -262,15 +262,15 @@ def test_who_is_interrupted_has_closed_its_connections_however_slow_another_thre
     """The thread that asks the store closes them, too; its caller does not wait for it for long."""
     assert_pair_works()
     if here().rank == 0:
-        is_told, close = threading.Event(), LocalLink.abort
+        is_told, close = threading.Event(), StreamLink.abort
 
-        def late(link: LocalLink) -> None:
+        def late(link: StreamLink) -> None:
             if threading.current_thread() is not threading.main_thread():
                 is_told.wait(60.0)
             close(link)
 
         when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
-        with mock.patch.object(LocalLink, "abort", late):
+        with mock.patch.object(StreamLink, "abort", late):
             with hastily(), pytest.raises(KeyboardInterrupt):
                 objcomm.send(LARGE, 1)
             tell_all("interrupted", "")
@@ -389,7 +389,7 @@ def test_a_death_before_the_memory_of_a_message_is_handed_over(src: int | None) 
     """Where it was handed over the message is here, though its sender has died since."""
     assert_pair_works()
     if here().rank == 1:
-        with mock.patch.object(LocalLink, "send_share", side_effect=lambda *_: die()):
+        with mock.patch.object(StreamLink, "send_share", side_effect=lambda *_: die()):
             objcomm.send(LARGE, 0)
     assert error_in(TransportError, lambda: objcomm.recv(src)).peers == (1,)
 

@@ -21,7 +21,7 @@ from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError
 from objcomm._codecs.base import Encoded
 from objcomm._codecs.msgpack import PlainCodec
 from objcomm._transport import rendezvous
-from objcomm._transport.local import AHEAD_MAX
+from objcomm._transport.streams import AHEAD_MAX
 from objcomm._wire import admission, header
 from objcomm._wire.signing import signer_for
 from tests.cases import case

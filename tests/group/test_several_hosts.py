@@ -23,7 +23,7 @@ from tests.same import assert_same
 from tests.waits import PATIENCE_S
 from tests.workers import here
 
-_UNIX, _GLOO, _BOTH = "Unix sockets", "Gloo", "Unix sockets within a host, and Gloo"
+_TCP, _GLOO, _BOTH = "TCP", "Gloo", "Unix sockets and TCP"
 
 
 @contextmanager
@@ -39,17 +39,17 @@ def test_a_rank_has_the_links_that_it_needs(hosts: Sequence[int]) -> None:
     with on_hosts(*hosts), subgroup(0, 1, 2) as group:
         assert_group_works(group)
         is_alone = hosts.count(hosts[here().rank]) == 1
-        assert kind_of(group) == (_GLOO if is_alone else _BOTH)
+        assert kind_of(group) == (_TCP if is_alone else _BOTH)
 
 
 @pytest.mark.parametrize("rank", range(4))
 @ranks(4, disposable=True)
-def test_where_a_rank_has_no_door_its_host_uses_gloo_and_the_others_do_not(rank: int) -> None:
+def test_where_a_rank_has_no_door_all_use_gloo(rank: int) -> None:
     hosts = (0, 1, 0, 1)
     refusal = objcomm.configure(local=False) if here().rank == rank else nullcontext()
     with on_hosts(*hosts), refusal, subgroup(0, 1, 2, 3) as group:
         assert_group_works(group)
-        assert kind_of(group) == (_GLOO if hosts[here().rank] == hosts[rank] else _BOTH)
+        assert kind_of(group) == _GLOO
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -112,7 +112,7 @@ def test_each_host_holds_one_copy() -> None:
 
 @ranks(3, disposable=True)
 def test_a_signals_handler_may_call_what_waits_for_another_host() -> None:
-    """It runs on the thread that moves its host's link, which can't sleep in Gloo meanwhile."""
+    """It runs on the thread that moves the link."""
     large = bytes(3 << 20)
 
     def meet() -> None:

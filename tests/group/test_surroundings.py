@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import objcomm
 from objcomm._calls.group import resolve
-from objcomm._transport.gloo import GlooLink
+from objcomm._transport.streams import StreamLink
 from tests.cases import case
 from tests.group.helpers import assert_group_works, tell_all
 from tests.group.operations import MESSAGES, OBJECT_OPERATIONS, OPERATIONS
@@ -244,7 +244,7 @@ def test_a_block_that_is_closed_while_the_interpreter_shuts_down_leaves_torch_al
     tell_all("all are inside", "")
     with (
         mock.patch.object(sys, "is_finalizing", return_value=True),
-        mock.patch.object(GlooLink, "abort", side_effect=AssertionError) as abort,
+        mock.patch.object(StreamLink, "abort", side_effect=AssertionError) as abort,
     ):
         generator.close()
     assert not abort.called

@@ -6,8 +6,8 @@ from tests.mutants import (
     devices,
     failures,
     lifetimes,
-    local,
     results,
+    streams,
     surroundings,
     traffic,
     waits,
@@ -25,6 +25,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *waits.MUTANTS,
     *lifetimes.MUTANTS,
     *devices.MUTANTS,
-    *local.MUTANTS,
+    *streams.MUTANTS,
     *surroundings.MUTANTS,
 )

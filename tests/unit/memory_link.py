@@ -256,6 +256,12 @@ class MemoryLink:
         for peer in self._others():
             self._wires.end(self.rank, peer)
 
+    def call(self, peer: int) -> None:
+        """See ``Connections``: all are connected from the beginning."""
+
+    def await_delivery(self, until: float) -> None:
+        """See ``Connections``: what was sent has come."""
+
     def closed(self) -> list[int]:
         """See ``Connections``."""
         return [peer for peer in self._others() if self.is_closed(peer)]

@@ -15,7 +15,8 @@ class _Waiting:
     Attributes:
         is_lost: whether the world's connection to rank 2 has ended.
         is_out_of_reach: whether by an outage.
-        answered: the latest question that rank 2 has answered.
+        answered: the latest question that rank 2 has answered, and rank 1.
+        called: with which ranks the world was told to connect.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_out_of_reach: bool = False) -> None:
@@ -26,7 +27,9 @@ class _Waiting:
         self._board: Any = SimpleNamespace(
             look=lambda _: None, read=lambda _, asked: self.answered >= asked or None
         )
+        self.called: list[int] = []
         link = SimpleNamespace(
+            call=self.called.append,
             is_closed=lambda peer: peer == 2 and self.is_lost,
             is_out_of_reach=lambda _: self.is_out_of_reach,
         )
@@ -40,7 +43,7 @@ class _Waiting:
         }
         self._world: Any = SimpleNamespace(**shared, link=link, is_world=True)
         self._mesh: Any = SimpleNamespace(**shared, link=None, is_world=False)
-        self._entry: Any = SimpleNamespace(unanswered=None, first_asked=1)
+        self._entry: Any = SimpleNamespace(unanswered=None, first_asked=1, awaits=1)
 
     def dead_after(self, looks: int) -> int | None:
         """How many of so many looks it took to find rank 2 dead, if it was."""
@@ -93,3 +96,16 @@ def test_who_answered_before_it_was_lost_may_have_died_since(
     assert waiting.dead_after(5) is None
     waiting.is_lost = True
     assert waiting.dead_after(9) == 4
+
+
+def test_who_is_awaited_and_does_not_answer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have died before the two had anything to do with each other."""
+    waiting = _Waiting(monkeypatch)
+    waiting.is_lost = False
+    assert waiting.dead_after(1) is None
+    assert waiting.called == []
+    assert waiting.dead_after(2) is None
+    assert waiting.called == [1, 2] * 2  # of others some are at each look, here both
+    waiting.answered = 1_000_000
+    assert waiting.dead_after(5) is None
+    assert waiting.called == [1, 2] * 2

@@ -20,7 +20,7 @@ from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict, proposal_for
 from objcomm._observe.history import CallRecord, History
 from objcomm._transport.link import Deadline
-from objcomm._transport.local import LocalLink
+from objcomm._transport.streams import StreamLink
 from objcomm.errors import TransportError, WireError
 from tests.unit.memory_link import header_of
 
@@ -214,7 +214,7 @@ def test_who_ends_without_the_store_goes_on_as_the_others_do(
     board, _ = board_on(tmp_path)
     jobs: list[Callable[[Board], object]] = []
     mesh = _mesh_that_has_met(jobs)
-    mesh.link = LocalLink(0, {})
+    mesh.link = StreamLink(0, {})
     causes = [Cause.REFUSED, Cause.LOST] if is_gone else [Cause.LOST, Cause.REFUSED]
     own, others = (Verdict.of(cause, ranks=(1,)) for cause in causes)
     mesh.stop(own._replace(is_store_silent=True))

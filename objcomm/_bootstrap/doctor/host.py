@@ -14,7 +14,6 @@ takes interfaces only that are up and have a carrier.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import importlib.metadata
@@ -56,7 +55,13 @@ from objcomm._bootstrap.init import (
     device_count,
     device_of,
 )
-from objcomm._environment import Placement, machine, placement_in, system
+from objcomm._environment import (
+    Placement,
+    interface_addresses,
+    machine,
+    placement_in,
+    system,
+)
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
@@ -225,10 +230,9 @@ def _socket_for(address: str) -> socket.socket:
 
 
 # linux/sockios.h and net/if.h
-_SIOCGIFCONF, _SIOCGIFFLAGS, _SIOCGIFMTU = 0x8912, 0x8913, 0x8921
+_SIOCGIFFLAGS, _SIOCGIFMTU = 0x8913, 0x8921
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _IFREQ = struct.Struct("16s24s")
-_MOST_ADDRESSES = 1024
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _NCCL_MOST = 16
@@ -240,7 +244,7 @@ def interfaces() -> tuple[Interface, ...]:
     """All of this host, in the kernel's order; none where the kernel is not Linux."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        addresses = _addresses(asker)
+        addresses = interface_addresses()
         for _, name in socket.if_nameindex():
             flags, mtu = _ask(asker, _SIOCGIFFLAGS, name, "H"), _ask(asker, _SIOCGIFMTU, name, "i")
             is_up = bool(flags & _IFF_UP and flags & _IFF_RUNNING)
@@ -252,24 +256,6 @@ def interfaces() -> tuple[Interface, ...]:
 def _ask(asker: socket.socket, what: int, name: str, form: str) -> int:
     answer = fcntl.ioctl(asker, what, _IFREQ.pack(name.encode(), b""))
     return int(struct.unpack_from(form, answer, 16)[0])
-
-
-def _addresses(asker: socket.socket) -> dict[str, list[str]]:
-    """Addresses by interface, IPv4 first as getifaddrs has them."""
-    found: dict[str, list[str]] = {}
-    room = bytearray(_MOST_ADDRESSES * _IFREQ.size)
-    at = ctypes.addressof((ctypes.c_char * len(room)).from_buffer(room))
-    answer = fcntl.ioctl(asker, _SIOCGIFCONF, struct.pack("iL", len(room), at))
-    nbytes = struct.unpack("iL", answer)[0]
-    for raw_name, raw in _IFREQ.iter_unpack(bytes(room[:nbytes])):
-        name = raw_name.split(b"\0")[0].decode().partition(":")[0]  # eth0:1 is an alias
-        found.setdefault(name, []).append(socket.inet_ntoa(raw[4:8]))
-    with contextlib.suppress(OSError):  # no IPv6
-        for line in Path("/proc/self/net/if_inet6").read_text(encoding="ascii").splitlines():
-            digits, _, _, _, _, name = line.split()
-            address = str(ipaddress.IPv6Address(bytes.fromhex(digits)))
-            found.setdefault(name, []).append(address)
-    return found
 
 
 def _mbit(name: str) -> int:
@@ -291,7 +277,7 @@ def interface_of(address: str, there: Sequence[Interface]) -> str:
 
 
 def gloo_choice(environ: Mapping[str, str], there: Sequence[Interface], own: str) -> Choice:
-    """The interface that Gloo, and so objcomm, would use.
+    """The interface that Gloo would use; objcomm too, where the user names it.
 
     Args:
         environ: as ``os.environ``.

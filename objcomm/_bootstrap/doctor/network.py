@@ -150,7 +150,7 @@ def _is_explained(evidence: Evidence, rank: int, peer: int) -> bool:
 
 
 def _used(report: Report) -> Interface | None:
-    """The interface that carries objcomm's bytes."""
+    """The interface that carries Gloo's bytes, and objcomm's where the user names it."""
     first = report.gloo.interface.partition(",")[0]
     return next((each for each in report.interfaces if each.name == first), None)
 

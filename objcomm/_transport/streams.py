@@ -1,4 +1,4 @@
-"""The link between ranks of one host: a stream socket of the system's for each pair.
+"""The link between ranks over streams: for each pair a socket, of Unix in a host, of TCP between.
 
 It has no thread. Whoever waits moves what there is to move, for all: the *mover* sleeps until any
 socket has bytes or room, takes them in, and wakes the threads whose transfers are over. When its
@@ -13,8 +13,8 @@ What goes over a stream is a frame: a kind, a tag and a number, and then perhaps
 - ``OFFER``: there is one that may not. It waits in its sender's memory for
 - ``TAKE``: there is room for it now; and then goes out as
 - ``CONTENT``, from the sender's memory into the receiver's, past all buffers of this module.
-- ``SHARE``: an offer of memory that the other end may map; its descriptor comes along. The answer
-  is
+- ``SHARE``: an offer of memory that the other end may map, on the same host; its descriptor comes
+  along. The answer is
 - ``HELD``; or ``TAKE``, where the descriptor got lost: the receiver's system may have no more.
 - ``CREDIT``: so many first messages of a lane have been taken. A first message that goes the other
   way says so by its number, and then none of these is due: it would wake its receiver for nothing.
@@ -22,20 +22,32 @@ What goes over a stream is a frame: a kind, a tag and a number, and then perhaps
 Nothing that arrives is believed before it was judged: a frame of no kind, one that is too long, or
 one that answers nothing ends the connection.
 
-Where many ranks share a host only some pairs are connected from the beginning. Who begins the first
-transfer with another rank, in either direction, calls at its door, and may send at once: the system
-keeps what comes before the other one lets it in. If both call, each sends over its own call, and
-reads what comes over the other's.
+Of many ranks only some pairs are connected from the beginning. Who begins the first transfer with
+another rank, in either direction, calls at its door. On the same host it may send at once: the
+kernel says whose process is there, and keeps what comes before it lets the caller in. From another
+host the answer comes first, which proves that it is that rank. If both call, each sends over its
+own call, and reads what comes over the other's.
+
+Bytes that the system has taken from a sender reach a peer of the same host whatever follows. Those
+for another host are still on their way, and are lost if this end is closed while something from
+there lies unread. So who closes it waits until the other host's system has them, or a third of a
+second.
+
+A host that loses its power or its network ends nothing. The system asks on connections that are
+idle, and ends them; those on which something is under way end here, when nothing was heard from
+there for too long although something was to be answered. A process that computes, or is stopped,
+is no silence: its system answers for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
+import math
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -46,8 +58,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 
 from objcomm._codecs.buffers import writable
-from objcomm._config import FOREVER_SECONDS
 from objcomm._transport.link import (
+    HOST_LOST,
     LANE_BITS,
     PEER_LOST,
     LinkClosed,
@@ -56,13 +68,13 @@ from objcomm._transport.link import (
     Pending,
 )
 from objcomm._transport.share import FILES_MAX, Share
+from objcomm._transport.sockets import Silence, ask_when_idle, await_delivery, is_outage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from datetime import timedelta
 
     from objcomm._transport.link import Borrowed, Memory
-    from objcomm._transport.threads import ThreadPool
 
 # Kind and tag; length of the message; number of the offer, or of messages taken.
 _HEADER = Struct("<IIQQ")
@@ -100,6 +112,9 @@ _IN_A_HANDLER = "a signal's handler has used connections that it had interrupted
 
 # The lock's owner may have been interrupted by a signal, whose handler takes its time.
 _PATIENCE_SECONDS = 1.0
+# For the other host's system to have what was sent before an end. Less than a thread waits for the
+# one that may close connections, see ``noticeboard``.
+_DELIVERY_SECONDS = 0.3
 
 
 class Kind(IntEnum):
@@ -115,7 +130,7 @@ class Kind(IntEnum):
 
 
 class Doors(Protocol):
-    """How ranks of one host reach each other at any time; what they say first are *words*.
+    """How ranks reach each other at any time; what they say first are *words*.
 
     Attributes:
         word_nbytes: how long each word is.
@@ -123,12 +138,15 @@ class Doors(Protocol):
 
     word_nbytes: int
 
-    def call(self, peer: int) -> socket.socket:
-        """Connect to a rank, and say this rank's word.
+    def call(self, peer: int) -> tuple[socket.socket, bytes]:
+        """Connect to a rank of this host, or begin to connect to one of another.
+
+        Returns:
+            The socket, and what has yet to be said there of this rank's word.
 
         Raises:
             ConnectionRefusedError: it has closed its door.
-            OSError: this process can't.
+            OSError: this process can't, or no network leads there.
         """
 
     def caller(self, end: socket.socket, said: bytes) -> int | None:
@@ -248,6 +266,13 @@ class _Connection:
         socket: to it, and from it unless there is an ``inlet``.
         inlet: where what it sends comes, if each has called the other.
         word: what it has yet to say before all else.
+        own_word: what this rank has.
+        is_open: whether more than that may be sent: of another host nobody knows before its word
+            who is there.
+        called: when this rank began to call, if it did.
+        is_to_call: whether that has failed, and is to be done again.
+        failed: why nothing more can be sent, though what came before may lie unread.
+        silence: how long its host has answered nothing; None for this host.
         arrived: by tag: what came before it was asked for, as bytes, or as an offer's number.
         posted: by tag: the receives for which nothing has come.
         outgoing: what the system had no room for, in order; with the transfer that it ends, and
@@ -271,23 +296,29 @@ class _Connection:
     __slots__ = (
         "ahead",
         "arrived",
+        "called",
         "descriptors",
         "ended",
+        "failed",
         "filled",
         "filling",
         "held",
         "inlet",
         "is_hung_up",
+        "is_open",
+        "is_to_call",
         "is_watched",
         "lent_files",
         "offered",
         "offers",
         "outgoing",
+        "own_word",
         "peer",
         "posted",
         "raw",
         "rooms",
         "shares",
+        "silence",
         "socket",
         "taken",
         "untold",
@@ -302,6 +333,12 @@ class _Connection:
         self.socket = end
         self.inlet: socket.socket | None = None
         self.word = word
+        self.own_word = b""
+        self.is_open = True
+        self.called = 0.0
+        self.is_to_call = False
+        self.failed = ""
+        self.silence: Silence | None = None
         self.arrived: dict[int, deque[bytes | bytearray | int]] = {}
         self.posted: dict[int, deque[_Transfer]] = {}
         self.outgoing: deque[tuple[memoryview, _Transfer | None, Share | None]] = deque()
@@ -328,16 +365,20 @@ class _Connection:
         self.filled: _Transfer | tuple[int, bytearray] | None = None
 
     def sockets(self) -> list[socket.socket]:
-        """Its one, or two."""
+        """Its one, or two; none while it is to be called again."""
+        if self.is_to_call:
+            return []
         return [self.socket] if self.inlet is None else [self.socket, self.inlet]
 
     def has_ended_there(self) -> bool:
         """Whether the other end is known to have closed it."""
+        if self.silence is not None and self.own_word:
+            return False  # a call that has failed may be made again
         return any(map(_has_ended, self.sockets()))
 
 
-class LocalLink:
-    """Joins ranks of one host by stream sockets; see ``Connections`` for its methods' contract.
+class StreamLink:
+    """Joins ranks by stream sockets; see ``Connections`` for its methods' contract.
 
     Attributes:
         kind: what the log calls it.
@@ -349,7 +390,6 @@ class LocalLink:
         ahead: nothing depends on it.
     """
 
-    kind = "Unix sockets"
     needs_last_byte_apart = False
     is_interruptible = True
     ahead = 64
@@ -358,24 +398,31 @@ class LocalLink:
         self,
         rank: int,
         sockets: Mapping[int, socket.socket],
-        peers: Collection[int] = (),
+        hosts: Mapping[int, int] | None = None,
+        *,
         doors: Doors | None = None,
-        listener: socket.socket | None = None,
+        listeners: Sequence[socket.socket] = (),
+        lost_seconds: float = math.inf,
     ) -> None:
         """Begin.
 
         Args:
             rank: this one, within the group.
             sockets: to other ranks, connected; they are this link's from now on.
-            peers: all other ranks, if there are more.
-            doors: those of all ranks, in that case.
-            listener: where the others call, in that case; it is this link's from now on.
+            hosts: of each rank, as a number; None if these are all, and on this host.
+            doors: those of all ranks, if there are more than these.
+            listeners: where the others call, in that case; they are this link's from now on.
+            lost_seconds: for how long another host may answer nothing.
         """
         self._connections: dict[int, _Connection] = {}
         self._callers: dict[int, _Caller] = {}
         self._doors = doors
-        self._listener = listener
-        self._peers = frozenset(peers or sockets)
+        self._listeners = tuple(listeners)
+        self._hosts = dict(hosts or dict.fromkeys(sorted({rank, *sockets}), 0))
+        self._near = frozenset(
+            peer for peer, host in self._hosts.items() if host == self._hosts[rank]
+        )
+        self._lost_seconds = lost_seconds
         # A byte in there wakes the mover.
         self._alarm, self._heard = socket.socketpair()
         self._events = select.epoll()
@@ -383,8 +430,11 @@ class LocalLink:
         for end in (self._alarm, self._heard):
             end.settimeout(0)
         self.rank = rank
-        self.size = len(self._peers) + 1
-        self.hosts = (0,) * self.size
+        self.size = len(self._hosts)
+        self.hosts = tuple(self._hosts.values())
+        self.kind = " and ".join(
+            ["Unix sockets"] * (len(self._near) > 1) + ["TCP"] * (len(self._near) < self.size)
+        )
         self._pid = os.getpid()
         # It knows its owner: a signal's handler must not wait for what it has interrupted.
         self._lock = threading.RLock()
@@ -394,17 +444,20 @@ class LocalLink:
         self._moved_for: _Transfer | None = None
         self._waiting: deque[_Transfer] = deque()
         self._numbers = 0
+        self._left: list[socket.socket] = []  # ended here, and not closed yet
         self._is_aborted = False
         self._by_descriptor: dict[int, _Connection] = {}
         for peer, end in sockets.items():
             self._add(_Connection(peer, end))
-        if listener is not None:
-            listener.settimeout(0)
-            self._events.register(listener, select.EPOLLIN)
+        for each in self._listeners:
+            each.settimeout(0)
+            self._events.register(each, select.EPOLLIN)
 
     def _add(self, connection: _Connection) -> None:
-        self._connections[connection.peer] = connection
+        if connection.peer not in self._near:
+            connection.silence = Silence(connection.socket, self._lost_seconds)
         self._attend(connection, connection.socket)
+        self._connections[connection.peer] = connection
 
     def _attend(self, connection: _Connection, end: socket.socket) -> None:
         """Move what comes over one of a connection's sockets."""
@@ -412,16 +465,24 @@ class LocalLink:
         self._by_descriptor[end.fileno()] = connection
         self._events.register(end, _READS)
 
-    def sharing_with(self, peer: int) -> Self:  # noqa: ARG002  # all are on this host
+    def sharing_with(self, peer: int) -> Self | None:
         """See ``Link``."""
-        return self
+        return self if peer in self._near else None
 
     def __del__(self) -> None:
         # By name, or the system's warnings of what was left open are the user's.
-        for each in getattr(self, "_connections", {}).values():
+        connections = list(getattr(self, "_connections", {}).values())
+        if not sys.is_finalizing() and getattr(self, "_pid", 0) == os.getpid():
+            far = [each for each in connections if each.silence is not None and not each.ended]
+            _close_when_delivered([end for each in far for end in each.sockets()])
+        for each in connections:
             for end in each.sockets():
                 end.close()
-        self._shut_door()
+        for each in getattr(self, "_callers", {}).values():
+            each.socket.close()
+        for name in ("_listeners", "_left"):
+            for end in getattr(self, name, ()):
+                end.close()
         for name in ("_alarm", "_heard"):
             if hasattr(self, name):
                 getattr(self, name).close()
@@ -514,18 +575,45 @@ class LocalLink:
         wait()
 
     def move(self) -> None:
-        """See ``Link``."""
+        """See ``Link``; and end connections to hosts that have answered nothing for too long."""
         self._move_what_is_there()
+        if self._is_owned_here():
+            return
+        for each in tuple(self._connections.values()):
+            silence = each.silence
+            if silence is None or each.ended:
+                continue
+            is_silent = silence.is_too_long() or (each.own_word and self._is_given_up(each))
+            is_due = each.is_to_call or is_silent
+            if is_due and self._lock.acquire(timeout=_PATIENCE_SECONDS):
+                try:
+                    self._look_after(each, is_silent=bool(is_silent and silence is each.silence))
+                    self._wake_mover()
+                finally:
+                    self._lock.release()
+
+    def _look_after(self, connection: _Connection, *, is_silent: bool) -> None:
+        if connection.ended:
+            return
+        if connection.is_to_call:
+            if self._doors is not None:
+                self._call_again(self._doors, connection)
+        elif is_silent:
+            self._read(connection, is_ending=True)  # what has come is here
+            connection.was_ended_there = True
+            self._end(connection, f"{HOST_LOST} (it answers nothing)")
 
     def is_flowing(self) -> bool:
         """See ``Link``."""
-        return not any(each.ended or each.outgoing for each in tuple(self._connections.values()))
+        standing = tuple(self._connections.values())
+        return not any(each.ended or each.outgoing or not each.is_open for each in standing)
 
     def abort(self) -> None:
         """See ``Link``. A forked process lets go of its copies only: the link is its parent's.
 
         A signal's handler that has interrupted this link hangs up, and leaves the rest to whom it
-        has interrupted; so does who can't have the lock because of one.
+        has interrupted; so does who can't have the lock because of one. Who waits here goes on at
+        once; this returns when other hosts have what was sent to them, or a moment later.
         """
         self._is_aborted = True
         if os.getpid() != self._pid:
@@ -536,7 +624,14 @@ class LocalLink:
             try:
                 self._end_all()
             finally:
+                left, self._left = self._left, []
                 self._lock.release()
+                _close_when_delivered(left)
+
+    def await_delivery(self, until: float) -> None:
+        """See ``Connections``."""
+        far = [each for each in tuple(self._connections.values()) if each.silence is not None]
+        await_delivery([end for each in far if not each.ended for end in each.sockets()], until)
 
     def _hang_up(self) -> None:
         for each in tuple(self._connections.values()):
@@ -544,32 +639,37 @@ class LocalLink:
                 each.was_ended_there = each.has_ended_there()
                 each.is_hung_up = True
                 for end in each.sockets():
-                    with contextlib.suppress(OSError):
-                        end.shutdown(socket.SHUT_RDWR)
-        self._shut_door()
+                    _hang_up(end)
+        self._shut_doors()
 
     def _end_all(self) -> None:
         try:
             for each in [each for each in self._connections.values() if not each.ended]:
                 try:
-                    self._read(each, is_ending=True)  # what has come is here, if not asked for
+                    if not each.is_to_call:
+                        self._read(each, is_ending=True)  # what has come is here, if not asked for
                     if not each.is_hung_up:
                         each.was_ended_there = each.has_ended_there()
                 finally:
                     self._end(each, _OWN_DOING)
         finally:
-            self._shut_door()
+            self._shut_doors()
             while self._waiting:
                 self._wake_one()
             self._sound()
 
-    def _shut_door(self) -> None:
+    def _shut_doors(self) -> None:
         """Let in nobody any more; who has called and was not let in hears so."""
-        listener = getattr(self, "_listener", None)
-        if listener is not None:
-            listener.close()
-            for each in tuple(self._callers.values()):
-                each.socket.close()
+        for end in [*self._listeners, *(each.socket for each in tuple(self._callers.values()))]:
+            self._let_go(end)
+        self._callers.clear()
+
+    def _let_go(self, end: socket.socket) -> None:
+        """Close a socket that is looked after, and may be closed already."""
+        with contextlib.suppress(OSError, ValueError):
+            self._events.unregister(end)
+        _hang_up(end)
+        end.close()
 
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""
@@ -583,13 +683,14 @@ class LocalLink:
             self._move_what_is_there()
         return self._has_ended(peer)
 
-    def is_out_of_reach(self, peer: int) -> bool:  # noqa: ARG002  # it is this host
+    def is_out_of_reach(self, peer: int) -> bool:
         """See ``Connections``."""
-        return False
+        connection = self._connections.get(peer)
+        return connection is not None and connection.ended.startswith(HOST_LOST)
 
     def has_lost_all(self) -> bool:
         """See ``Connections``."""
-        return bool(self._connections) and len(self.closed()) == len(self._connections)
+        return 0 < len(self._connections) == self.size - 1 == len(self.closed())
 
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
@@ -603,13 +704,27 @@ class LocalLink:
     def has_unread(self, peer: int) -> bool:
         """See ``Connections``."""
         connection = self._connections.get(peer)
+        if connection is None and any(map(_has_bytes, self._listeners)):
+            return True  # it may be the one who has called
         if connection is None or connection.ended:
             return False
         return any(map(_has_unread, connection.sockets()))
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
-        """See ``Connections``: all are."""
-        return sorted(self._peers) if peers else []
+        """See ``Connections``."""
+        theirs = {self._hosts[peer] for peer in peers}
+        return [peer for peer, host in self._hosts.items() if host in theirs and peer != self.rank]
+
+    def call(self, peer: int) -> None:
+        """See ``Connections``."""
+        if peer in self._connections or self._is_owned_here():
+            return
+        if self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            try:
+                with contextlib.suppress(LinkError):  # aborted, or this process can't just now
+                    self._connection_to(peer)
+            finally:
+                self._lock.release()
 
     def _has_ended(self, peer: int) -> bool:
         connection = self._connections.get(peer)
@@ -621,81 +736,6 @@ class LocalLink:
             return bool(connection.ended) or connection.has_ended_there()
         finally:
             self._lock.release()
-
-    def joins(self, peer: int) -> bool:
-        """Whether a rank is one of those of this host."""
-        return peer in self._peers
-
-    def has_begun(self, pending: Pending) -> bool:
-        """Whether a transfer is one of such a link's."""
-        return isinstance(pending, _Transfer)
-
-    def needs_a_mover(self) -> bool:
-        """Whether what has begun here may end only while somebody moves it.
-
-        The receives that stand ready for first messages need nobody before they are waited for.
-        """
-        if self._is_owned_here():
-            raise LinkError(_IN_A_HANDLER)
-        with self._lock:
-            return any(
-                each.outgoing
-                or each.offered
-                or each.held
-                or each.taken
-                or each.filled is not None
-                or any(tag >> LANE_BITS for tag in each.posted)
-                for each in self._connections.values()
-            )
-
-    @contextlib.contextmanager
-    def moved_by(self, threads: ThreadPool) -> Iterator[None]:
-        """A block that waits elsewhere, while another thread moves all that there is here.
-
-        Raises:
-            LinkError: this process can start no more threads.
-        """
-        end = _Transfer(_NOTHING)
-        try:
-            _submit(threads, functools.partial(self._move_until, end))
-            yield
-        finally:
-            self._let_go_on(end)
-
-    def is_moved_here(self) -> bool:
-        """Whether the calling thread runs a signal's handler, which has interrupted the mover."""
-        return self._mover == threading.get_ident()
-
-    def move_during(self, wait: Callable[[], None], threads: ThreadPool) -> None:
-        """Let another thread do ``wait``, as the calling one is the only one to move meanwhile.
-
-        Raises:
-            LinkError: what ``wait`` raises; or this process can start no more threads.
-        """
-        end, errors = _Transfer(_NOTHING), deque[BaseException]()
-
-        def wait_there() -> None:
-            try:
-                wait()
-            except BaseException as error:  # noqa: BLE001  # raised by the thread that asked
-                errors.append(error)
-            finally:
-                self._let_go_on(end)
-
-        _submit(threads, wait_there)
-        self._await(end, time.monotonic() + FOREVER_SECONDS)
-        if errors:
-            raise errors.pop()
-
-    def _move_until(self, end: _Transfer) -> None:
-        with contextlib.suppress(LinkError):  # whoever waits for its connection is told
-            self._await(end, time.monotonic() + FOREVER_SECONDS)
-
-    def _let_go_on(self, awaited: _Transfer) -> None:
-        """Let who waits for what another thread does go on."""
-        with self._lock:
-            awaited.end()
-            self._wake_mover()
 
     # ------------------------------------------------------------------ who moves
 
@@ -805,9 +845,13 @@ class LocalLink:
                     self._hear(descriptor)
                     continue
                 try:
+                    if event & _ENDS and connection.word and self._doors is not None:
+                        self._let_in(self._doors)  # it may have called as well, and said more there
                     if event & select.EPOLLOUT:
                         self._flush(connection)
-                    if event & ~select.EPOLLOUT and not connection.ended:
+                    # It may have ended by that, or have another socket now.
+                    is_there = self._by_descriptor.get(descriptor) is connection
+                    if event & ~select.EPOLLOUT and is_there:
                         if connection.inlet is None or connection.inlet.fileno() == descriptor:
                             self._read(connection, is_ending=bool(event & _ENDS))
                         else:
@@ -819,7 +863,8 @@ class LocalLink:
     def _hear(self, descriptor: int) -> None:
         """Be woken by another thread, which may have ended what the mover waits for."""
         if descriptor == self._heard.fileno():
-            self._heard.recv(64)
+            with contextlib.suppress(BlockingIOError):  # a signal's handler has heard it
+                self._heard.recv(64)
         elif self._doors is not None and descriptor in self._callers:
             self._hear_caller(self._doors, descriptor)
         elif self._doors is not None:
@@ -845,49 +890,121 @@ class LocalLink:
         if self._is_owned_here():
             raise LinkError(_IN_A_HANDLER)
         with self._lock:
-            if self._doors is None or peer not in self._peers:
-                raise KeyError(peer)
-            if self._is_aborted:
-                raise LinkClosed(_OWN_DOING)
-            self._let_in(self._doors)  # it may have called
-            return self._connections.get(peer) or self._call(self._doors, peer)
+            return self._connection_to(peer)
+
+    def _connection_to(self, peer: int) -> _Connection:
+        if self._doors is None or peer not in self._hosts:
+            raise KeyError(peer)
+        if self._is_aborted:
+            raise LinkClosed(_OWN_DOING)
+        self._let_in(self._doors)  # it may have called
+        return self._connections.get(peer) or self._call(self._doors, peer)
 
     def _call(self, doors: Doors, peer: int) -> _Connection:
+        failed: OSError | None = None
         try:
-            connection = _Connection(peer, doors.call(peer), doors.word_from(peer))
-        except ConnectionRefusedError as error:
-            connection = _Connection(peer, socket.socket(socket.AF_UNIX))
-            connection.socket.close()
-            connection.ended = f"{PEER_LOST} ({os.strerror(error.errno or 0)})"
-            connection.was_ended_there = True
-            self._connections[peer] = connection
+            try:
+                end, own_word = doors.call(peer)
+            except OSError as error:
+                if not isinstance(error, ConnectionError) and not _is_outage(error):
+                    raise
+                family = socket.AF_UNIX if peer in self._near else socket.AF_INET
+                end, own_word, failed = socket.socket(family), doors.word_to(peer), error
         except OSError as error:
             raise LinkError(f"this process can't connect to it ({error})") from error
-        else:
+        connection = _Connection(peer, end, doors.word_from(peer))
+        connection.own_word, connection.is_open = own_word, peer in self._near
+        connection.called = time.monotonic()
+        try:
             self._add(connection)
+            if failed is not None:
+                self._lose(connection, failed)
+            else:
+                self._flush(connection)
+        except OSError as error:
+            self._end(connection, _TORN)
+            raise LinkError(f"this process can't connect to it ({error})") from error
+        except BaseException:
+            self._end(connection, _TORN)
+            raise
+        if self._is_aborted:  # by a signal's handler, which did not see it yet
+            self._end(connection, _OWN_DOING)
+            raise LinkClosed(_OWN_DOING)
         return connection
+
+    def _lose(self, connection: _Connection, error: OSError) -> None:
+        """End a connection by what the system says of it, or call again where nobody was there yet.
+
+        A network may fail for a while. Linux gives up a call sooner than a connection, after 3 s
+        where the other host does not say at which card it is.
+        """
+        is_first = connection.silence is not None and bool(connection.own_word)
+        if is_first and _is_outage(error) and not self._is_given_up(connection):
+            self._by_descriptor.pop(connection.socket.fileno(), None)
+            self._let_go(connection.socket)
+            connection.is_to_call, connection.is_watched = True, False
+        else:
+            connection.was_ended_there = True
+            self._end(connection, connection.failed or _why(error))
+
+    def _is_given_up(self, connection: _Connection) -> bool:
+        """Whether a call has taken too long; if there is no limit, the system gives up."""
+        waited = time.monotonic() - connection.called
+        return math.isinf(self._lost_seconds) or waited > self._lost_seconds
+
+    def _call_again(self, doors: Doors, connection: _Connection) -> None:
+        if self._is_aborted:
+            self._end(connection, _OWN_DOING)
+            return
+        try:
+            end, own_word = doors.call(connection.peer)
+        except OSError as error:
+            if isinstance(error, ConnectionError) or self._is_given_up(connection):
+                connection.was_ended_there = True
+                self._end(connection, _why(error))
+            return
+        connection.socket, connection.own_word = end, own_word
+        connection.is_to_call, connection.failed = False, ""
+        try:
+            self._add(connection)
+            self._flush(connection)
+        except BaseException:
+            self._end(connection, _TORN)
+            raise
 
     def _let_in(self, doors: Doors) -> None:
         """Listen to all who have called."""
-        try:
-            while self._listener is not None and self._listener.fileno() >= 0:
-                end, _ = self._listener.accept()
+        for listener in self._listeners:
+            while listener.fileno() >= 0:
+                try:
+                    end, _ = listener.accept()
+                except ConnectionAbortedError:  # it has left again
+                    continue
+                except BlockingIOError:
+                    break
+                except OSError:  # no descriptors left: who calls must not wait
+                    self._shut_doors()
+                    return
                 self._listen_to(doors, _Caller(end))
-        except BlockingIOError:
-            pass
-        except OSError:  # no descriptors left: who calls must not wait
-            self._shut_door()
 
     def _listen_to(self, doors: Doors, caller: _Caller) -> None:
-        if len(self._callers) > len(self._peers):  # strangers, who say nothing
-            self._send_away(next(iter(self._callers.values())))
+        if len(self._callers) >= self.size:  # strangers, who say nothing
+            for longest in tuple(self._callers.values())[:1]:
+                self._send_away(longest)
+        descriptor = caller.socket.fileno()
         caller.socket.setblocking(False)  # noqa: FBT003  # its one parameter
-        self._callers[caller.socket.fileno()] = caller
-        self._events.register(caller.socket, _READS)
-        self._hear_caller(doors, caller.socket.fileno())
+        self._callers[descriptor] = caller
+        try:
+            self._events.register(caller.socket, _READS)
+        except (OSError, ValueError):  # no room for it; or closed by a signal's handler
+            self._send_away(caller)
+            return
+        self._hear_caller(doors, descriptor)
 
     def _hear_caller(self, doors: Doors, descriptor: int) -> None:
-        caller = self._callers[descriptor]
+        caller = self._callers.get(descriptor)
+        if caller is None:  # it was sent away meanwhile
+            return
         try:
             while due := doors.word_nbytes - len(caller.said):
                 came = caller.socket.recv(due)
@@ -901,48 +1018,89 @@ class LocalLink:
             self._send_away(caller)
             return
         peer = doors.caller(caller.socket, caller.said)
-        self._events.unregister(caller.socket)
-        del self._callers[descriptor]
+        if self._callers.pop(descriptor, None) is None:  # by a signal's handler
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self._events.unregister(caller.socket)
         if peer is None or not self._admit(doors, peer, caller.socket):
             caller.socket.close()
 
     def _send_away(self, caller: _Caller) -> None:
-        self._events.unregister(caller.socket)
-        del self._callers[caller.socket.fileno()]
-        caller.socket.close()
+        self._callers.pop(caller.socket.fileno(), None)
+        self._let_go(caller.socket)
 
     def _admit(self, doors: Doors, peer: int, end: socket.socket) -> bool:
         """Take in a connection that a rank has made; False if it has one."""
         connection = self._connections.get(peer)
+        if self._is_aborted:
+            return False
         if connection is None:
             connection = _Connection(peer, end)
-            self._add(connection)
-            self._push(connection, doors.word_to(peer))
-            return True
-        if connection.ended or connection.word != doors.word_from(peer):
+        elif connection.ended or connection.word != doors.word_from(peer):
             return False
-        # Both have called. Its own call has proved who it is, so it does not answer this one's.
-        connection.word, connection.inlet = b"", end
-        self._attend(connection, end)
+        try:
+            is_unsaid = connection.is_to_call or connection.own_word == doors.word_to(peer)
+            if is_unsaid or not connection.word:
+                self._adopt(connection, end, doors.word_to(peer))
+            else:
+                # Both have called. Its call has proved who it is, so it does not answer this one's.
+                connection.word, connection.inlet = b"", end
+                if connection.silence is not None:
+                    ask_when_idle(end, self._lost_seconds)
+                self._attend(connection, end)
+                self._open(connection)
+        except OSError:
+            self._end(connection, _TORN)
+            return False
+        except BaseException:
+            self._end(connection, _TORN)
+            raise
         return True
+
+    def _adopt(self, connection: _Connection, end: socket.socket, own_word: bytes) -> None:
+        """Use a peer's call for all, where this rank has none on which anything was said."""
+        if connection.called and not connection.is_to_call:
+            self._by_descriptor.pop(connection.socket.fileno(), None)
+            self._let_go(connection.socket)
+        connection.socket, connection.word, connection.own_word = end, b"", b""
+        connection.is_to_call = connection.is_watched = False
+        connection.outgoing.appendleft((memoryview(own_word), None, None))
+        self._add(connection)
+        self._open(connection)
+
+    def _open(self, connection: _Connection) -> None:
+        """Send what has waited for a proof of who is there."""
+        connection.is_open = True
+        self._flush(connection)
 
     def _hear_the_end(self, connection: _Connection) -> None:
         """Over this rank's own call nothing comes, where both have called, but its end."""
+        closed = f"{PEER_LOST} (its end of the stream is closed)"
         try:
             said = connection.socket.recv(1)
         except BlockingIOError:
             return
-        except OSError:
-            said = b""
+        except OSError as error:
+            said, closed = b"", _why(error)
         if said:
             self._refuse(connection, "something over the wrong connection")
             return
         inlet = connection.inlet
         while not connection.ended and inlet is not None and _has_bytes(inlet):
             self._read(connection, is_ending=True)  # what it sent before is here whole
+        if inlet is not None and connection.silence is not None and not connection.ended:
+            # Between hosts what it sent before may be on its way, and then comes the end of that.
+            self._by_descriptor.pop(connection.socket.fileno(), None)
+            self._let_go(connection.socket)
+            connection.socket, connection.inlet = inlet, None
+            connection.is_open, connection.failed = False, connection.failed or closed
+            connection.silence = Silence(inlet, self._lost_seconds)
+            with contextlib.suppress(OSError):  # the other rank may live, and wait for more
+                inlet.shutdown(socket.SHUT_WR)
+            return
         connection.was_ended_there = not connection.is_hung_up
-        closed = f"{PEER_LOST} (its end of the stream is closed)"
-        self._end(connection, _OWN_DOING if connection.is_hung_up else closed)
+        reason = connection.failed or closed
+        self._end(connection, _OWN_DOING if connection.is_hung_up else reason)
 
     # ------------------------------------------------------------------ out
 
@@ -983,7 +1141,7 @@ class LocalLink:
         view = transfer.view
         head = _HEADER.pack(Kind.MESSAGE, tag, view.nbytes, taken)
         sent = 0
-        if not connection.outgoing:
+        if connection.is_open and not connection.outgoing and not connection.own_word:
             try:
                 sent = connection.socket.sendmsg((head, view), (), socket.MSG_NOSIGNAL)
             except OSError as error:
@@ -1017,8 +1175,13 @@ class LocalLink:
 
     def _flush(self, connection: _Connection) -> None:
         outgoing, left = connection.outgoing, _TURN_NBYTES
+        if connection.is_to_call:
+            return
         try:
-            while outgoing and left > 0:
+            while connection.own_word:
+                sent = connection.socket.send(connection.own_word, socket.MSG_NOSIGNAL)
+                connection.own_word = connection.own_word[sent:]
+            while connection.is_open and outgoing and left > 0:
                 view, transfer, share = outgoing[0]
                 if share is not None:
                     sent = self._hand_over(connection, view, share)
@@ -1051,12 +1214,20 @@ class LocalLink:
 
     def _has_no_room(self, connection: _Connection, error: OSError) -> None:
         """What the system says to bytes for it; that the peer is gone, the mover reads."""
-        if not isinstance(error, (BlockingIOError, BrokenPipeError, ConnectionResetError)):
+        if isinstance(error, (BlockingIOError, BrokenPipeError, ConnectionResetError)):
+            return
+        if not isinstance(error, ConnectionRefusedError) and not _is_outage(error):
             self._end(connection, f"nothing can be sent to rank {connection.peer} ({error})")
+        elif connection.is_open:
+            connection.failed = _why(error)  # what came before it may lie unread
+        else:
+            self._lose(connection, error)
 
     def _watch(self, connection: _Connection) -> None:
         """Be woken when there is room again, as long as something waits for it."""
-        is_wanted = bool(connection.outgoing)
+        is_wanted = bool(connection.own_word or (connection.is_open and connection.outgoing))
+        if connection.is_to_call:
+            return
         if is_wanted != connection.is_watched and not connection.ended:
             connection.is_watched = is_wanted
             self._events.modify(connection.socket, _READS | select.EPOLLOUT * is_wanted)
@@ -1080,7 +1251,8 @@ class LocalLink:
                     self._end(connection, _OWN_DOING)
                 elif not count:
                     connection.was_ended_there = True
-                    self._end(connection, f"{PEER_LOST} (its end of the stream is closed)")
+                    closed = f"{PEER_LOST} (its end of the stream is closed)"
+                    self._end(connection, connection.failed or closed)
                 elif filling is None:
                     connection.used += count
                     self._parse(connection)
@@ -1093,8 +1265,7 @@ class LocalLink:
         except BlockingIOError:
             pass
         except OSError as error:
-            connection.was_ended_there = True
-            self._end(connection, f"{PEER_LOST} ({os.strerror(error.errno or 0)})")
+            self._lose(connection, error)
 
     def _read_frames(self, connection: _Connection, into: memoryview) -> int:
         """Read bytes, and the descriptors that may come with them, and then are the last bytes."""
@@ -1107,6 +1278,8 @@ class LocalLink:
                 self._refuse(connection, "another word than its own")
                 return len(said)
             connection.word = connection.word[len(said) :]
+            if not connection.word and not connection.is_open:
+                self._open(connection)
         count, rights, flags, _ = end.recvmsg_into((into,), _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC)
         if rights or flags & _TRUNCATED:
             files = [each for *_, some in rights for (each,) in _DESCRIPTOR.iter_unpack(some)]
@@ -1354,12 +1527,15 @@ class LocalLink:
         if connection.ended:
             return
         connection.ended = reason
+        is_to_deliver = connection.silence is not None and reason is _OWN_DOING
         for end in connection.sockets():
-            self._events.unregister(end)
-            del self._by_descriptor[end.fileno()]
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
+            self._by_descriptor.pop(end.fileno(), None)
+            if not is_to_deliver or connection.is_hung_up:
+                self._let_go(end)
+            else:
+                with contextlib.suppress(OSError, ValueError):
+                    self._events.unregister(end)
+                self._left.append(end)
         left = [each for each, _ in connection.offered.values()]
         left += [each for _, each, _ in connection.outgoing if each is not None]
         left += [each for held in connection.held.values() for each in held]
@@ -1386,18 +1562,42 @@ def _has_bytes(end: socket.socket) -> bool:
 
 
 def _has_unread(end: socket.socket) -> bool:
-    """Whether bytes can be read, the end of all not counted; takes none."""
+    """Whether bytes can be read, the end of all not counted; takes none, and no error either."""
+    import fcntl  # noqa: PLC0415  # Windows has none
+    import termios  # noqa: PLC0415  # likewise
+
     try:
-        return bool(end.recv(1, socket.MSG_PEEK))
-    except OSError:  # none are there, or it was closed meanwhile
+        return any(fcntl.ioctl(end, termios.FIONREAD, bytes(4)))
+    except (OSError, ValueError):  # it was closed meanwhile
         return False
 
 
-def _submit(threads: ThreadPool, job: Callable[[], None]) -> None:
+def _close_when_delivered(ends: Sequence[socket.socket]) -> None:
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_WR)  # the other ends hear at once that nothing more comes
     try:
-        threads.submit(job)
-    except RuntimeError as error:
-        raise LinkError(f"this process can start no more threads ({error})") from error
+        await_delivery(ends, time.monotonic() + _DELIVERY_SECONDS, is_draining=True)
+    finally:
+        for end in ends:
+            _hang_up(end)
+            end.close()
+
+
+def _hang_up(end: socket.socket) -> None:
+    """End a stream, also where a process forked since has a copy of its socket."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _is_outage(error: OSError) -> bool:
+    return is_outage(os.strerror(error.errno or 0))
+
+
+def _why(error: OSError) -> str:
+    """What a failure of the system's says of the other end."""
+    told = os.strerror(error.errno or 0)
+    return f"{HOST_LOST if is_outage(told) else PEER_LOST} ({told})"
 
 
 def _has_ended(end: socket.socket) -> bool:

@@ -1,15 +1,16 @@
-"""The link of one host between threads of this process, and against a peer that is none."""
+"""The link over streams between threads of this process, and against a peer that is none."""
 
 import errno
 import fcntl
 import gc
+import math
 import os
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 from unittest import mock
@@ -19,17 +20,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm._transport import connect
+from objcomm._transport.doors import Door, Doors
 from objcomm._transport.link import LinkClosed, LinkError, LinkTimeout, head_tag, payload_tag
-from objcomm._transport.local import (
+from objcomm._transport.rendezvous import MeetingState
+from objcomm._transport.share import Share, places
+from objcomm._transport.streams import (
     AHEAD_MAX,
     LENT_FILES_MAX,
     UNASKED_MAX_NBYTES,
     Kind,
-    LocalLink,
+    StreamLink,
 )
-from objcomm._transport.rendezvous import MeetingState
-from objcomm._transport.share import Share, places
 from tests.contracts import check_link
 from tests.open_files import open_files
 from tests.scripts import run_python
@@ -43,13 +44,16 @@ _HEAD = head_tag(3)
 
 
 @contextmanager
-def joined(size: int = 2) -> Iterator[list[LocalLink]]:
-    """Links of as many ranks, all in this process."""
+def joined(size: int = 2, *, across: bool = False) -> Iterator[list[StreamLink]]:
+    """Links of as many ranks, all in this process; as if each had a host of its own, or not."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     for rank in range(size):
         for peer in range(rank):
-            sockets[rank][peer], sockets[peer][rank] = socket.socketpair()
-    links = [LocalLink(rank, dict(sorted(each.items()))) for rank, each in enumerate(sockets)]
+            sockets[rank][peer], sockets[peer][rank] = tcp_pair() if across else socket.socketpair()
+    hosts = {rank: rank * across for rank in range(size)}
+    links = [
+        StreamLink(rank, dict(sorted(each.items())), hosts) for rank, each in enumerate(sockets)
+    ]
     try:
         yield links
     finally:
@@ -57,19 +61,32 @@ def joined(size: int = 2) -> Iterator[list[LocalLink]]:
             each.abort()
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection as between hosts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
 @contextmanager
-def behind_doors(size: int = 2) -> Iterator[list[LocalLink]]:
+def behind_doors(
+    size: int = 2, *, across: bool = False, lost_seconds: float = math.inf
+) -> Iterator[list[StreamLink]]:
     """The same, of which none are connected yet."""
-    opened = [connect._Door.opened(size) for _ in range(size)]  # noqa: SLF001  # as ranks that meet
-    doors = [door for door in opened if door is not None]
-    names = {rank: door.name for rank, door in enumerate(doors)}
-    progress = MeetingState(0, tuple(names))
+    opened = [Door.opened(size, "127.0.0.1") for _ in range(size)]
+    doors = {rank: door for rank, door in enumerate(opened) if door is not None}
+    places = {rank: door.place for rank, door in doors.items()}
+    hosts = {rank: rank * across for rank in doors}
+    progress = MeetingState(0, tuple(doors))
     progress.session = "5e" * 32
     links = []
-    for rank, door in enumerate(doors):
-        others = [each for each in names if each != rank]
-        theirs = connect._Doors(door, names, rank, progress)  # noqa: SLF001  # likewise
-        links.append(LocalLink(rank, {}, others, theirs, door.listener))
+    for rank, door in doors.items():
+        theirs = Doors(door, places, hosts, rank, progress)
+        links.append(
+            StreamLink(
+                rank, {}, hosts, doors=theirs, listeners=door.listeners, lost_seconds=lost_seconds
+            )
+        )
     try:
         yield links
     finally:
@@ -78,10 +95,10 @@ def behind_doors(size: int = 2) -> Iterator[list[LocalLink]]:
 
 
 @contextmanager
-def facing() -> Iterator[tuple[LocalLink, socket.socket]]:
+def facing() -> Iterator[tuple[StreamLink, socket.socket]]:
     """Rank 0's link, and the other end of its one stream."""
     mine, other = socket.socketpair()
-    link = LocalLink(0, {1: mine})
+    link = StreamLink(0, {1: mine})
     with other:
         yield link, other
     link.abort()
@@ -99,7 +116,7 @@ def frame(kind: int, tag: int = _TAG, nbytes: int = 0, number: int = 0) -> bytes
     return _HEADER.pack(kind, tag, nbytes, number)
 
 
-def check_links(*groups: Sequence[LocalLink]) -> None:
+def check_links(*groups: Sequence[StreamLink]) -> None:
     """Hold links between three threads to their contract, which uses up several groups of them."""
     links = list(zip(*groups, strict=True))
 
@@ -112,14 +129,13 @@ def check_links(*groups: Sequence[LocalLink]) -> None:
             each.result()
 
 
-def test_threads_keep_the_contract_of_links() -> None:
-    with joined(3) as first, joined(3) as second, joined(3) as third:
-        check_links(first, second, third)
-
-
-def test_threads_that_connect_at_first_use_keep_the_contract_of_links() -> None:
-    with behind_doors(3) as first, behind_doors(3) as second, behind_doors(3) as third:
-        check_links(first, second, third)
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("make", [joined, behind_doors])
+def test_threads_keep_the_contract_of_links(
+    make: Callable[..., AbstractContextManager[list[StreamLink]]], *, across: bool
+) -> None:
+    with ExitStack() as stack:
+        check_links(*(stack.enter_context(make(3, across=across)) for _ in range(3)))
 
 
 def test_a_rank_is_connected_to_those_with_whom_something_was_begun() -> None:
@@ -141,25 +157,29 @@ def test_a_rank_is_connected_to_those_with_whom_something_was_begun() -> None:
         links[2].abort()
         wait_until(lambda: links[0].is_closed(2), "its end")
         assert list(links[0].closed()) == [2]
-        assert links[0].has_lost_all()
+        assert not links[0].has_lost_all()  # two it does not know
         assert not links[1].has_lost_all()
         with pytest.raises(LinkClosed):
             links[1].send(sent, 2, _TAG)  # its door is closed
         assert links[1].closed_by() == [2]
 
 
-def both_call(links: list[LocalLink], monkeypatch: pytest.MonkeyPatch) -> None:
+def both_call(links: list[StreamLink], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each of two ranks call the other before it listens."""
     with monkeypatch.context() as deaf:
-        deaf.setattr(LocalLink, "_let_in", lambda *_: None)
-        for link in links:
-            link.wait(link.send(filled(1, link.rank), 1 - link.rank, _TAG), _LIMIT)
+        deaf.setattr(StreamLink, "_let_in", lambda *_: None)
+        begun = [link.send(filled(1, link.rank), 1 - link.rank, _TAG) for link in links]
+    with ThreadPoolExecutor(2) as threads:  # between hosts each waits for the other's word
+        list(threads.map(lambda link, each: link.wait(each, _LIMIT), links, begun))
 
 
+@pytest.mark.parametrize("across", [False, True])
 def test_two_ranks_that_call_each_other_at_once_are_joined(
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    across: bool,
 ) -> None:
-    with behind_doors() as links:
+    with behind_doors(across=across) as links:
         both_call(links, monkeypatch)
         large, tag = filled(5 << 20, 3), payload_tag(0, 2)
         rooms = [room(5 << 20) for _ in links]
@@ -183,10 +203,13 @@ def test_two_ranks_that_call_each_other_at_once_are_joined(
         assert links[0].closed_by() == [1]
 
 
+@pytest.mark.parametrize("across", [False, True])
 def test_what_a_rank_has_sent_before_its_end_arrives_though_both_had_called(
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    across: bool,
 ) -> None:
-    with behind_doors() as links:
+    with behind_doors(across=across) as links:
         before = open_files()
         both_call(links, monkeypatch)
         for number in range(100):
@@ -223,7 +246,7 @@ def test_strangers_at_the_door_are_sent_away(said: str) -> None:
             "another rank's word": doors.word_to(1),
             "no word": bytes(doors.word_nbytes),
         }
-        address = f"\0objcomm/{cast('Any', doors)._doors[0]}"  # noqa: SLF001  # likewise
+        address = f"\0objcomm/{cast('Any', doors)._places[0].name}"  # noqa: SLF001  # likewise
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(address)
             stranger.sendall(words[said] + frame(Kind.MESSAGE, nbytes=9) + bytes(9))
@@ -251,7 +274,7 @@ def test_who_answers_with_another_word_is_no_rank() -> None:
     with behind_doors() as links:
         impostor, end = socket.socketpair()
         doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
-        doors.call = lambda *_: end
+        doors.call = lambda *_: (end, b"")
         with impostor:
             coming = links[0].recv(room(1), 1, _TAG)
             impostor.sendall(doors.word_from(1)[:20])
@@ -265,7 +288,7 @@ def test_who_answers_with_another_word_is_no_rank() -> None:
 def test_a_rank_without_descriptors_for_another_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with behind_doors() as links:
         full = OSError(errno.EMFILE, "Too many open files")
-        monkeypatch.setattr(connect._Doors, "call", mock.Mock(side_effect=full))  # noqa: SLF001  # as above
+        monkeypatch.setattr(Doors, "call", mock.Mock(side_effect=full))
         with pytest.raises(LinkError, match="this process can't connect to it"):
             links[0].send(filled(1), 1, _TAG)
 
@@ -500,7 +523,7 @@ def test_what_was_begun_goes_out_while_its_rank_waits_elsewhere() -> None:
         assert torch.equal(into, flat)
 
 
-def at_next_read(link: LocalLink, handler: Callable[[], None]) -> None:
+def at_next_read(link: StreamLink, handler: Callable[[], None]) -> None:
     """Let a signal's handler run when the link has taken bytes, and not noted them."""
     (connection,) = link._connections.values()  # noqa: SLF001  # nobody else has its socket
 
@@ -712,7 +735,7 @@ def test_what_can_not_be_shared_is_sent(lengths: tuple[int, ...]) -> None:
         sending.result()
 
 
-def take_a_copy(receiver: LocalLink, flats: list[torch.Tensor]) -> None:
+def take_a_copy(receiver: StreamLink, flats: list[torch.Tensor]) -> None:
     borrowed = receiver.recv_share(sum(map(len, flats)), 0, _TAG)
     receiver.wait(borrowed, _LIMIT)
     assert borrowed.share is None
@@ -753,7 +776,7 @@ def test_where_the_receiver_can_have_no_more_descriptors_its_content_is_sent() -
     run_python(
         """
         import os, resource
-        from tests.unit.test_local_link import *
+        from tests.unit.test_stream_link import *
         flats = members(100_000, 5)
         with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
             threads.submit(int).result()
@@ -920,7 +943,7 @@ def test_an_interrupted_wait_leaves_the_message_to_the_next_one() -> None:
 
 
 @contextmanager
-def interrupting(link: LocalLink) -> Iterator[None]:
+def interrupting(link: StreamLink) -> Iterator[None]:
     """Ctrl-C while the calling thread sleeps in the link."""
     events = link._events  # noqa: SLF001  # where it sleeps
 

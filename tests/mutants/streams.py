@@ -1,25 +1,27 @@
-"""Defects of the link between ranks of one host, and of how they come to have it."""
+"""Defects of the link over streams, and of how ranks come to have it."""
 
 from tests.mutants.mutant import Mutant
 
-_UNIT = ("tests/unit/test_local_link.py",)
+_UNIT = ("tests/unit/test_stream_link.py",)
+_BETWEEN = ("tests/unit/test_streams_between_hosts.py",)
 _RANKS = ("tests/group/test_connect.py",)
 _SHARES = ("tests/unit/test_share.py",)
 _SHARING = ("tests/group/test_sharing.py",)
 _LINKS = ("tests/group/test_links.py",)
 _HOSTS = ("tests/group/test_several_hosts.py",)
 _BY_SHARE = ("tests/unit/test_routes_by_share.py",)
-_LOCAL = "objcomm/_transport/local.py"
-_MIXED = "objcomm/_transport/mixed.py"
+_STREAMS = "objcomm/_transport/streams.py"
 _SHARE = "objcomm/_transport/share.py"
 _TRANSFERS = "objcomm/_algorithms/transfers.py"
 _EXCHANGE = "objcomm/_algorithms/exchange.py"
 _CONNECT = "objcomm/_transport/connect.py"
+_DOORS = "objcomm/_transport/doors.py"
+_SOCKETS = "objcomm/_transport/sockets.py"
 
 MUTANTS = (
     Mutant(
         "turns-not-passed-on",
-        _LOCAL,
+        _STREAMS,
         "            else:\n                self._wake_one()\n\n    def _wake_one",
         "\n    def _wake_one",
         "when the thread that moved has its own the others sleep until their limits",
@@ -27,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         "credit-never-told",
-        _LOCAL,
+        _STREAMS,
         "if untold >= _TOLD_EACH:",
         "if untold >= 1 << 40:",
         "a sender stands after four messages",
@@ -35,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "credit-without-end",
-        _LOCAL,
+        _STREAMS,
         "connection.ahead.get(tag, 0) >= AHEAD_MAX:",
         "connection.ahead.get(tag, 0) >= 1 << 40:",
         "a sender is so far ahead that nobody can tell why it waits",
@@ -43,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "ends-before-the-last-bytes",
-        _LOCAL,
+        _STREAMS,
         "                    self._read(connection, is_ending=bool(event & _ENDS))\n",
         "                    self._read(connection, is_ending=False)\n",
         "a connection is closed, and what is sent there says nothing of it",
@@ -51,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "aborts-lose-what-has-come",
-        _LOCAL,
+        _STREAMS,
         "self._read(each, is_ending=True)  # what has come is here, if not asked for",
         "pass",
         "a message that had come is lost when its rank gives up",
@@ -59,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "content-for-nobody",
-        _LOCAL,
+        _STREAMS,
         "        transfer = connection.taken.pop(number, None)\n        if transfer is None:\n",
         "        transfer = connection.taken.get(number)\n        if transfer is None:\n",
         "content may come twice, the second time into memory that somebody uses",
@@ -67,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "much-goes-out-unasked",
-        _LOCAL,
+        _STREAMS,
         "if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):\n"
         "            number = self._offered",
         "if nbytes > UNASKED_MAX_NBYTES:\n            number = self._offered",
@@ -76,9 +78,9 @@ MUTANTS = (
     ),
     Mutant(
         "moves-not-elsewhere",
-        _LOCAL,
-        '        """See ``Link``."""\n        self._move_what_is_there()\n\n    def is_flowing',
-        '        """See ``Link``."""\n\n    def is_flowing',
+        _STREAMS,
+        "        self._move_what_is_there()\n        if self._is_owned_here():",
+        "        if self._is_owned_here():",
         "what a rank has begun stands while it waits for another group",
         _UNIT,
     ),
@@ -92,31 +94,31 @@ MUTANTS = (
     ),
     Mutant(
         "proofs-unread",
-        _CONNECT,
-        "return peer if is_rank and secrets.compare_digest(said, self.word_from(peer)) else None",
-        "return peer if is_rank else None",
+        _DOORS,
+        "or not secrets.compare_digest(said, self.word_from(peer)):",
+        "or False:",
         "a stranger who gives a rank's number gets its messages",
         _RANKS,
     ),
     Mutant(
         "users-unread",
-        _CONNECT,
-        "            if _is_ours(end):\n",
-        "            if end:\n",
+        _DOORS,
+        "return peer if not is_near or _is_ours(end) else None",
+        "return peer",
         "another user's process is let in",
         _RANKS,
     ),
     Mutant(
         "one-ranks-no-unheard",
         _CONNECT,
-        "if len(beside) > 1 and NO_DOOR not in beside.values():",
-        "if len(beside) > 1:",
+        "if door is not None and NO_DOOR not in met.doors:",
+        "if door is not None:",
         "a rank that has turned the link off is waited for there",
         _RANKS,
     ),
     Mutant(
         "shares-of-any-file",
-        _LOCAL,
+        _STREAMS,
         "if share is not None and not share.is_fixed():",
         "if False:",
         "a peer can end another's process by making memory shorter that it has handed over",
@@ -164,7 +166,7 @@ MUTANTS = (
     ),
     Mutant(
         "thanks-for-nothing",
-        _LOCAL,
+        _STREAMS,
         "if transfer is None or (is_held and not is_shared):",
         "if transfer is None:",
         "what was never shared counts as taken, and its receiver waits for it",
@@ -172,7 +174,7 @@ MUTANTS = (
     ),
     Mutant(
         "sends-under-way-not-waited-for",
-        _LOCAL,
+        _STREAMS,
         "        return None if transfer.is_over and not transfer.reason else transfer\n",
         "        return None\n",
         "memory that has not been sent is used again",
@@ -180,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-lost-descriptor-is-not-noticed",
-        _LOCAL,
+        _STREAMS,
         "        if rights or flags & _TRUNCATED:\n",
         "        if rights:\n",
         "a rank that has no more descriptors ends its connections",
@@ -196,7 +198,7 @@ MUTANTS = (
     ),
     Mutant(
         "files-without-end",
-        _LOCAL,
+        _STREAMS,
         "if connection.lent_files + transfer.files > LENT_FILES_MAX:",
         "if False:",
         "who takes nothing is given files until it has no more",
@@ -212,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "descriptors-of-nothing",
-        _LOCAL,
+        _STREAMS,
         "if len(connection.descriptors) > (connection.used > 0):",
         "if False:",
         "a peer can fill this process with open files",
@@ -220,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "untaken-shares-stay-open",
-        _LOCAL,
+        _STREAMS,
         "        connection.shares.clear()\n",
         "",
         "what nobody has taken stays open after its connection's end",
@@ -252,7 +254,7 @@ MUTANTS = (
     ),
     Mutant(
         "waits-for-its-own-lock",
-        _LOCAL,
+        _STREAMS,
         "elif self._is_owned_here() or not self._lock.acquire(timeout=_PATIENCE_SECONDS):",
         "elif not self._lock.acquire():",
         "a signal's handler that ends connections reads in the middle of what it has interrupted",
@@ -260,7 +262,7 @@ MUTANTS = (
     ),
     Mutant(
         "goes-on-in-the-middle",
-        _LOCAL,
+        _STREAMS,
         "                except BaseException:\n                    self._end(connection, _TORN)\n",
         "                except BaseException:\n",
         "after Ctrl-C the rest of a message is taken for the next one",
@@ -268,27 +270,11 @@ MUTANTS = (
     ),
     Mutant(
         "sleeps-on-after-a-handler",
-        _LOCAL,
+        _STREAMS,
         "                self._wake_mover()  # it sleeps on, whatever was moved meanwhile\n",
         "                pass\n",
         "what a signal's handler has moved nobody tells the wait that it has interrupted",
         _UNIT,
-    ),
-    Mutant(
-        "nobody-moves-while-all-wait-elsewhere",
-        _MIXED,
-        "elif not self._local.needs_a_mover():",
-        "elif pending is not None:",
-        "what is under way on a host stands still while a rank waits for another host",
-        _LINKS,
-    ),
-    Mutant(
-        "each-link-tells-of-all",
-        _MIXED,
-        "(peer for peer in far if not self._local.joins(peer))",
-        "far",
-        "a peer on this host is named twice",
-        _LINKS,
     ),
     Mutant(
         "sent-and-handed-over",
@@ -312,14 +298,6 @@ MUTANTS = (
         "words = self.words_of([*far, *beside])",
         "words = self.words_of(far)",
         "a rank has its object, though one of another host has refused it",
-        _HOSTS,
-    ),
-    Mutant(
-        "handler-keeps-the-turn",
-        _MIXED,
-        "        if self._local.is_moved_here():\n            apart",
-        "        if not self._local:\n            apart",
-        "a handler's call waits for threads that wait for the thread that it has interrupted",
         _HOSTS,
     ),
     Mutant(
@@ -409,5 +387,149 @@ MUTANTS = (
         "",
         "the next copy of a model writes where another rank has yet to read",
         ("tests/unit/test_relay.py",),
+    ),
+    Mutant(
+        "sends-to-whoever-is-there",
+        _STREAMS,
+        "connection.is_open = own_word, peer in self._near",
+        "connection.is_open = own_word, True",
+        "who has got a dead rank's port gets what is for that rank",
+        _BETWEEN,
+    ),
+    Mutant(
+        "closed-on-its-way",
+        _STREAMS,
+        "        await_delivery(ends, time.monotonic() + _DELIVERY_SECONDS, is_draining=True)\n",
+        "        pass\n",
+        "a rank's last message is lost when it ends with something unread",
+        _BETWEEN,
+    ),
+    Mutant(
+        "silence-is-endless",
+        _STREAMS,
+        "is_due = each.is_to_call or is_silent",
+        "is_due = each.is_to_call",
+        "who sends to a host without power waits for a quarter of an hour",
+        _BETWEEN,
+    ),
+    Mutant(
+        "silence-wakes-nobody",
+        _STREAMS,
+        "                    self._wake_mover()\n                finally:\n",
+        "                finally:\n",
+        "a host is known to be lost, and who waits for it sleeps on",
+        _BETWEEN,
+    ),
+    Mutant(
+        "takes-nothing-is-silent",
+        _SOCKETS,
+        "(unanswered and repeated and heard_before > sent_before)",
+        "(unanswered and repeated)",
+        "a host that answers all the time, and takes nothing, is lost",
+        _BETWEEN,
+    ),
+    Mutant(
+        "away-is-silent",
+        _SOCKETS,
+        "if is_late or not is_asked:",
+        "if not is_asked:",
+        "after a process was stopped for a minute all other hosts are lost",
+        _BETWEEN,
+    ),
+    Mutant(
+        "just-sent-is-silent",
+        _SOCKETS,
+        "is_asked = probes > 1 or",
+        "is_asked = probes or",
+        "a host that passes over one question is lost",
+        _BETWEEN,
+    ),
+    Mutant(
+        "any-host-by-any-way",
+        _DOORS,
+        "if is_near != self.is_near(peer) or ",
+        "if ",
+        "whoever knows a word comes from anywhere",
+        _BETWEEN,
+    ),
+    Mutant(
+        "the-awaited-is-not-called",
+        "objcomm/_failures/inquiry.py",
+        "        world.link.call(rank)\n",
+        "        pass\n",
+        "a rank that died before it was ever connected is waited for until the limit",
+        ("tests/unit/test_cut_off.py",),
+    ),
+    Mutant(
+        "polls-for-the-never-connected",
+        "objcomm/_failures/mesh.py",
+        "                whole.link.call(peer)\n",
+        "                pass\n",
+        "who polls for a dead rank with which it never had to do polls for ever",
+        _RANKS,
+    ),
+    Mutant(
+        "one-connection-is-all",
+        _STREAMS,
+        "return 0 < len(self._connections) == self.size - 1 == len(self.closed())",
+        "return 0 < len(self._connections) == len(self.closed())",
+        "a rank that is connected to one other names itself when that one dies",
+        _RANKS,
+    ),
+    Mutant(
+        "one-end-of-two",
+        _STREAMS,
+        "if inlet is not None and connection.silence is not None and not connection.ended:",
+        "if False:",
+        "what a rank of another host has sent before its end is lost where both had called",
+        _BETWEEN,
+    ),
+    Mutant(
+        "a-moment-is-an-outage",
+        _STREAMS,
+        "if is_first and _is_outage(error) and not self._is_given_up(connection):",
+        "if False:",
+        "a network that fails for a second at a first contact costs a host",
+        _BETWEEN,
+    ),
+    Mutant(
+        "called-for-ever",
+        _STREAMS,
+        "if isinstance(error, ConnectionError) or self._is_given_up(connection):",
+        "if isinstance(error, ConnectionError):",
+        "a host that is gone is called until the time limit",
+        _BETWEEN,
+    ),
+    Mutant(
+        "its-own-call-or-none",
+        _STREAMS,
+        "            if is_unsaid or not connection.word:\n",
+        "            if not connection.word:\n",
+        "a rank that others can't be called from is lost, though it calls them",
+        _BETWEEN,
+    ),
+    Mutant(
+        "a-stranger-leaves-and-all-use-gloo",
+        _CONNECT,
+        "            if guest.rank >= 0:\n                raise\n            came",
+        "            if guest.rank >= -1:\n                raise\n            came",
+        "whoever scans ports costs a group its streams",
+        _RANKS,
+    ),
+    Mutant(
+        "word-cleared-before-all-have-read-it",
+        "objcomm/_failures/mesh.py",
+        "if rank not in lost and HOST_LOST not in standing.reason:",
+        "if rank not in lost:",
+        "two hosts that can't reach each other name each other",
+        ("tests/test_hosts.py",),
+    ),
+    Mutant(
+        "tells-only-of-whom-it-awaits",
+        "objcomm/_failures/inquiry.py",
+        "        if reason and process is not None and not process.word:\n            board",
+        "        if False:\n            board",
+        "a dead rank whose child lives is waited for on other hosts until the limit",
+        ("tests/faults/test_faults.py",),
     ),
 )

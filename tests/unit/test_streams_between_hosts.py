@@ -1,0 +1,384 @@
+"""What streams between hosts do that those of one host need not: prove, deliver, notice silence."""
+
+import errno
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from objcomm._transport import sockets, streams
+from objcomm._transport.link import HOST_LOST, LinkClosed, payload_tag
+from objcomm._transport.sockets import Silence
+from objcomm._transport.streams import Kind
+from tests.unit.test_stream_link import (
+    _HEAD,
+    _LIMIT,
+    _TAG,
+    behind_doors,
+    both_call,
+    filled,
+    frame,
+    joined,
+    room,
+    tcp_pair,
+)
+from tests.waits import PATIENCE_S, wait_until
+
+_HEAD_NBYTES = 60_000
+
+
+def test_nothing_but_a_word_goes_to_who_has_not_proved_who_it_is() -> None:
+    with behind_doors(across=True) as links:
+        impostor, end = tcp_pair()
+        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
+        doors.call = lambda peer: (end, doors.word_to(peer))
+        with impostor:
+            sent = links[0].send(filled(9), 1, _HEAD)
+            large = links[0].send(filled(1 << 20), 1, _TAG)
+            links[0].move()
+            impostor.settimeout(PATIENCE_S)
+            assert impostor.recv(1 << 16) == doors.word_to(1)
+            impostor.sendall(bytes(doors.word_nbytes))
+            for pending in (sent, large):
+                with pytest.raises(LinkClosed, match="another word than its own"):
+                    links[0].wait(pending, _LIMIT)
+            with suppress(ConnectionResetError):
+                assert impostor.recv(1) == b""
+
+
+def test_what_has_waited_for_a_proof_goes_out_then() -> None:
+    with behind_doors(across=True) as links, ThreadPoolExecutor(1) as thread:
+        sent = links[0].send(filled(9), 1, _HEAD)
+        waited = thread.submit(links[0].wait, sent, _LIMIT)
+        word = room(9)
+        links[1].wait(links[1].recv(word, 0, _HEAD), _LIMIT)
+        waited.result(PATIENCE_S)
+        assert torch.equal(word, filled(9))
+
+
+@pytest.mark.parametrize("is_near", [False, True])
+def test_a_rank_of_this_host_comes_by_a_unix_socket_and_one_of_another_does_not(
+    *, is_near: bool
+) -> None:
+    with behind_doors(across=not is_near) as links:
+        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # as a stranger that knows a word
+        name, address, port = doors._places[0]  # noqa: SLF001  # likewise
+        family, door = socket.AF_UNIX, cast("Any", f"\0objcomm/{name}")
+        if is_near:
+            family, door = socket.AF_INET, (address, port)
+        with socket.socket(family) as stranger, suppress(ConnectionRefusedError):
+            stranger.connect(door)
+            assert doors.caller(stranger, doors.word_from(1)) is None
+
+
+def test_what_was_sent_is_delivered_before_an_end_though_something_lies_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "_DELIVERY_SECONDS", PATIENCE_S)
+    with joined(across=True) as links, ThreadPoolExecutor(1) as thread:
+        for each in (link._connections[1 - link.rank] for link in links):  # noqa: SLF001  # so small that bytes stay on their way
+            each.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sent = [links[1].send(filled(_HEAD_NBYTES, each), 0, _HEAD) for each in range(4)]
+        links[0].wait(links[0].send(filled(60), 1, _TAG), _LIMIT)  # nobody reads this
+
+        def wait_for_all() -> None:
+            for each in sent:
+                links[1].wait(each, _LIMIT)
+
+        waited = thread.submit(wait_for_all)
+        wait_until(lambda: moved(links[0], waited.done), "all to be sent")
+        ended = thread.submit(links[1].abort)
+        for number in range(4):
+            word = room(_HEAD_NBYTES)
+            links[0].wait(links[0].recv(word, 1, _HEAD), _LIMIT)
+            assert torch.equal(word, filled(_HEAD_NBYTES, number))
+        ended.result(PATIENCE_S)
+
+
+def moved(link: streams.StreamLink, is_so: Any) -> bool:
+    if not is_so():
+        link.move()
+    return bool(is_so())
+
+
+def test_who_waits_is_woken_where_a_host_has_become_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with joined(3, across=True) as links, ThreadPoolExecutor(1) as thread:
+        coming = links[0].recv(room(9), 1, _TAG)
+        waited = thread.submit(links[0].wait, coming, _LIMIT)
+        wait_until(lambda: links[0]._moved_for is not None, "it to sleep")  # noqa: SLF001  # no other sign
+        silence = links[0]._connections[1].silence  # noqa: SLF001  # as the kernel would tell it
+        assert silence is not None
+        monkeypatch.setattr(silence, "is_too_long", lambda: True)
+        links[0].move()
+        with pytest.raises(LinkClosed, match=HOST_LOST):
+            waited.result(PATIENCE_S)
+        assert links[0].is_out_of_reach(1)
+        assert not links[0].is_out_of_reach(2)
+        assert list(links[0].closed()) == [1]
+
+
+class _Kernel:
+    """What it says of a connection, at times of its own; the watchdog looks each second.
+
+    Attributes:
+        heard: when the other host has answered last.
+        sent: when something was sent last.
+        repeated: how often.
+        unanswered: packets.
+        probes: questions that were not answered.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, silence: Silence) -> None:
+        self._seconds = self.heard = self.sent = 1000.0
+        self.repeated = self.unanswered = self.probes = 0
+        self._silence = silence
+        monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: self._seconds))
+        monkeypatch.setattr(sockets, "_told_of", self._told)
+
+    def _told(self, _: socket.socket) -> tuple[int, ...]:
+        ages = [round((self._seconds - each) * 1000) for each in (self.sent, self.heard)]
+        return self.repeated, self.probes, self.unanswered, *ages, 0
+
+    def silent_after(self, looks: int) -> int | None:
+        """How many of so many looks it took to find the other host silent for too long."""
+        for look in range(1, looks + 1):
+            self._seconds += 1.0
+            if self._silence.is_too_long():
+                return look
+        return None
+
+    def stand(self, seconds: float) -> None:
+        """Let the process be away."""
+        self._seconds += seconds
+
+    def send(self) -> None:
+        """Let a packet be sent, and once more."""
+        self.sent, self.unanswered, self.repeated = self._seconds, 1, 1
+
+    def answer(self) -> None:
+        """Let the other host answer, and take nothing."""
+        self.heard, self.probes = self._seconds, 0
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Kernel]:
+    """That of one connection, which may be silent for 10 s."""
+    one, other = tcp_pair()
+    with one, other:
+        yield _Kernel(monkeypatch, Silence(one, 10.0))
+
+
+def test_silence_is_counted_from_when_something_is_to_be_answered(kernel: _Kernel) -> None:
+    assert kernel.silent_after(3600) is None  # nothing is
+    kernel.send()
+    assert kernel.silent_after(30) == 12
+
+
+def test_a_question_that_is_not_answered_counts_as_well(kernel: _Kernel) -> None:
+    assert kernel.silent_after(20) is None
+    kernel.probes = 1
+    assert kernel.silent_after(60) is None  # a busy system passes over one
+    kernel.probes = 2
+    assert kernel.silent_after(30) == 12
+
+
+def test_what_was_sent_once_may_be_answered_a_moment_later(kernel: _Kernel) -> None:
+    assert kernel.silent_after(20) is None
+    kernel.unanswered = 1  # of another packet at each look
+    assert kernel.silent_after(60) is None
+
+
+def test_a_host_that_answers_is_not_silent_however_long_nothing_is_taken_in(
+    kernel: _Kernel,
+) -> None:
+    """What there is no room for Linux sends again more and more rarely."""
+    for pause in (1, 2, 4, 8, 16, 32, 64, 120, 120):
+        kernel.send()
+        assert kernel.silent_after(1) is None
+        kernel.answer()
+        assert kernel.silent_after(pause) is None
+
+
+def test_what_was_answered_while_this_process_was_away_is_no_silence(kernel: _Kernel) -> None:
+    kernel.send()
+    assert kernel.silent_after(2) is None
+    kernel.stand(600.0)
+    kernel.send()
+    assert kernel.silent_after(1) is None
+    assert kernel.silent_after(30) == 12
+
+
+def test_a_full_connection_is_not_silent_as_the_kernel_tells_it() -> None:
+    one, other = tcp_pair()
+    with one, other:
+        silence = Silence(one, 0.5)
+        one.settimeout(0)
+        with suppress(BlockingIOError):
+            while one.send(bytes(1 << 16)):
+                pass
+        for _ in range(30):  # its system answers that there is no room
+            assert not silence.is_too_long()
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("kind", [Kind.SHARE, Kind.HELD])
+def test_no_memory_is_handed_over_between_hosts(kind: Kind) -> None:
+    with joined(across=True) as links:
+        assert links[0].sharing_with(1) is None
+        stranger = links[1]._connections[0].socket  # noqa: SLF001  # says what no link does
+        coming = links[0].recv(room(9), 1, _TAG)
+        stranger.sendall(frame(kind, nbytes=9))
+        with pytest.raises(LinkClosed, match="which no link of objcomm does"):
+            links[0].wait(coming, _LIMIT)
+
+
+def test_what_is_on_its_way_arrives_though_the_other_stream_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both had called; the ends of two streams come as they like."""
+    with behind_doors(across=True) as links:
+        both_call(links, monkeypatch)
+        theirs = links[1]._connections[0]  # noqa: SLF001  # as its process would end
+        assert theirs.inlet is not None
+        theirs.inlet.shutdown(socket.SHUT_RDWR)
+        ours = links[0]._connections[1]  # noqa: SLF001  # as above
+        word, late = room(1), links[0].recv(room(9), 1, payload_tag(0, 3))
+        links[0].wait(links[0].recv(word, 1, _TAG), _LIMIT)
+        wait_until(lambda: moved(links[0], lambda: ours.inlet is None), "one end to come")
+        theirs.socket.settimeout(PATIENCE_S)
+        theirs.socket.sendall(frame(Kind.MESSAGE, payload_tag(0, 3), 9) + b"the last!")
+        theirs.socket.shutdown(socket.SHUT_RDWR)
+        links[0].wait(late, _LIMIT)
+        with pytest.raises(LinkClosed):
+            links[0].wait(links[0].recv(word, 1, _TAG), _LIMIT)
+        assert links[0].closed_by() == [1]
+
+
+def test_a_call_that_fails_by_an_outage_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with behind_doors(across=True, lost_seconds=PATIENCE_S) as links:
+        failing(monkeypatch, links[0], errno.ENETUNREACH, times=3)
+        sent = links[0].send(filled(9), 1, _TAG)
+        assert not links[0].closed()
+        wait_until(lambda: moved(links[0], lambda: not links[0]._connections[1].is_to_call), "it")  # noqa: SLF001  # nothing else tells
+        word = room(9)
+        with ThreadPoolExecutor(1) as thread:
+            waited = thread.submit(links[0].wait, sent, _LIMIT)
+            links[1].wait(links[1].recv(word, 0, _TAG), _LIMIT)
+            waited.result(PATIENCE_S)
+        assert torch.equal(word, filled(9))
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, link: streams.StreamLink, number: int, times: int
+) -> None:
+    """Let a link's first calls fail."""
+    doors = cast("Any", link._doors)  # noqa: SLF001  # whom it calls
+    call, errors = doors.call, [OSError(number, "as the system says")] * times
+
+    def call_or_fail(peer: int) -> Any:
+        if errors:
+            raise errors.pop()
+        return call(peer)
+
+    monkeypatch.setattr(doors, "call", call_or_fail)
+
+
+def test_an_outage_that_lasts_is_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with behind_doors(across=True, lost_seconds=0.01) as links:
+        failing(monkeypatch, links[0], errno.EHOSTUNREACH, times=1_000_000)
+        sent = links[0].send(filled(9), 1, _TAG)
+        wait_until(lambda: moved(links[0], lambda: links[0].is_out_of_reach(1)), "it to be lost")
+        with pytest.raises(LinkClosed, match=HOST_LOST):
+            links[0].wait(sent, _LIMIT)
+
+
+def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        behind_doors(across=True) as links,
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+    ):
+        fillers = [socket.socket() for _ in range(3)]  # the system lets one or two wait there
+        for each in fillers:
+            each.settimeout(0)
+            each.connect_ex(full.getsockname())
+        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
+
+        def call(peer: int) -> Any:
+            end = socket.socket()
+            end.settimeout(0)
+            end.connect_ex(full.getsockname())
+            return end, doors.word_to(peer)
+
+        monkeypatch.setattr(doors, "call", call)
+        sent = links[0].send(filled(9), 1, _TAG)
+        word = room(9)
+        coming = links[1].recv(word, 0, _TAG)
+        with ThreadPoolExecutor(1) as thread:
+            waited = thread.submit(links[0].wait, sent, _LIMIT)
+            links[1].wait(coming, _LIMIT)
+            waited.result(PATIENCE_S)
+        assert torch.equal(word, filled(9))
+        for each in fillers:
+            each.close()
+
+
+def test_a_stranger_that_resets_its_connection_is_sent_away() -> None:
+    with behind_doors(across=True) as links:
+        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # as a stranger that has found it
+        for _ in range(3):
+            stranger = socket.create_connection(doors._places[0][1:])  # noqa: SLF001  # likewise
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()
+            links[0].move()
+        word = room(9)
+        with ThreadPoolExecutor(1) as thread:
+            waited = thread.submit(links[0].wait, links[0].recv(word, 1, _TAG), _LIMIT)
+            links[1].wait(links[1].send(filled(9), 0, _TAG), _LIMIT)
+            waited.result(PATIENCE_S)
+        assert torch.equal(word, filled(9))
+
+
+class _Unreachable(socket.socket):
+    """What a call looks like that the system gives up after a while."""
+
+    def send(self, *_: Any) -> int:
+        raise OSError(errno.EHOSTUNREACH, "as the system says")
+
+
+def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket has an end by then, which is none of the other rank's."""
+    with behind_doors(across=True, lost_seconds=PATIENCE_S) as links:
+        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
+        call, calls = doors.call, []
+
+        def call_in_vain(peer: int) -> Any:
+            calls.append(peer)
+            if len(calls) > 1:
+                return call(peer)
+            end = _Unreachable()
+            end.settimeout(0)
+            end.connect_ex(("127.0.0.1", 1))  # refused, so that it has an end
+            return end, doors.word_to(peer)
+
+        monkeypatch.setattr(doors, "call", call_in_vain)
+        sent = links[0].send(filled(9), 1, _TAG)
+        links[0].move()
+        assert not links[0].closed()
+        word = room(9)
+        with ThreadPoolExecutor(1) as thread:
+            wait_until(lambda: moved(links[0], lambda: len(calls) > 1), "another call")
+            waited = thread.submit(links[0].wait, sent, _LIMIT)
+            links[1].wait(links[1].recv(word, 0, _TAG), _LIMIT)
+            waited.result(PATIENCE_S)
+        assert torch.equal(word, filled(9))
