@@ -21,9 +21,9 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from objcomm._environment import interface_addresses
+from objcomm._transport.rendezvous import damaged
 from objcomm._transport.sockets import addresses_towards
 from objcomm._world import bare
-from objcomm.errors import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,9 +69,7 @@ class Place(NamedTuple):
         except ValueError:
             found = cls("", "", -1)
         if not _NAME.fullmatch(found.name) or not 0 <= found.port < 1 << 16:
-            raise WireError(
-                f"the store where ranks meet holds what no rank of objcomm wrote: {told!r:.80}"
-            )
+            raise damaged(told)
         return found
 
 

@@ -259,7 +259,7 @@ def _answer(
             told = entries
             for peer, number, _ in _entries(entries, answered):
                 if number not in answered[peer]:
-                    raise _damaged(number)
+                    raise damaged(number)
                 joined[peer] = number
         if len(joined) < len(answered):
             pause = _sleep(pause)
@@ -276,7 +276,7 @@ def _entries(text: str, guests: Container[int]) -> Iterator[tuple[int, str, str]
         peer, _, said = entry.partition(" ")
         number, _, rest = said.partition(" ")
         if not peer.isdecimal() or int(peer) not in guests or not number:
-            raise _damaged(entry)
+            raise damaged(entry)
         yield int(peer), number, rest
 
 
@@ -313,7 +313,7 @@ def _meet_as_guest(
             try:
                 word = bytes.fromhex(nonce.removeprefix(_GIVEN_UP))
             except ValueError as error:
-                raise _damaged(nonce) from error
+                raise damaged(nonce) from error
             raise LeftError(word)
         progress.look_around()
         progress.nonce = nonce
@@ -353,9 +353,9 @@ def _agreed(told: str, number: str, rank: int, size: int, progress: MeetingState
         hosts, doors, numbers = zip(*(each.split("/") for each in told.split(" ")), strict=True)
         met = Met(tuple(map(int, hosts)), doors)
     except ValueError as error:
-        raise _damaged(told) from error
+        raise damaged(told) from error
     if len(doors) != size or numbers[rank] != number:
-        raise _damaged(told)
+        raise damaged(told)
     progress.session = hashlib.blake2b(told.encode(), person=b"objcomm session").hexdigest()
     return met
 
@@ -479,10 +479,10 @@ def _read_text(store: dist.Store, key: str) -> str | None:
     try:
         return None if found is None else found.decode()
     except UnicodeDecodeError as error:
-        raise _damaged(found) from error
+        raise damaged(found) from error
 
 
-def _damaged(found: object) -> WireError:
+def damaged(found: object) -> WireError:
     """The error of a rank that read what no rank writes, such as another program's word."""
     return WireError(
         f"the store where ranks meet holds what no rank of objcomm wrote: {found!r:.80}"
