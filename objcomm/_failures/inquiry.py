@@ -21,7 +21,7 @@ from objcomm._failures.deadlock import (
     WaitSnapshot,
     find_deadlock,
 )
-from objcomm._failures.mesh import Mesh, lost_ranks, missing_members
+from objcomm._failures.mesh import Mesh, call_far, lost_ranks, missing_members
 from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
@@ -376,18 +376,12 @@ def _dead(
         if rank not in was_cut_off:
             if looks:  # they may have no connection yet, whose end would tell
                 for world in worlds:
-                    _call(world, rank)
+                    call_far(world, [rank])
             continue
         patience = _LATE_AFTER_OUTAGE_SECONDS if was_cut_off[rank] else _SURELY_ANSWERED_SECONDS
         if now - since > patience and looks >= _LOOKS_IN_VAIN:
             dead.append(peer)
     return tuple(dead)
-
-
-def _call(world: Mesh, rank: int) -> None:
-    """Let this rank be connected to another one of a world that has met."""
-    if world.link is not None and world.verdict is None:
-        world.link.call(rank)
 
 
 def _look_for_conflict(

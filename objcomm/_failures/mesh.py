@@ -482,12 +482,21 @@ def missing_members(mesh: Mesh, board: Board) -> tuple[int, ...]:
     whole = None if mesh.whole is None else mesh.whole()
     if mesh.link is not None or whole is None:
         return ()
-    if whole.link is not None and whole.verdict is None:
-        for peer in mesh.others:  # the two may have had nothing to do with each other yet
-            if not mesh.board_thread.processes.is_beside(mesh.ranks[peer]):
-                whole.link.call(peer)
+    call_far(whole, mesh.others)
     gone = lost_ranks(whole, board)
     return tuple(peer for peer in mesh.others if mesh.ranks[peer] in gone)
+
+
+def call_far(mesh: Mesh, peers: Iterable[int]) -> None:
+    """Connect to ranks of other hosts with which this one may have had nothing to do yet.
+
+    The end of a connection tells of theirs. Of those on this host the kernel does.
+    """
+    if mesh.link is None or mesh.verdict is not None:
+        return
+    for peer in peers:
+        if not mesh.board_thread.processes.is_beside(mesh.ranks[peer]):
+            mesh.link.call(peer)
 
 
 def lost_ranks(mesh: Mesh, board: Board) -> dict[int, bool]:

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from objcomm._transport import sockets, streams
+from objcomm._transport.doors import Place
 from objcomm._transport.link import HOST_LOST, LinkClosed, payload_tag
 from objcomm._transport.sockets import Silence
 from objcomm._transport.streams import Kind
+from objcomm.errors import WireError
 from tests.unit.test_stream_link import (
     _HEAD,
     _LIMIT,
@@ -382,3 +384,28 @@ def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.Monke
             links[1].wait(links[1].recv(word, 0, _TAG), _LIMIT)
             waited.result(PATIENCE_S)
         assert torch.equal(word, filled(9))
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.7", "fd00::7"])
+def test_where_a_rank_can_be_reached_is_one_word(address: str) -> None:
+    place = Place("5e" * 16, address, 29500 if address else 0)
+    assert Place.of(place.told()) == place
+    assert not set(place.told()) & {" ", "/"}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "",
+        "-",
+        "5e" * 16,
+        f"{'5e' * 16},,",
+        f"{'5e' * 16},10.0.0.7,65536",
+        f"{'5e' * 16},10.0.0.7,-1",
+        f"{'5e' * 16},a.name,29500",
+        f"{'5g' * 16},10.0.0.7,29500",
+    ],
+)
+def test_a_place_that_no_rank_told_is_refused(told: str) -> None:
+    with pytest.raises(WireError, match="holds what no rank of objcomm wrote"):
+        Place.of(told)
