@@ -176,7 +176,8 @@ class Link(Protocol):
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """Do ``wait``, which waits for sends, so that ``abort`` ends it.
 
-        Where the link's own waits for sends may miss that, a thread of the link's does it.
+        Where the link's own waits for sends may miss that, a thread of the link's does it. Of sends
+        that the peers have taken it ends as ever, before an abort and after.
 
         Raises:
             LinkClosed: the link was aborted; that thread may wait on, with what it waits for.

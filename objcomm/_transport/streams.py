@@ -570,8 +570,6 @@ class StreamLink:
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``: ``abort`` ends any wait here."""
-        if self._is_aborted:
-            raise LinkClosed(_OWN_DOING)
         wait()
 
     def move(self) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -280,6 +280,10 @@ class SerialQueue:
                 time.sleep(_PAUSE_SECONDS)
 
 
+# What can still end does so as soon as its thread gets a turn, also on a busy machine.
+_LAST_TURN_SECONDS = 1.0
+
+
 class Apart:
     """Waits that threads of their own do, so that whoever needs them can stop to wait.
 
@@ -289,59 +293,58 @@ class Apart:
     def __init__(self) -> None:
         self._pool = ThreadPool()
         self._lock = threading.Lock()
-        self._under_way: set[Future[None]] = set()
+        self._callers: set[threading.Event] = set()
         self._is_abandoned = False
 
-    def do(self, wait: Callable[[], None]) -> None:
-        """Let a thread do ``wait``, and raise what it raises.
+    def do(self, job: Callable[[], None]) -> None:
+        """Let a thread do ``job``, which waits, and raise what it raises.
 
         Raises:
-            AbandonedError: it was given up, before or meanwhile.
+            AbandonedError: it was given up, before or meanwhile, and has not ended since.
         """
-        done: Future[None] = Future()
+        ended: Future[None] = Future()
+        is_woken = threading.Event()
+        run = partial(_run, job, ended, is_woken)
         with self._lock:
+            self._callers.add(is_woken)
             if self._is_abandoned:
+                is_woken.set()
+        try:
+            try:
+                self._pool.submit(run)
+            except RuntimeError:  # there can be no more threads: this one waits
+                run()
+            is_woken.wait()
+            # What is given up may have ended, and its thread had no turn to say so.
+            if not ended.done() and not wait([ended], _LAST_TURN_SECONDS).done:
                 raise AbandonedError(_ABANDONED)
-            self._under_way.add(done)
-        run = partial(self._run, wait, done)
-        try:
-            self._pool.submit(run)
-        except RuntimeError:  # there can be no more threads: this one waits
-            run()
-        try:
-            done.result()
+            ended.result()
         finally:
-            del done, run  # an error's traceback holds this frame, and its future the error
+            with self._lock:
+                self._callers.discard(is_woken)
+            del ended, run  # an error's traceback holds this frame, and its future the error
 
     def abandon(self) -> None:
-        """Let all that wait raise, now and from now on."""
+        """Let all raise whose waits don't end any more, now and from now on."""
         with self._lock:
             self._is_abandoned = True
-            left = tuple(self._under_way)
+            callers = tuple(self._callers)
         self._pool.close()  # nothing will come: no idle thread need wait for it
         self._pool.give_up()
-        for each in left:
-            self._conclude(each, AbandonedError(_ABANDONED))
+        for each in callers:
+            each.set()
 
-    def _run(self, wait: Callable[[], None], done: Future[None]) -> None:
-        try:
-            wait()
-        except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
-            self._conclude(done, error)
-        else:
-            self._conclude(done, None)
-        finally:
-            del done  # as in ``do``
 
-    def _conclude(self, done: Future[None], error: BaseException | None) -> None:
-        """Let the caller go on, unless it was let go before."""
-        with self._lock:
-            is_first = done in self._under_way
-            self._under_way.discard(done)
-        if is_first and error is None:
-            done.set_result(None)
-        elif is_first:
-            done.set_exception(error)
+def _run(job: Callable[[], None], ended: Future[None], is_woken: threading.Event) -> None:
+    try:
+        job()
+    except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
+        ended.set_exception(error)
+    else:
+        ended.set_result(None)
+    finally:
+        is_woken.set()
+        del ended  # as in ``do``
 
 
 class _PoolThread(threading.Thread):

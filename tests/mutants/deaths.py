@@ -104,6 +104,24 @@ MUTANTS = (
         _RANKS,
     ),
     Mutant(
+        "given-up-before-its-last-turn",
+        "objcomm/_transport/threads.py",
+        "            if not ended.done() and not wait([ended], _LAST_TURN_SECONDS).done:\n",
+        "            if not ended.done() or self._is_abandoned:\n",
+        "a send that was taken raises, where its thread had no turn before the receiver left",
+        ("tests/unit/test_order.py", "tests/group/test_p2p_failures.py"),
+    ),
+    Mutant(
+        "aborted-before-what-was-taken",
+        "objcomm/_transport/streams.py",
+        '        """See ``Link``: ``abort`` ends any wait here."""\n',
+        '        """See ``Link``: ``abort`` ends any wait here."""\n'
+        "        if self._is_aborted:\n"
+        "            raise LinkClosed(_OWN_DOING)\n",
+        "a send that was taken raises, where its rank was busy until the receiver had left",
+        ("tests/unit/test_stream_link.py", "tests/group/test_links.py"),
+    ),
+    Mutant(
         "destroyed-groups-kept",
         "objcomm/_failures/watchdog.py",
         "            self._leave_destroyed()\n",

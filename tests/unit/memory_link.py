@@ -180,7 +180,6 @@ class MemoryLink:
         self.sent: list[tuple[int, int]] = []  # bytes and tag of each transfer
         self.crossed_nbytes = 0  # of those to other hosts
         self._wires = wires
-        self._is_aborted = False
 
     def over(self, raw: bytearray) -> torch.Tensor:
         """See ``Link``."""
@@ -246,13 +245,10 @@ class MemoryLink:
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``; there is nothing that could be stuck."""
-        if self._is_aborted:
-            raise LinkClosed("aborted")
         wait()
 
     def abort(self) -> None:
         """See ``Link``."""
-        self._is_aborted = True
         for peer in self._others():
             self._wires.end(self.rank, peer)
 

@@ -191,6 +191,7 @@ def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> Non
 
     with (
         mock.patch.object(module, "_IDLE_SECONDS", 2 * PATIENCE_S),  # that is not what ends them
+        mock.patch.object(module, "_LAST_TURN_SECONDS", 0.01),
         ThreadPoolExecutor(1) as pool,
     ):
         caller = pool.submit(apart.do, wait)
@@ -200,11 +201,34 @@ def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> Non
         with pytest.raises(RuntimeError, match="given up"):
             caller.result()
         assert not apart._pool.under_way  # noqa: SLF001  # there is no public way
+        with pytest.raises(RuntimeError, match="given up"):
+            apart.do(wait)
         may_end.set()
-    with pytest.raises(RuntimeError, match="given up"):
-        apart.do(wait)
     wait_until(lambda: not any(each.is_alive() for each in threads), "their end")
     assert not apart._pool.under_way  # noqa: SLF001  # likewise
+
+
+@pytest.mark.parametrize("error", [None, LookupError("of the wait")])
+def test_a_wait_that_ends_though_it_was_given_up_has_ended(error: Exception | None) -> None:
+    """As its thread finds when it gets its turn."""
+    apart, begun, may_end = Apart(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert may_end.wait(PATIENCE_S)
+        if error is not None:
+            raise error
+
+    with (
+        mock.patch.object(module, "_LAST_TURN_SECONDS", PATIENCE_S),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        caller = pool.submit(apart.do, wait)
+        begun.wait()
+        apart.abandon()
+        may_end.set()
+        assert caller.exception() is error
+        assert pool.submit(apart.do, wait).exception() is error  # and so it is from now on
 
 
 def test_without_a_thread_to_spare_the_caller_waits_itself() -> None:
