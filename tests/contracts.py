@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from enum import Enum
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from objcomm._transport.link import (
 )
 from objcomm._wire.header import WINDOW_NBYTES
 from tests.same import assert_same
-from tests.waits import wait_until
+from tests.waits import PATIENCE_S, wait_until
 
 
 def check_codec(make: Callable[[], Codec], values: Callable[[], list[Any]], refused: Any) -> None:
@@ -335,7 +336,8 @@ def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
     assert all(ending.is_done(each) for each in came)
     _check_closed(ending, awaited)
     assert (0 in ending.closed_by()) is (ending.rank != 0)
-    ending.wait_apart(lambda: _wait_for_all(ending, taken))
+    with mock.patch("objcomm._transport.threads._LAST_TURN_SECONDS", PATIENCE_S):
+        ending.wait_apart(lambda: _wait_for_all(ending, taken))
     ending.abort()
     _meet(link, others)  # which none of this has touched
 

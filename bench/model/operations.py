@@ -2,19 +2,25 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from bench.model.link import Costs, ModelLink
 from bench.model.world import Machine, Outcome, World
 from objcomm._algorithms import routes
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
+from objcomm._collectives.reduction.operators import Operator
+from objcomm._collectives.reduction.reduce import Folding
 from objcomm._config import Settings
 from objcomm._observe.history import CallRecord
 from objcomm._transport.lane import Lane
 from objcomm._transport.link import Deadline
 from objcomm._wire.admission import Gate
-from objcomm._wire.header import Header, Operation
+from objcomm._wire.header import Header, Operation, Status
 from objcomm._wire.message import Message, compose
+
+if TYPE_CHECKING:
+    from objcomm._calls.call import Call
 
 _REAL_SECONDS = 3600.0  # the model's own; what it tells of is another time
 
@@ -33,6 +39,49 @@ class _PricedGate(Gate):
         self._world.spend(self._at, self._seconds)
         self._world.opened[self._at] += 1
         return super().header_in(raw, sender)
+
+
+class _ReducingCall:
+    """What a reduction asks of its call; every object and each combination is the same."""
+
+    def __init__(self, exchange: Exchange, mine: Message) -> None:
+        self.exchange = exchange
+        self.rank = exchange.rank
+        self.size = exchange.size
+        self.root = exchange.header.root
+        self.is_root = self.rank == self.root
+        self._mine = mine
+
+    def message(self, produce: Callable[[], object]) -> Message:
+        """As long as any."""
+        produce()
+        return compose(self.exchange.header, bytes(self._mine.body))
+
+    def announcement(self, status: Status) -> Message:
+        """See ``Call``."""
+        return compose(self.exchange.header, b"", status=status)
+
+    def failures(self, messages: Sequence[Message]) -> None:
+        """Nobody fails."""
+
+    def copy(self, obj: object) -> object:
+        """See ``Call``."""
+        return obj
+
+    def decode(self, message: Message) -> object:
+        """See ``Call``."""
+        return message.body
+
+
+def _reduced(exchange: Exchange, mine: Message, root: int | None) -> object:
+    """A reduction of objects, as by an operator of the user's that gives one of the same length."""
+    call = cast("Call", _ReducingCall(exchange, mine))
+    operator = Operator("the first", combine=_first)
+    return Folding(call, operator, mine.body).run(exchange, root)
+
+
+def _first(left: Any, _right: Any) -> Any:
+    return left
 
 
 #: By name, what a rank does with its message; rank 0 is the root.
@@ -57,6 +106,8 @@ OPERATIONS: dict[str, tuple[Operation, int, Callable[[Exchange, Message], object
         -1,
         lambda exchange, mine: routes.all_to_all(exchange, [mine] * exchange.size),
     ),
+    "reduce": (Operation.REDUCE, 0, lambda exchange, mine: _reduced(exchange, mine, 0)),
+    "all_reduce": (Operation.ALL_REDUCE, -1, lambda exchange, mine: _reduced(exchange, mine, None)),
 }
 
 

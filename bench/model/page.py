@@ -35,7 +35,8 @@ How small objects travel among many ranks, what 64 real ranks took, and what a m
 Up to 8 ranks, one rank sends to each. Of more, one rank of each host hears from another host and
 passes on to the ranks beside it. No rank serves more than 8 hosts and 8 ranks of its own, however
 many there are. Gathering goes the same way up: a rank sends what it has from those below it as
-one message. `all_gather` and `barrier` go up and down.
+one message. `all_gather` and `barrier` go up and down. A reduction of objects goes up a binomial
+tree within each host, and then between hosts: so they are combined in the order of ranks.
 
 Large payloads take other ways, see [several hosts](multi-host.md). The model has small objects
 only.
@@ -47,7 +48,7 @@ _REAL = """\
 {size} ranks on one machine with {cores} cores, each rank with an object of {nbytes} B;
 milliseconds per call of some in a row, objcomm beside torch in the same run. So many processes on
 so few cores wait for a processor most of the time. Where the table says "hosts", the ranks were
-told that they are on several; Gloo carried between them then what TCP does now.
+told that they are on several, between which they use TCP; their network is the loopback device.
 """
 
 _MODEL = """\
@@ -126,7 +127,7 @@ _NEVER = """\
   hosts that are not equally fast. The model knows none of these.
 - Connecting more than 64 ranks, after they have met. `python -m bench first_call --world 64`
   measures a whole first call.
-- Reductions of objects, and payloads beyond 32 KiB.
+- Payloads beyond 32 KiB, and reductions of tensors.
 
 ## How to make this page again
 

@@ -184,7 +184,14 @@ def _objcomm_calls(size: int) -> dict[str, Call]:
         "scatter": lambda: objcomm.scatter([OBJECT] * size if objcomm.rank() == 0 else None),
         "all_gather": lambda: objcomm.all_gather(OBJECT),
         "all_to_all": lambda: objcomm.all_to_all([OBJECT] * size),
+        "reduce": lambda: objcomm.reduce(OBJECT, _first),
+        "all_reduce": lambda: objcomm.all_reduce(OBJECT, _first),
     }
+
+
+def _first(left: Any, _right: Any) -> Any:
+    """Combine two objects into one of the same length."""
+    return left
 
 
 def _torch_calls(rank: int, size: int) -> dict[str, Call]:

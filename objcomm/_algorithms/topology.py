@@ -43,7 +43,8 @@ def binomial(rank: int, root: int, size: int) -> Place:
     return ((place - lowest + root) % size if place else None), children
 
 
-def in_order(rank: int, root: int, hosts: Sequence[int]) -> Place:
+@functools.lru_cache(maxsize=256)  # as ``tree``
+def in_order(rank: int, root: int, hosts: tuple[int, ...]) -> Place:
     """Binomial trees in which each rank, with those below it, is a run of ranks without a gap.
 
     So what they have can be combined in the ranks' order, counted from ``root`` on. Ranks that
@@ -55,7 +56,8 @@ def in_order(rank: int, root: int, hosts: Sequence[int]) -> Place:
         hosts: of each rank, as a number.
 
     Returns:
-        To whom its run goes; and whose runs follow this rank's own, in that order.
+        To whom its run goes; and whose runs follow this rank's own, in that order. Not to be
+        changed.
     """
     size = len(hosts)
     turned = [(root + at) % size for at in range(size)]

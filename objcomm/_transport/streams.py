@@ -638,6 +638,7 @@ class StreamLink:
                 each.is_hung_up = True
                 for end in each.sockets():
                     _hang_up(end)
+        self._sound()
         self._shut_doors()
 
     def _end_all(self) -> None:
@@ -1510,7 +1511,7 @@ class StreamLink:
             transfer = held.popleft()
             self._send_at_once(connection, transfer, tag)
             if transfer.is_over:
-                transfer.end()
+                transfer.end(transfer.reason)
         if not held:
             connection.held.pop(tag, None)
 

@@ -292,7 +292,7 @@ class Apart:
 
     def __init__(self) -> None:
         self._pool = ThreadPool()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what the collector finds at any step may abandon it
         self._callers: set[threading.Event] = set()
         self._is_abandoned = False
 
@@ -313,6 +313,8 @@ class Apart:
             try:
                 self._pool.submit(run)
             except RuntimeError:  # there can be no more threads: this one waits
+                if self._is_abandoned:
+                    raise AbandonedError(_ABANDONED) from None
                 run()
             is_woken.wait()
             # What is given up may have ended, and its thread had no turn to say so.
@@ -320,9 +322,9 @@ class Apart:
                 raise AbandonedError(_ABANDONED)
             ended.result()
         finally:
+            del ended, run  # an error's traceback holds this frame, and its future the error
             with self._lock:
                 self._callers.discard(is_woken)
-            del ended, run  # an error's traceback holds this frame, and its future the error
 
     def abandon(self) -> None:
         """Let all raise whose waits don't end any more, now and from now on."""

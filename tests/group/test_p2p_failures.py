@@ -17,6 +17,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DecodeError, TransportError, TransportTimeout
 from objcomm._calls.watched import Watched
+from objcomm._transport import threads
 from objcomm._transport.streams import StreamLink
 from tests.group.helpers import (
     RefusesToArrive,
@@ -32,7 +33,7 @@ from tests.group.helpers import (
 from tests.group.pairs import LARGE, assert_pair_works
 from tests.group.watched import hastily, patiently
 from tests.ranks import OVER_GLOO, ranks
-from tests.waits import wait_until, within
+from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
 
 # Refusals
@@ -467,34 +468,27 @@ def test_a_rank_whose_program_ends_is_missed_by_nobody_who_waits_for_any(
     _leave_regularly(is_destroyed=is_destroyed)
 
 
-def _send_to_who_leaves(group: Any) -> None:
+@ranks(2, environment=OVER_GLOO)
+def test_a_message_that_was_taken_is_sent_though_its_receiver_has_left() -> None:
     """The sender is busy until it has heard that the receiver has taken all, and left."""
+    group = dist.new_group([0, 1])
     assert objcomm.sendrecv(here().rank, 1 - here().rank, 1 - here().rank, group=group) is not None
-    if here().rank == 1:
-        assert objcomm.recv(0, group=group) == LARGE[:1000]
-        dist.destroy_process_group(group)
-        return
     regular = Watched.__exit__
 
     def late(self: Watched, *raised: Any) -> None:
         wait_until(lambda: self._mesh.is_closed, "the end of the connection")
         regular(self, *raised)
 
-    with mock.patch.object(Watched, "__exit__", late):
-        objcomm.send(LARGE[:1000], 1, group=group)
-    error_in(TransportError, lambda: objcomm.send("more", 1, group=group))
+    if here().rank == 1:
+        assert objcomm.recv(0, group=group) == LARGE[:1000]
+    else:
+        with (
+            mock.patch.object(Watched, "__exit__", late),
+            mock.patch.object(threads, "_LAST_TURN_SECONDS", PATIENCE_S),
+        ):
+            objcomm.send(LARGE[:1000], 1, group=group)
+        error_in(TransportError, lambda: objcomm.send("more", 1, group=group))
     dist.destroy_process_group(group)
-
-
-@ranks(2)
-def test_a_message_that_was_taken_is_sent_though_its_receiver_has_left() -> None:
-    _send_to_who_leaves(dist.new_group([0, 1]))
-    assert_group_works()
-
-
-@ranks(2, environment=OVER_GLOO)
-def test_a_message_that_was_taken_is_sent_over_gloo_though_its_receiver_has_left() -> None:
-    _send_to_who_leaves(dist.new_group([0, 1]))
     assert_group_works()
 
 

@@ -6,8 +6,10 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -219,16 +221,26 @@ def test_a_wait_that_ends_though_it_was_given_up_has_ended(error: Exception | No
         if error is not None:
             raise error
 
-    with (
-        mock.patch.object(module, "_LAST_TURN_SECONDS", PATIENCE_S),
-        ThreadPoolExecutor(1) as pool,
-    ):
+    def let_it_end(futures: Any, _: float) -> Any:
+        may_end.set()  # the caller has found that it had not ended
+        return futures_wait(futures, PATIENCE_S)
+
+    with mock.patch.object(module, "wait", let_it_end), ThreadPoolExecutor(1) as pool:
         caller = pool.submit(apart.do, wait)
         begun.wait()
         apart.abandon()
-        may_end.set()
         assert caller.exception() is error
         assert pool.submit(apart.do, wait).exception() is error  # and so it is from now on
+
+
+def test_without_a_thread_to_spare_what_is_given_up_is_not_waited_for() -> None:
+    apart = Apart()
+    apart.abandon()
+    with (
+        mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no threads")),
+        pytest.raises(RuntimeError, match="given up"),
+    ):
+        apart.do(lambda: pytest.fail("it may have no end"))
 
 
 def test_without_a_thread_to_spare_the_caller_waits_itself() -> None:

@@ -416,6 +416,19 @@ def test_a_sender_is_a_few_first_messages_ahead_and_no_more() -> None:
         assert [int(each) for each in into] == list(range(AHEAD_MAX + 2))
 
 
+def test_what_was_held_back_and_cannot_go_any_more_says_so() -> None:
+    with joined() as (sender, receiver):
+        sent = [sender.send(filled(1), 1, _HEAD) for _ in range(AHEAD_MAX + 1)]
+        (connection,) = sender._connections.values()  # noqa: SLF001  # nobody else has its socket
+        connection.socket = cast("socket.socket", Refusing(connection.socket, errno.ENOMEM))
+        for _ in range(AHEAD_MAX):
+            receiver.wait(receiver.recv(room(1), 0, _HEAD), _LIMIT)
+        with pytest.raises(LinkClosed, match="Cannot allocate memory"):
+            sender.wait(sent[-1], _LIMIT)
+        assert not sender.is_done(sent[-1])
+        assert all(map(sender.is_done, sent[:-1]))
+
+
 def test_an_answer_says_what_was_taken() -> None:
     """So that its receiver, who may wait for it, is not woken once more."""
     with facing() as (link, other):
@@ -749,7 +762,8 @@ def test_where_too_many_descriptors_are_under_way_its_content_is_sent() -> None:
     flats = members(100_000, 5)
     with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
         (connection,) = sender._connections.values()  # noqa: SLF001  # nobody else has its socket
-        connection.socket = cast("socket.socket", Refusing(connection.socket))
+        refusing = Refusing(connection.socket, errno.ETOOMANYREFS, is_of_descriptors=True)
+        connection.socket = cast("socket.socket", refusing)
         sending = threads.submit(
             sender.wait, sender.send_share(Share.of(flats), flats, 1, _TAG), _LIMIT
         )
@@ -758,17 +772,19 @@ def test_where_too_many_descriptors_are_under_way_its_content_is_sent() -> None:
 
 
 class Refusing:
-    """A socket over which the system passes no descriptors."""
+    """A socket over which the system sends nothing, or passes no descriptors."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, error: int, *, is_of_descriptors: bool = False) -> None:
         self._end = end
+        self._error = error
+        self._is_of_descriptors = is_of_descriptors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._end, name)
 
     def sendmsg(self, parts: Any, rights: tuple[Any, ...] = (), flags: int = 0) -> int:
-        if rights:
-            raise OSError(errno.ETOOMANYREFS, "too many references")
+        if rights or not self._is_of_descriptors:
+            raise OSError(self._error, os.strerror(self._error))
         return self._end.sendmsg(parts, rights, flags)
 
 

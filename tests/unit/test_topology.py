@@ -82,7 +82,7 @@ def depth_of(rank: int, branches: list[topology.Branch]) -> int:
 @pytest.mark.parametrize("size", [*SIZES, 100])
 @pytest.mark.parametrize("spread", ["one host", *SPREADS])
 def test_what_is_combined_on_the_way_stays_in_the_order_of_ranks(spread: str, size: int) -> None:
-    hosts = SPREADS[spread](size) if spread in SPREADS else [0] * size
+    hosts = tuple(SPREADS[spread](size) if spread in SPREADS else [0] * size)
 
     def run_of(rank: int, root: int) -> list[int]:
         _, children = topology.in_order(rank, root, hosts)
