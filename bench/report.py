@@ -88,12 +88,15 @@ The figures of this page come from `docs/benchmarks.jsonl`. What they should rea
   `broadcast_object_list`, `run_on_main` is SpeechBrain's: `broadcast_object_list` and a barrier.
   `all_to_all` is one `scatter_object_list` from each rank in turn, and `reduce_scatter` is that and
   a local fold. `mpi4py` has no `reduce_scatter` of objects either.
-- **In a row**: the operations with a plural name are 30 calls one after another, 5 with 16 ranks or
-  more. A rank that need not wait goes on meanwhile. Their processor time is that of the rank that
-  needs most.
+- **In a row**: the operations with a plural name are 30 calls one after another. A rank that need
+  not wait goes on meanwhile. Their processor time is that of the rank that needs most.
 - **The first call** is the first barrier in a world where nobody has called yet, beside
   `dist.new_group` and its first barrier; each in processes of its own, which have joined through a
-  `TCPStore` and know each other from a barrier of the world.
+  `TCPStore` and know each other from a barrier of the world. Most of it is each rank's second and
+  third connection to the store, which a process needs once: a second group of 64 ranks took 0.4 s,
+  torch's 0.6. The hosts file had a line for `::ffff:127.0.0.1`: torch's store looks that name up
+  for each connection, and without the line 64 ranks at once lost queries to the name server and
+  waited 5 s for them.
 - **mpi4py** passes small messages through shared memory between the processes of one machine, where
   objcomm calls the system, and Gloo uses TCP over the loopback device. It waits by polling, so with
   more ranks than cores it takes the processor from the ranks it waits for. `mpi4py pkl5` is its
