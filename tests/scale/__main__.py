@@ -9,8 +9,6 @@ from pathlib import Path
 from tests.scale.rank import Heard, faulty
 from tests.scale.run import run
 
-_MOST_NAMED = 8
-_MOST_SHOWN = 3
 _TEXT_MAX = 600
 
 
@@ -30,22 +28,21 @@ def main(hosts: int, ranks: int) -> None:
         )
     for name, rank in faulty(hosts * ranks).items():
         print(f"{name}: rank {rank}")
-        _show([each.heard[name] for at, each in seen.items() if at != rank])
+        _show([each.heard[name] for at, each in seen.items() if at != rank], rank)
 
 
-def _show(heard: list[Heard]) -> None:
-    found = Counter((each.kind, each.ranks) for each in heard).most_common()
-    for (kind, named), count in found[:_MOST_SHOWN]:
-        alike = [each for each in heard if (each.kind, each.ranks) == (kind, named)]
+def _show(heard: list[Heard], culprit: int) -> None:
+    """Who was told what: those whose errors are of one class, and name the culprit or do not."""
+    found = Counter((each.kind, culprit in each.ranks) for each in heard)
+    for (kind, is_named), count in found.most_common():
+        alike = [each for each in heard if (each.kind, culprit in each.ranks) == (kind, is_named)]
         seconds = sorted(each.seconds for each in alike)
-        shown = named if len(named) <= _MOST_NAMED else f"{len(named)} ranks"
+        named = f"naming {culprit}" if is_named else f"not naming {culprit}"
         print(
-            f"  {count} ranks: {kind or 'nothing'} naming {shown}, after {seconds[0]:.2f} to "
+            f"  {count} ranks: {kind or 'nothing'} {named}, after {seconds[0]:.2f} to "
             f"{seconds[-1]:.2f} s"
         )
         print("   ", alike[0].text[:_TEXT_MAX])
-    if found[_MOST_SHOWN:]:
-        print(f"  and {len(found) - _MOST_SHOWN} more of one rank or some")
 
 
 if __name__ == "__main__":
