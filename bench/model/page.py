@@ -134,7 +134,7 @@ hosts are network namespaces with cards of 200 Mbit/s. All operations with the r
 | memory of a rank that is its own, at most | 34 MB | 35 MB |
 | rank 61 killed: named by all others | after 0.03 to 0.50 s | after 0.04 to 0.45 s |
 | rank 37 in another call: named by all others | after 0.03 to 0.37 s | after 0.05 to 0.49 s |
-| rank 33 stopped, with a limit of 10 s: named by all others | after 10.41 to 10.51 s | after 10.41 to 10.49 s |
+| rank 33 stopped, with a limit of 10 s: named by all others | after 10.4 to 10.5 s | after 10.4 to 10.5 s |
 
 On one host a rank has connected to each other one, because `all_to_all` was among the operations.
 """
