@@ -132,9 +132,9 @@ hosts are network namespaces with cards of 200 Mbit/s. All operations with the r
 | sockets of rank 0, which has the store, to which each rank keeps two or three | 193 | 198 |
 | threads of a rank | 2 | 2 |
 | memory of a rank that is its own, at most | 34 MB | 35 MB |
-| rank 61 killed: named by all others | after 0.03 to 0.50 s | after 0.04 to 0.45 s |
-| rank 37 in another call: named by all others | after 0.03 to 0.37 s | after 0.05 to 0.49 s |
-| rank 33 stopped, with a limit of 10 s: named by all others | after 10.4 to 10.5 s | after 10.4 to 10.5 s |
+| rank 61 killed: named by all others after | 0.03 to 0.50 s | 0.04 to 0.45 s |
+| rank 37 in another call: named by all others after | 0.03 to 0.37 s | 0.05 to 0.49 s |
+| rank 33 stopped (limit 10 s): named by all others after | 10.4 to 10.5 s | 10.4 to 10.5 s |
 
 On one host a rank has connected to each other one, because `all_to_all` was among the operations.
 """

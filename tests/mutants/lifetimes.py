@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "errors-of-waits-kept",
         "objcomm/_transport/threads.py",
-        "            del done  # as in ``do``\n",
-        "            pass\n",
+        "        del ended  # as in ``do``\n",
+        "        pass\n",
         "a send that fails keeps connections open until the garbage collector comes",
         ("tests/unit/test_order.py",),
     ),

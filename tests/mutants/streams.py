@@ -20,6 +20,14 @@ _SOCKETS = "objcomm/_transport/sockets.py"
 
 MUTANTS = (
     Mutant(
+        "held-back-and-lost-in-silence",
+        _STREAMS,
+        "                transfer.end(transfer.reason)\n",
+        "                transfer.end()\n",
+        "a message that was held back counts as sent where the system had no memory for it",
+        _UNIT,
+    ),
+    Mutant(
         "turns-not-passed-on",
         _STREAMS,
         "            else:\n                self._wake_one()\n\n    def _wake_one",
