@@ -29,15 +29,16 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/python -m objcomm.demo --config objcomm/demo/digits.toml --nproc 4 --out $(OUT)
 
-# Tests wait as much as they compute, so more of them run side by side than there are cores. Each
-# process has its own ranks, so it may take any test; who is done first takes over from the others.
-SIDE_BY_SIDE := -n 8 --dist worksteal
+# More tests run side by side than there are cores, because each waits now and then. With 6 two cores
+# are busy all the time; with 8 `make test` took 390 s instead of 361, as each process collects all
+# tests for itself. Those of `make test-long` wait for longer. A process has its own ranks, so it may
+# take any test; who is done first takes over from the others.
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 6 --dist worksteal -m "not long" $(PYTEST_ARGS)
 
 test-long: $(VENV)/.dev $(VENV)/.package
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 8 --dist worksteal -m long $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

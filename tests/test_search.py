@@ -14,6 +14,8 @@ from tests.site import build
 from tests.test_error_pages import Told, is_in, raised, words
 from tests.unit.test_errors import EXAMPLES
 
+pytestmark = pytest.mark.long
+
 _SEARCH = Path(__file__).with_name("search.mjs")
 
 _FEWEST_WORDS = 3  # of a message

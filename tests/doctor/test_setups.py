@@ -26,6 +26,8 @@ from tests.doctor.job import (
 from tests.hosts import Hosts, free_port
 from tests.waits import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.long
+
 # Who is waited for in vain makes a test last as long as the first of these. Nothing else depends
 # on it: those who are there have come before the limit begins, or are looked for at its end.
 SHORT, LONG = "--timeout=2", "--timeout=60"
