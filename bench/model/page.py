@@ -152,6 +152,9 @@ _NEVER = """\
   rank, torch's own among them: with the usual limit of 1,024 it ends at some 340 ranks, see
   `ulimit -n`.
 - Payloads beyond 32 KiB, and reductions of tensors.
+- A fault among more than 64 ranks. Who loses a connection closes its own, so a death goes from rank
+  to rank; in the tree of 4,096 each is four steps at most from the first. Nobody modelled how long
+  that takes.
 
 ## How to make this page again
 
