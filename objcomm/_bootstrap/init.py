@@ -24,6 +24,7 @@ from objcomm._environment import (
     Placement,
     command_with_address,
     has_agent_store,
+    local_rank_in,
     placement_in,
     system,
 )
@@ -36,7 +37,7 @@ from objcomm._transport.rendezvous import (
     call_the_roll,
     meet,
 )
-from objcomm._world import is_initialized, is_reachable, refuse_worker, store_of
+from objcomm._world import is_initialized, is_reachable, refuse_worker, store_of, timeout_of
 from objcomm.errors import StartError, UsageError, ranks_text
 
 
@@ -183,6 +184,9 @@ def current_device(device_type: str) -> torch.device:
 
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
 
+# torch keeps time limits in milliseconds.
+_STORED_SECONDS = 1e-3
+
 # The part of the store in which ranks meet, as init_process_group names it.
 _OF_TORCH = "default_pg"
 
@@ -244,7 +248,8 @@ def init(
     one, and at a port that is derived from SLURM's job and step, or 29500.
 
     Without any launcher's variables nothing is initialised: the program is a world of one, in which
-    every function of objcomm works. If torch.distributed is initialised already, nothing changes.
+    every function of objcomm works. If torch.distributed is initialised already, nothing changes,
+    and what is given must be what is there.
 
     Args:
         backend: as ``init_process_group`` takes it. None: Gloo, and beside it what torch has for
@@ -262,8 +267,9 @@ def init(
 
     Raises:
         UsageError: a variable is missing or wrong, and the error names it; a backend is not
-            there; there are too few devices; the program has initialised another backend;
-            this process is a DataLoader's worker. The process that sees it, before it meets others.
+            there; there are too few devices; the program has initialised another backend, or with
+            another time limit or current device; this process is a DataLoader's worker. The process
+            that sees it, before it meets others.
         StartError: the ranks could not meet. Every rank that has tried.
 
     Examples:
@@ -274,7 +280,7 @@ def init(
     limit = None if timeout is None else timedelta(seconds=seconds_of("init", timeout))
     if is_initialized():
         refuse_worker("init", dist.get_rank())
-        start = _as_it_is(backend)
+        start = _as_it_is(backend, limit, device)
     else:
         place = placement_in(os.environ)
         if place is not None:
@@ -340,7 +346,7 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:
     device = torch.device(run_opts.get("device") or "cpu")
     return init(
         run_opts.get("distributed_backend"),
-        timeout=_SPEECHBRAIN_TIMEOUT_SECONDS,
+        timeout=None if is_initialized() else _SPEECHBRAIN_TIMEOUT_SECONDS,
         device=device if device.type != "cpu" and device.index is not None else None,
     )
 
@@ -349,18 +355,32 @@ def _alone() -> Start:
     return Start("", 0, 1, 0, "", torch.device("cpu"), "")
 
 
-def _as_it_is(backend: str | None) -> Start:
+def _as_it_is(backend: str | None, limit: timedelta | None, device: DeviceLike) -> Start:
     """The facts where the program has initialised torch.distributed itself."""
     current = str(dist.get_backend_config())
     wanted, there = backends_in(backend or ""), backends_in(current)
     if any(there.get(each, name) != name for each, name in wanted.items()):
         raise UsageError(
             f"init: backend={backend!r}, but torch.distributed is initialised with {current!r}; "
-            "call objcomm.shutdown first, or leave backend out"
+            "leave backend out"
+        )
+    own_seconds = timeout_of(dist.group.WORLD)
+    if limit is not None and abs(limit.total_seconds() - own_seconds) >= _STORED_SECONDS:
+        raise UsageError(
+            f"init: timeout={limit.total_seconds():g} s, but torch.distributed is initialised with "
+            f"{own_seconds:g} s; set it where that is done, or give timeout= to the calls"
         )
     device_type = accelerator_in(current)
-    device = current_device(device_type) if device_type else torch.device("cpu")
-    return Start("program", dist.get_rank(), dist.get_world_size(), None, current, device, "")
+    own = current_device(device_type) if device_type else torch.device("cpu")
+    if device is not None:
+        asked = torch.device(own.type, device) if isinstance(device, int) else torch.device(device)
+        if asked.type != own.type or asked.index not in {None, own.index}:
+            raise UsageError(
+                f"init: device={device!r}, but torch.distributed is initialised and the current "
+                f"device is {str(own)!r}; leave device out"
+            )
+    local_rank = local_rank_in(os.environ)
+    return Start("program", dist.get_rank(), dist.get_world_size(), local_rank, current, own, "")
 
 
 def _joined(

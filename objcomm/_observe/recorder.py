@@ -1,6 +1,6 @@
 """What this process did last, on every group: as plain data, and as a file for ``inspect``.
 
-Every group keeps its last 256 calls on this rank; that costs about a microsecond a call and can't
+Every group keeps its last 256 calls on this rank; that costs half a microsecond a call and can't
 be turned off. ``dump`` tells them at any time. When ranks lose each other (a time limit passed, a
 peer died, ranks were in different calls) each rank that raises writes its own to a file, if
 ``objcomm.configure(record_folder=...)`` or the environment's ``OBJCOMM_RECORD_FOLDER`` names a

@@ -86,10 +86,15 @@ def test_ranks_join_by_a_launchers_variables(
     assert (objcomm.rank(), objcomm.world_size()) == (rank, 2)
     assert_group_works()
 
-    again = objcomm.init("gloo")
+    again = objcomm.init("gloo", timeout=PATIENCE_S, device="cpu")
     assert (again.launcher, again.rank, again.world_size) == ("program", rank, 2)
-    with pytest.raises(UsageError, match="initialised with"):
+    assert again.local_rank == rank
+    with pytest.raises(UsageError, match="initialised with 'gloo'"):
         objcomm.init("cpu:mpi")
+    with pytest.raises(UsageError, match=f"timeout=5 s, but .* initialised with {PATIENCE_S:g} s"):
+        objcomm.init(timeout=5)
+    with pytest.raises(UsageError, match="the current device is 'cpu'"):
+        objcomm.init(device="cuda:1")
     assert_group_works()
     tell_all("done", "")
     objcomm.shutdown()
