@@ -20,6 +20,8 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.flo
 class Labelled(torch.Tensor):
     """A subclass of a user's own."""
 
+    label: object
+
 
 def _every_byte(dtype: torch.dtype) -> torch.Tensor:
     """All bit patterns of fp8, its nan among them, and many of the wider types."""

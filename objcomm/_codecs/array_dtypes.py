@@ -39,20 +39,22 @@ def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
     """Plain data that names a numpy dtype.
 
     Raises:
-        TypeError: its items are Python objects, its fields overlap or lie at odd offsets, or its
-            items have a type of their own, as those of a ``numpy.recarray``.
+        TypeError: its items are Python objects, its fields overlap or lie at odd offsets, its
+            items have a type of their own, as those of a ``numpy.recarray``, or it has a shape or
+            metadata.
     """
-    if dtype.names is None and not dtype.hasobject:
-        return dtype.str
-    fields = [] if dtype.hasobject else _lists(dtype.descr)
-    # Equal dtypes may have items of other types; what is printed tells these, too.
-    if dtype.hasobject or not is_told(fields, dtype):
-        raise TypeError(f"an array of {dtype} is no plain data; use codec='pickle'")
-    return fields
+    if not (dtype.hasobject or dtype.subdtype or dtype.metadata):
+        name = dtype.str if dtype.names is None else _lists(dtype.descr)
+        if _is_told(name, dtype):
+            return name
+    raise TypeError(f"an array of {dtype} is no plain data; use codec='pickle'")
 
 
-def is_told(name: Any, dtype: "np.dtype[Any]") -> bool:
-    """Whether plain data that ``array_dtype_named`` takes gives this very dtype."""
+def _is_told(name: Any, dtype: "np.dtype[Any]") -> bool:
+    """Whether ``array_dtype_named`` makes this very dtype of it.
+
+    Equal dtypes may have items of other types; what is printed tells these, too.
+    """
     try:
         found = array_dtype_named(name)
     except (DecodeError, TypeError, ValueError):  # a field has metadata

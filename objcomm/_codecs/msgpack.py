@@ -88,6 +88,7 @@ class _Encoder:
         self._depth = 0
         self._buffers: list[Buffer] = []
         self._positions: dict[tuple[Any, ...], int] = {}
+        self._sources: list[torch.Tensor] = []  # so that nothing else comes to their addresses
 
     def encode(self, obj: object) -> Encoded:
         lowered = self._lower(obj)
@@ -137,7 +138,7 @@ class _Encoder:
         if tensors.is_plain_tensor(obj):
             about, flat = tensors.describe(obj, self._device_type)
             kind = BufferKind.TENSOR if flat.device.type == "cpu" else BufferKind.DEVICE
-            position = self._buffer(Buffer(kind, flat, flat))
+            position = self._buffer(Buffer(kind, flat, flat), obj)
             return _extended("tensor", position, *map(_listed, about))
         if tensors.is_coo_tensor(obj):
             return _extended("sparse", *map(self._lower, tensors.describe_coo(obj)))
@@ -151,7 +152,7 @@ class _Encoder:
             position = self._buffer(Buffer(BufferKind.TENSOR, owner, flat))
             dtype = array_dtypes.array_dtype_name(obj.dtype)
             return _extended("ndarray", position, dtype, list(obj.shape), order)
-        if type(obj).__module__ == "numpy" and hasattr(obj, "dtype") and hasattr(obj, "tobytes"):
+        if ("numpy", "generic") in map(_path_of, type(obj).__mro__):
             return _extended("scalar", array_dtypes.array_dtype_name(obj.dtype), obj.tobytes())
         if type(obj).__module__ == "numpy.dtypes":
             return _extended("dtype", array_dtypes.array_dtype_name(obj))
@@ -170,15 +171,15 @@ class _Encoder:
         args = obj.__reduce__()[1]  # an OSError's has the file's name
         return _extended("exception", *map(self._lower, (name, args, notes, str(obj))))
 
-    def _buffer(self, buffer: Buffer) -> int:
+    def _buffer(self, buffer: Buffer, source: torch.Tensor | None = None) -> int:
         """The position of a buffer; members over exactly the same bytes share one."""
-        flat, new = buffer.flat, len(self._buffers)
-        # A device may tell no addresses, and nothing lies at 0.
-        at = flat.data_ptr() if flat.numel() else 0
-        key = (buffer.kind, flat.device, at, flat.numel()) if at else (new,)
-        position = self._positions.setdefault(key, new)
+        new = len(self._buffers)
+        of = buffer.flat if source is None else source
+        key = tensors.memory_key(of, buffer.flat)
+        position = self._positions.setdefault((buffer.kind, key or new), new)
         if position == new:
             self._buffers.append(buffer)
+            self._sources.append(of)
         return position
 
 
@@ -190,6 +191,10 @@ _LOWER_BY_TYPE: dict[type, Callable[[_Encoder, Any], Any]] = {
     bytes: _Encoder._lower_bytes,  # noqa: SLF001  # likewise
     bytearray: _Encoder._lower_bytes,  # noqa: SLF001  # likewise
 }
+
+
+def _path_of(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__name__
 
 
 def _lower_int(value: int) -> Any:

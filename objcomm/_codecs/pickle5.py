@@ -221,12 +221,16 @@ class _Pickler(pickle.Pickler):
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensors.is_plain_tensor(tensor):
-            about, flat = tensors.describe(tensor, self._device_type)
-            kind = BufferKind.TENSOR if flat.device.type == "cpu" else BufferKind.DEVICE
-            memory = self._memory(Buffer(kind, flat, flat))
+            about, memory = self._described(tensor)
             rebuilt = _rebuild_tensor, (tuple(about), memory)
             attributes = vars(tensor)
             return (*rebuilt, attributes, None, None, _set_attributes) if attributes else rebuilt
+        if tensors.is_plain_subclass(tensor):
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own does
+                plain = tensor.as_subclass(torch.Tensor)
+                about, memory = self._described(plain)
+                state = torch._utils._get_obj_state(tensor)  # noqa: SLF001  # what torch's own writes
+            return _rebuild_subclass, (type(tensor), tuple(about), memory, state)
         if tensors.is_coo_tensor(tensor):
             return tensors.rebuild_coo, tensors.describe_coo(tensor)
         if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
@@ -234,19 +238,21 @@ class _Pickler(pickle.Pickler):
                 "a DTensor is one shard of a distributed tensor; send its to_local() or "
                 "full_tensor()"
             )
-        return NotImplemented  # quantised, nested, compressed and subclasses: torch's own way
+        return NotImplemented  # quantised, nested, compressed and other subclasses: torch's own way
+
+    def _described(self, tensor: torch.Tensor) -> tuple[tensors.Dense, _Memory]:
+        about, flat = tensors.describe(tensor, self._device_type)
+        kind = BufferKind.TENSOR if flat.device.type == "cpu" else BufferKind.DEVICE
+        return about, self._memory(Buffer(kind, flat, flat), tensor)
 
     def _reduce_array(self, array: Any) -> Any:
         order, flat, owner = tensors.describe_array(array)
-        memory = self._memory(Buffer(BufferKind.TENSOR, owner, flat))
+        memory = self._memory(Buffer(BufferKind.TENSOR, owner, flat), flat)
         return tensors.rebuild_array, (memory, array.dtype, array.shape, order)
 
-    def _memory(self, buffer: Buffer) -> _Memory:
-        """One ``_Memory`` for all members over exactly the same bytes."""
-        flat = buffer.flat
-        # A device may tell no addresses, and nothing lies at 0.
-        at = flat.data_ptr() if flat.numel() else 0
-        key = (flat.device, at, flat.numel()) if at else (id(buffer),)
+    def _memory(self, buffer: Buffer, source: torch.Tensor) -> _Memory:
+        """One ``_Memory`` for all members over exactly the same bytes; pickle keeps the members."""
+        key = tensors.memory_key(source, buffer.flat) or (id(buffer),)
         return self._memories.setdefault(key, _Memory(buffer))
 
     def _reduce_by_value(self, obj: Any) -> Any:
@@ -287,17 +293,9 @@ def _module(name: str) -> Any:
 def _reduce_dtype(dtype: Any) -> Any:
     """As plain data, where that tells all: numpy's own way sets a state that nothing checks."""
     try:
-        name = array_dtypes.array_dtype_name(dtype)
+        return array_dtypes.array_dtype_named, (array_dtypes.array_dtype_name(dtype),)
     except (TypeError, ValueError):
         return NotImplemented
-    if (
-        not array_dtypes.is_told(name, dtype)
-        or dtype.metadata
-        or dtype.isalignedstruct
-        or dtype.subdtype
-    ):
-        return NotImplemented
-    return array_dtypes.array_dtype_named, (name,)
 
 
 def _same(buffer: Any) -> Any:
@@ -307,6 +305,16 @@ def _same(buffer: Any) -> Any:
 
 def _rebuild_tensor(about: tuple[Any, ...], flat: torch.Tensor) -> torch.Tensor:
     return tensors.rebuild(tensors.Dense(*about), flat)
+
+
+def _rebuild_subclass(
+    kind: type[torch.Tensor], about: tuple[Any, ...], flat: torch.Tensor, state: Any
+) -> Any:
+    dense = tensors.Dense(*about)
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own does
+        made = tensors.rebuild(dense._replace(requires_grad=False), flat).as_subclass(kind)
+        made.requires_grad_(dense.requires_grad)  # not sooner: it is a leaf, and no result of one
+    return torch._tensor._rebuild_from_type_v2(_same, kind, (made,), state)  # noqa: SLF001  # sets it
 
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:

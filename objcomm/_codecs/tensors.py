@@ -91,6 +91,9 @@ _USUAL_DEVICE_TYPES = frozenset({"cpu", "cuda", "meta", "mps", "xpu"})
 _DEVICE_TYPE = re.compile("[a-z][a-z0-9_]{0,31}")
 
 
+_OWN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+
 class Dense(NamedTuple):
     """All of a strided tensor but its elements; every field is plain data."""
 
@@ -105,12 +108,27 @@ class Dense(NamedTuple):
 
 def is_plain_tensor(obj: object) -> bool:
     """Whether this module carries ``obj`` by itself: strided, no subclass but Parameter."""
-    return (
-        type(obj) in (torch.Tensor, torch.nn.Parameter)
-        and obj.layout is torch.strided  # type: ignore[attr-defined]  # a tensor by its type
-        and not obj.is_quantized  # type: ignore[attr-defined]
-        and not obj.is_nested  # type: ignore[attr-defined]
+    return type(obj) in _OWN_CLASSES and _is_strided(obj)
+
+
+def _is_strided(tensor: Any) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def is_plain_subclass(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a plain one but for a class that adds attributes and functions to it.
+
+    One whose class has operations of its own, or says itself how it is pickled, may be made of
+    anything.
+    """
+    kind = type(tensor)
+    is_plain = (
+        kind not in _OWN_CLASSES
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__
     )
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own functions do
+        return is_plain and _is_strided(tensor)
 
 
 def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torch.Tensor]:
@@ -156,6 +174,25 @@ def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torc
     # ``as_strided``: a one-element view may have any stride, which ``view`` would keep.
     compact = elements.contiguous().as_strided((elements.numel(),), (1,))
     return about, compact.view(torch.uint8)
+
+
+def memory_key(tensor: torch.Tensor, flat: torch.Tensor) -> tuple[Any, ...] | None:
+    """Equal for tensors whose elements travel once, as those of tied weights; None for no other.
+
+    Of elements that were copied, to be compact or to leave a device, the copy's address says
+    nothing, so whoever keeps the key keeps the tensor.
+
+    Args:
+        tensor: any.
+        flat: its elements, as ``describe`` gave them.
+    """
+    at = tensor.data_ptr() if tensor.numel() else 0
+    if not at:  # a device may tell no addresses, and nothing lies at 0
+        return None
+    if flat.device == tensor.device and flat.data_ptr() == at:
+        return flat.device, at, flat.numel()
+    seen_as = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.device, at, *seen_as
 
 
 def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ from tests.ranks import ranks
 from tests.same import assert_same
 from tests.standin import device
 from tests.standin.worlds import copies, devices_in, fetched, join, joined_by, own_device
+from tests.tensor_samples import Labelled
+from tests.workers import here
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
 WITH_FUNCTION = {"reduce", "all_reduce", "reduce_scatter", "scan", "exscan"}
@@ -44,6 +46,21 @@ def assert_arrived(got: Any, seed: int) -> None:
     assert got["tied"][0].data_ptr() == got["large"].data_ptr()
     assert isinstance(got["parameter"], torch.nn.Parameter)
     assert got["transposed"].stride() == (1, LARGE // 100)
+
+
+@ranks(2, joined=False)
+def test_a_subclass_arrives_on_the_receivers_device_or_where_it_asks_for_it() -> None:
+    join()
+    for numel in (3, LARGE):
+        mine = torch.arange(numel).to(own_device()).as_subclass(Labelled)
+        mine.label = "from rank 1"
+        for where in (None, "cpu"):
+            got: Any = objcomm.broadcast(mine if here().rank == 1 else None, 1, device=where)
+            if here().rank == 0:
+                assert type(got) is Labelled
+                assert got.label == "from rank 1"
+                assert got.device == torch.device(where or own_device())
+                assert torch.equal(got.as_subclass(torch.Tensor).cpu(), torch.arange(numel))
 
 
 @ranks(1, 2, 3, 4, joined=False)

@@ -17,6 +17,7 @@ from tests import samples
 from tests.contracts import check_codec
 from tests.ranks import solo
 from tests.same import assert_same
+from tests.tensor_samples import Labelled
 
 _CASES = [(codec, name) for codec in ("pickle", "msgpack") for name in samples.names(codec)]
 
@@ -165,6 +166,68 @@ def test_tied_tensors_are_encoded_once_and_stay_tied(codec: str) -> None:
     got["a"][0] = 5.0
     assert got["b"][0] == 5.0
     assert got["c"][0][0] == 5.0
+
+
+def test_tied_tensors_stay_tied_though_their_elements_must_be_copied(codec: str) -> None:
+    square = torch.arange(1_000_000, dtype=torch.float32).view(1000, 1000)
+    columns = {"a": square[:, ::2], "b": square[:, ::2], "other": square[:, 1::2]}
+    mirrored = torch.ones(100_000, dtype=torch.complex64).conj()
+    sent = objcomm.to_tensor([columns, mirrored, mirrored.view(-1)], codec=codec)
+    assert sent.numel() < 2 * 2_000_000 + 800_000 + 10_000
+    got, left, right = objcomm.from_tensor(sent)
+    assert torch.equal(got["other"], square[:, 1::2])
+    got["a"][0, 0] = left[0] = 5.0
+    assert got["b"][0, 0] == 5.0
+    assert right[0] == 5.0
+
+
+def test_a_subclass_travels_like_any_tensor_with_what_its_class_added() -> None:
+    huge = torch.zeros(1_000_000).as_subclass(Labelled)
+    row: Any = huge[:1000].requires_grad_()
+    row.label = {"unit": "mm"}
+    sent = objcomm.to_tensor([row, row])
+    assert sent.numel() < 4000 + 4096
+    first, second = objcomm.from_tensor(sent)
+    assert first is second
+    assert type(first) is Labelled
+    assert first.label == {"unit": "mm"}
+    assert first.requires_grad
+    assert first.is_leaf
+
+
+class Made:
+    """What travels of it is made when it is encoded, and nobody else keeps it."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def columns(self) -> list[torch.Tensor]:
+        return [torch.full((100, 2), self.number)[:, 0]]
+
+    def __reduce__(self) -> Any:
+        return list, (self.columns(),)
+
+
+def test_what_lies_where_another_lay_before_is_not_taken_for_it(codec: str) -> None:
+    objcomm.register(Made, encode=Made.columns, decode=list, name="tests.Made")
+    sent = objcomm.to_tensor([Made(float(number)) for number in range(20)], codec=codec)
+    assert [column[0].item() for (column,) in objcomm.from_tensor(sent)] == [*range(20)]
+
+
+@pytest.mark.parametrize(
+    "culprit",
+    [
+        np.array([1.0]).view(np.memmap),
+        np.array([1.0]).view(type("Array", (np.ndarray,), {"__module__": "numpy"})),
+        np.dtype((np.int32, (2,))),
+        np.dtype("i4", metadata={"unit": "s"}),
+        np.zeros(2, np.dtype("i4", metadata={"unit": "s"})),
+    ],
+    ids=["memmap", "subclass", "dtype with a shape", "dtype with metadata", "array with metadata"],
+)
+def test_what_plain_data_would_change_is_refused(culprit: Any) -> None:
+    with pytest.raises(EncodeError):
+        objcomm.to_tensor([culprit], codec="msgpack")
 
 
 def test_what_is_decoded_is_writable_and_aligned(codec: str) -> None:
