@@ -32,7 +32,7 @@ from objcomm._transport.share import Share
 from objcomm._transport.workspace import Workspace, part_nbytes
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import EVERYONE, Header, check_same_call
-from objcomm._wire.message import Message, open_body, open_head
+from objcomm._wire.message import Message, head_alone, open_body
 
 #: From so many bytes on large members are not sent but handed over, where the link can.
 SHARED_MIN_NBYTES = 1 << 20
@@ -221,7 +221,7 @@ class Exchange(Transfers):
         """The same of one that is passed on; who reads it looks whether it is an old one."""
         header = self.gate.header_in(raw, sender)
         check_same_call(self.header, header, sender)
-        return open_head(raw, header)
+        return head_alone(raw, header)
 
     def adopt(
         self, raw: bytes | bytearray | memoryview, header: Header, heads_max: int = 1
@@ -361,7 +361,7 @@ class Exchange(Transfers):
                 for rank, share in sorted(parts.items())
                 if share is not None
             ]
-        has_all = torch.tensor([len(memories) == self.size], dtype=torch.uint8)
+        has_all = torch.tensor([len(memories) == self.size], dtype=torch.uint8, device="cpu")
         told = [(peer, self.arriving(empty(1), peer, is_ended=False)) for peer in others]
         for peer in others:
             self.send_flat(has_all, peer, is_ended=False)

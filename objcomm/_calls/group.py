@@ -89,15 +89,21 @@ class Group:
         self._channels: dict[tuple[int, ...], Channel] = {}  # by those whom they join
         self._parts: dict[tuple[int, ...], Group] = {}  # by their members
         self._at_end: list[Callable[[], None]] = []
+        self._end: Any = None
         if process_group is not None:
             # Its end, not this object's: whoever still waits for a message holds this one.
-            weakref.finalize(
+            self._end = weakref.finalize(
                 process_group, _close, self._whole, self._channels, self._at_end
-            ).atexit = False  # the watchdog's
+            )
+            self._end.atexit = False  # the watchdog's
 
     def at_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once the group is destroyed and the other ranks know."""
         self._at_end.append(callback)
+
+    def let_go(self) -> None:
+        """Keep the connections no longer than this object, rather than until the group's end."""
+        self._end.detach()
 
     def root(
         self,
@@ -307,6 +313,8 @@ class Group:
         with self._lock:
             part = self._parts.get(members)
             if part is None or part.is_broken:
+                if part is not None:
+                    part.let_go()
                 name = f"{self.name}, a group of {_listed([self.ranks[each] for each in members])}"
                 recorder = self.recorder.among(members, name)
                 part = Group(self.process_group, self._world(), recorder)

@@ -169,7 +169,9 @@ def _born(pid: int) -> int:
 def _is_another_or_ending(pid: int, born: int) -> bool:
     """Whether the number is used again, or its process about to end, having closed its sockets."""
     began, flags = _birth_and_flags(pid)
-    return began != born or bool(flags & _PF_EXITING)
+    # Unknown where this process, or that one when it began, had no descriptor left to read it.
+    is_another = bool(began and born) and began != born
+    return is_another or bool(flags & _PF_EXITING)
 
 
 def _birth_and_flags(pid: int) -> tuple[int, int]:

@@ -852,7 +852,7 @@ class Receive(P2PCall):
         exchange.received_nbytes += len(arrival.raw)
         is_offered = bool(header.flags & _OFFERED)
         if header.is_all_head:
-            message = exchange.adopt(arrival.raw, header)
+            # Before anything else can fail: its sender waits for no more than this.
             if is_offered and mesh.verdict is None:
                 self.entry.withdraw = None
                 self._deadline.leave(_TRANSFER_SECONDS)
@@ -862,6 +862,7 @@ class Receive(P2PCall):
                     Watched(mesh, lane, exchange, self._deadline),
                 ):
                     self._tell_taken(arrival.peer, mesh, exchange)
+            message = exchange.adopt(arrival.raw, header)
         else:
             self.entry.is_served = True
             self.entry.withdraw = None  # the sender waits, too: only both can end this
@@ -877,7 +878,7 @@ class Receive(P2PCall):
                     if is_offered:
                         self._tell_taken(arrival.peer, mesh, exchange)
                     exchange.recv_rest([(arrival.peer, message)])
-            _hand_to_current(message.following_on_device, stream)
+            _hand_to_current(message.buffers_on_device, stream)
         raise_together(self._name, failures_in([message]), None, self.group.rank)
         return self._coding.decode(message)
 

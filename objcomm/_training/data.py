@@ -67,7 +67,7 @@ class Shard(Sampler[int]):
         order = list(range(self._numel))
         if self._is_shuffled:
             generator = torch.Generator().manual_seed(self._seed + self._epoch)
-            order = torch.randperm(self._numel, generator=generator).tolist()
+            order = torch.randperm(self._numel, generator=generator, device="cpu").tolist()
         if self._is_even and order:
             while len(order) < len(self) * self._size:
                 order += order[: len(self) * self._size - len(order)]

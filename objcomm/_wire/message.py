@@ -122,6 +122,11 @@ class Message:
         return [buffer for buffer in self.large if buffer.kind is not BufferKind.DEVICE]
 
     @property
+    def buffers_on_device(self) -> list[torch.Tensor]:
+        """Flat tensors of all buffers on the accelerator, also of those that came in the body."""
+        return [buffer.flat for buffer in self.buffers if buffer.kind is BufferKind.DEVICE]
+
+    @property
     def following_on_host(self) -> list[torch.Tensor]:
         """Flat tensors of the large buffers that lie in CPU memory."""
         return [buffer.flat for buffer in self.on_host]
@@ -205,14 +210,29 @@ def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
     Raises:
         WireError: it was cut off, or there is no memory for it.
     """
+    message = head_alone(raw, header)
+    if header.is_inline:
+        message.body = memoryview(message.head)[HEADER_NBYTES:]
+    else:
+        message.body = room(header.body_nbytes)
+    return message
+
+
+def head_alone(raw: bytes | bytearray | memoryview, header: Header) -> Message:
+    """A message whose head this rank passes on; the rest of it never comes here, and has no memory.
+
+    Args:
+        raw: the first message that arrived; what lies behind its end is ignored.
+        header: what ``Header.unpack(raw)`` gave.
+
+    Raises:
+        WireError: it was cut off.
+    """
     head_nbytes = header.head_nbytes
     if len(raw) < head_nbytes:  # one of several heads in a bundle
         raise WireError(f"{header.position} sent a message that was cut off")
     # A copy, and the only one: the memory that it arrived in is used again.
-    head = bytearray(memoryview(raw)[:head_nbytes])
-    if header.is_inline:
-        return Message(header, memoryview(head)[HEADER_NBYTES:], arrived=head)
-    return Message(header, room(header.body_nbytes), arrived=head)
+    return Message(header, bytearray(), arrived=bytearray(memoryview(raw)[:head_nbytes]))
 
 
 def open_body(

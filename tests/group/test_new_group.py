@@ -1,5 +1,6 @@
 """new_group: a group of the ranks in a list, which its members make by themselves."""
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from tests.group.helpers import (
 )
 from tests.group.membership import NOBODY, create_briefly, members
 from tests.group.watched import patiently
+from tests.open_files import open_files
 from tests.ranks import ranks, solo
 from tests.waits import wait_until
 from tests.workers import here
@@ -215,6 +217,25 @@ def is_cut_off(parent: Any) -> Callable[[], bool]:
     """Whether others have closed the connections over which a list's members have met."""
     (mesh,) = (part._whole.mesh for part in resolve(parent).parts)  # noqa: SLF001  # nothing public has it
     return lambda: bool(mesh and mesh.link and mesh.link.closed())
+
+
+@ranks(2)
+def test_what_a_lists_members_met_over_is_closed_once_it_is_broken() -> None:
+    parent, kept = objcomm.dup(), []
+    for turn in range(5):
+        dist.destroy_process_group(objcomm.new_group([0, 1], group=parent))
+        gc.collect()
+        kept.append(open_files())
+        tell_all(f"made {turn}", "")
+        if here().rank == 0:
+            with pytest.raises(TransportTimeout):
+                objcomm.new_group([0, 1], group=parent, timeout=0.1)
+        else:
+            wait_until(is_cut_off(parent), "the end of the connection")
+            with pytest.raises(objcomm.TransportError):
+                objcomm.new_group([0, 1], group=parent)
+    assert kept[4] <= kept[2], kept  # rank 0 has two more, which its last errors hold
+    dist.destroy_process_group(parent)
 
 
 @ranks(3, expect_dead={1})

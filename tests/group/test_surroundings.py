@@ -85,6 +85,8 @@ def test_a_group_may_be_made_under_a_default_device() -> None:
     try:
         group = objcomm.dup()
         assert_group_works(group)
+        large = torch.ones(300_000, device="cpu")  # reduced in memory that the ranks share now
+        assert objcomm.all_reduce(large, "sum", group=group)[-1] == 2
         dist.destroy_process_group(group)
     finally:
         torch.set_default_device(None)

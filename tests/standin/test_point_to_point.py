@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, TransportError, TransportTimeout, WireError
 from objcomm._algorithms import device as device_links
+from objcomm._p2p import call
 from tests.group.helpers import error_in, hear, say, tell_all
 from tests.ranks import ranks
 from tests.standin import device, worlds
@@ -71,6 +73,18 @@ def test_large_members_go_from_device_to_device_and_the_rest_beside_them(codec: 
     else:
         on_host = objcomm.recv(0, device="cpu")
         assert torch.equal(on_host, torch.full((LARGE,), 7))
+
+
+@ranks(2, joined=False)
+def test_all_that_came_to_the_device_is_handed_to_the_streams_of_the_receiver() -> None:
+    join()
+    if here().rank == 0:
+        objcomm.send([filled(1), filled(2, 5), torch.zeros(7)], 1)
+    else:
+        with mock.patch.object(call, "_hand_to_current", wraps=call._hand_to_current) as hand:  # noqa: SLF001  # what no stand-in can show
+            objcomm.recv(0)
+        (flats, _), _ = hand.call_args
+        assert [flat.numel() // 4 for flat in flats] == [2 * LARGE, 2 * 5]
 
 
 @ranks(2, joined=False)

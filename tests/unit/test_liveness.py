@@ -73,6 +73,13 @@ def test_a_number_that_is_used_again_is_another_process() -> None:
     assert own._replace(born=own.born - 1).has_ended()
 
 
+def test_what_nobody_could_read_makes_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Process.own()
+    assert not own._replace(born=0).has_ended()  # it could not read it itself
+    monkeypatch.setattr(liveness, "_stat", lambda _: [])  # no descriptor is left
+    assert not own.has_ended()
+
+
 @pytest.mark.parametrize("lacking", [AttributeError, OSError(24, "Too many open files")])
 def test_without_a_descriptor_a_number_must_do(
     monkeypatch: pytest.MonkeyPatch, program: "subprocess.Popen[bytes]", lacking: Exception

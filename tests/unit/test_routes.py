@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -328,6 +329,27 @@ def test_an_all_to_all_gives_each_rank_its_own_of_every_rank(
 def _sizes(message: Message) -> dict[str, Any]:
     names = ("buffer_count", "meta_nbytes", "body_nbytes", "payload_nbytes", "body_checksum")
     return {name: getattr(message.header, name) for name in names}
+
+
+@pytest.mark.parametrize("route", ["gather", "scatter"])
+def test_who_only_passes_a_head_on_has_no_memory_for_the_rest(route: str) -> None:
+    size = 13  # some have ranks below them
+    made, rooms = [message_of(rank, "body") for rank in range(size)], []
+
+    def room(nbytes: int) -> bytearray:
+        rooms.append(nbytes)
+        return bytearray(nbytes)
+
+    def body(exchange: Exchange) -> None:
+        if route == "gather":
+            routes.gather(exchange, made[exchange.rank], 0)
+        else:
+            mine = [message_of(0, "body") for _ in range(size)]
+            routes.scatter(exchange, mine if exchange.rank == 0 else None, 0)
+
+    with mock.patch("objcomm._wire.message.room", room):
+        run(size, body)
+    assert rooms.count(len(made[0].body)) == size - 1  # what each other rank's content needs, once
 
 
 def test_where_one_rank_failed_nothing_large_moves() -> None:
