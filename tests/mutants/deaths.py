@@ -17,9 +17,17 @@ MUTANTS = (
     Mutant(
         "births-ignored",
         "objcomm/_failures/liveness.py",
-        "return began != born or bool(flags & _PF_EXITING)",
+        "return is_another or bool(flags & _PF_EXITING)",
         "return bool(flags & _PF_EXITING)",
         "a number that the kernel uses again is taken for the process that had it before",
+        _UNIT,
+    ),
+    Mutant(
+        "unread-births-differ",
+        "objcomm/_failures/liveness.py",
+        "is_another = bool(began and born) and began != born",
+        "is_another = began != born",
+        "with no descriptor left each other process of the host is taken for dead",
         _UNIT,
     ),
     Mutant(

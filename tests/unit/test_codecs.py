@@ -3,6 +3,7 @@
 import collections
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -196,22 +197,31 @@ def test_a_subclass_travels_like_any_tensor_with_what_its_class_added() -> None:
 
 
 class Made:
-    """What travels of it is made when it is encoded, and nobody else keeps it."""
+    """What travels of it is made when it is encoded, and kept by nobody else."""
 
-    def __init__(self, number: float) -> None:
-        self.number = number
+    def __init__(self, before: "Made | None" = None) -> None:
+        self.before = before
+        self.made: weakref.ref[torch.Tensor] | None = None
 
     def columns(self) -> list[torch.Tensor]:
-        return [torch.full((100, 2), self.number)[:, 0]]
+        if self.before is not None:
+            assert self.before.made is not None
+            assert self.before.made() is not None
+        column = torch.ones(100, 2)[:, 0]
+        self.made = weakref.ref(column)
+        return [column]
 
     def __reduce__(self) -> Any:
         return list, (self.columns(),)
 
 
-def test_what_lies_where_another_lay_before_is_not_taken_for_it(codec: str) -> None:
+def test_what_is_copied_lives_until_all_is_encoded_or_another_would_be_taken_for_it(
+    codec: str,
+) -> None:
     objcomm.register(Made, encode=Made.columns, decode=list, name="tests.Made")
-    sent = objcomm.to_tensor([Made(float(number)) for number in range(20)], codec=codec)
-    assert [column[0].item() for (column,) in objcomm.from_tensor(sent)] == [*range(20)]
+    first = Made()
+    got = objcomm.from_tensor(objcomm.to_tensor([first, Made(first)], codec=codec))
+    assert [column.sum() for (column,) in got] == [100, 100]
 
 
 @pytest.mark.parametrize(
