@@ -37,7 +37,10 @@ else:
         try:
             return names[name]
         except KeyError:
-            raise AttributeError(f"module 'objcomm' has no attribute {name!r}") from None
+            topics = [each for each in names.values() if hasattr(each, "__all__")]
+            at = [f"; it is {each.__name__}.{name}" for each in topics if name in each.__all__]
+            said = f"module 'objcomm' has no attribute {name!r}{''.join(at)}"
+            raise AttributeError(said) from None
 
     def __dir__() -> list[str]:
         return sorted([*__getattr__("__all__"), "__all__", "__doc__", "__file__", "__version__"])

@@ -325,13 +325,14 @@ def _check_numbers(changed: Mapping[str, Any]) -> None:
         seconds = changed[name]
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not is_number or not seconds > 0:
-            raise UsageError(f"{name}={seconds!r} is no number of seconds to wait")
+            raise UsageError(f"configure: {name}={seconds!r} must be a number of seconds above 0")
     for name in changed.keys() & {"max_nbytes", "max_operation_nbytes", "max_depth", "max_buffers"}:
         limit = changed[name]
         if not isinstance(limit, int) or isinstance(limit, bool):
-            raise UsageError(f"{name}={limit!r} is no whole number")
-        if limit < (name != "max_buffers"):
-            raise UsageError(f"{name}={limit} leaves no room for any message")
+            raise UsageError(f"configure: {name}={limit!r} must be a whole number")
+        least = 0 if name == "max_buffers" else 1
+        if limit < least:
+            raise UsageError(f"configure: {name}={limit} must be {least} or more")
 
 
 def _codecs(accept: Iterable[str], operation: str) -> frozenset[str]:

@@ -409,7 +409,7 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
 
     def __init__(self, name: str) -> None:
         if not name:
-            raise UsageError("a lane needs a name")
+            raise UsageError("lane: name must not be empty")
         self._name = name
         self._tokens: list[Token[str]] = []
 

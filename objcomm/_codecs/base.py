@@ -69,7 +69,7 @@ class Codec(Protocol):
         Args:
             meta: what ``encode`` gave.
             buffers: each buffer's ``owner``, in order.
-            device: where its tensors shall lie; ``None`` keeps each tensor's type of device.
+            device: the device to place its tensors on; ``None`` keeps each tensor's type of device.
 
         Raises:
             DecodeError: it can't be rebuilt here. Anything else that it raises becomes one.

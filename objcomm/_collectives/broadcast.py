@@ -90,7 +90,7 @@ def broadcast(
         timeout: seconds or timedelta, shorter or longer than the group's own; that if None.
         codec: what encodes the object on the source; ``"pickle"``, ``"msgpack"`` or a registered
             name. A receiver takes it from the message.
-        device: where tensors inside the object shall lie on receivers; if None, on the current
+        device: the device to place received tensors on; if None, on the current
             device of the type they had. A type for which the group has a backend of its own, such
             as NCCL for CUDA, also makes large members travel over that: the first such type.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
@@ -213,7 +213,7 @@ def barrier(
         >>> objcomm.barrier("data is ready")
     """
     if not isinstance(name, str):
-        raise UsageError(f"barrier: name={name!r} is no text")
+        raise UsageError(f"barrier: name={name!r} must be a string")
     with Call(
         Operation.BARRIER, group=group, timeout=timeout, must_agree=name, async_op=async_op
     ) as call:

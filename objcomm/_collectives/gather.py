@@ -75,7 +75,7 @@ def gather(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes this rank's contribution.
-        device: where tensors inside received objects shall lie.
+        device: the device to place received tensors on.
         confirm: make every rank wait, and raise, if any contribution was missing or unreadable.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
@@ -167,7 +167,7 @@ def all_gather(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes this rank's contribution.
-        device: where tensors inside received objects shall lie.
+        device: the device to place received tensors on.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.

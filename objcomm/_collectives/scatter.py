@@ -72,7 +72,7 @@ def scatter(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes the objects on the source.
-        device: where tensors inside the object shall lie on receivers.
+        device: the device to place received tensors on.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
@@ -177,7 +177,7 @@ def all_to_all(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes this rank's objects.
-        device: where tensors inside received objects shall lie.
+        device: the device to place received tensors on.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
@@ -304,7 +304,7 @@ def reduce_scatter(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands.
-        device: where tensors inside received operands, and so of the result, shall lie.
+        device: the device to place received operands on, and so the result.
         confirm: changes nothing here, for errors reach all ranks in any case.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.

@@ -73,7 +73,9 @@ def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
     added = dict(labels or {})
     for name in added:
         if not _LABEL.fullmatch(name) or name in _OWN_LABELS:
-            raise UsageError(f"stats_to_prometheus: {name!r} can be no label; give it another name")
+            raise UsageError(
+                f"stats_to_prometheus: {name!r} is no valid label name, or in use; give it another"
+            )
     counted = {}
     for (group, operation), of in _by_group().items():
         own = {"operation": operation, "group": group, "rank": max(rank(), 0)}

@@ -179,7 +179,7 @@ def recv(
         timeout: seconds or timedelta; the group's own if None. When it passes nothing is lost: a
             message that comes later waits for the next receive. One that has begun to come gets as
             long again, 2 s at least.
-        device: where tensors inside the object shall lie.
+        device: the device to place received tensors on.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
         with_envelope: tell who sent it, too, with its tag and length.
@@ -287,7 +287,7 @@ def irecv(
         tag: of the message; None takes any.
         group: to which both belong; None for the world.
         timeout: seconds or timedelta; the group's own if None.
-        device: where tensors inside the object shall lie.
+        device: the device to place received tensors on.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
 
@@ -446,7 +446,7 @@ def sendrecv(
         group: to which all belong; None for the world.
         timeout: seconds or timedelta, for each of the two; the group's own if None.
         codec: what encodes the object.
-        device: where tensors inside the received object shall lie.
+        device: the device to place received tensors on.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
         with_envelope: tell who sent what was received, too, with its tag and length.
@@ -637,7 +637,7 @@ class Message:
         Args:
             timeout: seconds or timedelta, for what has not come of a large object, 2 s at least;
                 the group's own if None.
-            device: where tensors inside the object shall lie.
+            device: the device to place received tensors on.
             accept: codecs that this rank decodes here, as in ``objcomm.configure``.
             allow: what a received pickle may name here, as in ``objcomm.configure``.
 
@@ -672,7 +672,7 @@ class Message:
 
         Args:
             timeout: seconds or timedelta, as in ``recv``.
-            device: where tensors inside the object shall lie.
+            device: the device to place received tensors on.
             accept: codecs that this rank decodes here, as in ``objcomm.configure``.
             allow: what a received pickle may name here, as in ``objcomm.configure``.
 

@@ -41,7 +41,7 @@ class Shard(Sampler[int]):
     ) -> None:
         found = whole_number(numel)
         if found is None or found < 0:
-            raise UsageError(f"a shard of {numel!r} members")
+            raise UsageError(f"Shard: numel={numel!r} must be a whole number, 0 or more")
         here = resolve(group, "loader")
         self._rank, self._size = here.rank, here.size
         self._numel = found

@@ -78,7 +78,7 @@ def compute_and_broadcast(
         timeout: seconds or timedelta; the group's own if None. It must leave room for ``fn``, for
             which the others wait.
         codec: what encodes the result.
-        device: where tensors inside the result shall lie on receivers.
+        device: the device to place received tensors on.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
 

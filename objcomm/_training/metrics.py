@@ -215,7 +215,7 @@ def gather_from_all_ranks(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None. It begins after ``fn``.
         codec: what encodes this rank's result.
-        device: where tensors inside received results shall lie.
+        device: the device to place received tensors on.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
 
@@ -366,7 +366,7 @@ def reduce_and_broadcast(
         timeout: seconds or timedelta; the group's own if None. It begins after ``fn1``, and must
             leave room for ``fn2``.
         codec: what encodes the results.
-        device: where tensors inside what is received shall lie.
+        device: the device to place received tensors on.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
         async_op: return a work at once, whose ``wait`` gives the result. ``fn1`` has been called by

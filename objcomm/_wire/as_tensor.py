@@ -68,7 +68,7 @@ def from_tensor(
 
     Args:
         tensor: one-dimensional ``uint8``, on any device.
-        device: where tensors inside the object shall lie.
+        device: the device to place received tensors on.
         accept: the codecs that may have made it.
         allow: the classes and functions that a pickle may name; see ``objcomm.configure``.
 

@@ -89,7 +89,7 @@ def test_ranks_join_by_a_launchers_variables(
     again = objcomm.init("gloo", timeout=PATIENCE_S, device="cpu")
     assert (again.launcher, again.rank, again.world_size) == ("program", rank, 2)
     assert again.local_rank == rank
-    with pytest.raises(UsageError, match="initialised with 'gloo'"):
+    with pytest.raises(UsageError, match="initialised with 'cpu:gloo,cuda:gloo'"):
         objcomm.init("cpu:mpi")
     with pytest.raises(UsageError, match=f"timeout=5 s, but .* initialised with {PATIENCE_S:g} s"):
         objcomm.init(timeout=5)

@@ -72,5 +72,5 @@ def test_what_is_no_time_is_refused(name: str, timeout: Any, begun: Callable[...
 @pytest.mark.parametrize("seconds", [True, 0, -1.0, float("nan"), "5"], ids=str)
 def test_what_is_no_number_of_seconds_is_refused(name: str, seconds: Any) -> None:
     given: dict[str, Any] = {name: seconds}
-    with pytest.raises(UsageError, match="is no number of seconds to wait"):
+    with pytest.raises(UsageError, match="must be a number of seconds above 0"):
         objcomm.configure(**given)

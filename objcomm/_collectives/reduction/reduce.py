@@ -336,7 +336,7 @@ def reduce(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands.
-        device: where tensors inside received operands, and so of the result, shall lie.
+        device: the device to place received operands on, and so the result.
         confirm: make every rank wait, and raise, if the result could not be made.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
@@ -484,7 +484,7 @@ def all_reduce(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands and the result.
-        device: where tensors inside what is received shall lie.
+        device: the device to place received tensors on.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.

@@ -93,7 +93,7 @@ def scan(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands and results.
-        device: where tensors inside what is received shall lie.
+        device: the device to place received tensors on.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
@@ -201,7 +201,7 @@ def exscan(
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands and results.
-        device: where tensors inside what is received shall lie.
+        device: the device to place received tensors on.
         confirm: wait until every rank has decoded, and raise everywhere if one could not.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
