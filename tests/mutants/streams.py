@@ -3,6 +3,8 @@
 from tests.mutants.mutant import Mutant
 
 _UNIT = ("tests/unit/test_stream_link.py",)
+_HANDLERS = ("tests/unit/test_stream_handlers.py",)
+_LENT = ("tests/unit/test_stream_shares.py",)
 _BETWEEN = ("tests/unit/test_streams_between_hosts.py",)
 _RANKS = ("tests/group/test_connect.py",)
 _SHARES = ("tests/unit/test_share.py",)
@@ -130,7 +132,7 @@ MUTANTS = (
         "if share is not None and not share.is_fixed():",
         "if False:",
         "a peer can end another's process by making memory shorter that it has handed over",
-        _UNIT,
+        _LENT,
     ),
     Mutant(
         "shares-that-change",
@@ -194,7 +196,7 @@ MUTANTS = (
         "        if rights or flags & _TRUNCATED:\n",
         "        if rights:\n",
         "a rank that has no more descriptors ends its connections",
-        _UNIT,
+        _LENT,
     ),
     Mutant(
         "lengths-that-may-change",
@@ -210,7 +212,7 @@ MUTANTS = (
         "if connection.lent_files + transfer.files > LENT_FILES_MAX:",
         "if False:",
         "who takes nothing is given files until it has no more",
-        _UNIT,
+        _LENT,
     ),
     Mutant(
         "one-member-keeps-all",
@@ -226,7 +228,7 @@ MUTANTS = (
         "if len(connection.descriptors) > (connection.used > 0):",
         "if False:",
         "a peer can fill this process with open files",
-        _UNIT,
+        _LENT,
     ),
     Mutant(
         "untaken-shares-stay-open",
@@ -234,7 +236,7 @@ MUTANTS = (
         "        connection.shares.clear()\n",
         "",
         "what nobody has taken stays open after its connection's end",
-        _UNIT,
+        _LENT,
     ),
     Mutant(
         "no-copy-where-nothing-can-be-shared",
@@ -266,7 +268,7 @@ MUTANTS = (
         "elif self._is_owned_here() or not self._lock.acquire(timeout=_PATIENCE_SECONDS):",
         "elif not self._lock.acquire():",
         "a signal's handler that ends connections reads in the middle of what it has interrupted",
-        _UNIT,
+        _HANDLERS,
     ),
     Mutant(
         "goes-on-in-the-middle",
@@ -274,7 +276,7 @@ MUTANTS = (
         "                except BaseException:\n                    self._end(connection, _TORN)\n",
         "                except BaseException:\n",
         "after Ctrl-C the rest of a message is taken for the next one",
-        _UNIT,
+        _HANDLERS,
     ),
     Mutant(
         "sleeps-on-after-a-handler",
@@ -282,7 +284,7 @@ MUTANTS = (
         "                self._wake_mover()  # it sleeps on, whatever was moved meanwhile\n",
         "                pass\n",
         "what a signal's handler has moved nobody tells the wait that it has interrupted",
-        _UNIT,
+        _HANDLERS,
     ),
     Mutant(
         "sent-and-handed-over",

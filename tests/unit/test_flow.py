@@ -12,14 +12,13 @@ from objcomm._algorithms.exchange import Exchange
 from objcomm._transport.sockets import Flow, flow, open_sockets
 from objcomm._wire.message import compose
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane
+from tests.unit.stream_links import tcp_pair
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of a connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        mine = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
+    mine, theirs = tcp_pair()
     with mine, theirs:
         yield mine, theirs
 

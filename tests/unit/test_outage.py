@@ -8,30 +8,19 @@ from contextlib import ExitStack
 
 import pytest
 
-from objcomm._transport.sockets import (
-    hang_up,
-    is_outage,
-    notice_outages,
-    open_sockets,
-    other_ends,
-)
+from objcomm._transport.sockets import hang_up, is_outage, notice_outages, open_sockets, other_ends
+from tests.unit.stream_links import tcp_pair
 
 Pair = tuple[socket.socket, socket.socket]
-
-
-def connected() -> Pair:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
-        return near, server.accept()[0]
 
 
 @pytest.fixture
 def pairs() -> Iterator[tuple[Pair, set[int], Pair]]:
     """A connection, all sockets that there were with it, and another one."""
     with ExitStack() as ends:
-        old = connected()
+        old = tcp_pair()
         before = set(open_sockets())
-        new = connected()
+        new = tcp_pair()
         for each in (*old, *new):
             ends.enter_context(each)
         yield old, before, new

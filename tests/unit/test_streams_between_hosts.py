@@ -19,10 +19,10 @@ from objcomm._transport.link import HOST_LOST, LinkClosed, payload_tag
 from objcomm._transport.sockets import Silence
 from objcomm._transport.streams import Kind
 from objcomm.errors import WireError
-from tests.unit.test_stream_link import (
-    _HEAD,
-    _LIMIT,
-    _TAG,
+from tests.unit.stream_links import (
+    HEAD,
+    LIMIT,
+    TAG,
     behind_doors,
     both_call,
     filled,
@@ -42,25 +42,25 @@ def test_nothing_but_a_word_goes_to_who_has_not_proved_who_it_is() -> None:
         doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
         doors.call = lambda peer: (end, doors.word_to(peer))
         with impostor:
-            sent = links[0].send(filled(9), 1, _HEAD)
-            large = links[0].send(filled(1 << 20), 1, _TAG)
+            sent = links[0].send(filled(9), 1, HEAD)
+            large = links[0].send(filled(1 << 20), 1, TAG)
             links[0].move()
             impostor.settimeout(PATIENCE_S)
             assert impostor.recv(1 << 16) == doors.word_to(1)
             impostor.sendall(bytes(doors.word_nbytes))
             for pending in (sent, large):
                 with pytest.raises(LinkClosed, match="another word than its own"):
-                    links[0].wait(pending, _LIMIT)
+                    links[0].wait(pending, LIMIT)
             with suppress(ConnectionResetError):
                 assert impostor.recv(1) == b""
 
 
 def test_what_has_waited_for_a_proof_goes_out_then() -> None:
     with behind_doors(across=True) as links, ThreadPoolExecutor(1) as thread:
-        sent = links[0].send(filled(9), 1, _HEAD)
-        waited = thread.submit(links[0].wait, sent, _LIMIT)
+        sent = links[0].send(filled(9), 1, HEAD)
+        waited = thread.submit(links[0].wait, sent, LIMIT)
         word = room(9)
-        links[1].wait(links[1].recv(word, 0, _HEAD), _LIMIT)
+        links[1].wait(links[1].recv(word, 0, HEAD), LIMIT)
         waited.result(PATIENCE_S)
         assert torch.equal(word, filled(9))
 
@@ -87,19 +87,19 @@ def test_what_was_sent_is_delivered_before_an_end_though_something_lies_unread(
     with joined(across=True) as links, ThreadPoolExecutor(1) as thread:
         for each in (link._connections[1 - link.rank] for link in links):  # noqa: SLF001  # so small that bytes stay on their way
             each.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sent = [links[1].send(filled(_HEAD_NBYTES, each), 0, _HEAD) for each in range(4)]
-        links[0].wait(links[0].send(filled(60), 1, _TAG), _LIMIT)  # nobody reads this
+        sent = [links[1].send(filled(_HEAD_NBYTES, each), 0, HEAD) for each in range(4)]
+        links[0].wait(links[0].send(filled(60), 1, TAG), LIMIT)  # nobody reads this
 
         def wait_for_all() -> None:
             for each in sent:
-                links[1].wait(each, _LIMIT)
+                links[1].wait(each, LIMIT)
 
         waited = thread.submit(wait_for_all)
         wait_until(lambda: moved(links[0], waited.done), "all to be sent")
         ended = thread.submit(links[1].abort)
         for number in range(4):
             word = room(_HEAD_NBYTES)
-            links[0].wait(links[0].recv(word, 1, _HEAD), _LIMIT)
+            links[0].wait(links[0].recv(word, 1, HEAD), LIMIT)
             assert torch.equal(word, filled(_HEAD_NBYTES, number))
         ended.result(PATIENCE_S)
 
@@ -114,8 +114,8 @@ def test_who_waits_is_woken_where_a_host_has_become_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with joined(3, across=True) as links, ThreadPoolExecutor(1) as thread:
-        coming = links[0].recv(room(9), 1, _TAG)
-        waited = thread.submit(links[0].wait, coming, _LIMIT)
+        coming = links[0].recv(room(9), 1, TAG)
+        waited = thread.submit(links[0].wait, coming, LIMIT)
         wait_until(lambda: links[0]._moved_for is not None, "it to sleep")  # noqa: SLF001  # no other sign
         silence = links[0]._connections[1].silence  # noqa: SLF001  # as the kernel would tell it
         assert silence is not None
@@ -237,10 +237,10 @@ def test_no_memory_is_handed_over_between_hosts(kind: Kind) -> None:
     with joined(across=True) as links:
         assert links[0].sharing_with(1) is None
         stranger = links[1]._connections[0].socket  # noqa: SLF001  # says what no link does
-        coming = links[0].recv(room(9), 1, _TAG)
+        coming = links[0].recv(room(9), 1, TAG)
         stranger.sendall(frame(kind, nbytes=9))
         with pytest.raises(LinkClosed, match="which no link of objcomm does"):
-            links[0].wait(coming, _LIMIT)
+            links[0].wait(coming, LIMIT)
 
 
 def test_what_is_on_its_way_arrives_though_the_other_stream_has_ended(
@@ -254,27 +254,27 @@ def test_what_is_on_its_way_arrives_though_the_other_stream_has_ended(
         theirs.inlet.shutdown(socket.SHUT_RDWR)
         ours = links[0]._connections[1]  # noqa: SLF001  # as above
         word, late = room(1), links[0].recv(room(9), 1, payload_tag(0, 3))
-        links[0].wait(links[0].recv(word, 1, _TAG), _LIMIT)
+        links[0].wait(links[0].recv(word, 1, TAG), LIMIT)
         wait_until(lambda: moved(links[0], lambda: ours.inlet is None), "one end to come")
         theirs.socket.settimeout(PATIENCE_S)
         theirs.socket.sendall(frame(Kind.MESSAGE, payload_tag(0, 3), 9) + b"the last!")
         theirs.socket.shutdown(socket.SHUT_RDWR)
-        links[0].wait(late, _LIMIT)
+        links[0].wait(late, LIMIT)
         with pytest.raises(LinkClosed):
-            links[0].wait(links[0].recv(word, 1, _TAG), _LIMIT)
+            links[0].wait(links[0].recv(word, 1, TAG), LIMIT)
         assert links[0].closed_by() == [1]
 
 
 def test_a_call_that_fails_by_an_outage_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with behind_doors(across=True, lost_seconds=PATIENCE_S) as links:
         failing(monkeypatch, links[0], errno.ENETUNREACH, times=3)
-        sent = links[0].send(filled(9), 1, _TAG)
+        sent = links[0].send(filled(9), 1, TAG)
         assert not links[0].closed()
         wait_until(lambda: moved(links[0], lambda: not links[0]._connections[1].is_to_call), "it")  # noqa: SLF001  # nothing else tells
         word = room(9)
         with ThreadPoolExecutor(1) as thread:
-            waited = thread.submit(links[0].wait, sent, _LIMIT)
-            links[1].wait(links[1].recv(word, 0, _TAG), _LIMIT)
+            waited = thread.submit(links[0].wait, sent, LIMIT)
+            links[1].wait(links[1].recv(word, 0, TAG), LIMIT)
             waited.result(PATIENCE_S)
         assert torch.equal(word, filled(9))
 
@@ -297,10 +297,10 @@ def failing(
 def test_an_outage_that_lasts_is_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with behind_doors(across=True, lost_seconds=0.01) as links:
         failing(monkeypatch, links[0], errno.EHOSTUNREACH, times=1_000_000)
-        sent = links[0].send(filled(9), 1, _TAG)
+        sent = links[0].send(filled(9), 1, TAG)
         wait_until(lambda: moved(links[0], lambda: links[0].is_out_of_reach(1)), "it to be lost")
         with pytest.raises(LinkClosed, match=HOST_LOST):
-            links[0].wait(sent, _LIMIT)
+            links[0].wait(sent, LIMIT)
 
 
 def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
@@ -323,12 +323,12 @@ def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
             return end, doors.word_to(peer)
 
         monkeypatch.setattr(doors, "call", call)
-        sent = links[0].send(filled(9), 1, _TAG)
+        sent = links[0].send(filled(9), 1, TAG)
         word = room(9)
-        coming = links[1].recv(word, 0, _TAG)
+        coming = links[1].recv(word, 0, TAG)
         with ThreadPoolExecutor(1) as thread:
-            waited = thread.submit(links[0].wait, sent, _LIMIT)
-            links[1].wait(coming, _LIMIT)
+            waited = thread.submit(links[0].wait, sent, LIMIT)
+            links[1].wait(coming, LIMIT)
             waited.result(PATIENCE_S)
         assert torch.equal(word, filled(9))
         for each in fillers:
@@ -345,8 +345,8 @@ def test_a_stranger_that_resets_its_connection_is_sent_away() -> None:
             links[0].move()
         word = room(9)
         with ThreadPoolExecutor(1) as thread:
-            waited = thread.submit(links[0].wait, links[0].recv(word, 1, _TAG), _LIMIT)
-            links[1].wait(links[1].send(filled(9), 0, _TAG), _LIMIT)
+            waited = thread.submit(links[0].wait, links[0].recv(word, 1, TAG), LIMIT)
+            links[1].wait(links[1].send(filled(9), 0, TAG), LIMIT)
             waited.result(PATIENCE_S)
         assert torch.equal(word, filled(9))
 
@@ -374,14 +374,14 @@ def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.Monke
             return end, doors.word_to(peer)
 
         monkeypatch.setattr(doors, "call", call_in_vain)
-        sent = links[0].send(filled(9), 1, _TAG)
+        sent = links[0].send(filled(9), 1, TAG)
         links[0].move()
         assert not links[0].closed()
         word = room(9)
         with ThreadPoolExecutor(1) as thread:
             wait_until(lambda: moved(links[0], lambda: len(calls) > 1), "another call")
-            waited = thread.submit(links[0].wait, sent, _LIMIT)
-            links[1].wait(links[1].recv(word, 0, _TAG), _LIMIT)
+            waited = thread.submit(links[0].wait, sent, LIMIT)
+            links[1].wait(links[1].recv(word, 0, TAG), LIMIT)
             waited.result(PATIENCE_S)
         assert torch.equal(word, filled(9))
 

@@ -1,0 +1,169 @@
+"""The link over streams where a signal's handler, or Ctrl-C, interrupts it."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import pytest
+
+from objcomm._transport.link import LinkClosed, LinkError
+from objcomm._transport.streams import StreamLink
+from tests.unit.stream_links import LIMIT, TAG, filled, joined, room
+from tests.waits import wait_until
+
+
+def at_next_read(link: StreamLink, handler: Callable[[], None]) -> None:
+    """Let a signal's handler run when the link has taken bytes, and not noted them."""
+    (connection,) = link._connections.values()  # noqa: SLF001  # nobody else has its socket
+
+    class Interrupted:
+        def __init__(self, end: socket.socket) -> None:
+            self._end = end
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._end, name)
+
+        def recvmsg_into(self, *into: Any) -> Any:
+            connection.socket = self._end
+            came = self._end.recvmsg_into(*into)
+            handler()
+            return came
+
+    connection.socket = cast("socket.socket", Interrupted(connection.socket))
+
+
+def test_a_handler_that_closes_what_it_has_interrupted_does_not_wait_for_it() -> None:
+    with joined() as (link, other):
+        at_next_read(link, link.abort)
+        pending = [link.recv(room(1), 1, TAG) for _ in range(2)]
+        other.send(filled(1), 0, TAG)
+        link.wait(pending[0], LIMIT)  # it had come
+        with pytest.raises(LinkClosed, match="this rank has closed"):
+            link.wait(pending[1], LIMIT)
+        assert link.is_closed(1)
+        assert list(link.closed_by()) == []
+        wait_until(lambda: other.is_closed(0), "the other end to hear")
+
+
+def test_a_handler_can_not_use_what_it_has_interrupted_and_is_told() -> None:
+    told: list[str] = []
+
+    def handler() -> None:
+        for use in (
+            lambda: link.send(filled(1), 1, TAG),
+            lambda: link.recv(room(1), 1, TAG),
+            lambda: link.wait(second, LIMIT),
+        ):
+            with pytest.raises(LinkError) as caught:
+                use()
+            told.append(caught.value.reason)
+        assert not link.is_done(second)
+        assert not link.is_closed(1)
+        link.move()
+
+    with joined() as (link, other):
+        first, second = [link.recv(room(1), 1, TAG) for _ in range(2)]
+        at_next_read(link, handler)
+        other.send(filled(1), 0, TAG)
+        link.wait(first, LIMIT)
+        assert len(told) == 3
+        assert all("handler" in each for each in told)
+        other.send(filled(1), 0, TAG)
+        link.wait(second, LIMIT)
+
+
+def test_a_handler_that_raises_in_the_middle_of_a_message_ends_its_connection() -> None:
+    """What follows would be taken for something else."""
+
+    def handler() -> None:
+        raise KeyboardInterrupt
+
+    with joined() as (link, other):
+        pending = link.recv(room(1), 1, TAG)
+        at_next_read(link, handler)
+        other.send(filled(1), 0, TAG)
+        with pytest.raises(KeyboardInterrupt):
+            link.wait(pending, LIMIT)
+        with pytest.raises(LinkClosed, match="interrupted in the middle"):
+            link.wait(pending, LIMIT)
+        wait_until(lambda: other.is_closed(0), "the other end to hear")
+
+
+def test_a_handler_may_wait_while_the_wait_that_it_has_interrupted_sleeps() -> None:
+    """And what that one waits for may come meanwhile."""
+    into = [room(1), room(1)]
+    with joined() as (link, other):
+        first, second = [link.recv(each, 1, TAG + at) for at, each in enumerate(into)]
+        events = link._events  # noqa: SLF001  # where it sleeps
+
+        class Interrupted:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(events, name)
+
+            def poll(self, seconds: float) -> list[tuple[int, int]]:
+                link._events = events  # noqa: SLF001  # once
+                for tag in (TAG, TAG + 1):
+                    other.send(filled(1), 0, tag)
+                link.wait(second, LIMIT)
+                return events.poll(seconds)  # Python goes on with it when a handler returns
+
+        link._events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
+        link.wait(first, LIMIT)
+        assert [int(each) for each in into] == [7, 7]
+
+
+def test_who_asks_does_not_wait_for_a_handler_on_another_thread() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def handler() -> None:
+        entered.set()
+        assert leave.wait(LIMIT.total_seconds())
+
+    with joined() as (link, other), ThreadPoolExecutor(1) as threads:
+        pending = link.recv(room(1), 1, TAG)
+        at_next_read(link, handler)
+        waiting = threads.submit(link.wait, pending, LIMIT)
+        other.send(filled(1), 0, TAG)
+        assert entered.wait(LIMIT.total_seconds())
+        link.move()
+        assert not link.is_closed(1)
+        link.abort()
+        wait_until(lambda: other.is_closed(0), "the other end to hear")
+        leave.set()
+        waiting.result()
+
+
+def test_an_interrupted_wait_leaves_the_message_to_the_next_one() -> None:
+    with joined() as (link, other), interrupting(link), suppress(KeyboardInterrupt):
+        into = room(1)
+        pending = link.recv(into, 1, TAG)
+        link.wait(pending, LIMIT)
+    with joined() as (link, other):
+        into = room(1)
+        pending = link.recv(into, 1, TAG)
+        with interrupting(link), pytest.raises(KeyboardInterrupt):
+            link.wait(pending, LIMIT)
+        other.send(filled(1), 0, TAG)
+        link.wait(pending, LIMIT)
+        assert int(into) == 7
+
+
+@contextmanager
+def interrupting(link: StreamLink) -> Iterator[None]:
+    """Ctrl-C while the calling thread sleeps in the link."""
+    events = link._events  # noqa: SLF001  # where it sleeps
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            found: Callable[..., object] = getattr(events, name)
+            return found
+
+        def poll(self, *_: object) -> object:
+            link._events = events  # noqa: SLF001  # once
+            raise KeyboardInterrupt
+
+    link._events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
+    yield

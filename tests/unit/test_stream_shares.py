@@ -1,0 +1,229 @@
+"""Memory that a link over streams hands over, and what it sends or refuses instead."""
+
+import errno
+import fcntl
+import gc
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import cast
+
+import pytest
+import torch
+
+from objcomm._transport.link import LinkClosed
+from objcomm._transport.share import Share, places
+from objcomm._transport.streams import LENT_FILES_MAX, Kind
+from tests.open_files import open_files
+from tests.scripts import run_python
+from tests.unit.stream_links import (
+    HEAD,
+    LIMIT,
+    TAG,
+    Refusing,
+    facing,
+    filled,
+    frame,
+    joined,
+    members,
+    room,
+    take_a_copy,
+)
+from tests.waits import wait_until
+
+
+def test_what_is_shared_is_mapped_and_its_sender_told() -> None:
+    flats = members(100_000, 5)
+    with joined() as (sender, receiver):
+        sent = sender.send_share(Share.of(flats), flats, 1, TAG)
+        assert not sender.is_done(sent)
+        borrowed = receiver.recv_share(100_005, 0, TAG)
+        receiver.wait(borrowed, LIMIT)
+        sender.wait(sent, LIMIT)
+        assert borrowed.share is not None
+        for flat, place in zip(flats, places([100_000, 5]), strict=True):
+            memory = borrowed.share.mapped(place, flat.numel())
+            assert torch.equal(torch.frombuffer(memory, dtype=torch.uint8), flat)
+
+
+@pytest.mark.parametrize("lengths", [(9,), (100_000, 1, 5_000_000), (0, 3, 0, 0, 200_000, 0)])
+def test_what_can_not_be_shared_is_sent(lengths: tuple[int, ...]) -> None:
+    flats = members(*lengths)
+    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+        sent = sender.send_share(None, flats, 1, TAG)
+        sending = threads.submit(sender.wait, sent, LIMIT)
+        take_a_copy(receiver, flats)
+        sending.result()
+
+
+def test_where_too_many_descriptors_are_under_way_its_content_is_sent() -> None:
+    flats = members(100_000, 5)
+    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+        (connection,) = sender._connections.values()  # noqa: SLF001  # nobody else has its socket
+        refusing = Refusing(connection.socket, errno.ETOOMANYREFS, is_of_descriptors=True)
+        connection.socket = cast("socket.socket", refusing)
+        sending = threads.submit(
+            sender.wait, sender.send_share(Share.of(flats), flats, 1, TAG), LIMIT
+        )
+        take_a_copy(receiver, flats)
+        sending.result()
+
+
+def test_where_the_receiver_can_have_no_more_descriptors_its_content_is_sent() -> None:
+    run_python(
+        """
+        import resource
+        from concurrent.futures import ThreadPoolExecutor
+        from objcomm._transport.share import Share
+        from tests.open_files import open_files
+        from tests.unit.stream_links import LIMIT, TAG, joined, members, take_a_copy
+        flats = members(100_000, 5)
+        with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+            threads.submit(int).result()
+            sent = sender.send_share(Share.of(flats), flats, 1, TAG)
+            files = open_files()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, 4096))
+            sending = threads.submit(sender.wait, sent, LIMIT)
+            take_a_copy(receiver, flats)
+            sending.result()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+            assert open_files() <= files
+        """
+    )
+
+
+def unsealed() -> int:
+    descriptor = os.memfd_create("objcomm")
+    os.ftruncate(descriptor, 4096)
+    return descriptor
+
+
+def sealed() -> int:
+    share = Share.of(members(8))
+    return os.dup(share.descriptors[0])
+
+
+@pytest.mark.parametrize(
+    ("said", "descriptors"),
+    [
+        (frame(Kind.SHARE, nbytes=8, number=1), [unsealed]),
+        (frame(Kind.SHARE, nbytes=9, number=1), [sealed]),
+        (frame(Kind.SHARE, nbytes=8, number=1), [unsealed, sealed]),
+        (frame(Kind.SHARE, HEAD, nbytes=8, number=1), [sealed]),
+        (frame(Kind.OFFER, nbytes=8, number=1), [sealed]),
+        (frame(Kind.OFFER, nbytes=0), []),
+        (frame(Kind.MESSAGE, nbytes=0), [sealed]),
+        (frame(Kind.MESSAGE, nbytes=0), []),
+        (frame(Kind.MESSAGE, nbytes=8) + bytes(8), []),
+    ],
+    ids=[
+        "memory that may change",
+        "another length",
+        "memory of which a part may change",
+        "a first message",
+        "an offer with a descriptor",
+        "an offer of nothing",
+        "a message with a descriptor",
+        "nothing",
+        "a message",
+    ],
+)
+def test_what_is_no_share_ends_the_connection_and_leaves_no_file(
+    said: bytes, descriptors: list[Callable[[], int]]
+) -> None:
+    gc.collect()
+    files = open_files()
+    with facing() as (link, other):
+        pending = link.recv_share(8, 1, TAG)
+        mine = [make() for make in descriptors]
+        socket.send_fds(other, [said], mine)
+        for each in mine:
+            os.close(each)
+        with suppress(LinkClosed):
+            link.wait(pending, LIMIT)
+        with pytest.raises(LinkClosed, match="which no link of objcomm does"):
+            link.send(filled(1), 1, TAG)
+    del link, other, pending
+    gc.collect()
+    assert open_files() == files
+
+
+def test_a_file_is_judged_when_its_frame_is_whole() -> None:
+    """Its sender may make it shorter before it is sealed, and who maps it would be killed."""
+    file = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, 2 << 20)
+    said = frame(Kind.SHARE, nbytes=2 << 20, number=1)
+    with facing() as (link, other):
+        borrowed = link.recv_share(2 << 20, 1, TAG)
+        socket.send_fds(other, [said[:1]], [file])
+        link.move()
+        os.ftruncate(file, 4096)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, 1 | 2 | 4 | 8)
+        os.close(file)
+        other.sendall(said[1:])
+        link.wait(borrowed, LIMIT)
+        assert borrowed.share is not None
+        with pytest.raises(ValueError, match="of 4096"):
+            borrowed.share.mapped((0, 0), 2 << 20)
+
+
+def test_so_many_files_wait_for_who_takes_nothing_and_no_more() -> None:
+    flats = members(9)
+    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+        sent = [sender.send_share(Share.of(flats), flats, 1, TAG) for _ in range(70)]
+        waiting = [threads.submit(sender.wait, each, LIMIT) for each in sent]
+        borrowed = [receiver.recv_share(9, 0, TAG) for _ in sent]
+        shared = 0
+        for each in borrowed:
+            receiver.wait(each, LIMIT)
+            shared += each.share is not None
+            if each.share is None:
+                into = room(9)
+                receiver.wait(receiver.recv_instead(each, [into]), LIMIT)
+                assert torch.equal(into, flats[0])
+        assert shared == LENT_FILES_MAX
+        for done in waiting:
+            done.result()
+        sender.send_share(Share.of(flats), flats, 1, TAG)
+        last = receiver.recv_share(9, 0, TAG)
+        receiver.wait(last, LIMIT)
+        assert last.share is not None
+
+
+def test_a_peer_can_not_fill_this_process_with_files() -> None:
+    with facing() as (link, other):
+        for number in range(LENT_FILES_MAX + 1):
+            file = sealed()
+            socket.send_fds(other, [frame(Kind.SHARE, nbytes=8, number=number)], [file])
+            os.close(file)
+        wait_until(lambda: link.is_closed(1), "it to be refused")
+        with pytest.raises(LinkClosed, match="more files than may wait here"):
+            link.send(filled(1), 1, TAG)
+
+
+def test_memory_is_not_bytes() -> None:
+    flats = members(100_000)
+    with joined() as (sender, receiver):
+        sender.send_share(Share.of(flats), flats, 1, TAG)
+        with pytest.raises(LinkClosed, match="100000 bytes for 200000"):
+            receiver.wait(receiver.recv(room(200_000), 0, TAG), LIMIT)
+
+
+def test_an_end_lets_go_of_what_nobody_has_taken() -> None:
+    gc.collect()
+    files = open_files()
+    flats = members(100_000)
+    with joined() as (sender, receiver):
+        sent = [sender.send_share(Share.of(flats), flats, 1, TAG) for _ in range(3)]
+        receiver.move()
+        borrowed = receiver.recv_share(100_000, 0, TAG)
+        sender.abort()
+        receiver.wait(borrowed, LIMIT)  # it had come
+        for each in sent[1:]:
+            with pytest.raises(LinkClosed):
+                sender.wait(each, LIMIT)
+    del sender, receiver, borrowed, sent, each
+    gc.collect()
+    assert open_files() == files
