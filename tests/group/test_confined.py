@@ -1,22 +1,25 @@
-"""Where the system refuses what the link of one host is made of, a call is slower and no more."""
+"""Where the system refuses what links are made of, calls are slower, or all ranks hear why not."""
 
 import errno
 import os
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportError
 from tests.confined import MEMFD_CREATE, no_descriptors, refuse
-from tests.group.helpers import assert_group_works, error_in, subgroup
+from tests.group.helpers import assert_group_works, error_in, subgroup, tell_all
 from tests.group.test_connections_to_the_store import over_tcp
 from tests.group.test_sharing import CALLS
-from tests.ranks import ranks
+from tests.ranks import OVER_GLOO, ranks
 from tests.same import assert_same
 from tests.workers import here
 
@@ -65,6 +68,38 @@ def test_who_can_open_too_few_descriptors_is_named_and_a_new_group_works(left: i
         assert "could not connect" in error.reason
         with subgroup(0, 1) as group:
             assert_group_works(group)
+
+
+NO_INTERFACE, NO_DESCRIPTORS = "no such interface", "no descriptors"
+
+
+@pytest.mark.parametrize("lacking", [NO_INTERFACE, NO_DESCRIPTORS])
+@ranks(3, environment=OVER_GLOO)
+def test_all_hear_at_once_why_a_rank_cannot_connect(lacking: str) -> None:
+    objcomm.barrier()
+    group = dist.new_group([0, 1, 2])
+    tell_all("the group is there", "")
+    if here().rank == 1 and lacking == NO_INTERFACE:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
+    has_none = here().rank == 1 and lacking == NO_DESCRIPTORS
+    with no_descriptors(2) if has_none else nullcontext():  # one for the store, a file here
+        error = error_in(TransportError, lambda: objcomm.gather("a", group=group))
+    assert error.peers == (1,), error
+    assert "it could not connect: " in error.reason
+    assert {NO_INTERFACE: "nowhere", NO_DESCRIPTORS: "Too many open files"}[lacking] in error.reason
+    tell_all("all have heard", "")
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    assert objcomm.all_gather("b", group=group) == ["b"] * 3
+
+
+@ranks(3)
+def test_a_rank_without_a_thread_to_spare_meets_the_others_by_itself() -> None:
+    objcomm.barrier()
+    group = dist.new_group([0, 1, 2])
+    refused = RuntimeError("can't start new thread")
+    lacks_a_thread = mock.patch.object(threading.Thread, "start", side_effect=refused)
+    with lacks_a_thread if here().rank == 1 else nullcontext():
+        assert objcomm.all_gather(here().rank, group=group) == [0, 1, 2]
 
 
 _HIDDEN = """

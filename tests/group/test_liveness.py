@@ -1,17 +1,14 @@
 """Who is alive is known by the processes: a death is heard of without any connection."""
 
 import atexit
-import logging
 import os
-import re
-import resource
 import signal
 import socket
 import stat
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +22,6 @@ from objcomm._algorithms import transfers
 from objcomm._calls.group import resolve
 from objcomm._failures import mesh, watchdog
 from objcomm._failures.mesh import Mesh
-from objcomm._failures.watchdog import Watchdog
 from objcomm._transport import connect, rendezvous
 from objcomm._transport.store import loopback_store
 from tests.group.helpers import (
@@ -36,10 +32,9 @@ from tests.group.helpers import (
     tell_all,
     when_main_thread_waits,
 )
-from tests.group.test_reports import logged, told_when
-from tests.group.watched import patiently
+from tests.group.reports import told_when
 from tests.ranks import OVER_GLOO, ranks
-from tests.waits import PATIENCE_S, wait_until
+from tests.waits import PATIENCE_S
 from tests.workers import here
 
 KILLED, ENDED = "killed", "ended"
@@ -384,111 +379,3 @@ def test_ranks_in_a_block_hear_of_a_death_though_the_store_died_with_that_rank()
 
     error = error_in(CollectiveError, wait_inside)
     assert "rank 0 ended: " in str(error)
-
-
-# Who can't connect
-
-
-def leave_descriptors(count: int) -> None:
-    """Let this process open so many more files, and no others."""
-    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + count + 1, hard))
-    opened = []
-    with suppress(OSError):
-        while True:
-            opened.append(os.open(os.devnull, os.O_RDONLY))
-    for each in opened[-count:]:
-        os.close(each)
-
-
-NO_INTERFACE, NO_DESCRIPTORS = "no such interface", "no descriptors"
-
-
-@pytest.mark.parametrize("lacking", [NO_INTERFACE, NO_DESCRIPTORS])
-@ranks(3, environment=OVER_GLOO)
-def test_all_hear_at_once_why_a_rank_cannot_connect(lacking: str) -> None:
-    objcomm.barrier()
-    group = dist.new_group([0, 1, 2])
-    tell_all("the group is there", "")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if here().rank == 1 and lacking == NO_INTERFACE:
-        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
-    elif here().rank == 1:
-        leave_descriptors(2)  # one for the store, which is a file here
-    error = error_in(TransportError, lambda: objcomm.gather("a", group=group))
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert error.peers == (1,), error
-    assert "it could not connect: " in error.reason
-    assert {NO_INTERFACE: "nowhere", NO_DESCRIPTORS: "Too many open files"}[lacking] in error.reason
-    tell_all("all have heard", "")
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    assert objcomm.all_gather("b", group=group) == ["b"] * 3
-
-
-@ranks(3)
-def test_a_rank_without_a_thread_to_spare_meets_the_others_by_itself() -> None:
-    objcomm.barrier()
-    group = dist.new_group([0, 1, 2])
-    refused = RuntimeError("can't start new thread")
-    with ExitStack() as stack:
-        if here().rank == 1:
-            stack.enter_context(mock.patch.object(threading.Thread, "start", side_effect=refused))
-        assert objcomm.all_gather(here().rank, group=group) == [0, 1, 2]
-
-
-# Who watches
-
-
-@ranks(2, disposable=True)
-def test_waits_are_watched_beyond_1024_open_files() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
-    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    objcomm.barrier()
-    if here().rank == 0:
-        error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=0.1))
-    tell_all("rank 0 was told", "")
-    for each in files:
-        os.close(each)
-
-
-@ranks(2, disposable=True)
-def test_no_error_ends_the_watcher() -> None:
-    objcomm.barrier()
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]  # one handler's own
-    logging.getLogger("objcomm").addHandler(handler)
-    if here().rank == 0:
-        with mock.patch.object(watchdog, "in_vain", side_effect=LookupError("of the test")):
-            error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=1))
-        assert any("a process has ended" in text for text in texts), texts
-    tell_all("rank 0 was told", "")
-
-
-@ranks(2, disposable=True)
-def test_a_watcher_whose_thread_has_ended_is_replaced_by_the_next_call() -> None:
-    objcomm.barrier()
-    before = watchdog._watchdogs.watchdog()  # noqa: SLF001  # there is no public way
-    with mock.patch.object(Watchdog, "_tick", side_effect=SystemExit):
-        wait_until(lambda: not before.is_alive(), "the watchdog's end")
-    if here().rank == 0:
-        error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=0.1))
-    tell_all("rank 0 was told", "")
-    assert watchdog._watchdogs.watchdog() is not before  # noqa: SLF001  # likewise
-    assert_group_works()
-
-
-@ranks(2)
-def test_a_first_call_soon_says_whom_it_waits_for_and_in_which_operation() -> None:
-    objcomm.barrier()  # who has used objcomm answers
-    group = dist.new_group([0, 1])
-    if here().rank == 0:
-        with mock.patch.object(mesh, "_REPORT_SECONDS", 0.1), logged() as texts, patiently():
-            told_when(lambda: texts, "it was told")
-            objcomm.gather("a", group=group)
-        assert re.match(r"rank 0 is in gather \(call 0\) at .* and waits: rank 1", texts[0]), texts
-    else:
-        hear("it was told")
-        objcomm.gather("b", group=group)

@@ -1,64 +1,25 @@
 """Waits that get long are logged while they last, with what they wait for."""
 
-import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import objcomm
-from objcomm._failures import noticeboard
-from tests.group.helpers import (
-    assert_group_works,
-    hear,
-    in_thread,
-    is_waiting,
-    say,
-    subgroup,
-    tell_all,
-)
+from objcomm._failures import mesh, noticeboard
+from tests.group.helpers import assert_group_works, hear, is_waiting, say, subgroup, tell_all
+from tests.group.reports import logged, told_when
 from tests.group.watched import after_looks, patiently
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
 HERE = Path(__file__).name
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collects what objcomm logs as warnings."""
-    texts: list[str] = []
-
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            assert record.levelno == logging.WARNING
-            texts.append(record.getMessage())
-
-    handler, logger = Collecting(), logging.getLogger("objcomm")
-    logger.addHandler(handler)
-    try:
-        logger.propagate = False
-        yield texts
-    finally:
-        logger.propagate = True
-        logger.removeHandler(handler)
-
-
-def told_when(is_told: Callable[[], object], topic: str) -> threading.Thread:
-    """A thread that says to the other ranks that this one has been told what it waits for."""
-
-    def tell() -> None:
-        wait_until(is_told, "the report")
-        say(topic)
-
-    return in_thread(tell)
 
 
 @ranks(3)
@@ -140,6 +101,20 @@ def test_a_store_that_does_not_answer_delays_no_report() -> None:
         else:
             assert work.wait() == ["x", "y"]
     assert_group_works()
+
+
+@ranks(2)
+def test_a_first_call_soon_says_whom_it_waits_for_and_in_which_operation() -> None:
+    objcomm.barrier()  # who has used objcomm answers
+    group = dist.new_group([0, 1])
+    if here().rank == 0:
+        with mock.patch.object(mesh, "_REPORT_SECONDS", 0.1), logged() as texts, patiently():
+            told_when(lambda: texts, "it was told")
+            objcomm.gather("a", group=group)
+        assert re.match(r"rank 0 is in gather \(call 0\) at .* and waits: rank 1", texts[0]), texts
+    else:
+        hear("it was told")
+        objcomm.gather("b", group=group)
 
 
 @ranks(2)

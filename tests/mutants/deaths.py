@@ -93,7 +93,7 @@ MUTANTS = (
         "                self._watchdog = Watchdog(self._watchdog)\n",
         "                pass\n",
         "after the watchdog's thread has ended nobody watches any wait",
-        _RANKS,
+        ("tests/group/test_watchdog.py",),
     ),
     Mutant(
         "own-failure-blamed-on-others",
@@ -101,7 +101,7 @@ MUTANTS = (
         '_OF_A_PEER = ("onnect", "imed out", "imeout")',
         '_OF_A_PEER = ("",)',
         "a rank that has no such network interface names all others",
-        _RANKS,
+        ("tests/group/test_confined.py",),
     ),
     Mutant(
         "stuck-sends-waited-for",

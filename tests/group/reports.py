@@ -1,0 +1,39 @@
+"""What tests share that read what objcomm logs of long waits."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tests.group.helpers import in_thread, say
+from tests.waits import wait_until
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collects what objcomm logs as warnings."""
+    texts: list[str] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            assert record.levelno == logging.WARNING
+            texts.append(record.getMessage())
+
+    handler, logger = Collecting(), logging.getLogger("objcomm")
+    logger.addHandler(handler)
+    try:
+        logger.propagate = False
+        yield texts
+    finally:
+        logger.propagate = True
+        logger.removeHandler(handler)
+
+
+def told_when(is_told: Callable[[], object], topic: str) -> threading.Thread:
+    """A thread that says to the other ranks that this one has been told what it waits for."""
+
+    def tell() -> None:
+        wait_until(is_told, "the report")
+        say(topic)
+
+    return in_thread(tell)
