@@ -8,6 +8,7 @@ import doctest
 import importlib
 import inspect
 import os
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+import objcomm
 from tests.workers import here, join
 
-__all__ = ["Block", "blocks", "examples", "run_block", "run_examples"]
+__all__ = ["Block", "blocks", "documented_modules", "examples", "run_block", "run_examples"]
 
 _ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(r"^```python(?P<tags>[^\n]*)\n(?P<source>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -76,6 +78,16 @@ def examples(name: str) -> list[doctest.DocTest]:
         if member.__module__ == "objcomm":
             found += finder.find(member, f"{name}.{own}", module=False, globs=vars(module))
     return [test for test in found if test.examples]
+
+
+def documented_modules() -> list[str]:
+    """The modules whose docstrings hold examples."""
+    names = [
+        found.name
+        for found in pkgutil.walk_packages(objcomm.__path__, "objcomm.")
+        if not found.name.startswith(("objcomm.demo", "objcomm.__main__"))
+    ]
+    return [name for name in names if examples(name)]
 
 
 def run_examples(name: str) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "objcomm"
-ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
+from tests.modules import MODULES, PACKAGE
 
+ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A room may import from rooms on lower floors, which stand above it here, and from itself.
 FLOORS = [
     ["errors"],
@@ -29,7 +29,6 @@ FLOORS = [
     ["__main__", "compat", "demo", "run"],
 ]
 FLOOR = {room: number for number, floor in enumerate(FLOORS, 1) for room in floor}
-
 # Only the transport, and the link between accelerators, may start a transfer; the demo compares
 # with torch. Only the world tells which ranks a group has.
 COMMUNICATION = {
@@ -43,14 +42,6 @@ COMMUNICATION = {
     "send",
 }
 TRANSLATION = {"get_process_group_ranks", "get_global_rank", "get_group_rank"}
-
-
-def name_of(path: Path) -> str:
-    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def room_of(name: str) -> str:

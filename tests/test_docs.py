@@ -3,16 +3,14 @@
 import ast
 import doctest
 import inspect
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import objcomm
 from tests.doctor.job import clean_environment
-from tests.documented import Block, blocks, examples, run_block, run_examples
+from tests.documented import Block, blocks, documented_modules, examples, run_block, run_examples
 from tests.package.pages import PAGES, programs, steps
 from tests.public_names import FUNCTIONS, PUBLIC
 from tests.ranks import run_on_fresh_ranks
@@ -109,16 +107,6 @@ def test_a_block_that_fails_is_told_with_its_ranks(tmp_path: Path) -> None:
         run_on_fresh_ranks(2, run_block, where="page.md:3", source=source, folder=folder)
     for told in ("[rank 0]", "[rank 1]", "page.md:3", "NameError: name 'undefined'"):
         assert told in str(caught.value)
-
-
-def documented_modules() -> list[str]:
-    """The modules whose docstrings hold examples."""
-    names = [
-        found.name
-        for found in pkgutil.walk_packages(objcomm.__path__, "objcomm.")
-        if not found.name.startswith(("objcomm.demo", "objcomm.__main__"))
-    ]
-    return [name for name in names if examples(name)]
 
 
 def marks_of_module(name: str) -> list[pytest.MarkDecorator]:

@@ -10,7 +10,7 @@ from bench import plot, report
 from bench.model import page as scale
 from bench.model.results import Results as Scale
 from bench.results import Results
-from tests.test_architecture import MODULES
+from tests.modules import MODULES
 
 _DOCS = Path(__file__).parents[1] / "docs"
 _FIGURES = _DOCS / "benchmarks.jsonl"

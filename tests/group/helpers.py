@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm._calls.group import resolve
 from objcomm._observe.history import LENGTH
+from objcomm._transport.store import loopback_store
 from objcomm._world import bare, store_of
 from tests.hosts import free_port
 from tests.waits import wait_until
@@ -42,6 +44,38 @@ def subgroup(*members: int) -> Iterator[dist.ProcessGroup]:
     finally:
         if dist.get_rank() in members:
             dist.destroy_process_group(group)
+
+
+def join_over_tcp() -> dist.TCPStore:
+    """Join a world that meets in a store on this machine, which dies with rank 0."""
+    place = here()
+    told = place.store("port")
+    if place.rank == 0:
+        store = loopback_store()
+        told.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(told.get("port")), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+    return store
+
+
+@contextlib.contextmanager
+def over_tcp() -> Iterator[int]:
+    """A world that meets in a store on this machine; gives the store's port."""
+    store = join_over_tcp()
+    try:
+        yield store.port
+        tell_all("the store may close", "")
+    finally:
+        dist.destroy_process_group()
+
+
+def kind_of(group: dist.ProcessGroup) -> str:
+    """What joins a group that has been used."""
+    mesh = resolve(group)._whole.mesh  # noqa: SLF001  # nothing public has its name
+    assert mesh is not None
+    assert mesh.link is not None
+    return mesh.link.kind
 
 
 def groups_that_await_rank_1() -> dict[str, Any]:

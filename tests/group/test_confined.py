@@ -16,9 +16,8 @@ import torch.distributed as dist
 import objcomm
 from objcomm import TransportError
 from tests.confined import MEMFD_CREATE, no_descriptors, refuse
-from tests.group.helpers import assert_group_works, error_in, subgroup, tell_all
-from tests.group.test_connections_to_the_store import over_tcp
-from tests.group.test_sharing import CALLS
+from tests.group.helpers import assert_group_works, error_in, over_tcp, subgroup, tell_all
+from tests.group.large_objects import CALLS
 from tests.ranks import OVER_GLOO, ranks
 from tests.same import assert_same
 from tests.workers import here

@@ -17,24 +17,15 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, TransportError
 from objcomm._algorithms import topology
-from objcomm._calls.group import resolve
 from objcomm._failures import liveness
 from objcomm._transport import connect, doors, rendezvous
 from tests.faults.victim import sockets
-from tests.group.helpers import assert_group_works, error_in, subgroup, tell_all
+from tests.group.helpers import assert_group_works, error_in, kind_of, subgroup, tell_all
 from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until
 from tests.workers import here
 
 _UNIX, _TCP, _GLOO = "Unix sockets", "TCP", "Gloo"
-
-
-def kind_of(group: dist.ProcessGroup) -> str:
-    """What joins a group that has been used."""
-    mesh = resolve(group)._whole.mesh  # noqa: SLF001  # nothing public has its name
-    assert mesh is not None
-    assert mesh.link is not None
-    return mesh.link.kind
 
 
 def assert_joined_by(kind: str) -> None:

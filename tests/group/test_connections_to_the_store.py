@@ -5,8 +5,6 @@ The store's host looks up the name of whoever connects, which may hold all ranks
 
 import gc
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,30 +14,11 @@ import objcomm
 from objcomm import DesyncError
 from objcomm._failures.watchdog import board_thread_of
 from objcomm._transport.sockets import _connections
-from objcomm._transport.store import loopback_store
 from objcomm._world import store_of
-from tests.group.helpers import assert_group_works, tell_all
+from tests.group.helpers import assert_group_works, over_tcp
 from tests.ranks import ranks
 from tests.waits import wait_until
 from tests.workers import here
-
-
-@contextmanager
-def over_tcp() -> Iterator[int]:
-    """A world that meets in a store on this machine; gives the store's port."""
-    place = here()
-    told = place.store("port")
-    if place.rank == 0:
-        store = loopback_store()
-        told.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(told.get("port")), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
-    try:
-        yield store.port
-        tell_all("the store may close", "")
-    finally:
-        dist.destroy_process_group()
 
 
 def connections(port: int) -> set[int]:

@@ -23,11 +23,11 @@ from objcomm._calls.group import resolve
 from objcomm._failures import mesh, watchdog
 from objcomm._failures.mesh import Mesh
 from objcomm._transport import connect, rendezvous
-from objcomm._transport.store import loopback_store
 from tests.group.helpers import (
     assert_group_works,
     error_in,
     hear,
+    join_over_tcp,
     say,
     tell_all,
     when_main_thread_waits,
@@ -328,21 +328,9 @@ def test_a_main_thread_that_has_failed_is_told_though_another_thread_goes_on() -
         hear("rank 0 has raised")
 
 
-def join_with_the_store_in_rank_0() -> None:
-    """It dies with that rank."""
-    place = here()
-    if place.rank == 0:
-        store = loopback_store()
-        place.store("port").set("port", str(store.port))
-    else:
-        port = int(place.store("port").get("port"))
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=3)
-
-
 @ranks(3, expect_dead={0}, joined=False)
 def test_who_meets_others_when_the_stores_host_dies_blames_none_of_them() -> None:
-    join_with_the_store_in_rank_0()
+    join_over_tcp()
     groups = dist.new_group([1, 2]), dist.new_group([1, 2])
     objcomm.barrier()
     if here().rank == 0:
@@ -365,7 +353,7 @@ def test_who_meets_others_when_the_stores_host_dies_blames_none_of_them() -> Non
 def test_ranks_in_a_block_hear_of_a_death_though_the_store_died_with_that_rank() -> None:
     """They wait for each other, and nobody is left who could ask them."""
     place = here()
-    join_with_the_store_in_rank_0()
+    join_over_tcp()
     objcomm.barrier()
 
     def wait_inside() -> None:

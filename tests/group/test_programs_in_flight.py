@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, Work
+from tests.group.contributions import SIZES, content, same
 from tests.group.helpers import assert_group_works, subgroup
-from tests.group.test_programs import SIZES, content, same
 from tests.ranks import ranks
 from tests.workers import here
 

@@ -15,9 +15,8 @@ import objcomm
 from objcomm import TransportError
 from objcomm._transport import rendezvous
 from objcomm._transport.share import Share
-from tests.group.helpers import assert_group_works, error_in, hear, say, subgroup
-from tests.group.test_connect import kind_of
-from tests.group.test_sharing import CALLS, at_root, pss_nbytes, table
+from tests.group.helpers import assert_group_works, error_in, hear, kind_of, say, subgroup
+from tests.group.large_objects import CALLS, at_root, pss_nbytes, table
 from tests.ranks import ranks
 from tests.same import assert_same
 from tests.waits import PATIENCE_S

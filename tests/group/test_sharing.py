@@ -2,14 +2,10 @@
 
 import gc
 import os
-import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,56 +15,12 @@ from objcomm._algorithms import transfers
 from objcomm._transport.share import Share
 from objcomm._wire import message
 from tests.group.helpers import assert_group_works
+from tests.group.large_objects import CALLS, MIB, at_root, pss_nbytes, table
 from tests.open_files import open_files
 from tests.ranks import OVER_GLOO, ranks
 from tests.same import assert_same
 from tests.waits import wait_until
 from tests.workers import here
-
-_MIB = 1 << 20
-
-
-def table(owner: int) -> dict[str, Any]:
-    """An object of which most is handed over, in members of every kind; one is not worth it."""
-    return {
-        "tensor": torch.full((500_000,), float(owner)),
-        "strided": torch.arange(600_000).view(2, -1).t() + owner,
-        "array": np.arange(300_000.0) + owner,
-        "bytes": bytes([owner]) * (2 * _MIB),
-        "bytearray": bytearray([owner]) * (2 * _MIB),
-        "small": torch.full((50_000,), owner),
-        "name": f"of rank {owner}",
-    }
-
-
-def at_root(obj: Any) -> Any:
-    return obj if here().rank == 0 else None
-
-
-CALLS: dict[str, Callable[[int, int], tuple[Any, Any]]] = {
-    # What a call returns on this rank, and what it should.
-    "broadcast": lambda _, size: (objcomm.broadcast(table(9), src=size - 1), table(9)),
-    "scatter": lambda rank, size: (
-        objcomm.scatter(at_root([table(each) for each in range(size)])),
-        table(rank),
-    ),
-    "gather": lambda rank, size: (
-        objcomm.gather(table(rank)),
-        at_root([table(each) for each in range(size)]),
-    ),
-    "all_gather": lambda rank, size: (
-        objcomm.all_gather(table(rank)),
-        [table(each) for each in range(size)],
-    ),
-    "all_to_all": lambda rank, size: (
-        objcomm.all_to_all([table(rank + each) for each in range(size)]),
-        [table(rank + each) for each in range(size)],
-    ),
-    "sendrecv": lambda rank, size: (
-        objcomm.sendrecv(table(rank), (rank + 1) % size, (rank - 1) % size),
-        table((rank - 1) % size),
-    ),
-}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -100,19 +52,11 @@ def test_what_a_receiver_writes_nobody_else_sees() -> None:
     assert here().rank == 0 or torch.equal(mine, want)
 
 
-def pss_nbytes() -> int:
-    """This process's memory, of which it counts a fraction where others share it."""
-    told = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
-    found = re.search(r"^Pss: +(\d+) kB", told, re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
-
-
 @ranks(3, disposable=True)
 def test_a_host_holds_one_copy() -> None:
     """Of what every rank reads; and none once nobody has it."""
-    sent = torch.arange(8 * _MIB)
-    objcomm.broadcast(at_root(torch.arange(_MIB))).sum()  # what a first call needs besides
+    sent = torch.arange(8 * MIB)
+    objcomm.broadcast(at_root(torch.arange(MIB))).sum()  # what a first call needs besides
     before = pss_nbytes()
     got: Any = objcomm.broadcast(at_root(sent))
     assert int(got.sum()) == int(sent.sum())

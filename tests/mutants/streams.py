@@ -180,7 +180,7 @@ MUTANTS = (
         "if transfer is None or (is_held and not is_shared):",
         "if transfer is None:",
         "what was never shared counts as taken, and its receiver waits for it",
-        _UNIT,
+        _LENT,
     ),
     Mutant(
         "sends-under-way-not-waited-for",

@@ -3,7 +3,7 @@
 import pytest
 
 from objcomm._failures.deadlock import Deadlock, WaitSnapshot, find_deadlock
-from tests.unit.test_conflict import MAIN, OTHER, conflict_of, lane, meeting, step
+from tests.unit.whereabouts import MAIN, OTHER, conflict_of, lane, meeting, step
 
 
 def test_a_circle_of_groups_that_were_used_before_is_found() -> None:

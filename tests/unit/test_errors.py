@@ -8,65 +8,9 @@ import pytest
 import objcomm
 from objcomm import errors
 from objcomm._wire.failure_message import failure_of
-from objcomm.errors import Position, RankFailure
+from objcomm.errors import RankFailure
+from tests.error_samples import EXAMPLES, FAILED, OTHER, SIDE
 from tests.indescribable import INDESCRIBABLE
-
-_SIDE = Position(rank=0, operation="broadcast", sequence=3, root=1, call_site="train.py:10")
-_OTHER = Position(rank=1, operation="gather", sequence=3, root=-1, call_site="é.py:2")
-_FAILED = RankFailure(
-    2, "builtins.ValueError", "no \N{GRINNING FACE}", "Traceback …\nValueError: no"
-)
-
-# One error of every class, and what its text must tell.
-EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
-    type(error): (error, told)
-    for error, told in (
-        (errors.ObjcommError("text"), ["text"]),
-        (errors.UsageError("give one root"), ["give one root"]),
-        (errors.NotInGroupError("rank 0 is outside"), ["rank 0 is outside"]),
-        (
-            errors.MissingDependencyError("sklearn", "scikit-learn"),
-            ["'sklearn'", "install scikit-learn"],
-        ),
-        (errors.CodecError("text"), ["text"]),
-        (
-            errors.EncodeError("pickle", "lock", "obj['cb']", "why"),
-            ["pickle", "lock", "obj['cb']", "why"],
-        ),
-        (
-            errors.sent_at(errors.DecodeError("pickle", "why", "models.net:Head"), _OTHER),
-            ["pickle", "why", "rank 1 gave to gather at é.py:2", "'Head'", "version of 'models'"],
-        ),
-        (errors.ForbiddenTypeError("msgpack", "class 'a.B'"), ["msgpack", "a.B"]),
-        (errors.WireError("text"), ["text"]),
-        (errors.AuthenticationError("not signed"), ["not signed"]),
-        (
-            errors.DesyncError("other operations", (_SIDE, _OTHER)),
-            ["rank 0", "broadcast", "train.py:10", "rank 1", "gather", "é.py:2", "3"],
-        ),
-        (errors.TransportError("gather", (1,), "closed"), ["gather", "rank 1", "closed"]),
-        (
-            errors.TransportTimeout("barrier", (1, 3), 2.5, (_SIDE,), (3,), *[True]),
-            [
-                *("barrier", "1, 3", "2.5 s", "timeout=", "rank 0 is in broadcast (call 3)"),
-                *("train.py:10", "rank 3: no answer", "store: no answer"),
-            ],
-        ),
-        (errors.BrokenGroupError("gather", "rank 1 died"), ["gather", "rank 1 died"]),
-        (
-            errors.StartError(1, 2, "node003:29500", "no answer", (0,)),
-            ["rank 1 of 2", "node003:29500", "no answer", "MASTER_ADDR", "MASTER_PORT"],
-        ),
-        (
-            errors.LaunchError("train", {2: _FAILED, 0: RankFailure(0, "KeyError", "x", "Tr 0")}),
-            ["train", "rank 2", "ValueError", "Traceback …", "rank 0: KeyError: x", "Tr 0"],
-        ),
-        (
-            errors.CollectiveError("gather", {2: _FAILED}),
-            ["gather", "rank 2", "ValueError", "no \N{GRINNING FACE}", "Traceback …"],
-        ),
-    )
-}
 
 
 def _all_errors(root: type[BaseException]) -> list[type[BaseException]]:
@@ -135,12 +79,12 @@ def test_what_no_rank_sent_is_the_senders(lacking: str, told: str) -> None:
 
 
 def test_the_first_to_say_whose_object_it_was_knows_best() -> None:
-    error = errors.sent_at(errors.DecodeError("pickle", "why"), _SIDE)
-    assert errors.sent_at(error, _OTHER).origin == _SIDE
+    error = errors.sent_at(errors.DecodeError("pickle", "why"), SIDE)
+    assert errors.sent_at(error, OTHER).origin == SIDE
 
 
 def test_failures_cannot_be_changed_from_outside() -> None:
-    failures = {2: _FAILED}
+    failures = {2: FAILED}
     error = errors.CollectiveError("gather", failures)
     failures.clear()
     assert list(error.failures) == [2]
@@ -148,7 +92,7 @@ def test_failures_cannot_be_changed_from_outside() -> None:
 
 def test_several_failures_are_told_in_rank_order() -> None:
     other = RankFailure(0, "builtins.KeyError", "'k'", "Traceback of zero")
-    text = str(errors.CollectiveError("gather", {2: _FAILED, 0: other}))
+    text = str(errors.CollectiveError("gather", {2: FAILED, 0: other}))
     assert text.index("rank 0: builtins.KeyError") < text.index("rank 2: builtins.ValueError")
     assert "Traceback of zero" in text
 
@@ -172,7 +116,7 @@ def test_errors_can_be_caught_as_their_builtin_kin() -> None:
 )
 def test_an_error_may_also_be_what_another_library_raised(other: type[Exception]) -> None:
     cause = KeyError("its cause")
-    error = errors.CollectiveError("gather", {2: _FAILED})
+    error = errors.CollectiveError("gather", {2: FAILED})
     error.__cause__, error.own_rank = cause, 2
     error.add_note("a note")
     made = errors.caught_as(error, other)
@@ -195,7 +139,7 @@ def test_other_ranks_are_told_the_class_that_a_programs_argument_raised_elsewher
     assert failure_of(argument, 1).type_name == "IndexError"
     assert failure_of(argument, 1).message == "too short"
     # What a region tells of a call inside stays objcomm's.
-    heard = errors.caught_as(errors.CollectiveError("gather", {2: _FAILED}), IndexError)
+    heard = errors.caught_as(errors.CollectiveError("gather", {2: FAILED}), IndexError)
     assert failure_of(heard, 1).type_name == "objcomm.CollectiveError"
 
 

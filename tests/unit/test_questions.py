@@ -22,7 +22,7 @@ from objcomm._observe.history import CallRecord, History
 from objcomm._transport.lane import Lane
 from objcomm._wire.header import Operation
 from tests.unit.memory_link import header_of
-from tests.unit.test_conflict import MAIN, lane, step
+from tests.unit.whereabouts import MAIN, lane, step
 from tests.waits import PATIENCE_S
 
 _NONCE = "n"

@@ -1,7 +1,6 @@
 """Every pattern of traffic at world sizes that no test machine has, over a link between threads."""
 
-import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,7 @@ import torch
 
 from objcomm._algorithms import routes, topology
 from objcomm._algorithms.exchange import Exchange
-from objcomm._codecs.buffers import Buffer, BufferKind, to_bytes
+from objcomm._codecs.buffers import Buffer, BufferKind
 from objcomm._config import Settings
 from objcomm._transport.link import head_tag, receipt_tag
 from objcomm._wire.header import HEADER_NBYTES, WINDOW_NBYTES, Flag, Status
@@ -26,6 +25,7 @@ from tests.unit.memory_link import (
     new_lane,
     on_every_rank,
 )
+from tests.unit.routed import content_of, expected, message_of, run
 
 SHAPES = ["inline", "body", "buffers", "both"]
 # Each shape where ranks send one by one and where they bundle, each size with little and with much.
@@ -42,29 +42,6 @@ HOSTS: dict[str, Callable[[int], list[int]]] = {
     "hosts in turns": lambda size: [rank % 3 for rank in range(size)],
     "hosts of two": lambda size: [rank // 2 for rank in range(size)],
 }
-LARGE_NBYTES = 1_200_000
-
-
-def message_of(
-    rank: int, shape: str, kind: BufferKind = BufferKind.TENSOR, flags: int = 0
-) -> Message:
-    """A message whose content depends on ``rank`` and whose way depends on ``shape``."""
-    meta = bytes([rank]) * (40_000 if shape in ("body", "both") else 10)
-    buffers = []
-    if shape in ("buffers", "both"):
-        for nbytes in (5, 50_000 + rank, 0, LARGE_NBYTES):
-            flat = torch.full((nbytes,), rank, dtype=torch.uint8)
-            buffers.append(Buffer(kind, flat, flat))
-    return compose(header_of(rank, flags=flags), meta, buffers, device_types="cpu")
-
-
-def content_of(message: Message) -> tuple[bytes, list[bytes]]:
-    return bytes(message.meta), [to_bytes(buffer.flat) for buffer in message.buffers]
-
-
-@functools.cache
-def expected(rank: int, shape: str) -> tuple[bytes, list[bytes]]:
-    return content_of(message_of(rank, shape))
 
 
 def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
@@ -79,26 +56,6 @@ def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
 
     on_every_rank(3, check)
     assert wires[0].left_over() == 0
-
-
-def run(
-    size: int,
-    body: Callable[[Exchange], Any],
-    hosts: Sequence[int] = (),
-    sharing: Collection[int] = (),
-) -> list[Any]:
-    """Run one operation on every rank; nothing may be left on the wires."""
-    wires = Wires(size, hosts, sharing)
-
-    def on_rank(rank: int) -> Any:
-        exchange = exchange_on(MemoryLink(wires, rank), new_lane())
-        result = body(exchange)
-        exchange.finish()
-        return result
-
-    results = on_every_rank(size, on_rank)
-    assert wires.left_over() == 0
-    return results
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

@@ -11,7 +11,7 @@ from objcomm._algorithms.exchange import Exchange
 from objcomm._transport.share import Share
 from objcomm._wire.message import Message
 from tests.unit.memory_link import MemoryLink
-from tests.unit.test_routes import LARGE_NBYTES, content_of, expected, message_of, run
+from tests.unit.routed import LARGE_NBYTES, content_of, expected, message_of, run
 
 #: The host of each rank, and the hosts whose ranks share.
 SPREADS: dict[str, tuple[list[int], set[int]]] = {

@@ -16,7 +16,7 @@ from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
 from objcomm._wire.header import Operation
 from tests.unit.memory_link import header_of
-from tests.unit.test_conflict import MAIN, recv
+from tests.unit.whereabouts import MAIN, recv
 from tests.waits import PATIENCE_S
 
 

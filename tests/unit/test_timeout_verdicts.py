@@ -10,7 +10,7 @@ from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._observe.history import CallRecord
 from objcomm._wire.header import Operation
 from tests.unit.memory_link import header_of
-from tests.unit.test_conflict import MAIN, recv
+from tests.unit.whereabouts import MAIN, recv
 
 
 @pytest.mark.parametrize("stopped", [set(), {5}], ids=["all run", "one is stopped"])

@@ -1,7 +1,6 @@
 """Runs the examples of all public names in one process, but those that start other ranks."""
 
-from tests.documented import run_examples
-from tests.test_docs import documented_modules
+from tests.documented import documented_modules, run_examples
 
 _STARTS_RANKS = "objcomm._bootstrap.launch"
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import objcomm
 from objcomm.compat import torch as dist_objects
+from tests.group.flashy_program import use_documented
 from tests.group.operations import OPERATIONS
-from tests.group.test_compat_flashy import use_documented
 
 # What each named operator makes of a 2 of one rank.
 _NAMED: dict[Any, float] = {

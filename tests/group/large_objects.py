@@ -1,0 +1,65 @@
+"""Objects of which ranks of one host hand most over to each other, and calls that carry them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import objcomm
+from tests.workers import here
+
+MIB = 1 << 20
+
+
+def table(owner: int) -> dict[str, Any]:
+    """An object of which most is handed over, in members of every kind; one is not worth it."""
+    return {
+        "tensor": torch.full((500_000,), float(owner)),
+        "strided": torch.arange(600_000).view(2, -1).t() + owner,
+        "array": np.arange(300_000.0) + owner,
+        "bytes": bytes([owner]) * (2 * MIB),
+        "bytearray": bytearray([owner]) * (2 * MIB),
+        "small": torch.full((50_000,), owner),
+        "name": f"of rank {owner}",
+    }
+
+
+def at_root(obj: Any) -> Any:
+    return obj if here().rank == 0 else None
+
+
+CALLS: dict[str, Callable[[int, int], tuple[Any, Any]]] = {
+    # What a call returns on this rank, and what it should.
+    "broadcast": lambda _, size: (objcomm.broadcast(table(9), src=size - 1), table(9)),
+    "scatter": lambda rank, size: (
+        objcomm.scatter(at_root([table(each) for each in range(size)])),
+        table(rank),
+    ),
+    "gather": lambda rank, size: (
+        objcomm.gather(table(rank)),
+        at_root([table(each) for each in range(size)]),
+    ),
+    "all_gather": lambda rank, size: (
+        objcomm.all_gather(table(rank)),
+        [table(each) for each in range(size)],
+    ),
+    "all_to_all": lambda rank, size: (
+        objcomm.all_to_all([table(rank + each) for each in range(size)]),
+        [table(rank + each) for each in range(size)],
+    ),
+    "sendrecv": lambda rank, size: (
+        objcomm.sendrecv(table(rank), (rank + 1) % size, (rank - 1) % size),
+        table((rank - 1) % size),
+    ),
+}
+
+
+def pss_nbytes() -> int:
+    """This process's memory, of which it counts a fraction where others share it."""
+    told = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+    found = re.search(r"^Pss: +(\d+) kB", told, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
