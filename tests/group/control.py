@@ -7,8 +7,9 @@ import pytest
 
 import objcomm
 from objcomm import CollectiveError
+from objcomm._training import main_process
 
-__all__ = ["BLOCKS", "SHARES", "OwnExit", "OwnInterrupt", "fail", "raised_together"]
+__all__ = ["BLOCKS", "ORDERED", "SHARES", "OwnExit", "OwnInterrupt", "fail", "raised_together"]
 
 
 class OwnInterrupt(KeyboardInterrupt):
@@ -50,4 +51,11 @@ SHARES: dict[str, Callable[..., Any]] = {
 BLOCKS: dict[str, Callable[..., Any]] = {
     "main_first": objcomm.main_first,
     "node_first": objcomm.node_first,
+}
+
+#: Blocks that all ranks enter, by the names that their errors show.
+ORDERED: dict[str, Callable[..., Any]] = {
+    **BLOCKS,
+    "zero_first": main_process.zero_first,
+    "zero_only": main_process.zero_only,
 }

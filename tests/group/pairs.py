@@ -9,6 +9,8 @@ from tests.workers import here
 
 LARGE = bytes(3_000_000)
 LARGE_NBYTES = 300_000
+OBJECTS = ["small", LARGE]
+IDS = ["small", "large"]
 
 
 def left() -> int:

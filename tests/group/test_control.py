@@ -5,7 +5,6 @@ waiting ranks would otherwise come after half an hour.
 """
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,15 @@ import objcomm
 from objcomm import CollectiveError, UsageError
 from objcomm._training import main_process
 from tests.cases import case
-from tests.group.control import BLOCKS, SHARES, OwnExit, OwnInterrupt, fail, raised_together
+from tests.group.control import (
+    BLOCKS,
+    ORDERED,
+    SHARES,
+    OwnExit,
+    OwnInterrupt,
+    fail,
+    raised_together,
+)
 from tests.group.helpers import (
     RefusesToArrive,
     assert_group_works,
@@ -28,15 +35,8 @@ from tests.group.helpers import (
     subgroup,
     tell_all,
 )
-from tests.ranks import ranks, solo
+from tests.ranks import ranks
 from tests.workers import here
-
-#: Blocks that all ranks enter, by the names that their errors show.
-ORDERED: dict[str, Callable[..., Any]] = {
-    **BLOCKS,
-    "zero_first": main_process.zero_first,
-    "zero_only": main_process.zero_only,
-}
 
 
 class TwoArgumentsError(Exception):
@@ -362,75 +362,6 @@ def test_decorated_functions_call_each_other() -> None:
         fibonacci("x")  # type: ignore[arg-type]  # fails on the first rank, two calls deep or one
     assert caught.value.failures[0].type_name == "TypeError"
     assert_group_works()
-
-
-@solo()
-def test_without_torch_distributed_all_is_the_same() -> None:
-    for name, share in SHARES.items():
-        assert share(lambda: 2.0) == 2.0
-        raised_together(partial(share, partial(fail, ValueError())), 0, operation=name)
-    for name, ordered in ORDERED.items():
-
-        def block(ordered: Callable[..., Any] = ordered) -> None:
-            with ordered():
-                fail(ValueError())
-
-        raised_together(block, 0, operation=name)
-    assert objcomm.rank_prefixed_message("text") == "text"
-    assert objcomm.is_main(scope="node")
-    with pytest.raises(UsageError, match="write scope='node'"):
-        objcomm.is_main("node")  # type: ignore[arg-type]  # that is the question
-    with pytest.raises(UsageError, match="neither 'world' nor 'node'"):
-        objcomm.is_main(scope="host")  # type: ignore[arg-type]  # that is the question
-
-
-@solo(environment={"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
-def test_a_job_that_has_not_begun_is_no_world_of_one() -> None:
-    for share in SHARES.values():
-        with pytest.raises(UsageError, match="promises other ranks"):
-            share(lambda: 1)
-    for block in (
-        objcomm.main_first,
-        objcomm.node_first,
-        main_process.zero_only,
-        main_process.MainProcessContext,
-    ):
-        with pytest.raises(UsageError, match="promises other ranks"), block():
-            pass
-    assert not objcomm.is_main(scope="node")
-
-
-@ranks(2, environment={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-def test_variables_that_are_the_same_on_all_ranks_make_no_second_main() -> None:
-    """A shell that a launcher started, and from which ranks were started by hand."""
-    rank = here().rank
-    ran: list[int] = []
-
-    def runs() -> int:
-        ran.append(rank)
-        return rank
-
-    for share in SHARES.values():
-        assert share(runs) == 0
-    assert ran == [0] * (len(SHARES) if rank == 0 else 0)
-    assert objcomm.is_main() == objcomm.is_main(scope="node") == (rank == 0)
-
-
-@ranks(2, disposable=True)
-def test_a_rank_is_first_of_its_host_by_whoever_knows() -> None:
-    with pytest.raises(UsageError, match="node_group"):
-        objcomm.is_main(scope="node")
-    for variable in ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
-        os.environ[variable] = str(here().rank)
-        assert objcomm.is_main(scope="node") == (here().rank == 0)
-        del os.environ[variable]
-    os.environ["LOCAL_RANK"] = "first"
-    with pytest.raises(UsageError, match="LOCAL_RANK='first'"):
-        objcomm.is_main(scope="node")
-    os.environ["LOCAL_RANK"] = ""
-    objcomm.node_group()
-    assert objcomm.is_main(scope="node") == (here().rank == 0)
-    assert objcomm.rank_prefixed_message("text") == f"[rank: {here().rank}] text"
 
 
 def test_what_gives_no_result_to_share_is_not_decorated() -> None:

@@ -1,4 +1,4 @@
-"""Messages from rank to rank when something is wrong: who raises what, and what is not lost."""
+"""Messages from rank to rank when something is refused, late or interrupted: who raises what."""
 
 import gc
 import os
@@ -6,18 +6,14 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DecodeError, TransportError, TransportTimeout
-from objcomm._calls.watched import Watched
-from objcomm._transport import threads
 from objcomm._transport.streams import StreamLink
 from tests.group.helpers import (
     RefusesToArrive,
@@ -32,8 +28,8 @@ from tests.group.helpers import (
 )
 from tests.group.pairs import LARGE, assert_pair_works
 from tests.group.watched import hastily, patiently
-from tests.ranks import OVER_GLOO, ranks
-from tests.waits import PATIENCE_S, wait_until, within
+from tests.ranks import ranks
+from tests.waits import within
 from tests.workers import here
 
 # Refusals
@@ -282,213 +278,6 @@ def test_who_is_interrupted_has_closed_its_connections_however_slow_another_thre
         tell_all("interrupted", "")
         error_in(TransportError, lambda: objcomm.recv(0))
         tell_all("heard", "")
-    assert_group_works()
-
-
-# Deaths and ends
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def await_death(pid: int) -> None:
-    """Wait until a process is no more than an exit status."""
-    stat = Path(f"/proc/{pid}/stat")
-
-    def is_dead() -> bool:
-        try:
-            return stat.read_text().rpartition(")")[2].split()[0] == "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-
-    wait_until(is_dead, f"the end of process {pid}")
-
-
-WAITS: dict[str, Callable[[], Any]] = {
-    "recv": lambda: objcomm.recv(1),
-    "recv from any": objcomm.recv,
-    "probe": lambda: objcomm.probe(1),
-    "send of something large": lambda: objcomm.send(LARGE, 1),
-    "send of something between": lambda: objcomm.send(bytes(45_000), 1),
-    "isend": lambda: objcomm.isend(LARGE, 1).wait(),
-    "irecv": lambda: objcomm.irecv(1, tag=None).wait(),
-    "irecv from any": lambda: objcomm.irecv().wait(),
-    "sendrecv": lambda: objcomm.sendrecv(LARGE, 1, 1),
-}
-
-
-# Each costs three new processes: all waits of ranks that have met, of the others one of a kind.
-MEETINGS = [
-    *[(wait, True, False) for wait in WAITS],
-    *[(wait, True, True) for wait in ("recv", "send of something large", "sendrecv")],
-    *[(wait, False, False) for wait in ("recv", "recv from any", "send of something large")],
-    *[(wait, False, True) for wait in ("probe", "isend")],
-]
-# The others are of a kind with one of these.
-SHORT_LIST = {
-    *[(wait, True, False) for wait in ("recv", "recv from any", "isend", "sendrecv")],
-    ("send of something large", True, True),
-    ("recv", False, False),
-    ("probe", False, True),
-}
-
-
-@ranks(3, expect_dead=[1])
-@pytest.mark.parametrize(
-    ("wait", "have_met", "is_dead_before"),
-    [pytest.param(*each, marks=[pytest.mark.long] * (each not in SHORT_LIST)) for each in MEETINGS],
-)
-def test_a_death_ends_what_waits_for_that_rank(
-    wait: str, *, have_met: bool, is_dead_before: bool
-) -> None:
-    objcomm.barrier()
-    if have_met:
-        assert_pair_works()
-    pids = [int(pid) for pid in tell_all("pid", str(os.getpid()))]
-    if here().rank == 1:
-        if is_dead_before:
-            die()
-        hear("rank 0 waits")
-        os._exit(3)
-    if here().rank == 0:
-        if is_dead_before:
-            await_death(pids[1])
-        else:
-            when_main_thread_waits(lambda: say("rank 0 waits"))
-        error = error_in(TransportError, WAITS[wait])
-        assert error.peers == (1,)
-        with pytest.raises(BrokenGroupError):
-            objcomm.recv(1)
-        with pytest.raises(BrokenGroupError):
-            objcomm.send(1, 1)
-        objcomm.send("the others can still talk", 2)
-        assert objcomm.recv() == "yes"
-    else:
-        assert objcomm.recv(0) == "the others can still talk"
-        objcomm.send("yes", 0)
-
-
-@ranks(2, expect_dead=[1], environment=OVER_GLOO)
-@pytest.mark.parametrize("src", [1, None])
-def test_a_death_between_head_and_payload(src: int | None) -> None:
-    pids = [int(pid) for pid in tell_all("pid", str(os.getpid()))]
-    if here().rank == 1:
-        work = objcomm.isend(LARGE, 0)
-        assert not work.done()
-        hear("probed")
-        die()
-    found = objcomm.probe(src)
-    assert found.nbytes > len(LARGE)
-    say("probed")
-    await_death(pids[1])
-    assert error_in(TransportError, lambda: objcomm.recv(src)).peers == (1,)
-
-
-@ranks(2, expect_dead=[1])
-@pytest.mark.parametrize("src", [1, None])
-def test_a_death_before_the_memory_of_a_message_is_handed_over(src: int | None) -> None:
-    """Where it was handed over the message is here, though its sender has died since."""
-    assert_pair_works()
-    if here().rank == 1:
-        with mock.patch.object(StreamLink, "send_share", side_effect=lambda *_: die()):
-            objcomm.send(LARGE, 0)
-    assert error_in(TransportError, lambda: objcomm.recv(src)).peers == (1,)
-
-
-@ranks(2, expect_dead=[1])
-def test_a_death_in_mid_payload() -> None:
-    """Rank 1 dies while it sends; on a machine that lets it send all of it first, right after."""
-    if here().rank == 1:
-        objcomm.isend(bytes(256 << 20), 0)
-        objcomm.recv(0)
-        die()
-    objcomm.probe(1)
-    objcomm.send("now", 1)
-
-    def receive() -> None:
-        while True:
-            objcomm.recv(1)
-
-    assert error_in(TransportError, receive).peers == (1,)
-
-
-@ranks(3, expect_dead=[1])
-def test_what_a_rank_had_sent_before_its_death_is_received() -> None:
-    assert_pair_works()
-    pids = [int(pid) for pid in tell_all("pid", str(os.getpid()))]
-    if here().rank == 1:
-        for number in range(5):
-            objcomm.send(number, 0)
-        os._exit(0)
-    if here().rank == 0:
-        await_death(pids[1])
-        wait_until(lambda: objcomm.iprobe(1), "the first message")
-        assert [objcomm.recv(1) for _ in range(3)] == [0, 1, 2]
-        assert [objcomm.recv() for _ in range(2)] == [3, 4]
-        assert error_in(TransportError, objcomm.recv).peers == (1,)
-        say("all received")
-        assert objcomm.recv() == "from rank 2"
-    else:
-        hear("all received")
-        objcomm.send("from rank 2", 0)
-
-
-def _leave_regularly(*, is_destroyed: bool) -> None:
-    """End this rank's program as a program ends: the interpreter's exit handlers run."""
-    import atexit  # noqa: PLC0415  # for what a program's end does, in a process of the pool
-
-    if is_destroyed:
-        dist.destroy_process_group()
-        gc.collect()
-    atexit._run_exitfuncs()  # noqa: SLF001  # there is no public name for it
-    os._exit(0)
-
-
-@ranks(3, expect_dead=[1, 2])
-@pytest.mark.parametrize("is_destroyed", [False, True], ids=["abandoned", "destroyed"])
-def test_a_rank_whose_program_ends_is_missed_by_nobody_who_waits_for_any(
-    *, is_destroyed: bool
-) -> None:
-    pids = [int(pid) for pid in tell_all("pid", str(os.getpid()))]
-    if here().rank == 0:
-        assert sorted(objcomm.recv() for _ in range(2)) == [1, 2]
-        await_death(pids[1])
-        when_main_thread_waits(lambda: say("rank 0 waits"))
-        assert objcomm.recv() == "late"
-        error = error_in(TransportError, objcomm.recv)
-        assert "ended" in str(error) or "destroyed" in str(error)
-        with pytest.raises(TransportError):
-            objcomm.recv(1)
-        return
-    objcomm.send(here().rank, 0)
-    if here().rank == 2:
-        hear("rank 0 waits")
-        objcomm.send("late", 0)
-    _leave_regularly(is_destroyed=is_destroyed)
-
-
-@ranks(2, environment=OVER_GLOO)
-def test_a_message_that_was_taken_is_sent_though_its_receiver_has_left() -> None:
-    """The sender is busy until it has heard that the receiver has taken all, and left."""
-    group = dist.new_group([0, 1])
-    assert objcomm.sendrecv(here().rank, 1 - here().rank, 1 - here().rank, group=group) is not None
-    regular = Watched.__exit__
-
-    def late(self: Watched, *raised: Any) -> None:
-        wait_until(lambda: self._mesh.is_closed, "the end of the connection")
-        regular(self, *raised)
-
-    if here().rank == 1:
-        assert objcomm.recv(0, group=group) == LARGE[:1000]
-    else:
-        with (
-            mock.patch.object(Watched, "__exit__", late),
-            mock.patch.object(threads, "_LAST_TURN_SECONDS", PATIENCE_S),
-        ):
-            objcomm.send(LARGE[:1000], 1, group=group)
-        error_in(TransportError, lambda: objcomm.send("more", 1, group=group))
-    dist.destroy_process_group(group)
     assert_group_works()
 
 

@@ -117,7 +117,7 @@ MUTANTS = (
         "            if not ended.done() and not wait([ended], _LAST_TURN_SECONDS).done:\n",
         "            if not ended.done() or self._is_abandoned:\n",
         "a send that was taken raises, where its thread had no turn before the receiver left",
-        ("tests/unit/test_order.py", "tests/group/test_p2p_failures.py"),
+        ("tests/unit/test_order.py", "tests/group/test_p2p_deaths.py"),
     ),
     Mutant(
         "aborted-before-what-was-taken",

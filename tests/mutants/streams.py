@@ -6,6 +6,7 @@ _UNIT = ("tests/unit/test_stream_link.py",)
 _HANDLERS = ("tests/unit/test_stream_handlers.py",)
 _LENT = ("tests/unit/test_stream_shares.py",)
 _BETWEEN = ("tests/unit/test_streams_between_hosts.py",)
+_SILENCE = ("tests/unit/test_silence.py",)
 _RANKS = ("tests/group/test_connect.py",)
 _SHARES = ("tests/unit/test_share.py",)
 _SHARING = ("tests/group/test_sharing.py",)
@@ -180,7 +181,7 @@ MUTANTS = (
         "if transfer is None or (is_held and not is_shared):",
         "if transfer is None:",
         "what was never shared counts as taken, and its receiver waits for it",
-        _LENT,
+        (*_UNIT, *_LENT),
     ),
     Mutant(
         "sends-under-way-not-waited-for",
@@ -436,7 +437,7 @@ MUTANTS = (
         "(unanswered and repeated and heard_before > sent_before)",
         "(unanswered and repeated)",
         "a host that answers all the time, and takes nothing, is lost",
-        _BETWEEN,
+        _SILENCE,
     ),
     Mutant(
         "away-is-silent",
@@ -444,7 +445,7 @@ MUTANTS = (
         "if is_late or not is_asked:",
         "if not is_asked:",
         "after a process was stopped for a minute all other hosts are lost",
-        _BETWEEN,
+        _SILENCE,
     ),
     Mutant(
         "just-sent-is-silent",
@@ -452,7 +453,7 @@ MUTANTS = (
         "is_asked = probes > 1 or",
         "is_asked = probes or",
         "a host that passes over one question is lost",
-        _BETWEEN,
+        _SILENCE,
     ),
     Mutant(
         "any-host-by-any-way",

@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 _TOPOLOGY = ("tests/unit/test_topology.py",)
 _ROUTES = ("tests/unit/test_routes.py",)
 _MAILBOX = ("tests/unit/test_mailbox.py",)
+_ROOM = ("tests/unit/test_mailbox_room.py",)
 
 MUTANTS = (
     Mutant(
@@ -269,7 +270,7 @@ MUTANTS = (
         "return self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and not is_wanted",
         "return self._kept_nbytes.get(peer, 0) > 2 * _KEPT_MAX_NBYTES and not is_wanted",
         "a rank keeps twice as many messages for nobody as it should",
-        (*_MAILBOX, "tests/group/test_p2p.py"),
+        (*_ROOM, "tests/group/test_p2p.py"),
     ),
     Mutant(
         "arrived-messages-thrown-away",
@@ -277,7 +278,7 @@ MUTANTS = (
         "(not self.is_whole or verdict.cause is Cause.FAILED)",
         "(not self.is_whole or verdict.is_recoverable)",
         "what has come is gone after an error that both ranks outlive",
-        _MAILBOX,
+        _ROOM,
     ),
     Mutant(
         "messages-overtake-at-a-new-beginning",
@@ -349,7 +350,7 @@ MUTANTS = (
         "if verdict is not None and self.arrival.is_lost(verdict):",
         "if verdict is not None and not self.arrival.is_whole:",
         "what a failed block has sent is received after its end",
-        ("tests/group/test_p2p_mprobe.py",),
+        ("tests/group/test_p2p_mprobe_failures.py",),
     ),
     Mutant(
         "dropped-messages-are-lost",
@@ -357,7 +358,7 @@ MUTANTS = (
         "                mailbox.drop(arrival)\n",
         "                del arrival\n",
         "a message that was found and not received is gone",
-        ("tests/group/test_p2p_mprobe.py",),
+        ("tests/group/test_p2p_mprobe_failures.py",),
     ),
     Mutant(
         "dropped-messages-wake-nobody",

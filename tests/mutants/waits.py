@@ -12,7 +12,7 @@ MUTANTS = (
         "self._asking.get(request.src, 0) + 1\n                self._changed.notify_all()",
         "self._asking.get(request.src, 0) + 1",
         "a thread that waits for room does not hear that somebody asks",
-        ("tests/unit/test_mailbox.py",),
+        ("tests/unit/test_mailbox_room.py",),
     ),
     Mutant(
         "busy-line-taken-for-idle",

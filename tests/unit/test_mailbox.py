@@ -1,10 +1,7 @@
-"""Which message goes to whom, without any rank: matching, probes, ends, and what one may keep."""
+"""Which message goes to whom, without any rank: matching, probes, and ends."""
 
 import _thread
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,64 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm._failures.verdict import Cause, Verdict
-from objcomm._p2p import mailbox as module
 from objcomm._p2p.mailbox import Arrived, Mailbox, RecvRequest
-from objcomm._wire.header import Header, Operation
-from tests.waits import PATIENCE_S, wait_until
-
-LOST = Verdict.of(Cause.LOST, ranks=(1,), reason="it died")
-DESYNC = Verdict.of(Cause.DESYNC, reason="each waits for another")
-REFUSED = Verdict.of(Cause.REFUSED)
-FAILED = Verdict.of(Cause.FAILED)
-
-#: Stands for a connection to rank 1.
-FIRST = object()
-
-
-def arrival(peer: int, tag: int = 0, obj: Any = None) -> Arrived:
-    return Arrived(peer, tag, 0, obj=obj)
-
-
-@dataclass
-class Asked:
-    """A request, and how often it was ended."""
-
-    src: int | None = None
-    tag: int | None = 0
-    is_probe: bool = False
-    ends: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.request = RecvRequest(
-            self.src, self.tag, is_probe=self.is_probe, on_end=lambda: self.ends.append(1)
-        )
-
-    @property
-    def got(self) -> Any:
-        assert len(self.ends) == 1
-        assert self.request.arrival is not None
-        return self.request.arrival.obj
-
-
-def filled(*arrivals: Arrived) -> Mailbox:
-    box = Mailbox(0, 4)
-    box.expect(1, FIRST)
-    for each in arrivals:
-        box.deliver(each)
-    return box
-
-
-def ask(
-    box: Mailbox, src: int | None = None, tag: int | None = 0, *, is_probe: bool = False
-) -> Asked:
-    asked = Asked(src, tag, is_probe)
-    box.ask(asked.request)
-    return asked
-
-
-def poll(box: Mailbox, src: int | None, tag: int | None, *, is_probe: bool = True) -> Any:
-    return box.poll(Asked(src, tag, is_probe).request)
+from tests.unit.mailboxes import DESYNC, FAILED, FIRST, LOST, Asked, arrival, ask, filled, poll
+from tests.waits import wait_until
 
 
 def test_the_first_message_that_fits_is_taken() -> None:
@@ -330,121 +272,6 @@ def test_the_end_of_an_earlier_connection_counts_no_more() -> None:
     assert ask(box, 1).got == "new"
     box.fail(1, second, LOST, is_for_any=True)
     assert asked.request.verdict is LOST
-
-
-def header(*, body_nbytes: int) -> Header:
-    return Header(operation=Operation.SEND, sender=1, body_nbytes=body_nbytes)
-
-
-def over(mesh: Any, tag: int, *, body_nbytes: int = 10, raw: bytes = b"") -> Arrived:
-    return Arrived(1, tag, 0, header(body_nbytes=body_nbytes), raw, mesh)
-
-
-@pytest.mark.parametrize(
-    ("verdict", "stays"), [(LOST, True), (DESYNC, True), (REFUSED, True), (FAILED, False)]
-)
-def test_a_whole_message_outlives_its_connection_but_no_block_that_has_failed(
-    verdict: Verdict, *, stays: bool
-) -> None:
-    large, small = over(None, 3, body_nbytes=1 << 20), over(None, 4)
-    assert (large.is_whole, small.is_whole) == (False, True)
-    box = filled(large, small, arrival(2, 0, "another's"))
-    box.fail(1, FIRST, verdict, is_for_any=True)
-    assert box.look(1, 3) is None
-    assert box.look(1, 4) is (small if stays else None)
-    assert ask(box).got == "another's"
-
-
-@pytest.mark.parametrize("verdict", [LOST, DESYNC, FAILED])
-def test_what_is_lost_is_given_to_nobody_before_anybody_has_told_so(verdict: Verdict) -> None:
-    """Its connection ends on another thread, which says so a moment later."""
-    mesh = SimpleNamespace(verdict=None)
-    box = filled(over(mesh, 3, body_nbytes=1 << 20), over(mesh, 3))
-    mesh.verdict = verdict
-    found = box.look(1, 3)
-    assert (found is not None and found.is_whole) == (verdict is not FAILED)
-    asked = ask(box, 1, 5)
-    box.deliver(over(mesh, 5, body_nbytes=1 << 20))
-    assert asked.ends == []
-    assert box.look(1, 5) is None
-
-
-def test_who_waits_for_room_hears_that_the_connection_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
-    box, mesh = filled(Arrived(1, 7, 0, raw=bytes(40))), SimpleNamespace(verdict=None)
-    waiting = threading.Thread(
-        target=box.await_room, args=(1, lambda: mesh.verdict is not None, 1000.0)
-    )
-    waiting.start()
-    mesh.verdict = DESYNC
-    box.fail(1, FIRST, DESYNC, is_for_any=False)
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
-
-
-def test_a_sender_waits_while_its_share_is_full_until_somebody_asks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 100)
-    box = filled()
-
-    def has_room(peer: int) -> bool:
-        looks = iter([False, False, True])
-        box.await_room(peer, lambda: next(looks), 0.01)
-        return next(looks, None) is not None
-
-    for _ in range(3):
-        assert has_room(1)
-        box.deliver(Arrived(1, 7, 0, raw=bytes(40)))
-    assert not has_room(1)
-    assert has_room(2)
-    asked = ask(box, 2)
-    assert not has_room(1)
-    wanted = ask(box, 1)
-    assert has_room(1)
-    box.cancel(wanted.request)
-    assert not has_room(1)
-    ask(box, 1, 7)
-    assert has_room(1)
-    assert asked.ends == []
-
-
-@pytest.mark.parametrize("src", [1, None])
-def test_each_look_in_vain_lets_one_message_more_come(
-    monkeypatch: pytest.MonkeyPatch, src: int | None
-) -> None:
-    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
-    box = filled(Arrived(1, 7, 0, raw=bytes(40)))
-    may_end = threading.Event()
-    came: list[int] = []
-
-    def send() -> None:
-        while not may_end.is_set():
-            box.await_room(1, may_end.is_set, 0.01)
-            came.append(1)
-
-    sender = threading.Thread(target=send)
-    assert poll(box, src, 7) is not None
-    sender.start()
-    for count in range(1, 4):
-        assert poll(box, src, 8) is None
-        wait_until(lambda count=count: len(came) >= count, "the sender")  # type: ignore[misc]  # a default
-    time.sleep(0.05)  # five turns of the sender, in which it must not go on; fewer do no harm
-    assert len(came) == 3
-    may_end.set()
-    sender.join()
-
-
-def test_a_request_wakes_a_sender_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
-    box = filled(Arrived(1, 7, 0, raw=bytes(40)))
-    waiting = threading.Thread(target=box.await_room, args=(1, lambda: False, 1000.0))
-    waiting.start()
-    ask(box, 1, 8)
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
 
 
 class Model:

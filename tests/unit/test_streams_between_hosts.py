@@ -1,22 +1,18 @@
-"""What streams between hosts do that those of one host need not: prove, deliver, notice silence."""
+"""What streams between hosts do that those of one host need not: prove, deliver, call again."""
 
 import errno
 import socket
 import struct
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from objcomm._transport import sockets, streams
+from objcomm._transport import streams
 from objcomm._transport.doors import Place
 from objcomm._transport.link import HOST_LOST, LinkClosed, payload_tag
-from objcomm._transport.sockets import Silence
 from objcomm._transport.streams import Kind
 from objcomm.errors import WireError
 from tests.unit.stream_links import (
@@ -126,110 +122,6 @@ def test_who_waits_is_woken_where_a_host_has_become_silent(
         assert links[0].is_out_of_reach(1)
         assert not links[0].is_out_of_reach(2)
         assert list(links[0].closed()) == [1]
-
-
-class _Kernel:
-    """What it says of a connection, at times of its own; the watchdog looks each second.
-
-    Attributes:
-        heard: when the other host has answered last.
-        sent: when something was sent last.
-        repeated: how often.
-        unanswered: packets.
-        probes: questions that were not answered.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, silence: Silence) -> None:
-        self._seconds = self.heard = self.sent = 1000.0
-        self.repeated = self.unanswered = self.probes = 0
-        self._silence = silence
-        monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: self._seconds))
-        monkeypatch.setattr(sockets, "_told_of", self._told)
-
-    def _told(self, _: socket.socket) -> tuple[int, ...]:
-        ages = [round((self._seconds - each) * 1000) for each in (self.sent, self.heard)]
-        return self.repeated, self.probes, self.unanswered, *ages, 0
-
-    def silent_after(self, looks: int) -> int | None:
-        """How many of so many looks it took to find the other host silent for too long."""
-        for look in range(1, looks + 1):
-            self._seconds += 1.0
-            if self._silence.is_too_long():
-                return look
-        return None
-
-    def stand(self, seconds: float) -> None:
-        """Let the process be away."""
-        self._seconds += seconds
-
-    def send(self) -> None:
-        """Let a packet be sent, and once more."""
-        self.sent, self.unanswered, self.repeated = self._seconds, 1, 1
-
-    def answer(self) -> None:
-        """Let the other host answer, and take nothing."""
-        self.heard, self.probes = self._seconds, 0
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Kernel]:
-    """That of one connection, which may be silent for 10 s."""
-    one, other = tcp_pair()
-    with one, other:
-        yield _Kernel(monkeypatch, Silence(one, 10.0))
-
-
-def test_silence_is_counted_from_when_something_is_to_be_answered(kernel: _Kernel) -> None:
-    assert kernel.silent_after(3600) is None  # nothing is
-    kernel.send()
-    assert kernel.silent_after(30) == 12
-
-
-def test_a_question_that_is_not_answered_counts_as_well(kernel: _Kernel) -> None:
-    assert kernel.silent_after(20) is None
-    kernel.probes = 1
-    assert kernel.silent_after(60) is None  # a busy system passes over one
-    kernel.probes = 2
-    assert kernel.silent_after(30) == 12
-
-
-def test_what_was_sent_once_may_be_answered_a_moment_later(kernel: _Kernel) -> None:
-    assert kernel.silent_after(20) is None
-    kernel.unanswered = 1  # of another packet at each look
-    assert kernel.silent_after(60) is None
-
-
-def test_a_host_that_answers_is_not_silent_however_long_nothing_is_taken_in(
-    kernel: _Kernel,
-) -> None:
-    """What there is no room for Linux sends again more and more rarely."""
-    for pause in (1, 2, 4, 8, 16, 32, 64, 120, 120):
-        kernel.send()
-        assert kernel.silent_after(1) is None
-        kernel.answer()
-        assert kernel.silent_after(pause) is None
-
-
-def test_what_was_answered_while_this_process_was_away_is_no_silence(kernel: _Kernel) -> None:
-    kernel.send()
-    assert kernel.silent_after(2) is None
-    kernel.stand(600.0)
-    kernel.send()
-    assert kernel.silent_after(1) is None
-    assert kernel.silent_after(30) == 12
-
-
-def test_a_full_connection_is_not_silent_as_the_kernel_tells_it() -> None:
-    one, other = tcp_pair()
-    with one, other:
-        silence = Silence(one, 0.5)
-        one.settimeout(0)
-        with suppress(BlockingIOError):
-            while one.send(bytes(1 << 16)):
-                pass
-        for _ in range(30):  # its system answers that there is no room
-            assert not silence.is_too_long()
-            time.sleep(0.1)
 
 
 @pytest.mark.parametrize("kind", [Kind.SHARE, Kind.HELD])
