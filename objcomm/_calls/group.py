@@ -1,6 +1,6 @@
 """One process group as objcomm sees it: ranks, links, lanes and time limits.
 
-The only place where global ranks become group ranks. Knows nothing of operations.
+The global ranks that a user gives become group ranks here. Knows nothing of operations.
 """
 
 import contextlib

@@ -134,7 +134,7 @@ def _size(*sizes: int) -> torch.Size:
 _DAY = (INTEGER, INTEGER, INTEGER)
 _TIME = (INTEGER, INTEGER, INTEGER, INTEGER, ZONE, INTEGER)
 
-#: By name; what takes large members, or members of any kind, is in ``plain`` and ``restricted``.
+#: By name; what takes large members, or members of any kind, is in ``msgpack`` and ``restricted``.
 CONSTRUCTORS = {
     each.name: each
     for each in (

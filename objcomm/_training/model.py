@@ -124,9 +124,6 @@ def sync_buffers(
     _synchronise(Operation.SYNC_BUFFERS, lambda: [_bundle(rule, buffers)], group, timeout)
 
 
-#: encodec's name for it.
-
-
 def sync_gradients(params: Tensors, *, group: GroupLike = None, timeout: Timeout = None) -> None:
     """Average parameters' gradients over the ranks, in place; to be called after ``backward``.
 
@@ -159,9 +156,6 @@ def sync_gradients(params: Tensors, *, group: GroupLike = None, timeout: Timeout
         tensor([3.])
     """
     _synchronise(Operation.SYNC_GRADIENTS, lambda: [_gradients(params)], group, timeout)
-
-
-#: encodec's name for it.
 
 
 @contextlib.contextmanager

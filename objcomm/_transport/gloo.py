@@ -1,4 +1,4 @@
-"""The link that carries all object bytes: a Gloo mesh of objcomm's own.
+"""The link of ranks that can't have streams: a Gloo process group of objcomm's own.
 
 The user's process group carries none of it, so a time-out or an abort here closes no connection
 of theirs (on a shared Gloo group it would close them all, and end DDP).

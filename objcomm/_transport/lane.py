@@ -41,7 +41,7 @@ class Lane:
         taken: messages of the other rank's that arrived, where there is an order.
         owner: the thread that uses it.
         entry: the call whose ranks wait for each other just now, if there is one.
-        point-to-point calls: the same where there is an order, and so may be many.
+        p2p_calls: the same where there is an order, and so may be many.
         past: its latest calls.
         runner: the thread that carries ``entry`` out, as a number; its owner, or the line's.
         waiter: the thread that waits for a call which the line carries out; 0 if none does.

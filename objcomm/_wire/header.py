@@ -274,7 +274,7 @@ class SizeRow(NamedTuple):
     """One line of the size table."""
 
     nbytes: int
-    kind: int  # a ``buffers.Kind``
+    kind: int  # a ``buffers.BufferKind``
 
     @property
     def is_packed(self) -> bool:
