@@ -491,15 +491,15 @@ def _fresh_part(store: "dist.Store", place: Placement) -> "dist.Store":
     """
     if place.world_size == 1 or not store.check([_HAVE_JOINED]):
         return dist.PrefixStore(_OF_TORCH, store)
-    progress = MeetingState(place.rank, tuple(range(place.world_size)))
+    meeting = MeetingState(place.rank, tuple(range(place.world_size)))
     seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in torch's stub
-    timer = threading.Timer(seconds, setattr, (progress, "is_over", True))
+    timer = threading.Timer(seconds, setattr, (meeting, "is_over", True))
     timer.daemon = True
     timer.start()
     try:
-        meet(dist.PrefixStore(_HAVE_JOINED, store), place.rank, place.world_size, progress)
+        meet(dist.PrefixStore(_HAVE_JOINED, store), place.rank, place.world_size, meeting)
     except GivenUpError:
         raise TimeoutError(f"not all ranks have come within {seconds:g} s") from None
     finally:
         timer.cancel()
-    return dist.PrefixStore(progress.nonce, store)
+    return dist.PrefixStore(meeting.nonce, store)

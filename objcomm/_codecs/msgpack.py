@@ -45,7 +45,7 @@ class _RefusedError(TypeError):
     """No rule for a value; the text is for the user."""
 
 
-class PlainCodec:
+class MsgpackCodec:
     """See the module."""
 
     name = _NAME

@@ -101,20 +101,20 @@ class Mesh:
         self.blocks: set[str] = set()
         self.died: Verdict | None = None
         self.is_closed = False
-        self._progress = MeetingState(rank, members, is_pair=whole is not None)
-        self._meeting = OnceThread("objcomm-connect")
+        self._meeting = MeetingState(rank, members, is_pair=whole is not None)
+        self._connector = OnceThread("objcomm-connect")
         self._connected: Future[Connections] = Future()
         self._lock = threading.Lock()
 
     @property
     def nonce(self) -> str:
         """Its name among all meshes, once this rank knows it; the key of its verdict."""
-        return self._progress.nonce
+        return self._meeting.nonce
 
     @property
     def session(self) -> str:
         """What its messages' signatures are bound to, once it is connected."""
-        return self._progress.session
+        return self._meeting.session
 
     @property
     def labels(self) -> dict[str, object]:
@@ -129,7 +129,7 @@ class Mesh:
     @property
     def is_meeting(self) -> bool:
         """Whether a thread is about to connect the members, or to give up."""
-        return self._meeting.is_alive
+        return self._connector.is_alive
 
     @property
     def can_be_replaced(self) -> bool:
@@ -173,7 +173,7 @@ class Mesh:
         deadline.apply(entry)
         if not math.isinf(entry.report_at):  # most who wait here for long have forgotten a rank
             entry.report_at = min(entry.report_at, entry.waits_since + _REPORT_SECONDS)
-        self._progress.watch(entry)
+        self._meeting.watch(entry)
         entry.regions = regions.get()
         entry.waiter = threading.get_ident()
         lane.begin(entry)  # last: the watchdog reads all the rest of it
@@ -181,7 +181,7 @@ class Mesh:
             try:
                 self.begin_meeting(store, deadline)
             except RuntimeError:  # the others must hear of it, so this thread meets them
-                self._meeting.do_here(partial(self._meet, store, deadline))
+                self._connector.do_here(partial(self._meet, store, deadline))
             link = self.connections_for(operation)
             self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
@@ -193,8 +193,8 @@ class Mesh:
                 is_told = self.settle(own).name == own.name
             if is_told and self.verdict is not None:
                 self.absolve(lane.owner)
-            if self._progress.parting:  # its word must not reach those that come for the next call
-                self._meeting.join(PATIENCE_SECONDS)
+            if self._meeting.parting:  # its word must not reach those that come for the next call
+                self._connector.join(PATIENCE_SECONDS)
             entry.end(error, time.time() - entry.began)
             raise
         finally:
@@ -228,7 +228,7 @@ class Mesh:
         Raises:
             RuntimeError: this process can start no more threads; the next call tries again.
         """
-        self._meeting.start(partial(self._meet, store, deadline))
+        self._connector.start(partial(self._meet, store, deadline))
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
         """Raise what has failed in blocks around a call, before it can pair with one outside."""
@@ -252,14 +252,14 @@ class Mesh:
 
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
-        self._progress.heed = None if self.whole is not None else self._heed
+        self._meeting.heed = None if self.whole is not None else self._heed
         with contextlib.suppress(StoreSilentError):  # who has met has said who it is, before
             self.board_thread.call(lambda _: None)
         clients = self.board_thread.clients
         try:
             own = clients.take(store, deadline.settings.lost_after)
             part = dist.PrefixStore(self.name, own)
-            link = connect(part, self.rank, self.members, deadline, self._progress)
+            link = connect(part, self.rank, self.members, deadline, self._meeting)
             clients.give_back(own)
             log.debug(
                 "group %r: %d ranks connected over %s, on %d host(s)",
@@ -290,7 +290,7 @@ class Mesh:
                 self.settle(Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=reason))
             return
         finally:
-            self._progress.heed = None  # it holds this mesh: a cycle would keep connections open
+            self._meeting.heed = None  # it holds this mesh: a cycle would keep connections open
         beside = [self.ranks[peer] for peer in link.beside((self.rank,))]
         # Before the first call ends: its host may be the next to die, and the store with it.
         with contextlib.suppress(StoreSilentError):
@@ -397,8 +397,8 @@ class Mesh:
             if standing is None:
                 self.verdict = verdict
                 if verdict.cause is Cause.DESYNC:  # another limit, or Ctrl-C, is one rank's own
-                    self._progress.parting = verdict.pack()
-                self._progress.is_over = True
+                    self._meeting.parting = verdict.pack()
+                self._meeting.is_over = True
                 # Not the mesh itself: a job that waits would keep its connections open.
                 mesh, blocks = weakref.ref(self), frozenset(self.blocks)
                 known = self.nonce, self.rank, self.members, blocks, verdict

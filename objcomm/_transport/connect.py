@@ -46,7 +46,7 @@ def connect(
     rank: int,
     members: tuple[int, ...],
     deadline: Deadline,
-    progress: MeetingState,
+    meeting: MeetingState,
 ) -> Connections:
     """Meet the other ranks, and connect to each; every member must call this.
 
@@ -57,10 +57,10 @@ def connect(
         rank: this one, within the group.
         members: those that it joins, as ranks within the group.
         deadline: how long to wait.
-        progress: tells others how far it has come.
+        meeting: tells others how far it has come.
 
     Raises:
-        GivenUpError: ``progress`` was ended from outside.
+        GivenUpError: ``meeting`` was ended from outside.
         LeftError: as ``meet``.
         WireError: as ``meet``.
         DistNetworkError: the store is gone.
@@ -73,21 +73,21 @@ def connect(
         if door is not None:
             open_doors.enter_context(door)
         told = NO_DOOR if door is None else door.place.told()
-        met = meet(store, place, size, progress, told)
-        named = dist.PrefixStore(f"objcomm/{progress.nonce}", store)
+        met = meet(store, place, size, meeting, told)
+        named = dist.PrefixStore(f"objcomm/{meeting.nonce}", store)
         link = None
         if door is not None and NO_DOOR not in met.doors:
             places = dict(zip(members, map(Place.of, met.doors), strict=True))
             if len(set(met.hosts)) == 1 or all(each.port for each in places.values()):
                 hosts = dict(zip(members, met.hosts, strict=True))
-                doors = Doors(door, places, hosts, rank, progress)
-                link = _joined(_Joining(doors, named, deadline, progress))
+                doors = Doors(door, places, hosts, rank, meeting)
+                link = _joined(_Joining(doors, named, deadline, meeting))
     if link is not None:
-        forget(store, progress.nonce, size, ())
+        forget(store, meeting.nonce, size, ())
         return link
     far = GlooLink(named, rank, members, met.hosts, deadline)
     left = [_FAILED, *keys_left(size)]
-    forget(store, progress.nonce, size, [f"objcomm/{progress.nonce}/{key}" for key in left])
+    forget(store, meeting.nonce, size, [f"objcomm/{meeting.nonce}/{key}" for key in left])
     return far
 
 
@@ -130,7 +130,7 @@ class _Joining:
     """
 
     def __init__(
-        self, doors: Doors, store: dist.Store, deadline: Deadline, progress: MeetingState
+        self, doors: Doors, store: dist.Store, deadline: Deadline, meeting: MeetingState
     ) -> None:
         """Begin.
 
@@ -138,7 +138,7 @@ class _Joining:
             doors: of all ranks.
             store: where a rank says that it can't.
             deadline: how long to wait.
-            progress: tells whether to.
+            meeting: tells whether to.
         """
         self._doors = doors
         self._store = store
@@ -147,7 +147,7 @@ class _Joining:
         limit = min(deadline.left(), CONNECT_MAX) / 2
         self._looked_at = time.monotonic()
         self._until = self._looked_at + limit.total_seconds()
-        self._progress = progress
+        self._meeting = meeting
         self._guests: dict[int, _Guest] = {}
         self._joined: dict[int, _Guest] = {}
         self._events = select.poll()
@@ -260,7 +260,7 @@ class _Joining:
                 self._say(guest)
             else:
                 self._hear(guest)
-        if self._progress.is_over:
+        if self._meeting.is_over:
             raise GivenUpError
         if now > self._looked_at + _LOOK_SECONDS:
             self._looked_at = now

@@ -188,7 +188,7 @@ class Doors:
         places: Mapping[int, Place],
         hosts: Mapping[int, int],
         rank: int,
-        progress: MeetingState,
+        meeting: MeetingState,
     ) -> None:
         """Begin.
 
@@ -197,7 +197,7 @@ class Doors:
             places: of all ranks.
             hosts: likewise.
             rank: this one.
-            progress: has the session.
+            meeting: has the session.
         """
         near, *far = door.listeners
         is_far = [host != hosts[rank] for each, host in hosts.items() if each != rank]
@@ -206,8 +206,8 @@ class Doors:
         self.hosts = dict(hosts)
         self.others = sorted(each for each in places if each != rank)
         self._places = dict(places)
-        # Not the progress itself, which may hold a mesh: that has the link, which has this.
-        self._key = bytes.fromhex(progress.session)
+        # Not the meeting itself, which may hold a mesh: that has the link, which has this.
+        self._key = bytes.fromhex(meeting.session)
 
     def is_near(self, peer: int) -> bool:
         """Whether a rank is on this host."""

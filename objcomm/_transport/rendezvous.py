@@ -152,9 +152,9 @@ class Met(NamedTuple):
 
 
 def meet(
-    store: dist.Store, rank: int, size: int, progress: MeetingState, door: str = NO_DOOR
+    store: dist.Store, rank: int, size: int, meeting: MeetingState, door: str = NO_DOOR
 ) -> Met:
-    """Meet all ranks and agree on names that are new, which ``progress`` gets, and on the places.
+    """Meet all ranks and agree on names that are new, which ``meeting`` gets, and on the places.
 
     Every member must call this. It has no limit of its own: see ``MeetingState.is_over``.
 
@@ -162,7 +162,7 @@ def meet(
         store: the group's own.
         rank: this one's position among the members; 0 is the host.
         size: number of members.
-        progress: tells others how far it has come.
+        meeting: tells others how far it has come.
         door: what the others are told of where this rank can be reached; one word.
 
     Returns:
@@ -175,8 +175,8 @@ def meet(
     """
     ours = dist.PrefixStore(_PREFIX, store)
     if rank != 0:
-        return _meet_as_guest(ours, rank, size, progress, door)
-    return _meet_as_host(ours, size, progress, door)
+        return _meet_as_guest(ours, rank, size, meeting, door)
+    return _meet_as_host(ours, size, meeting, door)
 
 
 def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> None:
@@ -197,13 +197,13 @@ def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> Non
         store.delete_key(key)
 
 
-def _meet_as_host(store: dist.Store, size: int, progress: MeetingState, door: str) -> Met:
-    nonce = progress.nonce = uuid.uuid4().hex
+def _meet_as_host(store: dist.Store, size: int, meeting: MeetingState, door: str) -> Met:
+    nonce = meeting.nonce = uuid.uuid4().hex
     answered: dict[int, dict[str, str]] = {peer: {} for peer in range(1, size)}
     try:
-        joined = _answer(store, progress, answered)
+        joined = _answer(store, meeting, answered)
     except GivenUpError:
-        if progress.is_pair and any(answered.values()):  # the guest has nobody else to wait for
+        if meeting.is_pair and any(answered.values()):  # the guest has nobody else to wait for
             store.set(f"go/{nonce}", _GIVEN_UP)
         raise
     # A hello that another guest adds meanwhile is lost, and it says so once more.
@@ -223,11 +223,11 @@ def _meet_as_host(store: dist.Store, size: int, progress: MeetingState, door: st
         for name, each, number in zip(names, doors, taken, strict=True)
     )
     store.set(f"go/{nonce}", told)
-    return _agreed(told, taken[0], 0, size, progress)
+    return _agreed(told, taken[0], 0, size, meeting)
 
 
 def _answer(
-    store: dist.Store, progress: MeetingState, answered: dict[int, dict[str, str]]
+    store: dist.Store, meeting: MeetingState, answered: dict[int, dict[str, str]]
 ) -> dict[int, str]:
     """Answer all guests until each has joined; returns under which number each did.
 
@@ -235,15 +235,15 @@ def _answer(
 
     Args:
         store: theirs.
-        progress: tells whom this rank awaits.
+        meeting: tells whom this rank awaits.
         answered: gets, of each guest, the numbers that were answered, with its machine.
     """
-    nonce = progress.nonce
+    nonce = meeting.nonce
     joined: dict[int, str] = {}
     heard = told = ""
     pause = _PAUSE_MIN_SECONDS
     while missing := [peer for peer in answered if peer not in joined]:
-        progress.await_rank(missing[0])
+        meeting.await_rank(missing[0])
         if (hellos := _read_text(store, _HELLOS) or "") != heard:
             heard = hellos
             new = []
@@ -252,7 +252,7 @@ def _answer(
                     answered[peer][number] = place
                     new.append(f"welcome/{number}")
             if new:
-                progress.look_around()
+                meeting.look_around()
                 store.multi_set(new, [nonce] * len(new))  # type: ignore[attr-defined]  # not in torch's stub
                 pause = _PAUSE_MIN_SECONDS
         if (entries := _read_text(store, f"joined/{nonce}") or "") != told:
@@ -295,7 +295,7 @@ def _append(store: dist.Store, key: str, entry: str) -> None:
 
 
 def _meet_as_guest(
-    store: dist.Store, rank: int, size: int, progress: MeetingState, door: str
+    store: dist.Store, rank: int, size: int, meeting: MeetingState, door: str
 ) -> Met:
     while True:
         number = uuid.uuid4().hex
@@ -303,10 +303,10 @@ def _meet_as_guest(
         _append(store, _HELLOS, hello)
         say_again = functools.partial(_say_again, store, hello)
         try:
-            nonce = _wait_for(store, f"welcome/{number}", size, progress, say_again)
+            nonce = _wait_for(store, f"welcome/{number}", size, meeting, say_again)
         except GivenUpError:
-            if progress.parting:
-                _leave_word(store, size, rank, number, progress.parting)
+            if meeting.parting:
+                _leave_word(store, size, rank, number, meeting.parting)
             raise
         if nonce.startswith(_GIVEN_UP):
             store.delete_key(f"welcome/{number}")
@@ -315,13 +315,13 @@ def _meet_as_guest(
             except ValueError as error:
                 raise damaged(nonce) from error
             raise LeftError(word)
-        progress.look_around()
-        progress.nonce = nonce
+        meeting.look_around()
+        meeting.nonce = nonce
         store.delete_key(f"welcome/{number}")
         _append(store, f"joined/{nonce}", f"{rank} {number}\n")
-        told = _wait_for(store, f"go/{nonce}", size, progress)
+        told = _wait_for(store, f"go/{nonce}", size, meeting)
         if told != _GIVEN_UP:
-            return _agreed(told, number, rank, size, progress)
+            return _agreed(told, number, rank, size, meeting)
         for key in (f"joined/{nonce}", f"go/{nonce}"):
             store.delete_key(key)
 
@@ -335,8 +335,8 @@ def _leave_word(store: dist.Store, size: int, rank: int, own: str, word: bytes) 
             store.compare_set(f"welcome/{number}", "", _GIVEN_UP + word.hex())
 
 
-def _agreed(told: str, number: str, rank: int, size: int, progress: MeetingState) -> Met:
-    """What rank 0 has told with all numbers; gives ``progress`` the session.
+def _agreed(told: str, number: str, rank: int, size: int, meeting: MeetingState) -> Met:
+    """What rank 0 has told with all numbers; gives ``meeting`` the session.
 
     Args:
         told: for each rank its host, its door and its number.
@@ -344,7 +344,7 @@ def _agreed(told: str, number: str, rank: int, size: int, progress: MeetingState
             of another meeting.
         rank: its place.
         size: number of ranks.
-        progress: gets the session.
+        meeting: gets the session.
 
     Raises:
         WireError: rank 0 did not meet this rank, or no rank wrote this.
@@ -356,7 +356,7 @@ def _agreed(told: str, number: str, rank: int, size: int, progress: MeetingState
         raise damaged(told) from error
     if len(doors) != size or numbers[rank] != number:
         raise damaged(told)
-    progress.session = hashlib.blake2b(told.encode(), person=b"objcomm session").hexdigest()
+    meeting.session = hashlib.blake2b(told.encode(), person=b"objcomm session").hexdigest()
     return met
 
 
@@ -448,7 +448,7 @@ def _wait_for(
     store: dist.Store,
     key: str,
     size: int,
-    progress: MeetingState,
+    meeting: MeetingState,
     say_again: Callable[[], None] | None = None,
 ) -> str:
     """What stands under a key, once something does.
@@ -457,20 +457,20 @@ def _wait_for(
         store: where.
         key: only this rank, or all, wait for it.
         size: how many ranks wait for something in this store.
-        progress: tells whether to wait on.
+        meeting: tells whether to wait on.
         say_again: to be done now and then.
     """
     began = said = time.monotonic()
     pause = _PAUSE_MIN_SECONDS
     while (found := _read_text(store, key)) is None:
-        progress.await_rank(0)
+        meeting.await_rank(0)
         pause = _sleep(pause, size)
         now = time.monotonic()
         often = max(_SAID_FOR_SECONDS, size * _SAID_FOR_EACH_SECONDS, (now - began) / 10)
         if say_again is not None and now - said > often:
             say_again()
             said = now
-    progress.await_rank(0)  # an answer may have come to who had given up
+    meeting.await_rank(0)  # an answer may have come to who had given up
     return found
 
 

@@ -357,7 +357,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
     """
     del device, use_batch, weights_only
     name = "send_object_list"
-    p2p_call = _errand(Send, name, group, dst, group_dst)
+    p2p_call = _p2p_call(Send, name, group, dst, group_dst)
     if p2p_call is None:
         return
     p2p_call.run(list(_entries(name, object_list)))
@@ -404,7 +404,7 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     """
     del device, use_batch
     name = "recv_object_list"
-    p2p_call = _errand(Receive, name, group, src, group_src, weights_only=weights_only)
+    p2p_call = _p2p_call(Receive, name, group, src, group_src, weights_only=weights_only)
     if p2p_call is None:
         return -1
     _entries(name, object_list)
@@ -464,7 +464,7 @@ def _check_root(name: str, joined: Group, root: int | None, group_root: int | No
         raise caught_as(error, TypeError if number is None else RuntimeError) from None
 
 
-def _errand(
+def _p2p_call(
     kind: type[E],
     name: str,
     group: GroupLike,

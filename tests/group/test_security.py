@@ -19,7 +19,7 @@ import torch
 import objcomm
 from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError
 from objcomm._codecs.base import Encoded
-from objcomm._codecs.msgpack import PlainCodec
+from objcomm._codecs.msgpack import MsgpackCodec
 from objcomm._transport import rendezvous
 from objcomm._transport.streams import AHEAD_MAX
 from objcomm._wire import admission, header
@@ -253,7 +253,7 @@ def test_an_answer_of_another_kind_is_an_error_that_names_its_rank(kind: str, sr
     call, answer = ANSWERED[kind]
     raw = Encoded(msgpack.packb(answer))
     is_hostile = here().rank == src
-    lie = mock.patch.object(PlainCodec, "encode", return_value=raw)
+    lie = mock.patch.object(MsgpackCodec, "encode", return_value=raw)
     with subgroup(0, 1) as group:
         with lie if is_hostile else nullcontext():
             try:

@@ -81,8 +81,8 @@ MUTANTS = (
     Mutant(
         "meshes-hold-themselves",
         "objcomm/_failures/mesh.py",
-        "self._progress.heed = None  # it holds this mesh: a cycle would keep connections open",
-        "self._progress.is_over = False",
+        "self._meeting.heed = None  # it holds this mesh: a cycle would keep connections open",
+        "self._meeting.is_over = False",
         "connections of a destroyed group stay open until the garbage collector runs",
         ("tests/group/test_let_go.py",),
     ),
@@ -193,9 +193,9 @@ MUTANTS = (
     Mutant(
         "connections-to-the-store-not-used-again",
         "objcomm/_failures/mesh.py",
-        "            link = connect(part, self.rank, self.members, deadline, self._progress)\n"
+        "            link = connect(part, self.rank, self.members, deadline, self._meeting)\n"
         "            clients.give_back(own)\n",
-        "            link = connect(part, self.rank, self.members, deadline, self._progress)\n",
+        "            link = connect(part, self.rank, self.members, deadline, self._meeting)\n",
         "each group, pair and new meeting opens a connection to the store",
         ("tests/group/test_connections_to_the_store.py",),
     ),

@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "guests-leave-without-a-word",
         "objcomm/_transport/rendezvous.py",
-        "            if progress.parting:\n",
+        "            if meeting.parting:\n",
         "            if False:\n",
         "who waits beside a circle in the same meeting is not told",
         ("tests/unit/test_rendezvous.py",),

@@ -12,8 +12,8 @@ MUTANTS = (
     Mutant(
         "session-is-rank-0s-word",
         "objcomm/_transport/rendezvous.py",
-        "progress.session = hashlib.blake2b(told.encode(),",
-        "progress.session = hashlib.blake2b(progress.nonce.encode(),",
+        "meeting.session = hashlib.blake2b(told.encode(),",
+        "meeting.session = hashlib.blake2b(meeting.nonce.encode(),",
         "whoever reaches the store can play back a recording of an earlier run with the same key",
         ("tests/unit/test_rendezvous.py", "tests/group/test_security.py"),
     ),

@@ -64,7 +64,7 @@ class Rank:
             whole=None,
             is_destroyed=lambda: False,
         )
-        self.mesh._progress.nonce = _NONCE  # noqa: SLF001  # as when the ranks have met
+        self.mesh._meeting.nonce = _NONCE  # noqa: SLF001  # as when the ranks have met
         link: Any = SimpleNamespace(abort=lambda: None)
         self.mesh.link = link
         self.waits = rank not in silent | {_AWAY}

@@ -163,7 +163,7 @@ def _mesh_that_has_met(
         whole=None,
         is_destroyed=lambda: False,
     )
-    mesh._progress.nonce = "n"  # noqa: SLF001  # as when the ranks have met
+    mesh._meeting.nonce = "n"  # noqa: SLF001  # as when the ranks have met
     return mesh
 
 
