@@ -242,44 +242,17 @@ class Group:
         return DevicePath([link for link in device_links(self._own()) if link.is_pairwise])
 
     @property
-    def verdict(self) -> Verdict | None:
-        """What has ended the connections of all ranks, if anything has."""
-        mesh = self._whole.mesh
-        return None if mesh is None else mesh.verdict
+    def mesh(self) -> Mesh | None:
+        """What joins all ranks, or did last; None before the first call.
+
+        Look at each step anew: after an error that the ranks outlive another one takes its place.
+        """
+        return self._whole.mesh
 
     @property
     def is_broken(self) -> bool:
         """Whether all ranks together can exchange no more objects."""
         return self._whole.is_broken
-
-    def fail(self, key: str, verdict: Verdict) -> Verdict:
-        """Tell all ranks in the block ``key`` that this one failed; returns what all raise."""
-        mesh = self._whole.mesh
-        return verdict if mesh is None else mesh.fail(key, verdict)
-
-    def failed(self, key: str) -> Verdict | None:
-        """What some rank has told of the block ``key``, where its mesh has been replaced since."""
-        mesh = self._whole.mesh
-        is_same = mesh is None or (mesh.verdict is None and key.startswith(mesh.nonce))
-        return None if mesh is None or is_same else mesh.failed(key)
-
-    def enter_block(self, key: str) -> Verdict | None:
-        """Begin the block ``key``, unless another rank has failed in it and this one has heard."""
-        mesh = self._whole.mesh
-        return None if mesh is None else mesh.enter(key)
-
-    def end_block(self, key: str) -> None:
-        """End the block ``key``."""
-        mesh = self._whole.mesh
-        if mesh is not None:
-            mesh.blocks.discard(key)
-            mesh.board_thread.forget(key)
-
-    def leave(self, key: str) -> None:
-        """Forget the block ``key``, which this rank leaves by an error."""
-        mesh = self._whole.mesh
-        if mesh is not None:
-            mesh.leave(key)
 
     def absolve(self, verdict: Verdict, global_ranks: Iterable[int]) -> None:
         """End what joins only these ranks, by a verdict that the calling thread raises elsewhere.

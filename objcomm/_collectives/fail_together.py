@@ -90,17 +90,51 @@ class _Block:
                 self._key = call.place
         except CollectiveError:
             # Nobody waits for anybody at the beginning: another rank may have failed inside.
-            told = self._group.verdict
+            told = self._verdict
             if told is not None and told.block and told.block not in regions.get():
                 self._absolve_groups(told)
             raise
         if not self._key:
             return  # in a group of one nobody else fails
-        told = self._group.enter_block(self._key)
+        told = self._enter()
         if told is not None:
             self._absolve_groups(told)
             raise told.error(self._name)
         regions.set((*regions.get(), self._key))
+
+    # The block outlives a mesh whose end all ranks outlive, so each step asks for the one that is
+    # in use by then. Each has returned before an error is raised, whose traceback would hold it.
+
+    def _enter(self) -> Verdict | None:
+        """Be in the block, unless another rank has failed in it and this one has heard."""
+        mesh = self._group.mesh
+        return None if mesh is None else mesh.enter(self._key)
+
+    def _leave(self) -> None:
+        """Be in the block no more."""
+        mesh = self._group.mesh
+        if mesh is not None:
+            mesh.end_block(self._key)
+        # Not by a token: generators leave blocks in any order, and in other contexts.
+        regions.set(tuple(each for each in regions.get() if each != self._key))
+
+    def _tell(self, verdict: Verdict) -> Verdict:
+        """Tell all ranks in the block that this one failed; returns what all raise."""
+        mesh = self._group.mesh
+        return verdict if mesh is None else mesh.fail(self._key, verdict)
+
+    @property
+    def _verdict(self) -> Verdict | None:
+        """What has ended the connections of all ranks, if anything has."""
+        mesh = self._group.mesh
+        return None if mesh is None else mesh.verdict
+
+    @property
+    def _failure(self) -> Verdict | None:
+        """What some rank has told of this block, where its mesh has been replaced since."""
+        mesh = self._group.mesh
+        is_same = mesh is None or (mesh.verdict is None and self._key.startswith(mesh.nonce))
+        return None if mesh is None or is_same else mesh.failed(self._key)
 
     def _call(self, part: str) -> Call:
         return Call(
@@ -118,12 +152,10 @@ class _Block:
             else:
                 self._meet()
         finally:
-            self._group.end_block(self._key)
-            # Not by a token: generators leave blocks in any order, and in other contexts.
-            regions.set(tuple(each for each in regions.get() if each != self._key))
+            self._leave()
 
     def _meet(self) -> None:
-        told = self._group.failed(self._key)
+        told = self._failure
         if told is not None:  # the block has caught what this rank was told
             self._end_groups(told)
             raise told.error(self._name)
@@ -133,7 +165,7 @@ class _Block:
                     with call.traffic() as exchange:
                         routes.all_meet(exchange, call.announcement(Status.VALUE))
         except CollectiveError:
-            self._end_groups(self._group.verdict)
+            self._end_groups(self._verdict)
             raise
 
     def _fail(self, error: BaseException) -> None:
@@ -143,9 +175,8 @@ class _Block:
             return
         if self._group.is_broken:
             return  # the others have been told what broke it
-        verdict = self._group.fail(
-            self._key,
-            Verdict.of(Cause.FAILED, failures=(failure,), operation=self._name, block=self._key),
+        verdict = self._tell(
+            Verdict.of(Cause.FAILED, failures=(failure,), operation=self._name, block=self._key)
         )
         self._end_groups(verdict)
         is_theirs = isinstance(error, CollectiveError) and error.operation == self._name
@@ -154,7 +185,9 @@ class _Block:
 
     def _end_groups(self, verdict: Verdict | None) -> None:
         """Begin anew wherever no other ranks are joined: each of these leaves this block."""
-        self._group.leave(self._key)
+        mesh = self._group.mesh
+        if mesh is not None:
+            mesh.leave(self._key)
         if verdict is not None:
             self._absolve_groups(verdict)
 

@@ -367,6 +367,11 @@ class Mesh:
             self.blocks.add(key)
             return None
 
+    def end_block(self, key: str) -> None:
+        """Be in the block ``key`` no more, however it has ended."""
+        self.blocks.discard(key)
+        self.board_thread.forget(key)
+
     def leave(self, key: str) -> None:
         """Say that this rank leaves the block ``key`` by its verdict."""
         self.board_thread.submit(lambda board: board.acknowledge(key, len(self.members)))
