@@ -15,7 +15,7 @@ from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from objcomm.errors import TransportError, WireError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from objcomm._transport.link import DeviceLink
     from objcomm._wire.message import Message
 
 _STAGED = int(Flag.STAGED)  # an IntFlag's ``&`` costs 0.7 µs
@@ -157,6 +156,30 @@ def _naming(*peers: int) -> Iterator[None]:
         raise  # this rank's failure, and no peer's
     except RuntimeError as error:
         raise TransportError("device link", peers, str(error)) from error
+
+
+class DeviceLink(Protocol):
+    """Transfers between accelerator memories, on the caller's current stream.
+
+    All ranks concerned call in the same order: there are no tags.
+    """
+
+    device: torch.device
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Every rank: ``root``'s content into everybody's ``flat``."""
+
+    def send(self, flat: torch.Tensor, peer: int) -> None:
+        """To one rank, which receives."""
+
+    def recv(self, flat: torch.Tensor, peer: int) -> None:
+        """From one rank, which sends."""
+
+    def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """Every rank: of ``flat``, in as many parts as there are ranks, each rank's to it."""
+
+    def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """Every rank: all ranks' ``flat`` one after another into ``into``."""
 
 
 class BackendLink:

@@ -170,7 +170,7 @@ def _unix_address(name: str) -> str:
 
 
 class Doors:
-    """Those of all ranks, and the words that they say there; see ``streams.Doors``.
+    """Those of all ranks: how they reach each other at any time, and the words that they say first.
 
     Attributes:
         listeners: where the others call.
@@ -221,10 +221,11 @@ class Doors:
             seconds: for how long a rank of this host may be too busy.
 
         Returns:
-            The socket, and what has yet to be said there.
+            The socket, and what has yet to be said there of this rank's word.
 
         Raises:
-            OSError: this process can't.
+            ConnectionRefusedError: it has closed its door.
+            OSError: this process can't, or no network leads there.
         """
         with contextlib.ExitStack() as in_vain:
             if self.is_near(peer):

@@ -1,7 +1,6 @@
 """What a transport offers to the rooms above: links, their errors, tags and time limits.
 
-A *link* joins all ranks of a group for bytes in CPU memory; a *device link* does so for memory of
-an accelerator. Ranks here are ranks within the group.
+A *link* joins all ranks of a group for bytes in CPU memory. Ranks here are ranks within the group.
 
 What stands at the methods of ``Link`` and ``Connections`` is a contract: the rooms above rely on
 that and on nothing else, and ``check_link`` of ``tests/contracts.py`` holds each link to it.
@@ -303,30 +302,6 @@ class Connections(Link, Protocol):
 
     def beside(self, peers: Sequence[int]) -> Sequence[int]:
         """The other ranks on the hosts of some peers, those included, in order."""
-
-
-class DeviceLink(Protocol):
-    """Transfers between accelerator memories, on the caller's current stream.
-
-    All ranks concerned call in the same order: there are no tags.
-    """
-
-    device: torch.device
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Every rank: ``root``'s content into everybody's ``flat``."""
-
-    def send(self, flat: torch.Tensor, peer: int) -> None:
-        """To one rank, which receives."""
-
-    def recv(self, flat: torch.Tensor, peer: int) -> None:
-        """From one rank, which sends."""
-
-    def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
-        """Every rank: of ``flat``, in as many parts as there are ranks, each rank's to it."""
-
-    def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
-        """Every rank: all ranks' ``flat`` one after another into ``into``."""
 
 
 class Deadline:

@@ -53,7 +53,7 @@ import time
 from collections import deque
 from enum import IntEnum
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from datetime import timedelta
 
+    from objcomm._transport.doors import Doors
     from objcomm._transport.link import Borrowed, Memory
 
 # Kind and tag; length of the message; number of the offer, or of messages taken.
@@ -127,36 +128,6 @@ class Kind(IntEnum):
     CREDIT = 5
     SHARE = 6
     HELD = 7
-
-
-class Doors(Protocol):
-    """How ranks reach each other at any time; what they say first are *words*.
-
-    Attributes:
-        word_nbytes: how long each word is.
-    """
-
-    word_nbytes: int
-
-    def call(self, peer: int) -> tuple[socket.socket, bytes]:
-        """Connect to a rank of this host, or begin to connect to one of another.
-
-        Returns:
-            The socket, and what has yet to be said there of this rank's word.
-
-        Raises:
-            ConnectionRefusedError: it has closed its door.
-            OSError: this process can't, or no network leads there.
-        """
-
-    def caller(self, end: socket.socket, said: bytes) -> int | None:
-        """Which rank has called and said this; None if it was a stranger."""
-
-    def word_from(self, peer: int) -> bytes:
-        """What a rank says to this one, and nobody else can."""
-
-    def word_to(self, peer: int) -> bytes:
-        """What this one says to a rank."""
 
 
 class _Caller:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from objcomm._algorithms.device import DevicePath
+from objcomm._algorithms.device import DeviceLink, DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.transfers import Meter
 from objcomm._config import Settings
@@ -18,7 +18,6 @@ from objcomm._transport.lane import Lane
 from objcomm._transport.link import (
     PEER_LOST,
     Deadline,
-    DeviceLink,
     LinkClosed,
     LinkTimeout,
     Sharing,
@@ -295,7 +294,7 @@ class MemoryLink:
 
 
 class MemoryDeviceLink:
-    """See ``objcomm._transport.link.DeviceLink``, over the same kind of wires."""
+    """See ``objcomm._algorithms.device.DeviceLink``, over the same kind of wires."""
 
     device = torch.device("cpu")
 
