@@ -32,6 +32,7 @@ from objcomm._transport.threads import (
     ThreadPool,
     Ticket,
     TicketQueue,
+    carried_out,
 )
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import Header, Operation
@@ -172,7 +173,7 @@ class Offers:
         """
         done: Future[None] = Future()
         self.check()
-        self._apart.submit(partial(_carried_out, transfer, done))
+        self._apart.submit(partial(carried_out, transfer, done))
         try:
             while not wait([done], _LOOK_SECONDS).done:
                 if self.mesh.verdict is not None:
@@ -528,18 +529,6 @@ def _ends_settled(mesh: Mesh, peer: int) -> Iterator[None]:
         end_by_loss(mesh, lost)
     except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
         mesh.settle(proposal_for(error, mesh.rank))
-
-
-def _carried_out(transfer: Callable[[], None], done: Future[None]) -> None:
-    """A pool's job: do it, and let whoever waits know."""
-    try:
-        transfer()
-    except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
-        done.set_exception(error)
-    else:
-        done.set_result(None)
-    finally:
-        del done, transfer  # an error's traceback holds this frame, and its future the error
 
 
 def _judged(  # noqa: PLR0917  # as above

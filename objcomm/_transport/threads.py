@@ -12,7 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+T = TypeVar("T")
 
 _ABANDONED = "the connections were closed, and the wait for what was sent over them given up"
 
@@ -23,6 +25,22 @@ class AbandonedError(RuntimeError):
 
 # A pool's idle thread waits so long for its next job.
 _IDLE_SECONDS = 5.0
+
+
+def carried_out(job: Callable[[], T], outcome: Future[T]) -> None:
+    """Do ``job``, and let whoever waits for ``outcome`` have what it returns or raises.
+
+    An error's traceback holds this frame, and through it those of its callers. Nothing here leads
+    back to the error when this returns, and each caller has to see to that for itself.
+    """
+    try:
+        result = job()
+    except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)
+    finally:
+        del job, outcome
 
 
 class TicketQueue:
@@ -339,11 +357,7 @@ class Apart:
 
 def _run(job: Callable[[], None], ended: Future[None], is_woken: threading.Event) -> None:
     try:
-        job()
-    except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
-        ended.set_exception(error)
-    else:
-        ended.set_result(None)
+        carried_out(job, ended)
     finally:
         is_woken.set()
         del ended  # as in ``do``

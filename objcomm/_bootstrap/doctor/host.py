@@ -62,6 +62,7 @@ from objcomm._environment import (
     placement_in,
     system,
 )
+from objcomm._transport.threads import carried_out
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
@@ -80,16 +81,9 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         TimeoutError: it took longer.
     """
     outcome: Future[T] = Future()
-
-    def carry_out() -> None:
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001  # whoever waits is told
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(result)
-
-    threading.Thread(target=carry_out, name="objcomm-doctor", daemon=True).start()
+    threading.Thread(
+        target=carried_out, args=(call, outcome), name="objcomm-doctor", daemon=True
+    ).start()
     return outcome.result(max(seconds, 0.0))
 
 
