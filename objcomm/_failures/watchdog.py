@@ -45,7 +45,7 @@ from objcomm._observe.history import CallRecord
 from objcomm._observe.log import logged
 from objcomm._transport.gloo import is_cut_off
 from objcomm._transport.sockets import hang_up
-from objcomm._transport.threads import are_executors_busy, are_pools_busy
+from objcomm._transport.threads import are_workers_busy
 from objcomm._world import store_of
 from objcomm.errors import UsageError, text_of
 
@@ -580,9 +580,7 @@ def end_waits(look: _Look) -> bool:
             with contextlib.suppress(StoreSilentError):
                 mesh.board_thread.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
             mesh.stop(leaves._replace(is_store_silent=True))  # if it was not told in time
-        is_any_away = (
-            bool(occupied) or are_pools_busy() or are_executors_busy() or _are_any_leaving()
-        )
+        is_any_away = bool(occupied) or are_workers_busy() or _are_any_leaving()
         if not is_any_away or time.monotonic() > until:
             return not is_any_away
         time.sleep(_PAUSE_SECONDS)

@@ -203,6 +203,11 @@ class ThreadPool:
         self._is_closed = False
         self._is_given_up = False
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every job is done that it counts on."""
+        return not self.under_way
+
     def submit(self, job: Callable[[], None]) -> None:
         """Do ``job``, which must not raise, soon.
 
@@ -212,7 +217,8 @@ class ThreadPool:
         with self._lock:
             has_idle = self._idle > 0
             if not has_idle:
-                _PoolThread(self).start()  # first: what can't be done must not be begun
+                # First: what can't be done must not be begun.
+                _Worker(self, self.run, "objcomm-pool").start()
             self._idle -= has_idle
             self.under_way += not self._is_given_up
         self._jobs.put(job)
@@ -363,21 +369,6 @@ def _run(job: Callable[[], None], ended: Future[None], is_woken: threading.Event
         del ended  # as in ``do``
 
 
-class _PoolThread(threading.Thread):
-    """One thread of a pool."""
-
-    def __init__(self, pool: ThreadPool) -> None:
-        super().__init__(target=pool.run, name="objcomm-pool", daemon=True)
-        self.pool = pool
-
-
-def are_pools_busy() -> bool:
-    """Whether any pool of this process has a job under way."""
-    return any(
-        isinstance(each, _PoolThread) and each.pool.under_way for each in threading.enumerate()
-    )
-
-
 def _nothing() -> None:
     """Wakes an idle thread."""
 
@@ -414,7 +405,7 @@ class SerialExecutor:
         """
         with self._changed:
             if self._thread is None:
-                thread = _SerialThread(self, self._run, self._name)
+                thread = _Worker(self, self._run, self._name)
                 thread.start()
                 self._thread = thread
             self._jobs.append(job)
@@ -439,18 +430,20 @@ class SerialExecutor:
             del job  # it holds the caller's objects
 
 
-class _SerialThread(threading.Thread):
-    """The thread of a line."""
+class _Worker(threading.Thread):
+    """The thread of a line, or one of a pool's."""
 
-    def __init__(self, line: SerialExecutor, target: Callable[[], None], name: str) -> None:
+    def __init__(
+        self, owner: ThreadPool | SerialExecutor, target: Callable[[], None], name: str
+    ) -> None:
         super().__init__(target=target, name=name, daemon=True)
-        self.line = line
+        self.owner = owner
 
 
-def are_executors_busy() -> bool:
-    """Whether any line of this process has a job, or lets go of what one has held."""
+def are_workers_busy() -> bool:
+    """Whether any pool or line of this process has a job, or lets go of what one has held."""
     return any(
-        isinstance(each, _SerialThread) and not each.line.is_idle for each in threading.enumerate()
+        isinstance(each, _Worker) and not each.owner.is_idle for each in threading.enumerate()
     )
 
 

@@ -15,7 +15,7 @@ import objcomm
 from objcomm import CollectiveError, DecodeError, DesyncError, UsageError, Work
 from objcomm._observe.history import CallRecord
 from objcomm._observe.recorder import Recorder
-from objcomm._transport.threads import SerialExecutor, are_executors_busy
+from objcomm._transport.threads import SerialExecutor, are_workers_busy
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,
@@ -270,7 +270,7 @@ def test_a_call_that_is_interrupted_while_it_is_handed_over_is_concluded_once(
                 objcomm.all_reduce(0, group=group, async_op=True)
             for work in before:
                 assert isinstance(soon(work), objcomm.TransportError)
-            wait_until(lambda: not are_executors_busy(), "the lane's thread to be done")
+            wait_until(lambda: not are_workers_busy(), "the lane's thread to be done")
         assert concluded.count("all_reduce") == 1
         tell_all("interrupted", "")
     elif is_begun:
