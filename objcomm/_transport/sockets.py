@@ -210,16 +210,26 @@ def ask_when_idle(end: socket.socket, seconds: float) -> None:
     """
     if math.isinf(seconds):
         return
-    pause = min(math.ceil(seconds / _QUESTIONS), _LONGEST_PAUSE_SECONDS)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    pause = _have_asked(end, seconds)
     count = max(1, math.ceil(seconds / pause) - 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(count, _MOST_QUESTIONS))
     # Else the pauses between its tries grow to two minutes, also where the network is there again.
     longest = max(1000, min(round(seconds / _QUESTIONS * 1000), _RTO_MAX_MS))
     with contextlib.suppress(OSError):  # Linux before 6.15
         end.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, longest)
+
+
+def _have_asked(end: socket.socket, seconds: float) -> int:
+    """Let the kernel ask an idle connection's other end a few times in ``seconds``.
+
+    Returns:
+        The pause between two questions, in seconds.
+    """
+    pause = min(math.ceil(seconds / _QUESTIONS), _LONGEST_PAUSE_SECONDS)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    return pause
 
 
 def await_delivery(
@@ -302,10 +312,7 @@ def _limit(inode: int, descriptor: int, seconds: float, port: int) -> None:
             return
         if end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):  # a stream's: ``Silence`` does
             return
-        pause = min(math.ceil(seconds / _QUESTIONS), _LONGEST_PAUSE_SECONDS)
         milliseconds = max(1, round(min(seconds, _LONGEST_SECONDS) * 1000))
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+        _have_asked(end, seconds)
         # Also while something is under way, when nothing is asked.
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

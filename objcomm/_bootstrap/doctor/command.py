@@ -19,6 +19,7 @@ from objcomm._bootstrap.doctor.findings import Finding, Severity, attendance, in
 from objcomm._bootstrap.doctor.network import network, speed
 from objcomm._bootstrap.doctor.report import conclusions, draw, plain, report
 from objcomm._bootstrap.launch import launch
+from objcomm._observe.terminal import show
 from objcomm.errors import LaunchError, MissingDependencyError, text_of
 
 _START_SECONDS = 60.0
@@ -95,20 +96,12 @@ def _concluded(outcome: Outcome, evidence: Evidence, options: Options, began: fl
         # torchrun counts whole seconds: a rank that met this one may end in that in which it began.
         _leave_for_torchrun("\n".join(conclusions(found)), began - 1)
     if outcome.report.rank == 0:
-        _show(report(evidence, found))
+        show(report(evidence, found))
         _files(evidence, found, ends, options)
     else:
         _complain(outcome, found)
     outcome.end(ends)
     return ends
-
-
-def _show(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(outcome: Outcome, found: list[Finding]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from objcomm._observe.terminal import printable
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
@@ -340,18 +341,13 @@ def _checked(kind: Any, raw: Any, where: str) -> Any:
     if origin is tuple and isinstance(raw, list):
         return tuple(_checked(arguments[0], each, where) for each in raw)
     if origin is dict and isinstance(raw, dict):
-        return {_printable(str(name)): _checked(arguments[1], raw[name], where) for name in raw}
+        return {printable(str(name)): _checked(arguments[1], raw[name], where) for name in raw}
     if kind is str and isinstance(raw, str):
-        return _printable(raw)
+        return printable(raw)
     is_number = type(raw) is kind or (kind is float and type(raw) in _FRACTION)
     if isinstance(kind, types.GenericAlias) or not is_number or not abs(raw) < 2**64:
         raise UsageError(f"doctor: {where} is wrong: {raw!r:.50}")
     return kind(raw)
-
-
-def _printable(text: str) -> str:
-    """Without what would move a terminal's cursor or change its colours."""
-    return "".join(each if each.isprintable() else " " for each in text)
 
 
 @dataclass(frozen=True, slots=True)

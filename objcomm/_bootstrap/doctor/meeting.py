@@ -30,7 +30,7 @@ from objcomm._bootstrap.doctor.host import (
     touch,
     within,
 )
-from objcomm._environment import Placement
+from objcomm._environment import Placement, has_agent_store
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def open_store(
     Raises:
         UnmetError: this rank can't reach it.
     """
-    is_of_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_of_agent = has_agent_store(environ)
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"{_PREFIX}/{restart}"
     seen = Rendezvous(place.host, place.port)

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from objcomm._observe.inspect.dumps import Dump, read
 from objcomm._observe.inspect.report import Places, conclude, heading, sections
 from objcomm._observe.inspect.rows import corrected, estimate, match
 from objcomm._observe.inspect.trace import trace
+from objcomm._observe.terminal import show
 from objcomm.errors import UsageError
 
 
@@ -31,11 +30,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         refuse(str(error))
     except OSError as error:
         refuse(f"--trace {arguments.trace}: {error.strerror}")
-    try:
-        sys.stdout.write(report)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    show(report)
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from objcomm._observe.history import DUMP_VERSION, RETURNED, UNDER_WAY
+from objcomm._observe.terminal import printable
 from objcomm.errors import UsageError
 
 # 256 calls of a group are 120 KB; a program may have hundreds of groups.
@@ -270,13 +271,8 @@ def _checked(raw: object, wanted: Mapping[str, Any], where: str) -> dict[str, An
             raise UsageError(f"{where}: {name} is {'wrong' if name in raw else 'missing'}")
         if isinstance(member, _NUMBER) and not abs(member) < 2**64:
             raise UsageError(f"{where}: {name}={member!r} is out of range")
-        fields[name] = _printable(member) if isinstance(member, str) else member
+        fields[name] = printable(member) if isinstance(member, str) else member
     return fields
-
-
-def _printable(text: str) -> str:
-    """Without what would move a terminal's cursor or change its colours."""
-    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _joined(first: Dump, second: Dump) -> Dump:
