@@ -280,7 +280,7 @@ def _recv_scattered(
 ) -> Message:
     """This rank's message, after those for ranks below it were passed on."""
     if not children:
-        return _recv(exchange, parent, made_by=root, gives_word=True)
+        return recv(exchange, parent, made_by=root, gives_word=True)
     heads_max = 1 + sum(map(len, below))
     (bundle,) = _recv_bundles(exchange, [parent], [heads_max])
     rest = contents_of(bundle)
@@ -421,14 +421,17 @@ def send(exchange: Exchange, message: Message, peer: int) -> None:
     exchange.accelerators().send(message, peer)
 
 
-def recv(exchange: Exchange, peer: int) -> Message:
-    """The message of one rank, which calls ``send``."""
-    return _recv(exchange, peer)
-
-
-def _recv(
+def recv(
     exchange: Exchange, peer: int, *, made_by: int | None = None, gives_word: bool = False
 ) -> Message:
+    """The message of one rank, which calls ``send``, or passes on what another one has made.
+
+    Args:
+        exchange: the call's.
+        peer: who sends its head.
+        made_by: who made it, and sends the rest; ``peer`` if None.
+        gives_word: whether who sends the rest waits for the word that there is room for it.
+    """
     (message,) = exchange.recv_heads([peer], made_by=made_by)
     source = peer if made_by is None else made_by
     return _with_rest(exchange, message, source, gives_word=gives_word)

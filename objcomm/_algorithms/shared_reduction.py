@@ -70,7 +70,7 @@ class _Run:
     def give(self, turn: _Turn) -> None:
         """Copy this rank's operands to where their owners read them; its own where they must."""
         for batch in turn.batches:
-            slot = self._workspace.operand(turn.number, self._rank, batch.owner)
+            slot = self._workspace.slot(turn.number, self._rank, batch.owner)
             for piece, place in _placed(batch, slot):
                 is_read_there = batch.owner != self._rank or piece.operand is None
                 if is_read_there and self._rank in piece.about.present:
@@ -92,7 +92,7 @@ class _Run:
             if batch.owner != self._rank:
                 continue
             given = [
-                dict(_placed(batch, self._workspace.operand(turn.number, rank, self._rank)))
+                dict(_placed(batch, self._workspace.slot(turn.number, rank, self._rank)))
                 for rank in range(self._exchange.size)
             ]
             for piece, place in _placed(batch, self._workspace.result(turn.number, self._rank)):

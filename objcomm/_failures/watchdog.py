@@ -223,7 +223,7 @@ class Watchdog(threading.Thread):
 
     def _leave_destroyed(self) -> None:
         """Close the connections of groups that the program has destroyed: others may wait."""
-        for mesh in self._look()[0]:
+        for mesh in self._all_meshes():
             if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
                 left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
                 if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
@@ -237,7 +237,7 @@ class Watchdog(threading.Thread):
         if main.is_alive() or error is None:
             return
         reason = f"its main thread ended by {text_of(error)}, and another one goes on"
-        for mesh in self._look()[0]:
+        for mesh in self._all_meshes():
             is_its = any(lane.owner is main for lane in tuple(mesh.lanes.values()))
             if is_its and mesh.verdict is None and mesh.link is not None:
                 left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason)
@@ -245,7 +245,7 @@ class Watchdog(threading.Thread):
 
     def _look_for_the_dead_in_blocks(self) -> None:
         """Let those who poll in a block know that a rank has died in it: they are never overdue."""
-        for mesh in self._look()[0]:
+        for mesh in self._all_meshes():
             if mesh.blocks and mesh.verdict is None:
                 with logged("whether a process has ended could not be found out"):
                     mesh.died = death_among(mesh, mesh.ranks)
@@ -255,7 +255,7 @@ class Watchdog(threading.Thread):
 
         Some links move only while a thread waits for them, and others may need that first.
         """
-        for mesh in self._look()[0]:
+        for mesh in self._all_meshes():
             link = mesh.link
             if link is not None and not mesh.is_closed:
                 with logged("what is under way could not be moved"):
@@ -273,8 +273,8 @@ class Watchdog(threading.Thread):
         """End a mesh, if one of its calls waits for a process that has ended."""
         verdict = None
         with logged("whether a process has ended could not be found out"):  # limits still hold
-            blocks = {each.nonce: each.ranks for each in self._look()[0]} if entry.regions else {}
-            verdict = in_vain(mesh, entry, blocks)
+            meshes = self._all_meshes() if entry.regions else []
+            verdict = in_vain(mesh, entry, {each.nonce: each.ranks for each in meshes})
         if verdict is not None:
             self._end_in_vain(mesh, verdict)
         return verdict is not None
@@ -284,7 +284,7 @@ class Watchdog(threading.Thread):
         if self._looks % _LONG_LOOKS:
             return
         unmet: defaultdict[BoardThread, list[Mesh]] = defaultdict(list)
-        for mesh, _ in self._look()[1]:
+        for mesh, _ in self._all_listeners():
             if mesh.verdict is not None or mesh.link is not None:
                 continue
             verdict = None
@@ -375,9 +375,13 @@ class Watchdog(threading.Thread):
 
         board_thread.submit(job)
 
-    def _look(self) -> tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]:
+    def _all_meshes(self) -> list[Mesh]:
         with self._lock:
-            return list(self._meshes), list(self._listeners.items())
+            return list(self._meshes)
+
+    def _all_listeners(self) -> list[tuple[Mesh, threading.Thread]]:
+        with self._lock:
+            return list(self._listeners.items())
 
     def _nudge(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is awake
@@ -386,9 +390,9 @@ class Watchdog(threading.Thread):
     def _close(self) -> None:
         if self.pid != os.getpid():
             return
-        bring_back(self._look, list(self.board_threads))
+        bring_back(lambda: (self._all_meshes(), self._all_listeners()), list(self.board_threads))
         until = time.monotonic() + _DELIVERY_SECONDS
-        for mesh, link in [(mesh, mesh.link) for mesh in self._look()[0]]:
+        for mesh, link in [(mesh, mesh.link) for mesh in self._all_meshes()]:
             if link is not None and not mesh.is_closed:  # a later handler may still call
                 with logged("whether all that was sent has arrived could not be found out"):
                     link.await_delivery(until)

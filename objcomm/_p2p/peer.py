@@ -344,11 +344,6 @@ class Pair:
         self._listener = OnceThread(_LISTENER)
         self._former = OnceThread(_LISTENER)  # of the last connection
 
-    @property
-    def channel(self) -> Channel:
-        """What joins the two."""
-        return self._channel
-
     def admit(self, operation: str) -> tuple[Mesh, Lane]:
         """The connection, made or not, for a call that can wait for it elsewhere.
 

@@ -35,22 +35,19 @@ class Workspace:
         self.slot_nbytes = slot_nbytes(len(memories))
         self.turn_nbytes = (len(memories) + 1) * self.slot_nbytes
 
-    def operand(self, turn: int, rank: int, owner: int) -> torch.Tensor:
-        """Where a rank writes what ``owner`` reads in a turn, and ``slot_nbytes`` there."""
-        return self._slot(turn, rank, owner)
+    def slot(self, turn: int, rank: int, number: int) -> torch.Tensor:
+        """Where a rank writes in a turn what the rank ``number`` reads: ``slot_nbytes`` there."""
+        start = number * self.slot_nbytes
+        return self.turn(turn, rank)[start : start + self.slot_nbytes]
 
     def result(self, turn: int, owner: int) -> torch.Tensor:
         """Where ``owner`` writes what all read."""
-        return self._slot(turn, owner, len(self._memories))
+        return self.slot(turn, owner, len(self._memories))  # behind those of the ranks
 
     def turn(self, turn: int, rank: int) -> torch.Tensor:
         """All slots of a rank in a turn: where it writes what all read."""
         start = turn % TURNS * self.turn_nbytes
         return self._memories[rank][start : start + self.turn_nbytes]
-
-    def _slot(self, turn: int, rank: int, number: int) -> torch.Tensor:
-        start = number * self.slot_nbytes
-        return self.turn(turn, rank)[start : start + self.slot_nbytes]
 
 
 def slot_nbytes(size: int) -> int:
