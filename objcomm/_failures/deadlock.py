@@ -6,9 +6,8 @@ for that is no conflict.
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from objcomm._transport.store import pack_record, unpack_record
 from objcomm._wire.header import Operation
 
 #: The number of the call in which a group's ranks meet: before all others.
@@ -119,19 +118,6 @@ class Deadlock(NamedTuple):
         is_recent = self.told_seconds <= min(wait.seconds, _HEARD_WITHIN_SECONDS)
         return is_recent and any(wait.group == state.group for _, state, _ in self.found)
 
-    def pack(self) -> bytes:
-        """As bytes for the store."""
-        return pack_record(self)
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> "Deadlock":
-        """The inverse of ``pack``.
-
-        Raises:
-            WireError: another program wrote it.
-        """
-        return unpack_record(raw, cls, "a circle")
-
 
 class WaitSnapshot(NamedTuple):
     """One process.
@@ -167,19 +153,6 @@ class WaitSnapshot(NamedTuple):
         """The lane on which a thread waits just now."""
         found = (lane for lane in self.lanes if lane.waiter == thread and lane.now is not None)
         return next(found, None) if thread else None
-
-    def pack(self) -> bytes:
-        """As bytes for the store."""
-        return pack_record(self)
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """The inverse of ``pack``.
-
-        Raises:
-            WireError: another program wrote it.
-        """
-        return unpack_record(raw, cls, "whereabouts")
 
 
 Fetch = Callable[[int], WaitSnapshot | None]

@@ -27,6 +27,7 @@ from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log
 from objcomm._transport.lane import Lane
+from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
 from objcomm.errors import Position, whereabouts
 
@@ -426,7 +427,7 @@ def _desync(mesh: Mesh, conflict: Deadlock) -> Verdict:
         reason=conflict.reason,
         positions=tuple(positions),
         meshes=tuple(sorted(meshes)),
-        circle=b"" if conflict.is_of_one_lane else conflict.pack(),
+        circle=b"" if conflict.is_of_one_lane else pack_record(conflict),
     )
 
 

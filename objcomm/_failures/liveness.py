@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, Self
 
 from objcomm._environment import machine, namespace
-from objcomm._transport.store import pack_record, unpack_record
 
 #: How the reason of a process begins that ended without a word of its own.
 KILLED = "its process, "
@@ -67,19 +66,6 @@ class Process(NamedTuple):
     def is_stopped(self) -> bool:
         """Whether a process of the same place is stopped, by SIGSTOP or a debugger."""
         return _stat(self.pid)[:1] in (["T"], ["t"])
-
-    def pack(self) -> bytes:
-        """As bytes for the store."""
-        return pack_record(self)
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """The inverse of ``pack``.
-
-        Raises:
-            WireError: another program wrote it.
-        """
-        return unpack_record(raw, cls, "a process")
 
 
 class Processes:

@@ -29,7 +29,7 @@ from objcomm._observe.log import log
 from objcomm._transport.connect import connect
 from objcomm._transport.link import HOST_LOST, LinkClosed
 from objcomm._transport.rendezvous import FIRST_USE, GivenUpError, LeftError, MeetingState
-from objcomm._transport.store import reason_of
+from objcomm._transport.store import pack_record, reason_of
 from objcomm._transport.threads import OnceThread
 from objcomm._wire.header import Header, fingerprint
 from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
@@ -402,7 +402,7 @@ class Mesh:
             if standing is None:
                 self.verdict = verdict
                 if verdict.cause is Cause.DESYNC:  # another limit, or Ctrl-C, is one rank's own
-                    self._meeting.parting = verdict.pack()
+                    self._meeting.parting = pack_record(verdict)
                 self._meeting.is_over = True
                 # Not the mesh itself: a job that waits would keep its connections open.
                 mesh, blocks = weakref.ref(self), frozenset(self.blocks)

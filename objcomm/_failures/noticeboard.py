@@ -24,7 +24,7 @@ from objcomm._failures.deadlock import Deadlock, WaitSnapshot
 from objcomm._failures.liveness import Process, Processes
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict
 from objcomm._transport.sockets import connected, open_sockets, other_ends
-from objcomm._transport.store import Clients, UntilLost, read
+from objcomm._transport.store import Clients, UntilLost, pack_record, read, unpack_record
 from objcomm._world import bare
 from objcomm.errors import WireError
 
@@ -73,7 +73,7 @@ class Board:
         self.rank = rank
         # Before all else, so that whoever waits for this rank finds out who it is.
         processes.is_new = not self._store.check([f"process/{rank}"])
-        self._store.set(f"process/{rank}", processes.own.pack())
+        self._store.set(f"process/{rank}", pack_record(processes.own))
 
     def ask(self) -> int:
         """Ask every rank where it is; returns the question's number."""
@@ -90,7 +90,7 @@ class Board:
         now = time.monotonic()
         circles = [circle._replace(told_seconds=now - since) for circle, since in self._circles]
         told = snapshot._replace(circles=tuple(circles))
-        self._store.set(f"where/{self.rank}", told.pack())
+        self._store.set(f"where/{self.rank}", pack_record(told))
         self.answered = snapshot.asked
         return told
 
@@ -109,7 +109,7 @@ class Board:
         for rank, raw in zip(keys, told, strict=True):
             if raw is not None:
                 with contextlib.suppress(WireError):
-                    self._processes.note(rank, Process.unpack(raw))
+                    self._processes.note(rank, unpack_record(raw, Process, "a process"))
 
     def tell_end(self, rank: int, word: str) -> None:
         """Say why a rank's process has ended, unless it was said or the rank has another one."""
@@ -117,7 +117,7 @@ class Board:
         process = self._processes.own if own else self._processes.of(rank)
         if process is not None and not process.word:
             told = process._replace(word=word)
-            self._store.compare_set(f"process/{rank}", process.pack(), told.pack())
+            self._store.compare_set(f"process/{rank}", pack_record(process), pack_record(told))
 
     def leave(self, word: str) -> None:
         """Take back what this process has told, and say why it leaves the world."""
@@ -130,7 +130,7 @@ class Board:
         if (raw := read(self._store, f"where/{rank}")) is None:
             return None
         try:
-            found = WaitSnapshot.unpack(raw)
+            found = unpack_record(raw, WaitSnapshot, "whereabouts")
         except WireError:
             return None
         return found if found.asked >= asked else None
@@ -142,7 +142,8 @@ class Board:
 
     def propose(self, key: str, verdict: Verdict) -> Verdict:
         """Write a verdict unless there is one; returns the one that stands."""
-        return self.take_in(key, self._store.compare_set(f"verdict/{key}", "", verdict.pack()))
+        standing = self._store.compare_set(f"verdict/{key}", "", pack_record(verdict))
+        return self.take_in(key, standing)
 
     def look(self, key: str) -> Verdict | None:
         """The verdict that stands, if there is one."""
@@ -176,9 +177,9 @@ class Board:
         the rank that has found it.
         """
         try:
-            verdict = Verdict.unpack(raw)
+            verdict = unpack_record(raw, Verdict, "a verdict")
             if verdict.circle:
-                self.tell_circle(Deadlock.unpack(verdict.circle))
+                self.tell_circle(unpack_record(verdict.circle, Deadlock, "a circle"))
         except WireError as error:
             return Verdict(Cause.LEFT, f"unread/{key}", reason=str(error))
         return verdict

@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
-from objcomm._transport.store import pack_record, unpack_record
 from objcomm._wire.failure_message import failure_of
 from objcomm.errors import (
     CollectiveError,
@@ -63,7 +62,7 @@ class Verdict(NamedTuple):
         is_store_silent: whether the store did not answer; it is told this verdict when it does.
         operation: what failed, where it is not the operation that a rank is in.
         meshes: the nonces of all meshes that it ends, where there are several.
-        circle: who waited for whom, as ``Deadlock.pack`` gives it, where ranks waited in a circle.
+        circle: who waited for whom, a packed ``Deadlock``, where ranks waited in a circle.
         is_final: whether no rank's next call may try again, though its own ranks had not met: one
             is known to be gone, or another rank has connected and lost what it had.
         block: the key of the block in which a rank has failed.
@@ -120,22 +119,6 @@ class Verdict(NamedTuple):
             )
         silent = "; store: no answer" if self.is_store_silent else ""
         return TransportError(operation, self.ranks, self.reason + silent)
-
-    def pack(self) -> bytes:
-        """As bytes for the store."""
-        failures = [
-            (each.rank, each.type_name, each.message, each.traceback) for each in self.failures
-        ]
-        return pack_record(self._replace(failures=failures))  # type: ignore[arg-type]  # plain lists travel
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """The inverse of ``pack``.
-
-        Raises:
-            WireError: another program wrote it.
-        """
-        return unpack_record(raw, cls, "a verdict")
 
 
 def proposal_for(error: BaseException, rank: int) -> Verdict:

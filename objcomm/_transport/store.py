@@ -12,6 +12,7 @@ whoever reads it.
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
+import dataclasses
 import functools
 import os
 import socket
@@ -178,9 +179,9 @@ R = TypeVar("R")
 _TEXT_ERRORS = "surrogatepass"  # call sites and messages hold what the file system and users give
 
 
-def pack_record(fields: Sequence[Any]) -> bytes:
-    """Plain fields as bytes."""
-    packed: bytes = msgpack.packb(fields, unicode_errors=_TEXT_ERRORS)
+def pack_record(record: Sequence[Any]) -> bytes:
+    """A named tuple as bytes; ``unpack_record`` says what its fields may be."""
+    packed: bytes = msgpack.packb(record, default=dataclasses.astuple, unicode_errors=_TEXT_ERRORS)
     return packed
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError
 from objcomm._failures.verdict import Cause, Verdict
+from objcomm._transport.store import pack_record
 from objcomm._world import store_of
 from tests.group.helpers import (
     assert_group_works,
@@ -291,8 +292,8 @@ def test_a_block_of_one_rank_is_looked_up_by_no_other() -> None:
     with subgroup(0) as zero, subgroup(1) as one, subgroup(0, 1) as both:
         store = store_of(dist.group.WORLD)
         if here().rank == 0:
-            stray = Verdict.of(Cause.FAILED, operation="fail_together").pack().decode("latin-1")
-            store.set("objcomm/verdict/", stray)
+            stray = pack_record(Verdict.of(Cause.FAILED, operation="fail_together"))
+            store.set("objcomm/verdict/", stray.decode("latin-1"))
         objcomm.barrier()
         with objcomm.fail_together(group=(zero, one)[here().rank]):
             assert objcomm.all_gather("first use", group=both) == ["first use"] * 2

@@ -190,11 +190,11 @@ MUTANTS = (
         ("tests/unit/test_errors.py",),
     ),
     Mutant(
-        "verdict-forgets-who-was-silent",
-        "objcomm/_failures/verdict.py",
-        "self._replace(failures=failures)",
-        "self._replace(failures=failures, silent=())",
-        "ranks that did not answer are unknown to those that read the verdict in the store",
+        "verdict-forgets-where-it-failed",
+        "objcomm/_transport/store.py",
+        "default=dataclasses.astuple,",
+        "default=lambda failure: [failure.rank, failure.type_name, failure.message, ''],",
+        "a failure's traceback is unknown to those that read the verdict in the store",
         ("tests/unit/test_store_records.py",),
     ),
     Mutant(

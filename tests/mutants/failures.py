@@ -27,8 +27,9 @@ MUTANTS = (
     Mutant(
         "second-verdict-wins",
         "objcomm/_failures/noticeboard.py",
-        'self._store.compare_set(f"verdict/{key}", "", verdict.pack())',
-        'self._store.compare_set(f"verdict/{key}", "", verdict.pack()) and verdict.pack()',
+        'self._store.compare_set(f"verdict/{key}", "", pack_record(verdict))',
+        'self._store.compare_set(f"verdict/{key}", "", pack_record(verdict)) and '
+        "pack_record(verdict)",
         "ranks that end a mesh at once raise different errors",
         ("tests/unit/test_waits.py", *_TOGETHER, *_DESYNC),
     ),

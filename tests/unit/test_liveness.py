@@ -11,6 +11,7 @@ import pytest
 
 from objcomm._failures import liveness
 from objcomm._failures.liveness import Process, Processes
+from objcomm._transport.store import pack_record, unpack_record
 from objcomm.errors import WireError
 from tests.waits import wait_until
 
@@ -121,12 +122,13 @@ def test_in_a_store_that_served_another_world_what_never_lived_is_that_ones() ->
 
 
 def test_what_another_program_wrote_is_refused() -> None:
-    assert Process.unpack(Process.own().pack()).place == Process.own().place
+    own = Process.own()
+    assert unpack_record(pack_record(own), Process, "a process").place == own.place
     no_numbers = [math.inf, -1, 0, 1 << 31, 1 << 40, 1 << 63, "1", True, None]
-    others = [Process.own()._replace(pid=pid).pack() for pid in no_numbers]  # type: ignore[arg-type]  # that is the point
-    for raw in (b"", b"\xc1", b"\x91\x01", Process.own().pack()[:-1], *others):
+    others = [pack_record(own._replace(pid=pid)) for pid in no_numbers]  # type: ignore[arg-type]  # that is the point
+    for raw in (b"", b"\xc1", b"\x91\x01", pack_record(own)[:-1], *others):
         with pytest.raises(WireError):
-            Process.unpack(raw)
+            unpack_record(raw, Process, "a process")
 
 
 def test_who_is_stopped_is_known_on_its_own_host_only(program: "subprocess.Popen[bytes]") -> None:

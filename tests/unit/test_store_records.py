@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from objcomm import errors
 from objcomm._failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
 from objcomm._failures.verdict import Cause, Verdict
+from objcomm._transport.store import pack_record, unpack_record
 from objcomm.errors import Position, RankFailure, WireError
 
 POSITIONS = (
@@ -60,7 +61,7 @@ WHEREABOUTS = WaitSnapshot(
 @pytest.mark.parametrize("cause", Cause)
 def test_a_verdict_is_the_same_after_its_way_through_the_store(cause: Cause) -> None:
     verdict, kind = VERDICTS[cause]
-    got = Verdict.unpack(verdict.pack())
+    got = unpack_record(pack_record(verdict), Verdict, "a verdict")
     assert got == verdict
     error = got.error("gather")
     assert type(error) is kind
@@ -89,7 +90,7 @@ def test_a_verdict_that_no_store_confirmed_says_so() -> None:
 
 
 def test_whereabouts_are_the_same_after_their_way_through_the_store() -> None:
-    got = WaitSnapshot.unpack(WHEREABOUTS.pack())
+    got = unpack_record(pack_record(WHEREABOUTS), WaitSnapshot, "whereabouts")
     assert got == WHEREABOUTS
     assert got.lane("world", 0) == WHEREABOUTS.lanes[0]
     assert got.waiting_of(1) == WHEREABOUTS.lanes[0]
@@ -97,7 +98,7 @@ def test_whereabouts_are_the_same_after_their_way_through_the_store() -> None:
     assert got.is_single
     assert (got.lanes[0].taken, got.lanes[1].taken) == (-1, 3)
     other = WHEREABOUTS._replace(is_single=False)
-    assert WaitSnapshot.unpack(other.pack()) == other
+    assert unpack_record(pack_record(other), WaitSnapshot, "whereabouts") == other
 
 
 def test_nobody_waits_for_a_call_that_no_thread_waits_for() -> None:
@@ -105,7 +106,7 @@ def test_nobody_waits_for_a_call_that_no_thread_waits_for() -> None:
     assert WHEREABOUTS._replace(lanes=(unwaited,)).waiting_of(0) is None
 
 
-VERDICT = msgpack.unpackb(Verdict(Cause.REFUSED, "n", positions=POSITIONS[:1]).pack())
+VERDICT = msgpack.unpackb(pack_record(Verdict(Cause.REFUSED, "n", positions=POSITIONS[:1])))
 FIELDS = {name: at for at, name in enumerate(Verdict._fields)}
 POSITION = [0, "gather", 3, 1, "train.py:3", 1.5, False, "", ""]
 NOT_VERDICTS: dict[str, tuple[str, Any]] = {
@@ -134,10 +135,10 @@ def test_a_verdict_with_a_field_of_another_type_is_refused(case: str) -> None:
     """As it was, its error raised a TypeError on whoever read it."""
     name, value = NOT_VERDICTS[case]
     fields = [*VERDICT]
-    assert Verdict.unpack(msgpack.packb(fields)).name == "n"
+    assert unpack_record(msgpack.packb(fields), Verdict, "a verdict").name == "n"
     fields[FIELDS[name]] = value
     with pytest.raises(WireError, match="the store holds a verdict that can't be read"):
-        Verdict.unpack(msgpack.packb(fields))
+        unpack_record(msgpack.packb(fields), Verdict, "a verdict")
 
 
 def test_no_field_of_whereabouts_may_be_of_another_type() -> None:
@@ -148,16 +149,17 @@ def test_no_field_of_whereabouts_may_be_of_another_type() -> None:
             for other in altered(each):
                 yield [*plain[:at], other, *plain[at + 1 :]]
 
-    whole = msgpack.unpackb(WHEREABOUTS.pack(), unicode_errors="surrogatepass")
+    whole = msgpack.unpackb(pack_record(WHEREABOUTS), unicode_errors="surrogatepass")
     count = 0
     for count, plain in enumerate(altered(whole), start=1):  # noqa: B007  # counted
+        raw = msgpack.packb(plain, unicode_errors="surrogatepass")
         with pytest.raises(WireError, match="whereabouts that can't be read"):
-            WaitSnapshot.unpack(msgpack.packb(plain, unicode_errors="surrogatepass"))
+            unpack_record(raw, WaitSnapshot, "whereabouts")
     assert count > 100
 
 
 def test_a_limit_may_have_been_given_as_a_whole_number() -> None:
-    got = Verdict.unpack(Verdict.of(Cause.TIMEOUT, seconds=8).pack())
+    got = unpack_record(pack_record(Verdict.of(Cause.TIMEOUT, seconds=8)), Verdict, "a verdict")
     assert (got.seconds, type(got.seconds)) == (8.0, float)
 
 
@@ -165,7 +167,7 @@ def test_whoever_is_inside_of_no_call_has_left_it() -> None:
     assert STATE._replace(now=None, is_inside=True).is_over(CALL)
 
 
-RECORDS = [WHEREABOUTS.pack(), *[verdict.pack() for verdict, _ in VERDICTS.values()]]
+RECORDS = [pack_record(WHEREABOUTS), *[pack_record(verdict) for verdict, _ in VERDICTS.values()]]
 
 
 @given(
@@ -181,8 +183,8 @@ def test_other_bytes_give_an_error_of_ours_or_another_record(
     mutated[at % len(record)] = byte
     for raw in (bytes(mutated), record[:end]):
         with contextlib.suppress(WireError):
-            assert isinstance(WaitSnapshot.unpack(raw), WaitSnapshot)
+            assert isinstance(unpack_record(raw, WaitSnapshot, "whereabouts"), WaitSnapshot)
         with contextlib.suppress(WireError):
-            error = Verdict.unpack(raw).error("gather", POSITIONS[0])
+            error = unpack_record(raw, Verdict, "a verdict").error("gather", POSITIONS[0])
             assert isinstance(error, errors.ObjcommError)
             assert str(error)

@@ -20,6 +20,7 @@ from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict, proposal_for
 from objcomm._observe.history import CallRecord, History
 from objcomm._transport.link import Deadline
+from objcomm._transport.store import pack_record
 from objcomm._transport.streams import StreamLink
 from objcomm.errors import TransportError, WireError
 from tests.unit.memory_link import header_of
@@ -110,7 +111,7 @@ def board_on(path: Path) -> tuple[Board, dist.Store]:
 
 @pytest.mark.parametrize(
     "raw",
-    ["of another program", Verdict.of(Cause.LOST).pack().decode("latin-1") + "\x01"],
+    ["of another program", pack_record(Verdict.of(Cause.LOST)).decode("latin-1") + "\x01"],
     ids=["other bytes", "more bytes"],
 )
 def test_a_verdict_that_can_not_be_read_is_one(raw: str, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
     board, other = (board_on(tmp_path)[0] for _ in range(2))
     state = LaneWait("a", "", 0, 1, 1, 1, -1, Step(0, 1, 2, 0, "a.py:1"), 2, 5.0, 1.0, ())
     circle = Deadlock("each waits for another", ((1, state, Step(0, 1, 2, 0, "a.py:1")),))
-    found = Verdict.of(Cause.DESYNC, reason=circle.reason, circle=circle.pack())
+    found = Verdict.of(Cause.DESYNC, reason=circle.reason, circle=pack_record(circle))
     other.propose("n", found)
     for _ in range(2):
         assert board.look("n") == found
