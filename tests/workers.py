@@ -46,10 +46,6 @@ _LAUNCHER_VARIABLES = (
 )
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "MPI_LOCAL", "SLURM_", "JSM_")
 
-# After one rank has failed, the others get this long to report: they may wait for that rank. So
-# long also has a process that is asked to end, or to write its stacks.
-_GRACE_S = 20.0
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # One key for each store: how often ranks were asked where they are. One for each rank: its process.
@@ -133,7 +129,7 @@ class Worker:
         try:
             received = self.orders.recv()
         except (EOFError, ConnectionResetError):
-            self._process.join(_GRACE_S)
+            self._process.join(PATIENCE_S)
             text = f"exit code {self._process.exitcode}\n{self._written(wait_s=0.0)}"
             return Report(self.place.rank, "died", text)
         if not isinstance(received, Report):
@@ -174,7 +170,7 @@ class Worker:
         if kindly:
             with contextlib.suppress(BrokenPipeError):
                 self.orders.send(None)
-            self._process.join(_GRACE_S)
+            self._process.join(PATIENCE_S)
         ended = self._process.exitcode == 0
         if self._process.exitcode is None:
             self._process.kill()
@@ -183,7 +179,7 @@ class Worker:
         self._stacks.close()
         return ended
 
-    def _written(self, wait_s: float = _GRACE_S) -> str:
+    def _written(self, wait_s: float = PATIENCE_S) -> str:
         """What faulthandler wrote to its pipe, and the end of what the worker printed."""
         stacks = b""
         while self._stacks.poll(0.5 if stacks else wait_s):
@@ -231,8 +227,8 @@ class Pool:
                 waiting.clear()
             reports += arrived
             if any(report.outcome not in {"passed", "skipped"} for report in arrived):
-                self.ruined = True
-                expires = min(expires, time.monotonic() + _GRACE_S)
+                self.ruined = True  # the others may wait for that rank
+                expires = min(expires, time.monotonic() + PATIENCE_S)
         if not self.ruined:
             for worker in self._workers:
                 worker.rest()
