@@ -179,7 +179,7 @@ def test_a_rank_that_dies_in_a_block_is_named() -> None:
 
 
 @ranks(2, 3)
-def test_hostsare_asked_for_once_on_each_lane() -> None:
+def test_hosts_are_asked_for_once_on_each_lane() -> None:
     part = objcomm.dup()
 
     def asked() -> int:
