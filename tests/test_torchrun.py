@@ -18,7 +18,7 @@ import os
 import sys
 import objcomm
 
-objcomm.init(timeout=60)
+objcomm.init(timeout=float(sys.argv[1]))
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 rank = objcomm.rank()
 group = objcomm.split(0)
@@ -43,7 +43,7 @@ def test_ranks_that_torchrun_starts_again_begin_anew(rendezvous: str, tmp_path: 
     meeting = f"--master-port={free_port()}" if rendezvous == "static" else "--standalone"
     command = [sys.executable, "-m", "torch.distributed.run", meeting, "--nproc-per-node=3"]
     done = subprocess.run(
-        [*command, "--max-restarts=1", str(program)],
+        [*command, "--max-restarts=1", str(program), str(_DEADLINE_S)],
         env=clean_environment(),
         capture_output=True,
         text=True,

@@ -251,7 +251,7 @@ def test_names_that_the_stores_host_waits_for_and_the_lines_that_help(told: Path
         assert mute.stdout.readline() == b"ready\n"
         # Longer than most waits of the doctor's own; without it a look-up would take 10 s.
         slow = {"RES_OPTIONS": "timeout:3 attempts:2"}
-        zero, one = on_hosts(hosts, [slow, slow], "--timeout=12", "--quick", f"--json={told}")
+        zero, one = on_hosts(hosts, [slow, slow], LONG, "--quick", f"--json={told}")
         found = findings(told)["slow-names"]
         lines = [f"::ffff:{host.address} {host.name}" for host in hosts]
         hosts[0].run("sh", "-c", f"printf '%s\\n' '{lines[0]}' '{lines[1]}' >> /etc/hosts")

@@ -3,13 +3,15 @@
 import itertools
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import objcomm
 from objcomm import CollectiveError, TransportTimeout
-from tests.group.helpers import assert_group_works, tell_all
+from objcomm._failures import inquiry
+from tests.group.helpers import assert_group_works, hear, say, tell_all
 from tests.group.watched import patiently
 from tests.ranks import ranks
 from tests.same import assert_same
@@ -67,14 +69,23 @@ def check_that_failures_reach_the_leaves() -> None:
 
 
 def check_that_a_limit_names_who_is_missing() -> None:
-    """All pass it at once, and one of them asks where the others are.
+    """All pass it at once, and one of them asks where the others are."""
+    ask = inquiry.expire
 
-    What they have answered since they wait counts, so all come first, and then have time to answer.
-    """
-    tell_all("all come", "")
+    def ask_when_all_wait(*given: Any) -> None:
+        """Who came when another's limit has passed would be missing, too."""
+        say(f"rank {objcomm.rank()} waits")
+        for rank in {*range(9)} - {7}:
+            hear(f"rank {rank} waits")
+        ask(*given)
+
     if objcomm.rank() != 7:
-        with patiently(), pytest.raises(TransportTimeout) as caught:
-            objcomm.barrier("the last", timeout=6)
+        with (
+            patiently(),
+            mock.patch.object(inquiry, "expire", ask_when_all_wait),
+            pytest.raises(TransportTimeout) as caught,
+        ):
+            objcomm.barrier("the last", timeout=1)
         error = caught.value
         assert (error.missing, error.silent) == ((7,), ())
         assert sorted(error.positions) == list(range(9))

@@ -12,7 +12,7 @@ from objcomm._calls.group import resolve
 from tests.group.helpers import assert_group_works, exit_at_once, tell_all
 from tests.group.membership import NOBODY, create_briefly, members
 from tests.ranks import ranks
-from tests.waits import wait_until
+from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
 
@@ -49,8 +49,8 @@ def test_connecting_ends_before_the_limit_does() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("objcomm._collectives.split.create", create)
         with pytest.raises(CollectiveError):
-            objcomm.dup(timeout=4)
-    assert 0 < limits[0] <= 2
+            objcomm.dup(timeout=PATIENCE_S)
+    assert 0 < limits[0] <= PATIENCE_S / 2
 
 
 @ranks(3, expect_dead=[1])

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ import objcomm
 from objcomm import StartError, TransportError, TransportTimeout, UsageError
 from objcomm._bootstrap import init
 from objcomm._calls.group import resolve
+from objcomm._transport import rendezvous
 from objcomm._transport.rendezvous import await_all
 from objcomm._transport.store import loopback_store
-from tests.group.helpers import assert_group_works, shared_port, tell_all
+from tests.group.helpers import assert_group_works, hear, say, shared_port, tell_all
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S
 from tests.workers import here
@@ -309,6 +311,32 @@ def test_ranks_that_do_not_come_are_an_error_with_the_address() -> None:
     assert not dist.is_initialized()
 
 
+@contextlib.contextmanager
+def coming_together(those: set[int]) -> Iterator[None]:
+    """No limit of a meeting runs before all of these have come; rank 0 opens its store first."""
+    open_store, append, rank = init._store, rendezvous._append, here().rank  # noqa: SLF001  # only they tell when
+
+    def open_store_in_turn(*given: Any, **named: Any) -> Any:
+        if rank and 0 in those:
+            hear("rank 0 has its store")
+        store = open_store(*given, **named)
+        if not rank:
+            say("rank 0 has its store")
+        return store
+
+    def append_together(*given: Any) -> None:
+        append(*given)
+        say(f"rank {rank} has come")
+        for each in those:
+            hear(f"rank {each} has come")
+
+    with (
+        mock.patch.object(init, "_store", open_store_in_turn),
+        mock.patch.object(rendezvous, "_append", append_together),
+    ):
+        yield
+
+
 @ranks(3, joined=False)
 @pytest.mark.parametrize("missing", [0, 1, 2])
 @pytest.mark.parametrize("is_agents", [False, True], ids=["own store", "torchrun's store"])
@@ -321,7 +349,7 @@ def test_the_ranks_that_have_come_are_told_who_has_not(missing: int, *, is_agent
     if is_agents:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if rank != missing:
-        with pytest.raises(StartError) as caught:
+        with coming_together({0, 1, 2} - {missing}), pytest.raises(StartError) as caught:
             objcomm.init(timeout=5)
         error = caught.value
         assert (error.rank, error.world_size, error.missing) == (rank, 3, (missing,))
