@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import objcomm
+from objcomm._bootstrap import launch
+from objcomm._config import FOREVER_SECONDS, Settings
+from objcomm._failures import mesh
+from objcomm._p2p import mailbox
+from objcomm._wire import failure_message, header
 from tests.doctor.job import clean_environment
 from tests.documented import Block, blocks, documented_modules, examples, run_block, run_examples
 from tests.package.pages import PAGES, programs, steps
@@ -45,6 +51,30 @@ def test_a_block_of_the_documentation_runs(block: Block, tmp_path: Path) -> None
         folder=str(tmp_path),
         is_launched=block.is_launched,
     )
+
+
+#: What a page promises, and where the code has the number.
+NUMBERS = [
+    (Settings.report_after, "failures", "A call that has waited for {:g} s is [logged]"),
+    (Settings.report_after, "multi-host", "`objcomm.configure(report_after=…)` | {:g} s |"),
+    (Settings.lost_after, "failures", "on which nothing came back for {:g} s ends"),
+    (Settings.lost_after, "multi-host", "`objcomm.configure(lost_after=…)` | {:g} s |"),
+    (mesh._REPORT_SECONDS, "failures", "A first use that waits for {:g} s is logged"),  # noqa: SLF001  # promised
+    (launch._GRACE_SECONDS, "starting", "The other ranks have {:g} s to notice"),  # noqa: SLF001  # likewise
+    (mailbox._KEPT_MAX_NBYTES >> 20, "point-to-point", "keeps up to {} MiB of one sender's"),  # noqa: SLF001  # likewise
+    (FOREVER_SECONDS // 86400, "failures", "Longer limits than {:g} days, "),
+    (FOREVER_SECONDS // 86400, "failures", "included, count as {:g} days."),
+    (header._NAME_MAX_NBYTES, "failures", "`name` the first {} bytes of a barrier's"),  # noqa: SLF001  # likewise
+    (failure_message._TEXT_MAX_NBYTES, "failures", "of more than {} bytes is cut in the middle"),  # noqa: SLF001  # likewise
+]
+
+
+@pytest.mark.parametrize(("value", "page", "sentence"), NUMBERS)
+def test_a_page_promises_the_number_that_the_code_has(
+    value: float, page: str, sentence: str
+) -> None:
+    text = (_ROOT / "docs" / "guide" / f"{page}.md").read_text(encoding="utf-8")
+    assert sentence.format(value) in " ".join(text.split())
 
 
 def test_the_readme_shows_code_that_is_run() -> None:

@@ -152,6 +152,15 @@ def test_a_desync_of_barriers_shows_their_names(how: str) -> None:
     assert_group_works()
 
 
+@ranks(2)
+def test_of_a_barriers_name_the_first_64_bytes_are_shown() -> None:
+    """And no letter in part."""
+    error = desync_in(lambda: objcomm.barrier("a" + "é" * 40 if here().rank else "b" * 65))
+    assert error.positions[0].name == "b" * 64
+    assert error.positions[1].name == "a" + "é" * 31
+    assert_group_works()
+
+
 @ranks(3)
 def test_a_rank_that_is_a_call_ahead_is_found() -> None:
     objcomm.barrier()
