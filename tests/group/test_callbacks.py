@@ -65,6 +65,30 @@ def test_long_errors_of_all_ranks_reach_all_ranks() -> None:
 
 
 @ranks(2, 3)
+def test_a_message_of_more_than_8000_bytes_is_cut_in_the_middle() -> None:
+    """A traceback, too, in which the message stands last."""
+
+    def fail() -> None:
+        raise ValueError(text)
+
+    for length, is_cut in ((2_000, False), (50_000, True)):
+        text = f"begins here{'é' * length}ends here"
+        with pytest.raises(CollectiveError) as caught:
+            objcomm.run_on_main(fail)
+        message, traceback = caught.value.failures[0].message, caught.value.failures[0].traceback
+        assert (message == text) != is_cut
+        assert message.startswith("begins hereé")
+        assert traceback.lstrip().startswith(("File ", "Traceback "))
+        for told in (message, traceback.rstrip()):
+            assert told.endswith("éends here")
+            assert (" […] " in told) == is_cut
+        cut = message.replace(" […] ", "").encode()
+        assert 7990 < len(cut) <= 8000 or not is_cut
+        assert len(traceback.encode()) < 8000 + 600  # with the line of the user's call
+    assert_group_works()
+
+
+@ranks(2, 3)
 def test_what_is_no_rank_is_refused_before_any_traffic() -> None:
     wrong: list[Any] = [1.0, True, "0"]
     for rank in wrong:

@@ -25,6 +25,7 @@ from tests.forked import FORKED
 from tests.waits import wait_until
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE")
+THREADS = "OMP_NUM_THREADS"
 _DEADLINE_S = 150.0
 
 
@@ -59,7 +60,10 @@ def _chained(error: BaseException, cause: BaseException) -> BaseException:
     return error
 
 
-def test_what_each_rank_returns_comes_back_in_rank_order(tmp_path: Path) -> None:
+def test_what_each_rank_returns_comes_back_in_rank_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(THREADS, raising=False)
     factor = 10  # a closure's
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     environ = dict(os.environ)
@@ -73,7 +77,7 @@ def test_what_each_rank_returns_comes_back_in_rank_order(tmp_path: Path) -> None
             "note": note,
             "sample": Sample(torch.full((3,), float(rank))),
             "variables": [os.environ[name] for name in VARIABLES],
-            "threads": threading.active_count() > 0,
+            "threads": os.environ[THREADS],
         }
 
     fn = functools.partial(work, note="é")
@@ -84,6 +88,7 @@ def test_what_each_rank_returns_comes_back_in_rank_order(tmp_path: Path) -> None
         assert type(result["sample"]) is Sample
         assert torch.equal(result["sample"].value, torch.full((3,), float(rank)))
         assert result["variables"] == [str(rank), str(rank), "2", "2", "127.0.0.1", "yes"]
+        assert result["threads"] == str(max(1, len(os.sched_getaffinity(0)) // 2))  # its share
     now = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert now == handlers
     assert dict(os.environ) == environ
@@ -103,6 +108,15 @@ def test_no_name_has_to_be_looked_up_of_ranks_that_meet() -> None:
     """On a socket for both families torch would ask for that of ``::ffff:127.0.0.1``."""
     answers = objcomm.launch(_answers_over_ipv6, 1, joined=False, timeout=_DEADLINE_S)
     assert answers == [False]
+
+
+def _threads() -> str:
+    return os.environ[THREADS]
+
+
+def test_a_number_of_threads_that_is_set_is_every_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREADS, "17")
+    assert objcomm.launch(_threads, 1, joined=False, timeout=_DEADLINE_S) == ["17"]
 
 
 class SlowToTellError(Exception):
