@@ -7,6 +7,7 @@ import pytest
 
 import bench.suites  # noqa: F401  # declares the cases that are judged
 from bench import plot, report
+from bench.case import JUDGED_WORLD
 from bench.model import page as scale
 from bench.model.results import Results as Scale
 from bench.results import Results
@@ -53,6 +54,17 @@ def test_the_benchmarks_are_drawn_from_the_recorded_figures(tmp_path: Path) -> N
     assert page == (_DOCS / "benchmarks.md").read_text(encoding="utf-8")
     targets = report.scoreboard(results)
     assert targets == (_DOCS / "targets.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_tells_what_its_picture_shows() -> None:
+    shares = plot.shares(Results.load([_FIGURES]))
+    shown = [shares[name] for name in plot._HEADLINE]  # noqa: SLF001  # what the picture has
+    readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert f'collectives, from {min(shown):.2f} to {max(shown):.2f}"' in readme
+    large = shares["all_gather: 8 MiB array per rank"]
+    assert "`all_gather` of 8 MiB from each of four ranks takes a tenth of torch's time" in readme
+    assert f"{large:.1f}" == "0.1"
+    assert JUDGED_WORLD == 4
 
 
 def test_the_page_of_many_ranks_is_made_from_the_recorded_figures(tmp_path: Path) -> None:
