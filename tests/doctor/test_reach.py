@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from objcomm._bootstrap.doctor.host import (
     within,
 )
 from objcomm._bootstrap.doctor.links import Listener, contact, contacts
+from tests.hosts import free_port
 
 HERE = "127.0.0.1"
 #: Long ago: there is no more patience than for a host.
@@ -27,11 +29,6 @@ NEVER = 0.0
 
 def peer(port: int, address: str = HERE) -> Peer:
     return Peer(3, "machine", address, port, "token", 1)
-
-
-def closed_port() -> int:
-    with socket.create_server((HERE, 0)) as trial:
-        return int(trial.getsockname()[1])
 
 
 def test_a_call_gives_what_it_returns_or_raises() -> None:
@@ -97,7 +94,7 @@ def test_another_protocol_is_another_program() -> None:
 
 
 def test_a_closed_port_refuses_and_a_silent_one_does_not_answer() -> None:
-    assert contact(peer(closed_port()), 60.0, NEVER).problem == "connection refused"
+    assert contact(peer(free_port()), 60.0, NEVER).problem == "connection refused"
     with socket.create_server((HERE, 0)) as mute:
         assert contact(peer(mute.getsockname()[1]), 0.05, NEVER).problem == "no answer"
 
@@ -134,8 +131,10 @@ def test_a_listener_leaves_no_thread_and_no_port() -> None:
         touch(HERE, port, 60.0)
 
 
-def test_names_are_looked_up_within_a_limit() -> None:
+def test_a_name_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert HERE in resolve("localhost")
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=unknown))
     with pytest.raises(UnreachedError, match=r"'nobody.invalid' stands for no address"):
         resolve("nobody.invalid", 60.0)
 
@@ -156,7 +155,7 @@ def test_own_addresses_are_told_from_others() -> None:
 
 
 def test_a_port_that_opens_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = closed_port()
+    port = free_port()
     opened = []
 
     def opens_after_a_refusal(address: str, port: int, seconds: float) -> str:
@@ -174,4 +173,4 @@ def test_a_port_that_opens_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_port_that_stays_closed_ends_the_wait() -> None:
     with pytest.raises(UnreachedError, match="connection refused"):
-        reach([HERE], closed_port(), time.monotonic() + 0.1)
+        reach([HERE], free_port(), time.monotonic() + 0.1)
