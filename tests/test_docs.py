@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import objcomm
 from objcomm._bootstrap import launch
 from objcomm._config import FOREVER_SECONDS, Settings
 from objcomm._failures import mesh
