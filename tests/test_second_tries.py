@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+_DEADLINE_S = 300.0  # of a hang: a pytest begins in seconds, and beside many programs in a minute
+
 _TESTS = """
 from pathlib import Path
 import pytest
@@ -46,6 +48,7 @@ def run(folder: Path, *options: str, late: int, wrong: int = 0, unmarked: int = 
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
+        timeout=_DEADLINE_S,
         check=False,
     )
     return f"{done.stdout}\nexit status {done.returncode}\n"
