@@ -44,7 +44,10 @@ def test_without_such_threads_nothing_waits() -> None:
         looks.append(1)
         return [], []
 
+    # Those of tests before may be about to end.
     assert end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
+    looks.clear()
+    assert end_waits(look)  # type: ignore[arg-type]  # likewise
     assert looks == [1]
 
 
