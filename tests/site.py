@@ -1,6 +1,5 @@
 """The site as a reader gets it: built once in a run of the tests, and read as a tree."""
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from tests.once import once
+
 __all__ = ["build", "have_class", "page", "text_of"]
 
 _ROOT = Path(__file__).parents[1]
@@ -19,26 +20,20 @@ _WITHOUT_END = {"area", "br", "col", "hr", "img", "input", "link", "meta", "path
 
 def build(factory: pytest.TempPathFactory) -> Path:
     """The folder with the built site; the first process of a run that asks builds it for all."""
-    shared = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    site = shared / "site"
-    with (shared / "site.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not site.exists():
-            unfinished = shared / "unfinished-site"
-            words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(unfinished)]
-            done = subprocess.run(
-                words,
-                cwd=_ROOT,
-                env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr
-            unfinished.rename(site)
-    return site
+    return once(factory, "site", _built)
+
+
+def _built(folder: Path) -> Path:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)],
+        cwd=_ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 class _Reader(HTMLParser):
