@@ -123,6 +123,15 @@ def free_port() -> int:
             return port
 
 
+def environment_of_no_job() -> dict[str, str]:
+    """This process's variables, without those that a launcher has set."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OF_A_JOB) and name not in _OF_A_RANK
+    }
+
+
 def _first_child(pid: int) -> int:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     return int(children.split()[0])
@@ -158,17 +167,12 @@ class Host:
             env: further variables. Those of a launcher around this process are left out.
             options: as ``subprocess.Popen`` takes them.
         """
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(_OF_A_JOB) and name not in _OF_A_RANK
-        }
         folder = os.fspath(options.pop("cwd", None) or Path.cwd())
         # Who enters a mount namespace begins at its root.
         go_there = ["sh", "-c", 'cd "$0" && exec "$@"', folder]
         process: subprocess.Popen[Any] = subprocess.Popen(
             self._room.command([*go_there, *argv]),
-            env=kept | dict(env or {}),
+            env=environment_of_no_job() | dict(env or {}),
             start_new_session=True,
             **options,
         )

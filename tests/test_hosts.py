@@ -16,7 +16,7 @@ import pytest
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
 from objcomm._transport.link import HOST_LOST
 from tests.across import AWAY_S, DEADLINE_S, FIRST_USE_S, LARGE_NBYTES
-from tests.hosts import Hosts
+from tests.hosts import Hosts, environment_of_no_job
 from tests.once import once
 from tests.waits import wait_until
 
@@ -342,6 +342,14 @@ def test_the_guides_commands_work(tmp_path: Path) -> None:
     # torchrun's ranks write a line and its end apart, so two lines may share one.
     lines = re.findall(r"rank \d of \d, \d on this host", printed)
     assert sorted(lines) == told.splitlines(), errors
+
+
+def test_what_a_launcher_has_set_is_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "OBJCOMM_LOCAL", "RANKING"):
+        monkeypatch.setenv(name, "1")
+    kept = environment_of_no_job()
+    assert kept.pop("RANKING") == "1"
+    assert not {"RANK", "MASTER_ADDR", "SLURM_PROCID", "OBJCOMM_LOCAL"} & kept.keys()
 
 
 REACH = "import socket; print(socket.create_connection(('{}', {}), timeout={}) and 'reached')"

@@ -21,15 +21,13 @@ import torch.distributed as dist
 from objcomm.__main__ import main
 from objcomm._transport.store import loopback_store
 from tests.forked import FORKED
-from tests.hosts import Host, Hosts
+from tests.hosts import Host, Hosts, environment_of_no_job
 from tests.waits import wait_until
 
 DOCTOR = [sys.executable, "-m", "objcomm", "doctor"]
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 200.0
 _NAMESPACES = ("user", "net", "uts", "ipc", "mnt", "pid")
-_OF_A_JOB = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "GLOO_", "NCCL_", "OBJCOMM_")
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,7 @@ class Said:
 
 def clean_environment() -> dict[str, str]:
     """This process's, without what a launcher has set; the ranks find objcomm where it does."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OF_A_JOB) and name not in _OF_A_RANK
-    }
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return environment_of_no_job() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def by_command(command: Sequence[str], **variables: str) -> Said:
