@@ -223,11 +223,16 @@ def when_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
 
 
 def _state(stat: Path) -> str:
-    """What a thread does, in the kernel's letter; nothing if it has ended."""
+    """What a process or a thread does, in the kernel's letter; nothing if it has ended."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped does not."""
+    return _state(Path(f"/proc/{pid}/stat")) not in {"", "Z"}
 
 
 def _states(pid: int) -> set[str]:

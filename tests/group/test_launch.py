@@ -22,6 +22,7 @@ from objcomm import LaunchError, UsageError
 from objcomm._bootstrap import launch, worker
 from tests.faults.exiting import without_gloo
 from tests.forked import FORKED
+from tests.group.helpers import is_alive
 from tests.waits import wait_until
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE")
@@ -34,15 +35,6 @@ class Sample:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that waits to be reaped does not."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def assert_ended(pids: list[int]) -> None:

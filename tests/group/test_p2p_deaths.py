@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +19,7 @@ from tests.group.helpers import (
     assert_group_works,
     error_in,
     hear,
+    is_alive,
     say,
     tell_all,
     when_main_thread_waits,
@@ -36,15 +36,7 @@ def die() -> None:
 
 def await_death(pid: int) -> None:
     """Wait until a process is no more than an exit status."""
-    stat = Path(f"/proc/{pid}/stat")
-
-    def is_dead() -> bool:
-        try:
-            return stat.read_text().rpartition(")")[2].split()[0] == "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-
-    wait_until(is_dead, f"the end of process {pid}")
+    wait_until(lambda: not is_alive(pid), f"the end of process {pid}")
 
 
 WAITS: dict[str, Callable[[], Any]] = {
