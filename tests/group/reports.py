@@ -6,27 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tests.group.helpers import in_thread, say
+from tests.group.logs import collected
 from tests.waits import wait_until
 
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
     """Collects what objcomm logs as warnings."""
-    texts: list[str] = []
-
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            assert record.levelno == logging.WARNING
-            texts.append(record.getMessage())
-
-    handler, logger = Collecting(), logging.getLogger("objcomm")
-    logger.addHandler(handler)
-    try:
-        logger.propagate = False
-        yield texts
-    finally:
-        logger.propagate = True
-        logger.removeHandler(handler)
+    with collected(logging.WARNING) as handler:
+        yield handler.told
+    assert {each.levelno for each in handler.records} <= {logging.WARNING}
 
 
 def told_when(is_told: Callable[[], object], topic: str) -> threading.Thread:

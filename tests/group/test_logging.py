@@ -3,51 +3,19 @@
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 import objcomm
 from objcomm.errors import DesyncError, TransportError
 from tests.group.helpers import assert_group_works, exit_at_once, subgroup, tell_all
+from tests.group.logs import collected
 from tests.ranks import ranks, solo
 from tests.waits import wait_until
 from tests.workers import here
 
 FORMAT = "%(levelname)s %(rank)s/%(world_size)s [%(group)s] %(message)s"
-
-
-class Collecting(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-    def texts(self, level: int) -> list[str]:
-        """What was said of the world's group; those of other tests may still be ending."""
-        world = (dist.group.WORLD or dist.ProcessGroup).group_name
-        found = [each for each in self.records if vars(each)["group"] == world]
-        return [each.getMessage() for each in found if each.levelno == level]
-
-
-@contextlib.contextmanager
-def logged(level: int = logging.DEBUG) -> Iterator[Collecting]:
-    handler, logger = Collecting(), logging.getLogger("objcomm")
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    logger.propagate = False
-    was_disabled, logger.disabled = logger.disabled, False
-    try:
-        yield handler
-    finally:
-        logger.disabled = was_disabled
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
 
 
 @ranks(3, disposable=True)
@@ -64,7 +32,7 @@ def test_a_program_that_configures_nothing_sees_nothing_while_all_goes_well() ->
 
 @ranks(3, disposable=True)
 def test_records_say_rank_world_size_and_group() -> None:
-    with logged() as handler:
+    with collected() as handler:
         assert_group_works()
         with subgroup(1, 2) as group:
             if here().rank:
@@ -110,7 +78,7 @@ def test_a_formatter_may_name_them() -> None:
 @ranks(2)
 def test_the_end_of_connections_is_logged_and_what_follows_from_it() -> None:
     objcomm.barrier()
-    with logged(logging.INFO) as handler:
+    with collected(logging.INFO) as handler:
         with pytest.raises(DesyncError):
             objcomm.barrier("a" if here().rank else "b")
         assert_group_works()
@@ -123,7 +91,7 @@ def test_a_broken_group_is_logged_as_such() -> None:
     objcomm.barrier()
     if here().rank == 1:
         exit_at_once()
-    with logged(logging.INFO) as handler, pytest.raises(TransportError):
+    with collected(logging.INFO) as handler, pytest.raises(TransportError):
         objcomm.barrier()
     (text,) = handler.texts(logging.INFO)
     assert "its connections were closed, for good: TransportError" in text
@@ -135,7 +103,7 @@ def test_a_written_record_is_logged(tmp_path: Path) -> None:
     objcomm.barrier()
     folder = tmp_path / "records"
     with (
-        logged(logging.INFO) as handler,
+        collected(logging.INFO) as handler,
         objcomm.configure(record_folder=folder),
         pytest.raises(DesyncError) as caught,
     ):
@@ -145,7 +113,7 @@ def test_a_written_record_is_logged(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_split_says_what_it_makes() -> None:
-    with logged() as handler:
+    with collected() as handler:
         objcomm.split(0)
     made = [each for each in handler.records if each.getMessage().startswith("split makes")]
     assert len(made) == 1
@@ -160,7 +128,7 @@ def test_a_filter_that_raises_harms_no_call() -> None:
         asked.append(record.getMessage())
         raise LookupError("a fault of the program's")
 
-    with logged() as handler, subgroup(0, 1) as group:
+    with collected() as handler, subgroup(0, 1) as group:
         logging.getLogger("objcomm").addFilter(refuse)
         try:
             assert_group_works(group)
@@ -172,7 +140,7 @@ def test_a_filter_that_raises_harms_no_call() -> None:
 
 @solo()
 def test_without_other_ranks_it_is_rank_0_of_1() -> None:
-    with logged() as handler:
+    with collected() as handler:
         objcomm.init()
     (record,) = handler.records
     assert record.levelno == logging.INFO

@@ -27,6 +27,7 @@ from objcomm._transport import rendezvous
 from objcomm._transport.rendezvous import await_all
 from objcomm._transport.store import loopback_store
 from tests.group.helpers import assert_group_works, hear, say, shared_port, tell_all
+from tests.group.logs import collected
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S
 from tests.workers import here
@@ -71,18 +72,13 @@ def test_ranks_join_by_a_launchers_variables(
     rank = here().rank
     os.environ.update(LAUNCHERS[launcher](rank, 2), MASTER_PORT=str(shared_port()))
     before = dict(os.environ)
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]  # for this test alone
-    logger = logging.getLogger("objcomm")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    chosen = objcomm.init(timeout=PATIENCE_S)
+    with collected(logging.INFO) as handler:
+        chosen = objcomm.init(timeout=PATIENCE_S)
     assert (chosen.launcher, chosen.rank, chosen.world_size) == (launcher, rank, 2)
     assert (chosen.local_rank, chosen.backend) == (rank, "gloo")
     assert chosen.device == torch.device("cpu")
     assert chosen.address.endswith(f":{before['MASTER_PORT']}")
-    assert told == [str(chosen)]
+    assert handler.told == [str(chosen)]
     assert f"rank {rank} of 2 (local rank {rank}) by {launcher}, backend gloo" in str(chosen)
     assert dict(os.environ) == before
     assert (objcomm.rank(), objcomm.world_size()) == (rank, 2)
