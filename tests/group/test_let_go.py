@@ -6,7 +6,6 @@ import socket
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -15,6 +14,7 @@ import objcomm
 from objcomm import CollectiveError
 from objcomm._p2p.mailbox import Arrived
 from tests.group.helpers import assert_group_works, hear, say
+from tests.open_files import open_files
 from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until
 from tests.workers import here
@@ -109,15 +109,12 @@ def test_connections_of_a_destroyed_group_are_closed_without_the_collector() -> 
             assert objcomm.all_gather(here().rank, group=group) == [0, 1]
             dist.destroy_process_group(group)
 
-    def sockets() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     use_and_destroy(2)
     with no_collector():
-        before = sockets()
+        before = open_files()
         use_and_destroy(6)
         # Gloo closes in a thread of its own, so the last group's may still be there.
-        wait_until(lambda: sockets() <= before + 3, f"no more than {before} descriptors")
+        wait_until(lambda: open_files() <= before + 3, f"no more than {before} descriptors")
 
 
 @ranks(2)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import objcomm
 from tests.group.helpers import Held, fill_history
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
+from tests.open_files import open_files
 from tests.ranks import ranks
 from tests.waits import wait_until
 
@@ -63,8 +64,7 @@ def test_a_destroyed_group_leaves_no_socket_and_no_thread() -> None:
         gc.collect()
 
     def kept() -> tuple[int, int]:
-        own = Path("/proc/self")
-        return len(list(own.joinpath("fd").iterdir())), len(list(own.joinpath("task").iterdir()))
+        return open_files(), len(list(Path("/proc/self/task").iterdir()))
 
     def is_as_before() -> bool:
         """Gloo closes in a thread of its own, so the last group's may still be there."""

@@ -29,14 +29,14 @@ from tests.group.helpers import (
     tell_all,
 )
 from tests.group.pairs import LARGE
+from tests.open_files import open_files
 from tests.ranks import ranks
 from tests.waits import wait_until
 from tests.workers import here
 
 
 def _left_over() -> tuple[int, int]:
-    own = Path("/proc/self")
-    return len(list(own.joinpath("fd").iterdir())), len(list(own.joinpath("task").iterdir()))
+    return open_files(), len(list(Path("/proc/self/task").iterdir()))
 
 
 def _use_and_destroy(turns: int) -> None:
