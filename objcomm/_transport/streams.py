@@ -1424,12 +1424,12 @@ class StreamLink:
             self._push(connection, _HEADER.pack(Kind.TAKE, 0, 0, number))
 
     def _give(self, connection: _Connection, number: int, *, is_held: bool) -> None:
-        found = connection.offered.pop(number, None)
-        transfer, tag = found or (None, 0)
+        transfer, tag = connection.offered.get(number, (None, 0))
         is_shared = isinstance(transfer, _Lent) and transfer.share is not None
         if transfer is None or (is_held and not is_shared):
             self._refuse(connection, "an answer to what was not offered")
             return
+        del connection.offered[number]  # not before: who waits for it hears of a refusal
         if isinstance(transfer, _Lent):
             connection.lent_files -= transfer.files
         if is_held:

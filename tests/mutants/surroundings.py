@@ -8,6 +8,7 @@ _MESSAGES = ("tests/unit/test_inspector_messages.py",)
 _CLOCKS = ("tests/unit/test_inspector_traces.py",)
 _FINDINGS = ("tests/doctor/test_findings.py",)
 _CONTROL = ("tests/group/test_control.py",)
+_FIRST_RANKS = ("tests/group/test_first_ranks.py",)
 _COMPAT_TORCH = ("tests/group/test_compat_torch.py",)
 
 MUTANTS = (
@@ -57,7 +58,7 @@ MUTANTS = (
         "frozenset(whole.ranks[whole.hosts.index(host)] for host in set(whole.hosts))",
         "frozenset({whole.ranks[0]})",
         "run_once_per_node takes the first ranks of further hosts for ranks that wait",
-        _CONTROL,
+        _FIRST_RANKS,
     ),
     Mutant(
         "main-of-node-is-main-of-all",
@@ -65,7 +66,7 @@ MUTANTS = (
         "return whole.hosts.index(whole.hosts[whole.rank]) == whole.rank",
         "return whole.rank == 0",
         "is_main(scope='node') is false on every host but the first",
-        _CONTROL,
+        _FIRST_RANKS,
     ),
     Mutant(
         "keys-ignored",

@@ -20,6 +20,7 @@ from tests.open_files import open_files
 from tests.scripts import run_python
 from tests.unit.stream_links import (
     HEAD,
+    HEADER,
     LIMIT,
     TAG,
     Refusing,
@@ -201,6 +202,17 @@ def test_a_peer_can_not_fill_this_process_with_files() -> None:
         wait_until(lambda: link.is_closed(1), "it to be refused")
         with pytest.raises(LinkClosed, match="more files than may wait here"):
             link.send(filled(1), 1, TAG)
+
+
+def test_who_keeps_what_was_only_offered_is_no_link_of_objcomm() -> None:
+    flats = members(100_000)
+    with facing() as (link, other):
+        sent = link.send_share(None, flats, 1, TAG)
+        kind, *_, number = HEADER.unpack(other.recv(HEADER.size, socket.MSG_WAITALL))
+        assert kind == Kind.OFFER
+        other.sendall(frame(Kind.HELD, number=number))
+        with pytest.raises(LinkClosed, match="which no link of objcomm does"):
+            link.wait(sent, LIMIT)
 
 
 def test_memory_is_not_bytes() -> None:
