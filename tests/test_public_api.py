@@ -64,6 +64,11 @@ def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
     assert not hasattr(objcomm, "_private")
 
 
+def test_a_name_that_stands_in_a_topic_is_told_so() -> None:
+    with pytest.raises(AttributeError, match=r"it is objcomm\.metrics\.all_gather_scalar$"):
+        getattr(objcomm, "all_gather_scalar")  # noqa: B009  # a name that type checkers know is not there
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name: str) -> None:
     member = PUBLIC[name]

@@ -346,12 +346,12 @@ def test_the_ranks_that_have_come_are_told_who_has_not(missing: int, *, is_agent
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if rank != missing:
         with coming_together({0, 1, 2} - {missing}), pytest.raises(StartError) as caught:
-            objcomm.init(timeout=5)
+            objcomm.init(timeout=2)
         error = caught.value
         assert (error.rank, error.world_size, error.missing) == (rank, 3, (missing,))
         here_are = {0: "1-2", 1: "0, 2", 2: "0-1"}[missing]
         if missing or is_agents:
-            assert f"rank {missing} has not come within 5 s, ranks {here_are} have; " in str(error)
+            assert f"rank {missing} has not come within 2 s, ranks {here_are} have; " in str(error)
         else:
             assert "rank 0, which they meet at, has not come or can't be reached (" in str(error)
         assert not objcomm.is_initialized()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long  # each starts a Python, or several, and nothing else waits for it
+
 _FOLDER = Path(__file__).parent
 _ROOT = _FOLDER.parents[1]
 
