@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -223,19 +224,30 @@ def test_memory_is_not_bytes() -> None:
             receiver.wait(receiver.recv(room(200_000), 0, TAG), LIMIT)
 
 
+def memories() -> int:
+    """How many descriptors of memory to share this process has."""
+    return sum("memfd" in str(each.resolve()) for each in Path("/proc/self/fd").iterdir())
+
+
 def test_an_end_lets_go_of_what_nobody_has_taken() -> None:
     gc.collect()
-    files = open_files()
+    files, before = open_files(), memories()
     flats = members(100_000)
     with joined() as (sender, receiver):
         sent = [sender.send_share(Share.of(flats), flats, 1, TAG) for _ in range(3)]
-        receiver.move()
+        for _ in sent:  # each takes in one
+            receiver.move()
+        assert memories() == before + 6
         borrowed = receiver.recv_share(100_000, 0, TAG)
         sender.abort()
         receiver.wait(borrowed, LIMIT)  # it had come
         for each in sent[1:]:
             with pytest.raises(LinkClosed):
                 sender.wait(each, LIMIT)
-    del sender, receiver, borrowed, sent, each
+        receiver.move()  # it notices the end
+        del sent, each
+        gc.collect()
+        assert memories() == before + 1  # what had come, though both links are there
+    del sender, receiver, borrowed
     gc.collect()
     assert open_files() == files
