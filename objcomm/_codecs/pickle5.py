@@ -98,10 +98,12 @@ class PickleCodec:
         sink = _Sink()
         _Pickler(sink, None, kept).dump(obj)
         token = _kept.set(kept)
+        landing = tensors.landing.set(tensors.Landing(None))
         try:
             owners = [duplicate(buffer).owner for buffer in sink.buffers]
             return pickle.loads(b"".join(sink.parts), buffers=owners)  # noqa: S301  # its own
         finally:
+            tensors.landing.reset(landing)
             _kept.reset(token)
 
     def decode(

@@ -27,7 +27,7 @@ def weights(at: torch.device | str, seed: int = 0) -> dict[str, Any]:
     return {
         "small": torch.full((3,), seed, dtype=torch.bfloat16).to(at),
         "large": large,
-        "tied": [large],
+        "tied": [large[:]],
         "column": large.view(100, -1)[:, 0],
         "transposed": large.view(100, -1).t(),
         "parameter": torch.nn.Parameter(torch.ones(70_000).to(at)),
@@ -84,6 +84,8 @@ def test_members_go_from_device_to_device() -> None:
         parts = [weights(own_device(), 10 * rank + peer) for peer in range(size)]
         for sender, each in enumerate(objcomm.all_to_all(parts, codec=codec)):
             assert_arrived(each, 10 * sender + rank)
+        objcomm.send(mine, rank, codec=codec)
+        assert_arrived(objcomm.recv(rank), rank)
     assert bool(joined_by().made) == (size > 1)
     assert_group_works()
 
