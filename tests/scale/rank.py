@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,11 +233,12 @@ def run(folder: Path, rank: int, size: int) -> None:
     """All that one rank does."""
     torch.set_num_threads(1)
     store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_host=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    limit = timedelta(seconds=_LIMIT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     dist.barrier()
     sockets, descriptors, running, nbytes = *open_files(), threads(), private_nbytes()
     began = time.monotonic()
-    objcomm.init(timeout=_LIMIT_S)
+    objcomm.init()
     objcomm.barrier(timeout=_LIMIT_S)
     first_seconds = time.monotonic() - began
     wrong = wrong_operations(rank, size)
