@@ -221,11 +221,10 @@ def is_cut_off(parent: Any) -> Callable[[], bool]:
 
 @ranks(2)
 def test_what_a_lists_members_met_over_is_closed_once_it_is_broken() -> None:
-    parent, kept = objcomm.dup(), []
+    parent, first = objcomm.dup(), 0
     for turn in range(5):
         dist.destroy_process_group(objcomm.new_group([0, 1], group=parent))
-        gc.collect()
-        kept.append(open_files())
+        first = first or open_files()
         tell_all(f"made {turn}", "")
         if here().rank == 0:
             with pytest.raises(TransportTimeout):
@@ -234,7 +233,8 @@ def test_what_a_lists_members_met_over_is_closed_once_it_is_broken() -> None:
             wait_until(is_cut_off(parent), "the end of the connection")
             with pytest.raises(objcomm.TransportError):
                 objcomm.new_group([0, 1], group=parent)
-    assert kept[4] <= kept[2], kept  # rank 0 has two more, which its last errors hold
+    # Later, because what was to end a wait that has expired holds its connections for up to 0.9 s.
+    wait_until(lambda: gc.collect() >= 0 and open_files() <= first + 3, "what one turn has open")
     dist.destroy_process_group(parent)
 
 

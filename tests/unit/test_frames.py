@@ -1,8 +1,6 @@
 """Bytes that are right, damaged or hostile: what comes out is an object or an objcomm error."""
 
-import re
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from objcomm._wire import header as frames
 from objcomm._wire.header import HEADER_NBYTES, Header, Operation
 from tests.ranks import solo
 from tests.same import assert_same
+from tests.unit.address_space import peak_address_space_nbytes
 
 _SCALARS = (
     st.none()
@@ -219,7 +218,7 @@ def test_an_announced_size_is_not_believed_before_it_is_checked() -> None:
 def check_that_no_announced_size_is_believed(codec: str, exponent: int) -> None:
     raw = _message({"w": torch.arange(20_000)}, codec)
     true = Header.unpack(raw)
-    before = _address_space()
+    before = peak_address_space_nbytes()
     for field in ("buffer_count", "meta_nbytes", "body_nbytes", "payload_nbytes"):
         size = min(2**exponent, 2**32 - 1) if field == "buffer_count" else 2**exponent
         hostile = true._replace(**{field: size}).pack() + raw[HEADER_NBYTES:]
@@ -231,14 +230,7 @@ def check_that_no_announced_size_is_believed(codec: str, exponent: int) -> None:
     lie = true._replace(payload_nbytes=2**exponent, body_checksum=zlib.crc32(body))
     with pytest.raises((WireError, CodecError)):
         _decoded(lie.pack() + rows[HEADER_NBYTES:])
-    assert _address_space() - before < 2**30
-
-
-def _address_space() -> int:
-    """The most address space that this process ever had, from Linux."""
-    found = re.search(r"VmPeak:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    assert peak_address_space_nbytes() - before < 2**30
 
 
 def _header(**changed: Any) -> Header:

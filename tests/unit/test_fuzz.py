@@ -19,7 +19,7 @@ from tests.fuzz import drawn
 from tests.fuzz.mutate import seeds, variant
 from tests.fuzz.targets import TARGETS, attempt
 from tests.ranks import solo
-from tests.unit.test_frames import _address_space
+from tests.unit.address_space import peak_address_space_nbytes
 
 _CORPUS = Path(fuzz.__file__).parent / "corpus"
 _KEPT = sorted(path.relative_to(_CORPUS).as_posix() for path in _CORPUS.glob("*/*"))
@@ -38,10 +38,10 @@ def test_kept_bytes_give_a_value_or_an_objcomm_error(kept: str) -> None:
 @solo()
 def test_no_kept_bytes_take_hundreds_of_megabytes() -> None:
     """In a process that had no more before: the most that one ever had never shrinks."""
-    before = _address_space()
+    before = peak_address_space_nbytes()
     for kept in _KEPT:
         attempt(kept.partition("/")[0], (_CORPUS / kept).read_bytes())
-        assert _address_space() - before < _GROWTH_MAX_NBYTES, kept
+        assert peak_address_space_nbytes() - before < _GROWTH_MAX_NBYTES, kept
 
 
 @pytest.mark.filterwarnings("ignore")  # likewise
