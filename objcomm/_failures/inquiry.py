@@ -693,7 +693,7 @@ def timeout_verdict(
     answers = {rank: answer for rank, answer in answers.items() if rank not in stopped}
     missing = tuple(
         rank
-        for rank in (mesh.others if lane.order is not None else mesh.members)
+        for rank in mesh.others  # this one waits, also where its own answer is from before it met
         if rank not in answers or not _has_arrived(mesh, lane, entry, answers[rank])
     )
     return Verdict.of(

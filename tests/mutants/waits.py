@@ -175,6 +175,14 @@ MUTANTS = (
         ("tests/group/test_timeouts.py", "tests/group/test_broken.py"),
     ),
     Mutant(
+        "this-rank-missing",
+        "objcomm/_failures/inquiry.py",
+        "for rank in mesh.others  # this one waits",
+        "for rank in mesh.members  # this one waits",
+        "who waits to meet the others, and has met their host since it was asked, waits for itself",
+        ("tests/unit/test_timeout_verdicts.py",),
+    ),
+    Mutant(
         "failed-first-use-final",
         "objcomm/_failures/mesh.py",
         "return self.verdict.is_recoverable or has_not_begun",

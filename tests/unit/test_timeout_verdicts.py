@@ -6,23 +6,30 @@ from typing import Any
 import pytest
 
 from objcomm._failures import inquiry
-from objcomm._failures.deadlock import WaitSnapshot
+from objcomm._failures.deadlock import MEETING, WaitSnapshot
 from objcomm._observe.history import CallRecord
 from objcomm._wire.header import Operation
 from tests.unit.memory_link import header_of
-from tests.unit.whereabouts import MAIN, recv
+from tests.unit.whereabouts import MAIN, meeting, recv
 
 
-@pytest.mark.parametrize("stopped", [set(), {5}], ids=["all run", "one is stopped"])
-def test_what_a_rank_answered_before_it_was_stopped_is_no_answer(stopped: set[int]) -> None:
-    mesh: Any = SimpleNamespace(
+def mesh_of(*ranks: int, nonce: str = "", stopped: frozenset[int] = frozenset()) -> Any:
+    """That of the first of these."""
+    members = tuple(range(len(ranks)))
+    return SimpleNamespace(
         name="",
-        nonce="",
-        ranks=(4, 5),
-        members=(0, 1),
-        others=(1,),
+        nonce=nonce,
+        ranks=ranks,
+        rank=0,
+        members=members,
+        others=members[1:],
         board_thread=SimpleNamespace(processes=SimpleNamespace(stopped=lambda: stopped)),
     )
+
+
+@pytest.mark.parametrize("stopped", [frozenset(), {5}], ids=["all run", "one is stopped"])
+def test_what_a_rank_answered_before_it_was_stopped_is_no_answer(stopped: frozenset[int]) -> None:
+    mesh = mesh_of(4, 5, stopped=stopped)
     lane: Any = SimpleNamespace(number=0, order=None)
     entry = CallRecord(header_of(0, operation=Operation.RECV), "recv")
     entry.awaits = 1
@@ -33,6 +40,16 @@ def test_what_a_rank_answered_before_it_was_stopped_is_no_answer(stopped: set[in
     verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
     assert verdict.silent == ((1,) if stopped else ())
     assert [each.rank for each in verdict.positions] == ([0] if stopped else [0, 1])
+
+
+def test_a_rank_that_was_asked_before_it_met_the_others_does_not_wait_for_itself() -> None:
+    mesh = mesh_of(4, 5, nonce="met since")
+    lane: Any = SimpleNamespace(number=0, order=None)
+    entry = CallRecord(header_of(0, sequence=MEETING), "gather")
+    entry.awaits = 1
+    answers = {0: WaitSnapshot(1, MAIN, (meeting("", awaits=5),)), 1: WaitSnapshot(1, MAIN, ())}
+    verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
+    assert verdict.ranks == (1,)
 
 
 def test_of_a_thousand_waits_of_one_kind_one_is_looked_at() -> None:
