@@ -286,7 +286,9 @@ class Call:
     ) -> Watched:
         """Take the next number on this thread's lane, last of all that can go wrong."""
         try:
-            mesh, lane = self._group.enter(self.name, self._deadline, self.call_site)
+            mesh, lane = self._group.enter(
+                self.name, self._deadline, self.call_site, is_async=self._claim is not None
+            )
         except ObjcommError as error:
             self._group.recorder.attach(error)
             raise
@@ -501,7 +503,7 @@ class Call:
             return Work[R](self.name, self.call_site).carry_out_here(body)
         if lane.line is None:
             lane.line = SerialExecutor(f"objcomm-line {lane.name}".strip())
-        work: Work[R] = Work(self.name, self.call_site, lane)
+        work: Work[R] = Work(self.name, self.call_site, lane, on_error=self.traffic().hear)
         work.carry_out_on(lane.line, body)
         return work
 

@@ -156,8 +156,12 @@ class Group:
             return Deadline(self._timeout_seconds)
         return Deadline(seconds_of(operation, timeout))
 
-    def enter(self, operation: str, deadline: Deadline, call_site: str) -> tuple[Mesh, Lane]:
+    def enter(
+        self, operation: str, deadline: Deadline, call_site: str, *, is_async: bool = False
+    ) -> tuple[Mesh, Lane]:
         """The connections and the calling thread's lane; the first use makes all ranks meet.
+
+        An asynchronous call gets what has ended, if its thread has yet to hear of that.
 
         Raises:
             BrokenGroupError: an earlier error ended the group.
@@ -168,7 +172,8 @@ class Group:
             TransportTimeout: not every rank came.
         """
         self.check_process(operation)
-        return self._whole.enter(operation, deadline, call_site, _lane_name.get())
+        lane_name = _lane_name.get()
+        return self._whole.enter(operation, deadline, call_site, lane_name, is_async=is_async)
 
     def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
         """Make all ranks meet now; every one must call this, and any thread may use the group next.

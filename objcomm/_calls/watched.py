@@ -4,6 +4,7 @@ After an error in it nobody knows what the other ranks wait for, so all are told
 connection is closed: they raise too, instead of waiting.
 """
 
+import threading
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ class Watched:
         is_by_itself = exchange.is_interruptible and not exchange.device.linked
         self._interruptible = None if is_by_itself else interruptible(mesh)
         self._span: Span | None = None
+        self._is_to_hear = False
 
     @property
     def place(self) -> str:
@@ -72,7 +74,7 @@ class Watched:
         check_running(entry.operation)
         if verdict is not None:  # while this call waited for those before it
             self._absolve()
-            end_elsewhere(verdict, lane.owner)
+            self._end_elsewhere(verdict)
             raise verdict.error(entry.operation, self.exchange.header.position)
         entry.regions = regions.get()
         seconds = self._deadline.apply(entry)
@@ -120,9 +122,34 @@ class Watched:
         failure = failure_of(error, rank, self._entry.header.call_site)
         return proposal._replace(failures=(failure,))
 
+    def hear(self) -> None:
+        """The program takes the error of this call, which another thread has carried out."""
+        verdict = self._mesh.verdict
+        if self._is_to_hear and verdict is not None:
+            self._is_to_hear = False
+            self._mesh.absolve(self._lane.owner)
+            end_elsewhere(verdict, self._lane.owner)
+
+    @property
+    def _is_raised_later(self) -> bool:
+        """Whether the thread that called is another one, and hears when it asks the work.
+
+        Until then what it begins belongs to the connections that have ended: on another rank the
+        call of the same place may have begun before they did.
+        """
+        lane = self._lane
+        return lane.order is None and lane.owner is not threading.current_thread()
+
     def _absolve(self) -> None:
         """The thread that called hears of it by this call, on whatever lanes it makes others."""
-        self._mesh.absolve(self._lane.owner)
+        self._is_to_hear = self._is_raised_later
+        if not self._is_to_hear:
+            self._mesh.absolve(self._lane.owner)
+
+    def _end_elsewhere(self, verdict: Verdict) -> None:
+        """End what else a verdict names; the thread that called raises it for all of that."""
+        owner = None if self._lane.order else self._lane.owner
+        end_elsewhere(verdict, owner, is_raised=not self._is_raised_later)
 
     def _leave(self, error: BaseException | None) -> None:
         """Wait no more, whatever fails meanwhile: Ctrl-C may come at any of these steps."""
@@ -153,8 +180,7 @@ class Watched:
         proposal = self._proposal(error)
         is_loss = proposal.cause is Cause.LOST
         verdict = end_by_loss(mesh, proposal) if is_loss else mesh.settle(proposal)
-        # On a line's thread it is raised for the one that called.
-        end_elsewhere(verdict, None if self._lane.order else self._lane.owner)
+        self._end_elsewhere(verdict)
         if isinstance(error, TransportError):
             raise local(mesh, verdict, error).error(operation, position) from None
         if verdict.name != proposal.name and isinstance(error, Exception):

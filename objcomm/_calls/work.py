@@ -92,6 +92,7 @@ class Work(Generic[T_co]):
         "_future",
         "_is_asked",
         "_line",
+        "_on_error",
         "_pid",
         "_waited",
         "call_site",
@@ -104,9 +105,20 @@ class Work(Generic[T_co]):
         call_site: str,
         waited: Waited | None = None,
         envelopes: Sequence[Envelope] = (),
+        on_error: Callable[[], None] | None = None,
     ) -> None:
+        """Begin.
+
+        Args:
+            operation: its name.
+            call_site: the user's ``file:line`` that begins it.
+            waited: tells the watchdog which thread waits for it.
+            envelopes: filled with that of each message that a receive gets.
+            on_error: called when the program first takes its error, which it then knows of.
+        """
         self._envelopes = envelopes
         self._cancel: Callable[[], bool] | None = None
+        self._on_error = on_error
         self.operation = operation
         self.call_site = call_site
         self._waited: Waited = _Nobody() if waited is None else waited
@@ -149,7 +161,7 @@ class Work(Generic[T_co]):
                     f"{self.operation} at {self.call_site} is still in flight after {seconds} s; "
                     "it goes on, and can be waited for again"
                 )
-            return self._future.result()
+            return self._outcome()
         finally:
             del self  # an error's traceback holds this frame, and the work holds the error
 
@@ -166,7 +178,7 @@ class Work(Generic[T_co]):
         """
         self._must_be_done()
         try:
-            return self._future.result()
+            return self._outcome()
         finally:
             del self  # as in ``wait``
 
@@ -177,6 +189,7 @@ class Work(Generic[T_co]):
             UsageError: it is still in flight.
         """
         self._must_be_done()
+        self._hear()
         return self._error()
 
     @property
@@ -227,14 +240,22 @@ class Work(Generic[T_co]):
 
     def __await__(self) -> Generator[Any, None, T_co]:
         self._is_asked = True
-        return asyncio.wrap_future(self._future).__await__()
+        try:
+            return (yield from asyncio.wrap_future(self._future).__await__())
+        finally:
+            if self.done():
+                self._hear()
+            del self  # as in ``wait``
 
     def carry_out(self, body: Callable[[], T_co]) -> None:
         """End by what ``body`` returns or raises; objcomm's own business."""
         try:
-            self._future.set_result(body())
+            result = body()
         except BaseException as error:  # noqa: BLE001  # raised where somebody waits
             self._future.set_exception(error)
+        else:
+            self._on_error = None
+            self._future.set_result(result)
         finally:
             self._cancel = None
             del self, body  # an error's traceback holds this frame
@@ -306,6 +327,19 @@ class Work(Generic[T_co]):
                 f"{self.operation} at {self.call_site} is still in flight; wait() for it first"
             )
         self._is_asked = True
+
+    def _outcome(self) -> T_co:
+        self._hear()
+        try:
+            return self._future.result()
+        finally:
+            del self  # as in ``wait``
+
+    def _hear(self) -> None:
+        """The program takes the error, if there is one."""
+        on_error, self._on_error = self._on_error, None
+        if on_error is not None and self._pid == os.getpid():
+            on_error()
 
     def _error(self) -> BaseException | None:
         return self._future.exception() if self._future.done() else None

@@ -74,11 +74,17 @@ class Channel:
         self._whole = whole
         self._lock = threading.Lock()
         self._mesh: Mesh | None = None
-        # By thread, what ended an earlier mesh; by None where any thread may use the lane.
-        self._owed: dict[threading.Thread | None, Verdict] = {}
+        # Those that were replaced while a thread had yet to raise what ended them.
+        self._owed: list[Mesh] = []
 
     def enter(
-        self, operation: str, deadline: Deadline, call_site: str, lane_name: str
+        self,
+        operation: str,
+        deadline: Deadline,
+        call_site: str,
+        lane_name: str,
+        *,
+        is_async: bool = False,
     ) -> tuple[Mesh, Lane]:
         """The connections and the calling thread's lane; the first call connects.
 
@@ -87,15 +93,17 @@ class Channel:
             deadline: the call's.
             call_site: the user's line.
             lane_name: of the calling thread's lane.
+            is_async: whether it raises later, when the program asks for its result.
 
         Raises:
             BrokenGroupError: an earlier error has closed the connections for good.
             ObjcommError: what has closed them since this thread's last call; the next is served.
+                An asynchronous call gets them as they are.
             UsageError: the group is destroyed, another thread has the lane, or this one has it and
                 waits for a callback.
             TransportTimeout: not every member came.
         """
-        mesh, lane = self.admit(operation, lane_name)
+        mesh, lane = self.admit(operation, lane_name, is_async=is_async)
         if mesh.link is None:
             self.connect(mesh, lane, operation, deadline, call_site)
         return mesh, lane
@@ -111,7 +119,12 @@ class Channel:
                 del mesh.lanes[lane.name]
 
     def admit(
-        self, operation: str, lane_name: str, order: TicketQueue | None = None
+        self,
+        operation: str,
+        lane_name: str,
+        order: TicketQueue | None = None,
+        *,
+        is_async: bool = False,
     ) -> tuple[Mesh, Lane]:
         """As ``enter``, without connecting.
 
@@ -119,10 +132,15 @@ class Channel:
             operation: for an error's text.
             lane_name: of the calling thread's lane.
             order: given if any thread may use the lane.
+            is_async: as for ``enter``.
+
+        Returns:
+            A mesh and a lane; an asynchronous call's mesh has ended if its thread has yet to raise
+            by what: on another rank the call of the same place may have begun before.
         """
         mesh = self._mesh
         if mesh is None or mesh.verdict is not None or self._owed:
-            mesh = self._settled(operation)
+            mesh = self._settled(operation, is_async=is_async)
         lane = mesh.lanes.get(lane_name)
         if order is not None:
             return mesh, lane or self._taken(operation, mesh, lane_name, order)
@@ -182,9 +200,8 @@ class Channel:
         if mesh.settle(verdict).name != verdict.name:
             return
         with self._lock:
-            mesh.absolve(threading.current_thread())
-            self._owed.pop(threading.current_thread(), None)
-            self._owed.pop(None, None)
+            for each in [*self._owed, mesh]:
+                each.absolve(threading.current_thread())
 
     def _is_clear_of(self, mesh: Mesh, verdict: Verdict) -> bool:
         """Whether the other rank of a pair may have joined ``mesh`` when this was over for it."""
@@ -199,17 +216,20 @@ class Channel:
     def _pair(self) -> str:
         return "-".join(map(str, self.members))
 
-    def _settled(self, operation: str) -> Mesh:
+    def _settled(self, operation: str, *, is_async: bool) -> Mesh:
         """A mesh that nothing has ended, once the thread has raised what ended the last one."""
         thread = threading.current_thread()
         with self._lock:
-            owed = self._owed.pop(thread, None) or self._owed.pop(None, None)
+            self._owed = [each for each in self._owed if each.is_owed]
             mesh = self._mesh
-            if mesh is not None and mesh.verdict is not None and mesh.absolve(thread):
-                owed = mesh.verdict
-            if owed is not None:
-                end_elsewhere(owed)
-                raise owed.error(operation)
+            for each in [*self._owed, *([] if mesh is None else [mesh])]:
+                if each.verdict is None or not each.is_owed_by(thread):
+                    continue
+                if is_async and each.link is not None:
+                    return each
+                each.absolve(thread)
+                end_elsewhere(each.verdict)
+                raise each.verdict.error(operation)
             if mesh is None or mesh.verdict is not None:
                 mesh = self._mesh = self._renewed(operation, mesh)
             return mesh
@@ -222,11 +242,8 @@ class Channel:
                     ended.board_thread.call(lambda _: None)
             if not ended.can_be_replaced:
                 raise BrokenGroupError(operation, text_of(ended.verdict.error("an earlier call")))
-            # A thread that has ended is in no sequence of calls that others could be ahead of.
-            lanes = [lane for lane in ended.lanes.values() if lane.owner.is_alive()]
-            owing = [None if lane.order else lane.owner for lane in lanes if lane.owes]
-            left = {each: why for each, why in self._owed.items() if not each or each.is_alive()}
-            self._owed = left | dict.fromkeys(owing, ended.verdict)
+            if ended.is_owed:
+                self._owed.append(ended)
         group, is_whole = self._process_group(), self._whole is None
         is_world = is_whole and group is self._world() and self._name == group.group_name
         mesh = Mesh(

@@ -326,10 +326,25 @@ class Mesh:
             proposal = proposal._replace(is_final=True)
         return self.stop(board.propose(self.nonce, proposal) if self.nonce else proposal)
 
-    def absolve(self, thread: threading.Thread) -> bool:
-        """A thread raises the verdict, for all its lanes. Whether one of them still had to."""
-        absolved = [lane.absolve(thread) for lane in tuple(self.lanes.values())]
-        return any(absolved)
+    @property
+    def is_owed(self) -> bool:
+        """Whether a thread has yet to raise the verdict.
+
+        One that has ended is in no sequence of calls that other ranks could be ahead of.
+        """
+        lanes = tuple(self.lanes.values())
+        return any(lane.owes and (lane.order or lane.owner.is_alive()) for lane in lanes)
+
+    def is_owed_by(self, thread: threading.Thread) -> bool:
+        """Whether this thread has."""
+        lanes = tuple(self.lanes.values())
+        return any(lane.owes and lane.is_of(thread) for lane in lanes)
+
+    def absolve(self, thread: threading.Thread) -> None:
+        """A thread raises the verdict, for all its lanes."""
+        for lane in tuple(self.lanes.values()):
+            if lane.is_of(thread):
+                lane.owes = False
 
     def fail(self, key: str, proposal: Verdict) -> Verdict:
         """End the mesh because the block ``key`` failed here, and let it be known there, too."""

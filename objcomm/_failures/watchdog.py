@@ -480,17 +480,21 @@ def died_in(block: str) -> Verdict | None:
     return next((mesh.died for mesh in meshes), None)
 
 
-def end_elsewhere(verdict: Verdict, thread: threading.Thread | None = None) -> None:
+def end_elsewhere(
+    verdict: Verdict, thread: threading.Thread | None = None, *, is_raised: bool = True
+) -> None:
     """End the other meshes that a verdict names.
 
     Args:
         verdict: what ends them.
         thread: raises it for all of them; the calling one if None.
+        is_raised: whether it does so now; if not, they still owe it that.
     """
     thread = thread or threading.current_thread()
     for mesh in _watchdogs.watchdog().named(verdict.meshes):
         mesh.settle(verdict)  # told before it closes: not every finder of a circle has all meshes
-        mesh.absolve(thread)
+        if is_raised:
+            mesh.absolve(thread)
 
 
 class interruptible:  # noqa: N801  # used as a function, like contextlib's

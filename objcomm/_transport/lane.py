@@ -92,11 +92,9 @@ class Lane:
         else:
             self.p2p_calls.discard(entry)
 
-    def absolve(self, thread: threading.Thread) -> bool:
-        """A thread raises what ended the link: its next call need not. Whether it would have."""
-        is_its = self.order is not None or self.owner is thread
-        owed, self.owes = self.owes, self.owes and not is_its
-        return owed and is_its
+    def is_of(self, thread: threading.Thread) -> bool:
+        """Whether a thread may use it, and raises what ended the link for it."""
+        return self.order is not None or self.owner is thread
 
     def waits(self) -> list[CallRecord]:
         """All calls that wait just now."""

@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _LINE = ("tests/unit/test_line.py",)
 _ORDER = ("tests/unit/test_order.py",)
+_UNHEARD = ("tests/group/test_async_unheard.py",)
 
 MUTANTS = (
     Mutant(
@@ -173,6 +174,38 @@ MUTANTS = (
         "if rank not in answers or _has_arrived(mesh, lane, entry, answers[rank])",
         "a time-out names the ranks that came",
         ("tests/group/test_timeouts.py", "tests/group/test_broken.py"),
+    ),
+    Mutant(
+        "works-error-taken-for-heard",
+        "objcomm/_calls/watched.py",
+        "return lane.order is None and lane.owner is not threading.current_thread()",
+        "return False",
+        "what a rank begins before it asks a failed work waits where no other rank comes",
+        _UNHEARD,
+    ),
+    Mutant(
+        "asked-work-not-heard",
+        "objcomm/_calls/work.py",
+        "            on_error()\n",
+        "            pass\n",
+        "the call after a work's error, which the program has taken, raises it once more",
+        _UNHEARD,
+    ),
+    Mutant(
+        "work-behind-an-error-raises-at-the-call",
+        "objcomm/_failures/channel.py",
+        "if is_async and each.link is not None:",
+        "if is_async and each.link is None:",
+        "where an asynchronous call raises depends on whether it was begun before another's error",
+        _UNHEARD,
+    ),
+    Mutant(
+        "replaced-mesh-forgotten",
+        "objcomm/_failures/channel.py",
+        "            if ended.is_owed:\n",
+        "            if ended.link is None:\n",
+        "a thread that has yet to hear goes on where another one of its process already is",
+        _UNHEARD,
     ),
     Mutant(
         "this-rank-missing",

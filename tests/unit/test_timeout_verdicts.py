@@ -20,7 +20,6 @@ def mesh_of(*ranks: int, nonce: str = "", stopped: frozenset[int] = frozenset())
         name="",
         nonce=nonce,
         ranks=ranks,
-        rank=0,
         members=members,
         others=members[1:],
         board_thread=SimpleNamespace(processes=SimpleNamespace(stopped=lambda: stopped)),

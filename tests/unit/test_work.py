@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -126,6 +127,45 @@ def test_the_watcher_is_told_of_waits_for_several(begun: Callable[..., Begun], w
     looker.join()
     assert seen == [threading.get_ident()]
     assert [flight.waited.waiter for flight in flights] == [0, 0]
+
+
+def _failed(on_error: Callable[[], None]) -> Work[Any]:
+    def body() -> None:
+        raise LookupError("no such shard")
+
+    return Work[Any]("gather", PLACE, on_error=on_error).carry_out_here(body)
+
+
+def test_that_its_error_was_taken_is_told_once() -> None:
+    told: list[str] = []
+    work = _failed(lambda: told.append("heard"))
+    assert not told
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            work.wait()
+        assert isinstance(work.exception(), LookupError)
+        assert told == ["heard"]
+
+
+def test_of_a_result_it_is_not() -> None:
+    told: list[str] = []
+    work: Work[int] = Work("gather", PLACE, on_error=lambda: told.append("heard"))
+    work.carry_out(lambda: 3)
+    assert work.wait() == 3
+    assert not told
+
+
+def test_a_forked_process_takes_its_parents_error_for_itself_alone() -> None:
+    told: list[str] = []
+    work = _failed(lambda: told.append("heard"))
+    if not (child := os.fork()):
+        try:
+            work.exception()
+        finally:
+            os._exit(len(told))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    work.exception()
+    assert told == ["heard"]
 
 
 def test_many_threads_wait_for_one_work(begun: Callable[..., Begun]) -> None:

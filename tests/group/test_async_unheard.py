@@ -1,0 +1,236 @@
+"""An error in flight that the program has not taken yet: what it begins until then fails with it.
+
+Another rank may have begun its call of the same place before the error, so both have to fail. What
+a rank begins afterwards, on every rank, goes over new connections.
+"""
+
+import asyncio
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import objcomm
+from objcomm import CollectiveError, DesyncError, Work
+from tests.group.helpers import (
+    assert_group_works,
+    hear,
+    in_thread,
+    say,
+    subgroup,
+    tell_all,
+)
+from tests.group.in_flight import LIMIT_S, soon
+from tests.group.watched import closely, patiently
+from tests.ranks import ranks
+from tests.waits import wait_until
+from tests.workers import here
+
+
+def _begun_apart(group: dist.ProcessGroup | None = None) -> Work[Any]:
+    """A work that fails on every rank, because rank 1 begins another operation."""
+    operation: Any = objcomm.all_gather if here().rank == 1 else objcomm.all_reduce
+    work: Work[Any] = operation(1, group=group, async_op=True)
+    return work
+
+
+@contextlib.contextmanager
+def _last_to_hear(topic: str, *others: int) -> Iterator[bool]:
+    """Let rank 0 come here when the others have left: they have begun all, and heard of it."""
+    with closely(), patiently():
+        if here().rank == 0:
+            for rank in others:
+                hear(f"{topic} {rank}")
+            yield True
+        else:
+            yield False
+            say(f"{topic} {here().rank}")
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_call_behind_an_error_fails_with_it_as_on_the_ranks_that_began_it_before(
+    *, is_async: bool
+) -> None:
+    objcomm.barrier()
+    works = [_begun_apart()]
+    with _last_to_hear("heard", *range(1, here().world_size)) as is_last:
+        if is_last:
+            wait_until(works[0].done, "the error to be here")
+        if is_last and not is_async:
+            with pytest.raises(DesyncError):
+                objcomm.all_gather(2)
+        else:
+            works += [objcomm.all_gather(each, async_op=True) for each in (2, 3)]
+        for work in works:
+            assert isinstance(soon(work), DesyncError)
+    tell_all("all have heard", "")
+    assert_group_works()
+
+
+@ranks(3)
+def test_so_it_is_on_a_group_of_some_ranks() -> None:
+    with subgroup(0, 1) as group:
+        if here().rank < 2:
+            objcomm.barrier(group=group)
+            works = [_begun_apart(group)]
+            with _last_to_hear("heard", 1) as is_last:
+                if is_last:
+                    wait_until(works[0].done, "the error to be here")
+                works.append(objcomm.all_gather(2, group=group, async_op=True))
+                for work in works:
+                    assert isinstance(soon(work), DesyncError)
+            assert_group_works(group)
+    assert_group_works()
+
+
+def _awaited(work: Work[Any]) -> Any:
+    async def program() -> Any:
+        return await work
+
+    return asyncio.run(program())
+
+
+def _first_of(work: Work[Any]) -> Any:
+    (done,) = objcomm.as_completed([work])
+    return done.result()
+
+
+def _all_of(work: Work[Any]) -> Any:
+    return objcomm.wait_all([work])
+
+
+def _result_of(work: Work[Any]) -> Any:
+    wait_until(work.done, "the error to be here")
+    return work.result()
+
+
+def _looked_at(work: Work[Any]) -> Any:
+    wait_until(work.done, "the error to be here")
+    error = work.exception()
+    assert error is not None
+    raise error
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "way",
+    [Work.wait, _result_of, _awaited, _first_of, _looked_at, _all_of],
+    ids=["wait", "result", "await", "as_completed", "exception", "wait_all"],
+)
+def test_who_has_taken_the_error_in_whichever_way_goes_on(way: Callable[[Work[Any]], Any]) -> None:
+    objcomm.barrier()
+    works = [_begun_apart(), objcomm.all_gather(2, async_op=True)]
+    with closely(), patiently(), pytest.raises(DesyncError):
+        way(works[0])
+    tell_all("all have heard", "")
+    assert objcomm.all_gather(here().rank, async_op=True).wait() == [0, 1]
+    assert isinstance(soon(works[1]), DesyncError)  # later, which takes nothing from what follows
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_wait_that_ends_before_the_work_does_has_taken_nothing() -> None:
+    objcomm.barrier()
+    if here().rank == 1:
+        hear("rank 0 has waited in vain")
+    work = _begun_apart()
+    if here().rank == 0:
+        with pytest.raises(TimeoutError, match="still in flight"):
+            work.wait(0)
+        say("rank 0 has waited in vain")
+    with _last_to_hear("heard", 1) as is_last:
+        if is_last:
+            wait_until(work.done, "the error to be here")
+        behind = objcomm.all_gather(2, async_op=True)
+        assert isinstance(soon(work), DesyncError)
+        assert isinstance(soon(behind), DesyncError)
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_work_that_nobody_asks_is_heard_of_in_the_next_call() -> None:
+    objcomm.barrier()
+    with warnings.catch_warnings(), closely(), patiently():
+        warnings.simplefilter("ignore")  # never waited for, which is the point
+        work = _begun_apart()
+        wait_until(work.done, "the error to be here")
+        del work
+        with pytest.raises(DesyncError):
+            objcomm.barrier()
+    tell_all("all have heard", "")
+    assert_group_works()
+
+
+@ranks(2)
+def test_an_error_of_another_kind_that_is_taken_stands_for_no_end_of_connections() -> None:
+    def divide(_left: int, _right: int) -> int:
+        raise ZeroDivisionError("by design")
+
+    objcomm.barrier()
+    failed = objcomm.all_reduce(1, divide, async_op=True)
+    works = [_begun_apart()]
+    with _last_to_hear("heard", 1) as is_last:
+        if is_last:
+            wait_until(works[0].done, "the error to be here")
+        with pytest.raises(CollectiveError, match="by design"):
+            failed.wait()
+        works.append(objcomm.all_gather(2, async_op=True))
+        for work in works:
+            assert isinstance(soon(work), DesyncError)
+    assert_group_works()
+
+
+@ranks(2)
+def test_an_old_error_that_is_asked_for_again_stands_for_no_new_one() -> None:
+    objcomm.barrier()
+    old = [_begun_apart(), objcomm.all_gather(2, async_op=True)]
+    with closely(), patiently():
+        assert isinstance(soon(old[0]), DesyncError)
+    tell_all("all have heard", "")
+    objcomm.barrier()
+    works = [_begun_apart()]
+    with _last_to_hear("heard anew", 1) as is_last:
+        if is_last:
+            wait_until(works[0].done, "the error to be here")
+            assert isinstance(soon(old[1]), DesyncError)
+        works.append(objcomm.all_gather(3, async_op=True))
+        for work in works:
+            assert isinstance(soon(work), DesyncError)
+    assert_group_works()
+
+
+@ranks(2)
+def test_another_thread_that_has_new_connections_leaves_the_others_theirs() -> None:
+    """A thread hears of the error and goes on while the main one has not asked for its own."""
+
+    def beside() -> None:
+        with objcomm.lane("beside"):
+            objcomm.barrier()
+            say(f"met {here().rank}")
+            hear("ended")
+            with pytest.raises(DesyncError):
+                objcomm.barrier()
+            assert_group_works()
+            say(f"goes on {here().rank}")
+
+    objcomm.barrier()
+    thread = in_thread(beside)
+    for rank in (0, 1):
+        hear(f"met {rank}")
+    works = [_begun_apart()]
+    with closely(), patiently():
+        wait_until(works[0].done, "the error to be here")
+        tell_all("the error is at both", "")
+        say("ended")
+        for rank in (0, 1):
+            hear(f"goes on {rank}")
+        works.append(objcomm.all_gather(2, async_op=True))
+        for work in works:
+            assert isinstance(soon(work), DesyncError)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert_group_works()
