@@ -126,7 +126,6 @@ class Watched:
         """The program takes the error of this call, which another thread has carried out."""
         verdict = self._mesh.verdict
         if self._is_to_hear and verdict is not None:
-            self._is_to_hear = False
             self._mesh.absolve(self._lane.owner)
             end_elsewhere(verdict, self._lane.owner)
 

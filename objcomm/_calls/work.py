@@ -242,9 +242,11 @@ class Work(Generic[T_co]):
         self._is_asked = True
         try:
             return (yield from asyncio.wrap_future(self._future).__await__())
-        finally:
-            if self.done():
+        except BaseException as error:
+            if error is self._error():  # who is cancelled may never see it
                 self._hear()
+            raise
+        finally:
             del self  # as in ``wait``
 
     def carry_out(self, body: Callable[[], T_co]) -> None:
@@ -337,9 +339,10 @@ class Work(Generic[T_co]):
 
     def _hear(self) -> None:
         """The program takes the error, if there is one."""
-        on_error, self._on_error = self._on_error, None
+        on_error = self._on_error
         if on_error is not None and self._pid == os.getpid():
             on_error()
+        self._on_error = None  # last: whoever asks meanwhile, or after Ctrl-C, has heard as well
 
     def _error(self) -> BaseException | None:
         return self._future.exception() if self._future.done() else None

@@ -12,7 +12,7 @@ from objcomm._failures.verdict import Cause, Verdict, regions
 from objcomm._observe.history import call_site
 from objcomm._wire.failure_message import failure_of, on_rank, raise_together
 from objcomm._wire.header import Operation, Status
-from objcomm.errors import CollectiveError
+from objcomm.errors import CollectiveError, ObjcommError, TransportError
 
 
 class fail_together:  # noqa: N801  # used as a function, like contextlib's
@@ -164,8 +164,13 @@ class _Block:
                 if not call.is_alone:
                     with call.traffic() as exchange:
                         routes.all_meet(exchange, call.announcement(Status.VALUE))
-        except CollectiveError:
-            self._end_groups(self._verdict)
+        except ObjcommError as error:
+            told = self._verdict
+            if isinstance(error, CollectiveError) and told is not None and told.block:
+                self._end_groups(told)
+            elif not isinstance(error, TransportError):
+                # Of before this call: the others may have caught it in the block, and wait here.
+                self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:

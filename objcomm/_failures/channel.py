@@ -192,12 +192,15 @@ class Channel:
     def absolve(self, verdict: Verdict) -> None:
         """End the connections by a verdict that the calling thread raises elsewhere.
 
-        Other threads raise it in their next calls, as they do on the other ranks.
+        It stands for what had ended them before as well: on the other ranks, too, it is the last
+        that such a thread raises before it goes on. Other threads raise what has ended them in
+        their next calls, as they do on the other ranks.
         """
         mesh = self._mesh
         if mesh is None or (mesh.verdict is None and self._is_clear_of(mesh, verdict)):
             return
-        if mesh.settle(verdict).name != verdict.name:
+        mesh.settle(verdict)
+        if not mesh.can_be_replaced:
             return
         with self._lock:
             for each in [*self._owed, mesh]:

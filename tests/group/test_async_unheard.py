@@ -166,6 +166,85 @@ def test_a_work_that_nobody_asks_is_heard_of_in_the_next_call() -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.parametrize("raises", [False, True])
+def test_who_leaves_a_failed_block_has_heard_of_all_that_ended_in_it(
+    *, raises: bool, is_elsewhere: bool
+) -> None:
+    with subgroup(0, 1) as other:
+        group = other if is_elsewhere else None
+        for each in (None, other):
+            objcomm.barrier(group=each)
+        works: list[Work[Any]] = []
+
+        def block() -> None:
+            works.append(_begun_apart(group))
+            wait_until(works[0].done, "the error to be here")
+            if here().rank == 1:
+                works[0].wait()
+            if raises:
+                raise LookupError("no such shard")
+            hear("left 1")
+
+        with closely(), patiently():
+            with pytest.raises(CollectiveError), objcomm.fail_together():
+                block()
+            say(f"left {here().rank}")
+        for each in (None, other):
+            assert_group_works(each)
+        assert isinstance(soon(works[0]), DesyncError)
+        for each in (None, other):
+            assert_group_works(each)
+
+
+@ranks(2, 3)
+def test_an_error_that_a_rank_takes_at_the_end_of_a_block_is_everybodys() -> None:
+    objcomm.barrier()
+    works: list[Work[Any]] = []
+
+    def block() -> None:
+        with objcomm.fail_together():
+            works.append(_begun_apart())
+            wait_until(works[0].done, "the error to be here")
+            if here().rank != 0:
+                assert isinstance(soon(works[0]), DesyncError)
+
+    with closely(), patiently(), pytest.raises(CollectiveError) as caught:
+        block()
+    assert list(caught.value.failures) == [0]
+    assert isinstance(soon(works[0]), DesyncError)
+    tell_all("all have left", "")
+    assert_group_works()
+
+
+@ranks(2)
+def test_who_is_cancelled_has_taken_no_error_with_that() -> None:
+    """The task is cancelled between the error's arrival and its own next turn."""
+
+    async def program(work: Work[Any]) -> None:
+        task = asyncio.ensure_future(_answer_of(work))
+        await asyncio.sleep(0)  # it awaits the work
+        wait_until(work.done, "the error to be here")
+        await asyncio.sleep(0)  # it is to be woken with the error
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def _answer_of(work: Work[Any]) -> Any:
+        return await work
+
+    objcomm.barrier()
+    work = _begun_apart()
+    with _last_to_hear("heard", 1) as is_last:
+        if is_last:
+            asyncio.run(program(work))
+        behind = objcomm.all_gather(2, async_op=True)
+        assert isinstance(soon(behind), DesyncError)
+        assert isinstance(soon(work), DesyncError)
+    assert_group_works()
+
+
+@ranks(2)
 def test_an_error_of_another_kind_that_is_taken_stands_for_no_end_of_connections() -> None:
     def divide(_left: int, _right: int) -> int:
         raise ZeroDivisionError("by design")

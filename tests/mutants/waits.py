@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _LINE = ("tests/unit/test_line.py",)
 _ORDER = ("tests/unit/test_order.py",)
-_UNHEARD = ("tests/group/test_async_unheard.py",)
+_UNHEARD = ("tests/group/test_async_unheard.py", "tests/group/test_programs_out_of_step.py")
 
 MUTANTS = (
     Mutant(
@@ -205,6 +205,30 @@ MUTANTS = (
         "            if ended.is_owed:\n",
         "            if ended.link is None:\n",
         "a thread that has yet to hear goes on where another one of its process already is",
+        _UNHEARD,
+    ),
+    Mutant(
+        "error-before-a-blocks-failure-owed-after-it",
+        "objcomm/_failures/channel.py",
+        "        if not mesh.can_be_replaced:\n",
+        "        if mesh.verdict is not None and mesh.verdict.name != verdict.name:\n",
+        "a rank leaves a failed block, and raises what it had not heard of in its next call",
+        _UNHEARD,
+    ),
+    Mutant(
+        "error-at-a-blocks-end-untold",
+        "objcomm/_collectives/fail_together.py",
+        "elif not isinstance(error, TransportError):",
+        "elif isinstance(error, TransportError):",
+        "ranks that caught an error wait at a block's end for one that leaves by it there",
+        _UNHEARD,
+    ),
+    Mutant(
+        "cancelled-await-hears",
+        "objcomm/_calls/work.py",
+        "if error is self._error():",
+        "if self.done():",
+        "a task that is cancelled as a work fails begins anew what others have begun before",
         _UNHEARD,
     ),
     Mutant(
