@@ -12,7 +12,7 @@ from objcomm._failures.verdict import Cause, Verdict, regions
 from objcomm._observe.history import call_site
 from objcomm._wire.failure_message import failure_of, on_rank, raise_together
 from objcomm._wire.header import Operation, Status
-from objcomm.errors import CollectiveError, ObjcommError, TransportError
+from objcomm.errors import CollectiveError
 
 
 class fail_together:  # noqa: N801  # used as a function, like contextlib's
@@ -155,22 +155,27 @@ class _Block:
             self._leave()
 
     def _meet(self) -> None:
+        try:
+            unheard = self._group.unheard()
+        except BaseException as error:  # Ctrl-C
+            self._fail(error)
+            raise
         told = self._failure
         if told is not None:  # the block has caught what this rank was told
             self._end_groups(told)
             raise told.error(self._name)
+        if unheard is not None and unheard.is_recoverable and unheard.block not in regions.get():
+            # The others may have caught it in the block, and wait for this rank here.
+            failed = unheard.error(self._name)
+            self._fail(failed)
+            raise failed
         try:
             with self._call("end") as call:
                 if not call.is_alone:
                     with call.traffic() as exchange:
                         routes.all_meet(exchange, call.announcement(Status.VALUE))
-        except ObjcommError as error:
-            told = self._verdict
-            if isinstance(error, CollectiveError) and told is not None and told.block:
-                self._end_groups(told)
-            elif not isinstance(error, TransportError):
-                # Of before this call: the others may have caught it in the block, and wait here.
-                self._fail(error)
+        except CollectiveError:
+            self._end_groups(self._verdict)
             raise
 
     def _fail(self, error: BaseException) -> None:

@@ -6,6 +6,8 @@ a rank begins afterwards, on every rank, goes over new connections.
 
 import asyncio
 import contextlib
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,13 +17,16 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, DesyncError, Work
+from objcomm._world import store_of
 from tests.group.helpers import (
     assert_group_works,
+    assert_no_verdict_stays,
     hear,
     in_thread,
     say,
     subgroup,
     tell_all,
+    when_main_thread_waits,
 )
 from tests.group.in_flight import LIMIT_S, soon
 from tests.group.watched import closely, patiently
@@ -197,22 +202,55 @@ def test_who_leaves_a_failed_block_has_heard_of_all_that_ended_in_it(
             assert_group_works(each)
 
 
-@ranks(2, 3)
-def test_an_error_that_a_rank_takes_at_the_end_of_a_block_is_everybodys() -> None:
+@ranks(2, long=(3,), disposable=True)
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_error_that_a_rank_takes_at_the_end_of_a_block_is_everybodys(*, is_done: bool) -> None:
     objcomm.barrier()
     works: list[Work[Any]] = []
 
     def block() -> None:
         with objcomm.fail_together():
+            if here().rank == 1 and not is_done:
+                hear("rank 0 is at the end")
             works.append(_begun_apart())
-            wait_until(works[0].done, "the error to be here")
             if here().rank != 0:
                 assert isinstance(soon(works[0]), DesyncError)
+            elif is_done:
+                wait_until(works[0].done, "the error to be here")
+            else:
+                say("rank 0 is at the end")
 
     with closely(), patiently(), pytest.raises(CollectiveError) as caught:
         block()
     assert list(caught.value.failures) == [0]
     assert isinstance(soon(works[0]), DesyncError)
+    tell_all("all have left", "")
+    assert_group_works()
+    assert_no_verdict_stays(store_of(dist.group.WORLD))
+
+
+@ranks(2)
+def test_an_interrupt_at_the_end_of_a_block_while_a_work_is_in_flight_is_everybodys() -> None:
+    objcomm.barrier()
+    works: list[Work[Any]] = []
+
+    def block() -> None:
+        with objcomm.fail_together():
+            if here().rank == 1:
+                hear("interrupted")
+            else:
+                works.append(objcomm.all_gather(0, async_op=True))
+                when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    with closely(), patiently():
+        if here().rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                block()
+            say("interrupted")
+            assert isinstance(soon(works[0]), CollectiveError)
+        else:
+            with pytest.raises(CollectiveError, match="KeyboardInterrupt"):
+                block()
     tell_all("all have left", "")
     assert_group_works()
 
