@@ -254,10 +254,6 @@ class Group:
         """
         return self._whole.mesh
 
-    def unheard(self) -> Verdict | None:
-        """What the calling thread has yet to raise, once its calls in flight have ended."""
-        return self._whole.unheard(_lane_name.get())
-
     @property
     def is_broken(self) -> bool:
         """Whether all ranks together can exchange no more objects."""

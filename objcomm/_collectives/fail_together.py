@@ -12,7 +12,7 @@ from objcomm._failures.verdict import Cause, Verdict, regions
 from objcomm._observe.history import call_site
 from objcomm._wire.failure_message import failure_of, on_rank, raise_together
 from objcomm._wire.header import Operation, Status
-from objcomm.errors import CollectiveError
+from objcomm.errors import CollectiveError, ObjcommError, TransportError, UsageError
 
 
 class fail_together:  # noqa: N801  # used as a function, like contextlib's
@@ -32,9 +32,10 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
             timedelta; the group's own if None.
 
     Raises:
-        CollectiveError: the block failed on some rank. Every rank, within 2 s where it waits; from
-            its own exception where it has one. A KeyboardInterrupt or SystemExit is raised itself
-            on its own rank. Afterwards the group, and every group of its members, works.
+        CollectiveError: the block failed on some rank, as by ranks that are out of step in it or at
+            its end. Every rank, within 2 s where it waits; from its own exception where it has one.
+            A KeyboardInterrupt or SystemExit is raised itself on its own rank. Afterwards the
+            group, and every group of its members, works.
         TransportTimeout: some ranks did not come to the end in time. Every rank that waited.
         ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
 
@@ -155,27 +156,24 @@ class _Block:
             self._leave()
 
     def _meet(self) -> None:
-        try:
-            unheard = self._group.unheard()
-        except BaseException as error:  # Ctrl-C
-            self._fail(error)
-            raise
         told = self._failure
         if told is not None:  # the block has caught what this rank was told
             self._end_groups(told)
             raise told.error(self._name)
-        if unheard is not None and unheard.is_recoverable and unheard.block not in regions.get():
-            # The others may have caught it in the block, and wait for this rank here.
-            failed = unheard.error(self._name)
-            self._fail(failed)
-            raise failed
         try:
             with self._call("end") as call:
                 if not call.is_alone:
                     with call.traffic() as exchange:
                         routes.all_meet(exchange, call.announcement(Status.VALUE))
-        except CollectiveError:
-            self._end_groups(self._verdict)
+        except (TransportError, UsageError):
+            raise
+        except ObjcommError as error:
+            told = self._verdict
+            if told is not None and told.block in regions.get():  # of this one, or one around it
+                self._end_groups(told)
+            else:
+                # The others may have raised it inside, and left, or caught it, and wait here.
+                self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:

@@ -189,20 +189,6 @@ class Channel:
         mesh = self._mesh
         return mesh is not None and mesh.verdict is not None and not mesh.can_be_replaced
 
-    def unheard(self, lane_name: str) -> Verdict | None:
-        """What the calling thread has yet to raise, once its calls in flight have ended.
-
-        Args:
-            lane_name: of the calling thread's lane, on which those are.
-        """
-        thread, mesh = threading.current_thread(), self._mesh
-        lane = None if mesh is None else mesh.lanes.get(lane_name)
-        if lane is not None and lane.owner is thread:
-            lane.drain()
-        with self._lock:
-            owed = self._owed_by(thread)
-        return None if owed is None else owed.verdict
-
     def absolve(self, verdict: Verdict) -> None:
         """End the connections by a verdict that the calling thread raises elsewhere.
 
@@ -238,23 +224,18 @@ class Channel:
         thread = threading.current_thread()
         with self._lock:
             self._owed = [each for each in self._owed if each.is_owed]
-            owed, mesh = self._owed_by(thread), self._mesh
-            if owed is not None and is_async and owed.link is not None:
-                return owed
-            if owed is not None and owed.verdict is not None:
-                owed.absolve(thread)
-                end_elsewhere(owed.verdict)
-                raise owed.verdict.error(operation)
+            for each in [*self._owed, self._mesh]:
+                if each is None or each.verdict is None or not each.is_owed_by(thread):
+                    continue
+                if is_async and each.link is not None:
+                    return each
+                each.absolve(thread)
+                end_elsewhere(each.verdict)
+                raise each.verdict.error(operation)
+            mesh = self._mesh
             if mesh is None or mesh.verdict is not None:
                 mesh = self._mesh = self._renewed(operation, mesh)
             return mesh
-
-    def _owed_by(self, thread: threading.Thread) -> Mesh | None:
-        """The first one that has ended by what a thread has yet to raise."""
-        for mesh in [*self._owed, self._mesh]:
-            if mesh is not None and mesh.verdict is not None and mesh.is_owed_by(thread):
-                return mesh
-        return None
 
     def _renewed(self, operation: str, ended: Mesh | None) -> Mesh:
         """A new mesh in the place of one that has ended."""

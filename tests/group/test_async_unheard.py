@@ -6,8 +6,6 @@ a rank begins afterwards, on every rank, goes over new connections.
 
 import asyncio
 import contextlib
-import os
-import signal
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +24,6 @@ from tests.group.helpers import (
     say,
     subgroup,
     tell_all,
-    when_main_thread_waits,
 )
 from tests.group.in_flight import LIMIT_S, soon
 from tests.group.watched import closely, patiently
@@ -229,30 +226,60 @@ def test_an_error_that_a_rank_takes_at_the_end_of_a_block_is_everybodys(*, is_do
     assert_no_verdict_stays(store_of(dist.group.WORLD))
 
 
-@ranks(2)
-def test_an_interrupt_at_the_end_of_a_block_while_a_work_is_in_flight_is_everybodys() -> None:
-    objcomm.barrier()
-    works: list[Work[Any]] = []
+@ranks(2, disposable=True)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_in_a_block_and_the_end_of_it_are_out_of_step_for_all_its_groups(
+    *, is_async: bool
+) -> None:
+    with subgroup(0, 1) as other:
 
-    def block() -> None:
-        with objcomm.fail_together():
-            if here().rank == 1:
-                hear("interrupted")
+        def block() -> None:
+            with objcomm.fail_together():
+                if here().rank == 1 and is_async:
+                    works.append(objcomm.all_gather(1, async_op=True))
+                elif here().rank == 1:
+                    objcomm.all_gather(1)
+
+        works: list[Work[Any]] = []
+        for each in (None, other):
+            objcomm.barrier(group=each)
+        with closely(), patiently(), pytest.raises(CollectiveError, match="out of step"):
+            block()
+        for work in works:
+            assert isinstance(soon(work), DesyncError)
+        tell_all("all have left", "")
+        for each in (None, other):
+            assert_group_works(each)
+    assert_no_verdict_stays(store_of(dist.group.WORLD))
+
+
+@ranks(3)
+def test_a_circle_through_the_end_of_a_block_is_over_with_it() -> None:
+    """Rank 0 waits in the block's group for rank 1, and that, with rank 2, for rank 0 elsewhere."""
+    with subgroup(0, 1) as pair:
+
+        def block() -> None:
+            with objcomm.fail_together(group=pair):
+                if here().rank == 1:
+                    objcomm.barrier()
+                works.append(objcomm.all_gather(0, group=pair, async_op=True))
+
+        works: list[Work[Any]] = []
+        objcomm.barrier()
+        with closely(), patiently():
+            if here().rank == 2:
+                with pytest.raises(DesyncError):
+                    objcomm.barrier()
             else:
-                works.append(objcomm.all_gather(0, async_op=True))
-                when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
-
-    with closely(), patiently():
-        if here().rank == 0:
-            with pytest.raises(KeyboardInterrupt):
-                block()
-            say("interrupted")
-            assert isinstance(soon(works[0]), CollectiveError)
-        else:
-            with pytest.raises(CollectiveError, match="KeyboardInterrupt"):
-                block()
-    tell_all("all have left", "")
-    assert_group_works()
+                objcomm.barrier(group=pair)
+                with pytest.raises(CollectiveError):
+                    block()
+        tell_all("all have left", "")
+        assert_group_works()
+        if here().rank < 2:
+            assert_group_works(pair)
+        for work in works:
+            assert isinstance(soon(work), DesyncError)
 
 
 @ranks(2)

@@ -194,8 +194,8 @@ MUTANTS = (
     Mutant(
         "work-behind-an-error-raises-at-the-call",
         "objcomm/_failures/channel.py",
-        "if owed is not None and is_async and owed.link is not None:",
-        "if owed is not None and is_async and owed.link is None:",
+        "if is_async and each.link is not None:",
+        "if is_async and each.link is None:",
         "where an asynchronous call raises depends on whether it was begun before another's error",
         _UNHEARD,
     ),
@@ -218,17 +218,9 @@ MUTANTS = (
     Mutant(
         "error-at-a-blocks-end-untold",
         "objcomm/_collectives/fail_together.py",
-        "            self._fail(failed)\n",
-        "            self._group.absolve(unheard, self._group.ranks)\n",
+        "caught it, and wait here.\n                self._fail(error)\n",
+        "caught it, and wait here.\n                pass\n",
         "ranks that caught an error wait at a block's end for one that leaves by it there",
-        _UNHEARD,
-    ),
-    Mutant(
-        "blocks-end-before-its-works",
-        "objcomm/_failures/channel.py",
-        "        if lane is not None and lane.owner is thread:\n",
-        "        if lane is not None and lane.owner is not thread:\n",
-        "the same, where the error reaches the one rank at the end, in a work that is in flight",
         _UNHEARD,
     ),
     Mutant(
