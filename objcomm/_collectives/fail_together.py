@@ -89,6 +89,9 @@ class _Block:
         try:
             with self._call("begin") as call:
                 self._key = call.place
+                if not call.is_alone:
+                    # Of calls in flight; a rank that comes later raises it here as well.
+                    call.traffic().raise_ended()
         except CollectiveError:
             # Nobody waits for anybody at the beginning: another rank may have failed inside.
             told = self._verdict

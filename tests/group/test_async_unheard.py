@@ -24,6 +24,7 @@ from tests.group.helpers import (
     say,
     subgroup,
     tell_all,
+    when_main_thread_waits,
 )
 from tests.group.in_flight import LIMIT_S, soon
 from tests.group.watched import closely, patiently
@@ -251,6 +252,34 @@ def test_a_call_in_a_block_and_the_end_of_it_are_out_of_step_for_all_its_groups(
         for each in (None, other):
             assert_group_works(each)
     assert_no_verdict_stays(store_of(dist.group.WORLD))
+
+
+@ranks(2)
+def test_a_block_behind_a_work_that_fails_is_entered_by_no_rank() -> None:
+    """Rank 0 comes before the error and waits there for its work, rank 1 comes after it."""
+    entered: list[int] = []
+
+    def block() -> None:
+        with objcomm.fail_together():
+            entered.append(here().rank)
+
+    with subgroup(0, 1) as other:
+        for each in (None, other):
+            objcomm.barrier(group=each)
+        with closely(), patiently():
+            if here().rank == 1:
+                hear("rank 0 waits")
+            work = _begun_apart()
+            if here().rank == 1:
+                wait_until(work.done, "the error to be here")
+            else:
+                when_main_thread_waits(lambda: say("rank 0 waits"))
+            with pytest.raises(DesyncError):
+                block()
+        assert not entered
+        assert isinstance(soon(work), DesyncError)
+        for each in (None, other):
+            assert_group_works(each)
 
 
 @ranks(3)

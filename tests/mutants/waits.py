@@ -224,6 +224,14 @@ MUTANTS = (
         _UNHEARD,
     ),
     Mutant(
+        "block-entered-behind-an-error",
+        "objcomm/_collectives/fail_together.py",
+        "                    call.traffic().raise_ended()\n",
+        "                    pass\n",
+        "a rank is in a block that another one, which came after the same error, never enters",
+        _UNHEARD,
+    ),
+    Mutant(
         "cancelled-await-hears",
         "objcomm/_calls/work.py",
         "if error is self._error():",
