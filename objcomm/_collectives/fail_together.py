@@ -12,7 +12,13 @@ from objcomm._failures.verdict import Cause, Verdict, regions
 from objcomm._observe.history import call_site
 from objcomm._wire.failure_message import failure_of, on_rank, raise_together
 from objcomm._wire.header import Operation, Status
-from objcomm.errors import CollectiveError, ObjcommError, TransportError, UsageError
+from objcomm.errors import (
+    CollectiveError,
+    DesyncError,
+    ObjcommError,
+    TransportError,
+    UsageError,
+)
 
 
 class fail_together:  # noqa: N801  # used as a function, like contextlib's
@@ -174,10 +180,20 @@ class _Block:
             told = self._verdict
             if told is not None and told.block in regions.get():  # of this one, or one around it
                 self._end_groups(told)
-            else:
+            elif not self._is_entered_by_some_only(error):
                 # The others may have raised it inside, and left, or caught it, and wait here.
                 self._fail(error)
             raise
+
+    def _is_entered_by_some_only(self, error: ObjcommError) -> bool:
+        """Whether ranks are out of step because one of them makes another call than the begin.
+
+        It is in no block that could fail: all raise that ranks are in different calls.
+        """
+        begin = int(self._key.rpartition("/")[-1])
+        positions = error.positions.values() if isinstance(error, DesyncError) else ()
+        here = [each for each in positions if not each.group and not each.is_over]
+        return any(each.sequence <= begin for each in here)
 
     def _fail(self, error: BaseException) -> None:
         failure = failure_of(error, self._group.rank, self._call_site)

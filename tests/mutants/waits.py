@@ -232,6 +232,14 @@ MUTANTS = (
         _UNHEARD,
     ),
     Mutant(
+        "who-never-entered-a-block-told-of-it",
+        "objcomm/_collectives/fail_together.py",
+        "return any(each.sequence <= begin for each in here)",
+        "return any(each.sequence < 0 * begin for each in here)",
+        "a rank that was never in a block raises what that ends elsewhere, and the others wait",
+        ("tests/group/test_fail_together.py",),
+    ),
+    Mutant(
         "cancelled-await-hears",
         "objcomm/_calls/work.py",
         "if error is self._error():",
