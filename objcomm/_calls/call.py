@@ -221,6 +221,7 @@ class Call:
         progress: bool = False,
         name: str = "",
         async_op: bool = False,
+        raises_later: bool = False,
     ) -> None:
         """Begin.
 
@@ -241,6 +242,8 @@ class Call:
             progress: whether to show how far it has come.
             name: of the user's function, where it is another than the operation's.
             async_op: whether ``run`` returns before the rest is done.
+            raises_later: whether it leaves to the next call what an asynchronous one leaves to its
+                work: what has ended the connections, and this thread has yet to raise.
 
         Raises:
             UsageError: an argument is wrong, or this rank is in a region where the others make no
@@ -270,6 +273,7 @@ class Call:
         # Of an asynchronous call. Where Ctrl-C comes while the rest is handed over, both threads
         # have it, and the first to take this concludes it.
         self._claim = threading.Lock() if async_op else None
+        self._raises_later = async_op or raises_later
         root = self.root if has_root else -1
         if self.size > 1:
             is_met = self._coding.settings.is_checked
@@ -287,7 +291,7 @@ class Call:
         """Take the next number on this thread's lane, last of all that can go wrong."""
         try:
             mesh, lane = self._group.enter(
-                self.name, self._deadline, self.call_site, is_async=self._claim is not None
+                self.name, self._deadline, self.call_site, raises_later=self._raises_later
             )
         except ObjcommError as error:
             self._group.recorder.attach(error)

@@ -157,7 +157,7 @@ class Group:
         return Deadline(seconds_of(operation, timeout))
 
     def enter(
-        self, operation: str, deadline: Deadline, call_site: str, *, is_async: bool = False
+        self, operation: str, deadline: Deadline, call_site: str, *, raises_later: bool = False
     ) -> tuple[Mesh, Lane]:
         """The connections and the calling thread's lane; the first use makes all ranks meet.
 
@@ -173,7 +173,9 @@ class Group:
         """
         self.check_process(operation)
         lane_name = _lane_name.get()
-        return self._whole.enter(operation, deadline, call_site, lane_name, is_async=is_async)
+        return self._whole.enter(
+            operation, deadline, call_site, lane_name, raises_later=raises_later
+        )
 
     def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
         """Make all ranks meet now; every one must call this, and any thread may use the group next.

@@ -70,9 +70,12 @@ class Watched:
         return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
 
     def __enter__(self) -> Exchange:
-        lane, entry = self._lane, self._entry
+        lane, entry, verdict = self._lane, self._entry, self._mesh.verdict
         check_running(entry.operation)
-        self.raise_ended()
+        if verdict is not None:  # while this call waited for those before it
+            self._absolve()
+            self._end_elsewhere(verdict)
+            raise verdict.error(entry.operation, self.exchange.header.position)
         entry.regions = regions.get()
         seconds = self._deadline.apply(entry)
         lane.begin(entry)
@@ -103,14 +106,6 @@ class Watched:
                 raise
             self.is_over = not self.is_confirmed
         self._leave(error)
-
-    def raise_ended(self) -> None:
-        """Raise what has ended the mesh while this call waited for those before it."""
-        verdict = self._mesh.verdict
-        if verdict is not None:
-            self._absolve()
-            self._end_elsewhere(verdict)
-            raise verdict.error(self._entry.operation, self.exchange.header.position)
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others of an error outside of the traffic, if they wait for this call."""

@@ -12,13 +12,7 @@ from objcomm._failures.verdict import Cause, Verdict, regions
 from objcomm._observe.history import call_site
 from objcomm._wire.failure_message import failure_of, on_rank, raise_together
 from objcomm._wire.header import Operation, Status
-from objcomm.errors import (
-    CollectiveError,
-    DesyncError,
-    ObjcommError,
-    TransportError,
-    UsageError,
-)
+from objcomm.errors import CollectiveError
 
 
 class fail_together:  # noqa: N801  # used as a function, like contextlib's
@@ -38,10 +32,9 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
             timedelta; the group's own if None.
 
     Raises:
-        CollectiveError: the block failed on some rank, as by ranks that are out of step in it or at
-            its end. Every rank, within 2 s where it waits; from its own exception where it has one.
-            A KeyboardInterrupt or SystemExit is raised itself on its own rank. Afterwards the
-            group, and every group of its members, works.
+        CollectiveError: the block failed on some rank. Every rank, within 2 s where it waits; from
+            its own exception where it has one. A KeyboardInterrupt or SystemExit is raised itself
+            on its own rank. Afterwards the group, and every group of its members, works.
         TransportTimeout: some ranks did not come to the end in time. Every rank that waited.
         ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
 
@@ -95,9 +88,6 @@ class _Block:
         try:
             with self._call("begin") as call:
                 self._key = call.place
-                if not call.is_alone:
-                    # Of calls in flight; a rank that comes later raises it here as well.
-                    call.traffic().raise_ended()
         except CollectiveError:
             # Nobody waits for anybody at the beginning: another rank may have failed inside.
             told = self._verdict
@@ -152,6 +142,9 @@ class _Block:
             group=self._group_like,
             timeout=self._timeout,
             must_agree=part,
+            # Nobody waits in the begin: what a rank has yet to hear of it hears inside, with those
+            # that have entered before.
+            raises_later=part == "begin",
         )
 
     def end(self, error: BaseException | None) -> None:
@@ -174,26 +167,9 @@ class _Block:
                 if not call.is_alone:
                     with call.traffic() as exchange:
                         routes.all_meet(exchange, call.announcement(Status.VALUE))
-        except (TransportError, UsageError):
+        except CollectiveError:
+            self._end_groups(self._verdict)
             raise
-        except ObjcommError as error:
-            told = self._verdict
-            if told is not None and told.block in regions.get():  # of this one, or one around it
-                self._end_groups(told)
-            elif not self._is_entered_by_some_only(error):
-                # The others may have raised it inside, and left, or caught it, and wait here.
-                self._fail(error)
-            raise
-
-    def _is_entered_by_some_only(self, error: ObjcommError) -> bool:
-        """Whether ranks are out of step because one of them makes another call than the begin.
-
-        It is in no block that could fail: all raise that ranks are in different calls.
-        """
-        begin = int(self._key.rpartition("/")[-1])
-        positions = error.positions.values() if isinstance(error, DesyncError) else ()
-        here = [each for each in positions if not each.group and not each.is_over]
-        return any(each.sequence <= begin for each in here)
 
     def _fail(self, error: BaseException) -> None:
         failure = failure_of(error, self._group.rank, self._call_site)

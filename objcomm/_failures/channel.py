@@ -84,7 +84,7 @@ class Channel:
         call_site: str,
         lane_name: str,
         *,
-        is_async: bool = False,
+        raises_later: bool = False,
     ) -> tuple[Mesh, Lane]:
         """The connections and the calling thread's lane; the first call connects.
 
@@ -93,7 +93,8 @@ class Channel:
             deadline: the call's.
             call_site: the user's line.
             lane_name: of the calling thread's lane.
-            is_async: whether it raises later, when the program asks for its result.
+            raises_later: whether the call leaves what its thread has yet to raise to its work, or
+                to the next call.
 
         Raises:
             BrokenGroupError: an earlier error has closed the connections for good.
@@ -103,7 +104,7 @@ class Channel:
                 waits for a callback.
             TransportTimeout: not every member came.
         """
-        mesh, lane = self.admit(operation, lane_name, is_async=is_async)
+        mesh, lane = self.admit(operation, lane_name, raises_later=raises_later)
         if mesh.link is None:
             self.connect(mesh, lane, operation, deadline, call_site)
         return mesh, lane
@@ -124,7 +125,7 @@ class Channel:
         lane_name: str,
         order: TicketQueue | None = None,
         *,
-        is_async: bool = False,
+        raises_later: bool = False,
     ) -> tuple[Mesh, Lane]:
         """As ``enter``, without connecting.
 
@@ -132,7 +133,7 @@ class Channel:
             operation: for an error's text.
             lane_name: of the calling thread's lane.
             order: given if any thread may use the lane.
-            is_async: as for ``enter``.
+            raises_later: as for ``enter``.
 
         Returns:
             A mesh and a lane; an asynchronous call's mesh has ended if its thread has yet to raise
@@ -140,7 +141,7 @@ class Channel:
         """
         mesh = self._mesh
         if mesh is None or mesh.verdict is not None or self._owed:
-            mesh = self._settled(operation, is_async=is_async)
+            mesh = self._settled(operation, raises_later=raises_later)
         lane = mesh.lanes.get(lane_name)
         if order is not None:
             return mesh, lane or self._taken(operation, mesh, lane_name, order)
@@ -219,7 +220,7 @@ class Channel:
     def _pair(self) -> str:
         return "-".join(map(str, self.members))
 
-    def _settled(self, operation: str, *, is_async: bool) -> Mesh:
+    def _settled(self, operation: str, *, raises_later: bool) -> Mesh:
         """A mesh that nothing has ended, once the thread has raised what ended the last one."""
         thread = threading.current_thread()
         with self._lock:
@@ -227,7 +228,7 @@ class Channel:
             for each in [*self._owed, self._mesh]:
                 if each is None or each.verdict is None or not each.is_owed_by(thread):
                     continue
-                if is_async and each.link is not None:
+                if raises_later and each.link is not None:
                     return each
                 each.absolve(thread)
                 end_elsewhere(each.verdict)

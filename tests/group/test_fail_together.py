@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import CollectiveError, DesyncError
+from objcomm import CollectiveError
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._transport.store import pack_record
 from objcomm._world import store_of
@@ -193,28 +193,6 @@ def test_an_error_that_is_caught_inside_comes_again_at_the_end() -> None:
 
     raises_together(block)
     assert_group_works()
-
-
-@ranks(2, disposable=True)
-def test_a_rank_that_does_not_enter_a_block_is_out_of_step_and_owes_it_nothing() -> None:
-    """It makes another call where the others begin; they find it when they are at the end."""
-    with subgroup(0, 1) as other:
-
-        def block() -> None:
-            if here().rank == 1:
-                objcomm.all_gather(1)
-            else:
-                with objcomm.fail_together():
-                    pass
-
-        for each in (None, other):
-            objcomm.barrier(group=each)
-        with closely(), patiently(), pytest.raises(DesyncError):
-            block()
-        tell_all("all have heard", "")
-        for each in (None, other):
-            assert_group_works(each)
-    assert_no_verdict_stays(store_of(dist.group.WORLD))
 
 
 @ranks(2)
