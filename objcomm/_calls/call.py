@@ -273,12 +273,18 @@ class Call:
         # Of an asynchronous call. Where Ctrl-C comes while the rest is handed over, both threads
         # have it, and the first to take this concludes it.
         self._claim = threading.Lock() if async_op else None
-        self._raises_later = async_op or raises_later
         root = self.root if has_root else -1
         if self.size > 1:
             is_met = self._coding.settings.is_checked
             must_agree += "\0confirm" * confirm + "\0check" * is_met
-            self._turn = self._begin(operation, root, must_agree, is_paced=progress, is_met=is_met)
+            self._turn = self._begin(
+                operation,
+                root,
+                must_agree,
+                is_paced=progress,
+                is_met=is_met,
+                raises_later=async_op or raises_later,
+            )
             self._turn.is_confirmed = confirm
         else:
             number, place = self._group.recorder.history.next_number(), self.call_site
@@ -286,12 +292,19 @@ class Call:
             self._record(CallRecord(header, self.name, self._coding.codec_name))
 
     def _begin(
-        self, operation: Operation, root: int, must_agree: str, *, is_paced: bool, is_met: bool
+        self,
+        operation: Operation,
+        root: int,
+        must_agree: str,
+        *,
+        is_paced: bool,
+        is_met: bool,
+        raises_later: bool,
     ) -> Watched:
         """Take the next number on this thread's lane, last of all that can go wrong."""
         try:
             mesh, lane = self._group.enter(
-                self.name, self._deadline, self.call_site, raises_later=self._raises_later
+                self.name, self._deadline, self.call_site, raises_later=raises_later
             )
         except ObjcommError as error:
             self._group.recorder.attach(error)

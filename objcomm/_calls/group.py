@@ -161,7 +161,7 @@ class Group:
     ) -> tuple[Mesh, Lane]:
         """The connections and the calling thread's lane; the first use makes all ranks meet.
 
-        An asynchronous call gets what has ended, if its thread has yet to hear of that.
+        With ``raises_later`` a thread gets connections that have ended, if it has yet to raise why.
 
         Raises:
             BrokenGroupError: an earlier error ended the group.

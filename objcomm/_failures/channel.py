@@ -99,7 +99,7 @@ class Channel:
         Raises:
             BrokenGroupError: an earlier error has closed the connections for good.
             ObjcommError: what has closed them since this thread's last call; the next is served.
-                An asynchronous call gets them as they are.
+                With ``raises_later`` the thread gets them as they are.
             UsageError: the group is destroyed, another thread has the lane, or this one has it and
                 waits for a callback.
             TransportTimeout: not every member came.
@@ -136,8 +136,8 @@ class Channel:
             raises_later: as for ``enter``.
 
         Returns:
-            A mesh and a lane; an asynchronous call's mesh has ended if its thread has yet to raise
-            by what: on another rank the call of the same place may have begun before.
+            A mesh and a lane. With ``raises_later`` the mesh has ended if the thread has yet to
+            raise why: on another rank the call of the same place may have begun before.
         """
         mesh = self._mesh
         if mesh is None or mesh.verdict is not None or self._owed:

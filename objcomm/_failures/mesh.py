@@ -332,8 +332,8 @@ class Mesh:
 
         One that has ended is in no sequence of calls that other ranks could be ahead of.
         """
-        lanes = tuple(self.lanes.values())
-        return any(lane.owes and (lane.order or lane.owner.is_alive()) for lane in lanes)
+        lanes = [lane for lane in tuple(self.lanes.values()) if lane.owes]
+        return any(lane.order is not None or lane.owner.is_alive() for lane in lanes)
 
     def is_owed_by(self, thread: threading.Thread) -> bool:
         """Whether this thread has."""

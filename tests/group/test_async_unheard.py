@@ -41,16 +41,20 @@ def _begun_apart(group: dist.ProcessGroup | None = None) -> Work[Any]:
 
 
 @contextlib.contextmanager
-def _last_to_hear(topic: str, *others: int) -> Iterator[bool]:
-    """Let rank 0 come here when the others have left: they have begun all, and heard of it."""
+def _last_to_hear(work: Work[Any], *others: int) -> Iterator[bool]:
+    """Let rank 0 come here when the others have left: they have begun all, and heard of it.
+
+    The work's error is here as well by then, and rank 0 has not asked for it.
+    """
     with closely(), patiently():
         if here().rank == 0:
             for rank in others:
-                hear(f"{topic} {rank}")
+                hear(f"heard {rank}")
+            wait_until(work.done, "the error to be here")
             yield True
         else:
             yield False
-            say(f"{topic} {here().rank}")
+            say(f"heard {here().rank}")
 
 
 @ranks(2, 3)
@@ -60,9 +64,7 @@ def test_a_call_behind_an_error_fails_with_it_as_on_the_ranks_that_began_it_befo
 ) -> None:
     objcomm.barrier()
     works = [_begun_apart()]
-    with _last_to_hear("heard", *range(1, here().world_size)) as is_last:
-        if is_last:
-            wait_until(works[0].done, "the error to be here")
+    with _last_to_hear(works[0], *range(1, here().world_size)) as is_last:
         if is_last and not is_async:
             with pytest.raises(DesyncError):
                 objcomm.all_gather(2)
@@ -80,9 +82,7 @@ def test_so_it_is_on_a_group_of_some_ranks() -> None:
         if here().rank < 2:
             objcomm.barrier(group=group)
             works = [_begun_apart(group)]
-            with _last_to_hear("heard", 1) as is_last:
-                if is_last:
-                    wait_until(works[0].done, "the error to be here")
+            with _last_to_hear(works[0], 1):
                 works.append(objcomm.all_gather(2, group=group, async_op=True))
                 for work in works:
                     assert isinstance(soon(work), DesyncError)
@@ -145,9 +145,7 @@ def test_a_wait_that_ends_before_the_work_does_has_taken_nothing() -> None:
         with pytest.raises(TimeoutError, match="still in flight"):
             work.wait(0)
         say("rank 0 has waited in vain")
-    with _last_to_hear("heard", 1) as is_last:
-        if is_last:
-            wait_until(work.done, "the error to be here")
+    with _last_to_hear(work, 1):
         behind = objcomm.all_gather(2, async_op=True)
         assert isinstance(soon(work), DesyncError)
         assert isinstance(soon(behind), DesyncError)
@@ -278,7 +276,7 @@ def test_who_is_cancelled_has_taken_no_error_with_that() -> None:
 
     objcomm.barrier()
     work = _begun_apart()
-    with _last_to_hear("heard", 1) as is_last:
+    with _last_to_hear(work, 1) as is_last:
         if is_last:
             asyncio.run(program(work))
         behind = objcomm.all_gather(2, async_op=True)
@@ -295,9 +293,7 @@ def test_an_error_of_another_kind_that_is_taken_stands_for_no_end_of_connections
     objcomm.barrier()
     failed = objcomm.all_reduce(1, divide, async_op=True)
     works = [_begun_apart()]
-    with _last_to_hear("heard", 1) as is_last:
-        if is_last:
-            wait_until(works[0].done, "the error to be here")
+    with _last_to_hear(works[0], 1):
         with pytest.raises(CollectiveError, match="by design"):
             failed.wait()
         works.append(objcomm.all_gather(2, async_op=True))
@@ -315,9 +311,8 @@ def test_an_old_error_that_is_asked_for_again_stands_for_no_new_one() -> None:
     tell_all("all have heard", "")
     objcomm.barrier()
     works = [_begun_apart()]
-    with _last_to_hear("heard anew", 1) as is_last:
+    with _last_to_hear(works[0], 1) as is_last:
         if is_last:
-            wait_until(works[0].done, "the error to be here")
             assert isinstance(soon(old[1]), DesyncError)
         works.append(objcomm.all_gather(3, async_op=True))
         for work in works:
