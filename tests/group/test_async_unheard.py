@@ -229,9 +229,13 @@ def test_a_block_behind_a_work_that_fails_is_entered_by_every_rank_and_fails() -
     assert_no_verdict_stays(store_of(dist.group.WORLD))
 
 
-@ranks(3)
+@ranks(3, disposable=True)
 def test_a_circle_through_the_end_of_a_block_is_over_with_it() -> None:
-    """Rank 0 waits in the block's group for rank 1, and that, with rank 2, for rank 0 elsewhere."""
+    """Rank 0 waits in the block's group for rank 1, and that, with rank 2, for rank 0 elsewhere.
+
+    A world of its own: rank 0 raises that it is out of step, not that the block failed on rank 1,
+    and so its next message to or from rank 1 would raise the latter.
+    """
     with subgroup(0, 1) as pair:
 
         def block() -> None:
