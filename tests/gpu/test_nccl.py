@@ -1,6 +1,9 @@
-"""Objects that hold CUDA tensors, over NCCL in a world of one and over Gloo between ranks."""
+"""Objects that hold CUDA tensors, over NCCL and over Gloo; one GPU is enough for all of it."""
 
+import copy
+import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm import CollectiveError, TransportError
 from objcomm._algorithms.device import BackendLink
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks, solo
@@ -130,27 +134,102 @@ def test_nccl_takes_what_the_device_link_gives_it(_folder: Path) -> None:  # noq
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
-@ranks(2, disposable=True, deadline=120)
+def _over_nccl() -> dist.ProcessGroup:
+    """A group of all ranks, whose CUDA tensors NCCL moves.
+
+    It refuses two ranks on one GPU of a host. Where there are too few GPUs, each rank says that it
+    has a host of its own, and NCCL joins them by TCP.
+    """
+    rank, count = objcomm.rank(), torch.cuda.device_count()
+    if count < objcomm.world_size():
+        os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
+    torch.cuda.set_device(rank % count)
+    group: dist.ProcessGroup = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    return group
+
+
+def _own_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _sent_nbytes(group: dist.ProcessGroup) -> int:
+    """What this rank has sent over objcomm's own connections."""
+    return sum(each.sent_nbytes for each in objcomm.stats(group).values())
+
+
+@ranks(2, 4, disposable=True)
 def test_tensors_are_combined_on_the_device_as_on_the_host() -> None:
-    torch.cuda.set_device(objcomm.rank())
-    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    group = _over_nccl()
     generator = torch.Generator().manual_seed(objcomm.rank())
     tree = {f"p{at}": torch.rand(100_000, generator=generator) for at in range(5)}
+    tree["halves"] = torch.rand(100_000, generator=generator).half()
     want = objcomm.all_reduce(tree, "mean", group=group)
-    before = objcomm.stats(group)["all_reduce"].sent_nbytes
+    before = _sent_nbytes(group)
     got = objcomm.all_reduce({key: each.cuda() for key, each in tree.items()}, "mean", group=group)
-    assert objcomm.stats(group)["all_reduce"].sent_nbytes - before < 10_000  # by Gloo
+    assert _sent_nbytes(group) - before < 10_000
     for key, each in got.items():
-        assert each.device == torch.device("cuda", objcomm.rank())
+        assert each.device == _own_device()
         assert torch.equal(each.cpu(), want[key])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
-@ranks(2, disposable=True, deadline=120)
+@ranks(2, 4, disposable=True)
+def test_collectives_move_tensors_from_device_to_device() -> None:
+    group = _over_nccl()
+    rank, size = objcomm.rank(), objcomm.world_size()
+    mine: dict[str, Any] = {"rank": rank, "w": torch.full((1_000_000,), rank, device="cuda")}
+
+    def is_of(src: int, obj: Any) -> bool:
+        return (
+            obj["rank"] == src
+            and obj["w"].device == _own_device()
+            and bool((obj["w"] == src).all())
+        )
+
+    everyone = list(range(size))
+    before = _sent_nbytes(group)
+    for src in everyone:
+        assert is_of(src, objcomm.broadcast(mine, src=src, group=group))
+        gathered = objcomm.gather(mine, dst=src, group=group)
+        assert (gathered is not None) == (rank == src)
+        assert gathered is None or all(map(is_of, everyone, gathered))
+        several = [{**mine, "w": mine["w"] + to} for to in everyone] if rank == src else None
+        got = objcomm.scatter(several, src=src, group=group)
+        assert bool((got["w"] == src + rank).all())
+    assert all(map(is_of, everyone, objcomm.all_gather(mine, group=group)))
+    assert all(map(is_of, everyone, objcomm.all_to_all([mine] * size, group=group)))
+    in_flight = objcomm.all_gather(mine, group=group, async_op=True)
+    assert all(map(is_of, everyone, in_flight.wait()))
+    assert _sent_nbytes(group) - before < 100_000
+    on_host = objcomm.broadcast(torch.arange(1_000_000), device="cuda", group=group)
+    assert torch.equal(on_host.cpu(), torch.arange(1_000_000))
+    assert_group_works(group)
+
+
+@ranks(2, 4, disposable=True)
+def test_a_model_learns_as_it_does_on_the_host() -> None:
+    group = _over_nccl()
+    rank, size = objcomm.rank(), objcomm.world_size()
+    torch.manual_seed(rank)
+    here = torch.nn.Linear(300, 200)
+    there = copy.deepcopy(here).cuda()
+    for model in (here, there):
+        objcomm.models.broadcast_model(model, size - 1, group=group)
+        for at, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, rank + at)
+        before = _sent_nbytes(group)
+        objcomm.models.sync_gradients(model.parameters(), group=group)
+        if model is there:
+            assert _sent_nbytes(group) - before < 10_000
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for wanted, got in zip(here.parameters(), there.parameters(), strict=True):
+        assert got.device == _own_device()
+        assert torch.equal(got.cpu(), wanted)
+    assert_group_works(group)
+
+
+@ranks(2, disposable=True)
 def test_messages_go_from_device_to_device_in_any_order() -> None:
-    torch.cuda.set_device(objcomm.rank())
-    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    group = _over_nccl()
     other = 1 - objcomm.rank()
     numbers = range(8)
     sending = [
@@ -161,19 +240,18 @@ def test_messages_go_from_device_to_device_in_any_order() -> None:
     receiving = {each: objcomm.irecv(other, tag=each, group=group) for each in taken}
     for each, work in receiving.items():
         got = work.wait()
-        assert got.device == torch.device("cuda", objcomm.rank())
+        assert got.device == _own_device()
         assert bool((got == each).all())
     objcomm.wait_all(sending)
-    assert objcomm.stats(group)["send"].sent_nbytes < 100_000  # by objcomm's own connections
+    assert _sent_nbytes(group) < 100_000
     assert_group_works(group)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
-@ranks(2, disposable=True, deadline=120)
+@ranks(2, disposable=True)
 def test_a_receive_waits_for_no_collective_that_was_queued_before_it() -> None:
-    torch.cuda.set_device(objcomm.rank())
-    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    group = _over_nccl()
     total, mine = torch.ones(1_000_000, device="cuda"), torch.ones(1_000_000, device="cuda")
+    dist.all_reduce(torch.ones(1, device="cuda"), group=group)  # the first one waits for all ranks
     if objcomm.rank() == 0:
         objcomm.send(mine, 1, group=group)
         dist.all_reduce(total, group=group)
@@ -182,3 +260,31 @@ def test_a_receive_waits_for_no_collective_that_was_queued_before_it() -> None:
         got = objcomm.recv(0, group=group)
         assert bool((got == 1).all())
     assert bool((total == 2).all())
+
+
+@ranks(2, 4, disposable=True)
+def test_what_one_rank_can_not_encode_all_raise_before_devices_move() -> None:
+    group = _over_nccl()
+    tree: dict[str, Any] = {"w": torch.full((1_000_000,), objcomm.rank(), device="cuda")}
+    if objcomm.rank() == 1:
+        tree["lock"] = threading.Lock()
+    with pytest.raises(CollectiveError, match="rank 1"):
+        objcomm.all_gather(tree, group=group)
+    tree.pop("lock", None)
+    for src, got in enumerate(objcomm.all_gather(tree, group=group)):
+        assert bool((got["w"] == src).all())
+    assert_group_works(group)
+
+
+@ranks(3, disposable=True, expect_dead=[1])
+def test_a_rank_that_dies_between_calls_is_named_at_once() -> None:
+    group = _over_nccl()
+    mine = torch.ones(1_000_000, device="cuda")
+    objcomm.all_gather(mine, group=group)
+    if objcomm.rank() == 1:
+        os._exit(1)
+    with pytest.raises(TransportError) as caught:
+        objcomm.all_gather(mine, group=group)
+    assert 1 in caught.value.peers
+    survivors = objcomm.new_group([0, 2])
+    assert objcomm.all_gather(objcomm.rank(), group=survivors) == [0, 2]
