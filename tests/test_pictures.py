@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import bench.suites  # noqa: F401  # declares the cases that are judged
-from bench import plot, report
+from bench import gpu, plot, report
 from bench.case import JUDGED_WORLD
 from bench.model import page as scale
 from bench.model.results import Results as Scale
@@ -76,6 +76,12 @@ def test_the_page_of_many_ranks_is_made_from_the_recorded_figures(tmp_path: Path
     assert page == written, "run: python -m bench.model report"
     for name, picture in scale.pictures(results).items():
         assert picture == (_DOCS / "assets" / name).read_text(encoding="utf-8")
+
+
+def test_the_page_of_a_gpu_is_made_from_the_recorded_figures() -> None:
+    page = gpu.page(Results.load([_DOCS / "gpu.jsonl"]))
+    written = (_DOCS / "gpu-benchmarks.md").read_text(encoding="utf-8")
+    assert page == written, "run: python -m bench.gpu report"
 
 
 def test_the_model_recorded_for_many_ranks_sends_what_real_ranks_sent() -> None:
