@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,16 @@ Objects with tensors on a GPU, moved by objcomm (`objcomm`) and by the object co
 `torch.distributed` (`torch`), and a tensor of as many bytes, whose shape every rank knows, moved by
 NCCL into memory allocated before (`NCCL alone`).
 """
-_OF_A_SMOKE_RUN = "**A smoke run: few samples. Means nothing.**\n"
+_OF_A_SMOKE_RUN = "**A smoke run: few samples. These figures mean nothing.**\n"
 _ON_ONE_GPU = """\
-**There was {gpus} GPU for {world} ranks.** Each rank had a `NCCL_HOSTID` of its own, so NCCL took
-them for ranks of different hosts and moved everything by TCP over the loopback device, and their
-kernels took turns on the GPU. So the page shows what objcomm adds to NCCL, by the numbers in
-brackets, and nothing of how fast GPUs reach each other.
+**{world} ranks shared this many GPUs: {gpus}.** Each had a `NCCL_HOSTID` of its own, so NCCL took
+them for ranks of different hosts and moved everything by TCP over the loopback device, and the
+kernels of ranks with one GPU took turns, which costs a small collective milliseconds. So the page
+shows what objcomm adds to NCCL there, and nothing of how fast GPUs reach each other: on a faster
+link the same milliseconds are a larger share.
 """
 _ON_SEVERAL = """\
-Of {gpus} GPUs in one host each of {world} ranks had one.
+Each of {world} ranks had one of the host's {gpus} GPUs.
 """
 
 _METHOD = """\
@@ -65,7 +66,8 @@ of NCCL alone, or of torch over NCCL where there is nothing for NCCL alone. All 
 same processes and alternate call by call. `all_reduce` adds up tensors of float32, objcomm in the
 order of the ranks, whatever the backend
 ([why](guide/gpus.md#results-do-not-depend-on-the-device)); torch has none of objects. In a group of
-Gloo tensors go through CPU memory.
+Gloo tensors go through CPU memory, and objcomm's over connections of its own. So does a config in
+either group: NCCL has no part in it.
 
 ```text
 python -m bench.gpu --world 2 --json docs/gpu.jsonl
@@ -88,6 +90,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path, required=True, help="write the figures here")
     parser.add_argument("--smoke", action="store_true", help="few samples: does it run at all?")
     options = parser.parse_args(arguments)
+    if options.world < 2 or not torch.cuda.is_available():  # noqa: PLR2004  # a sender and a receiver
+        parser.error("needs a GPU, and two ranks or more")
     with tempfile.TemporaryDirectory() as scratch:
         meeting = f"file://{Path(scratch, 'rendezvous')}"
         torch.multiprocessing.spawn(
@@ -130,7 +134,7 @@ def _be_a_rank(rank: int, world: int, meeting: str, figures: Path, *, smoke: boo
     )
     ruler = measure.Ruler()
     rows: list[dict[str, Any]] = [{"about": _about(gpus)}]
-    for operation, payload, samples, calls in _cases(rank, world):
+    for operation, payload, samples, calls in _cases(rank, world, _SIZES[:2] if smoke else _SIZES):
         summaries = measure.alternate(
             {name: _until_done(call) for name, call in calls.items()},
             _SMOKE_SAMPLES if smoke else samples,
@@ -158,7 +162,9 @@ def _about(gpus: int) -> dict[str, str]:
     }
 
 
-def _cases(rank: int, world: int) -> Iterator[tuple[str, str, int, dict[str, Call]]]:
+def _cases(
+    rank: int, world: int, sizes: Sequence[int]
+) -> Iterator[tuple[str, str, int, dict[str, Call]]]:
     """Operation, payload, samples, and the call of each form; on all ranks in one order."""
     nccl, gloo = dist.new_group(backend="nccl"), dist.new_group(backend="gloo")
     config = PAYLOADS[_CONFIG](rank, 1)
@@ -166,46 +172,51 @@ def _cases(rank: int, world: int) -> Iterator[tuple[str, str, int, dict[str, Cal
     yield "broadcast", _CONFIG, _SMALL, _checked(calls, config)
     calls = _all_gathers(config, world, nccl, gloo)
     yield "all_gather", _CONFIG, _SMALL, _checked(calls, [config] * world)
-    for mib in _SIZES:
+    for mib in sizes:
         # Whole numbers, whose sums are the same in any order.
-        mine = torch.full((mib * MIB // 4,), float(rank), device="cuda")
-        first, payload, tree = torch.zeros_like(mine), f"{mib} MiB", {"w": mine}
+        several = [
+            torch.full((mib * MIB // 4,), float(of + 1), device="cuda") for of in range(world)
+        ]
+        mine, payload, tree = several[rank], f"{mib} MiB", {"w": several[rank]}
+        into = [torch.zeros_like(mine) for _ in several]
 
-        def alone_broadcast(mine: torch.Tensor = mine, into: torch.Tensor = first) -> None:
-            dist.broadcast(mine if rank == 0 else into, 0, group=nccl)
+        def alone_broadcast(first: torch.Tensor = mine if rank == 0 else into[0]) -> Any:
+            dist.broadcast(first, 0, group=nccl)
+            return {"w": first}
 
-        calls = _broadcasts(tree, rank, nccl, gloo)
-        calls = _checked(calls, {"w": first})
-        yield "broadcast", payload, LARGE, {_ALONE: alone_broadcast, **calls}
+        calls = {_ALONE: alone_broadcast, **_broadcasts(tree, rank, nccl, gloo)}
+        yield "broadcast", payload, LARGE, _checked(calls, {"w": several[0]})
 
-        everyone = [torch.empty_like(mine) for _ in range(world)]
-
-        def alone_all_gather(
-            mine: torch.Tensor = mine, into: list[torch.Tensor] = everyone
-        ) -> None:
+        def alone_all_gather(mine: torch.Tensor = mine, into: list[torch.Tensor] = into) -> Any:
             dist.all_gather(into, mine, group=nccl)
+            return [{"w": each} for each in into]
 
-        calls = _all_gathers(tree, world, nccl, gloo)
-        calls = _checked(calls, [{"w": torch.full_like(mine, of)} for of in range(world)])
-        yield "all_gather", payload, LARGE, {_ALONE: alone_all_gather, **calls}
+        calls = {_ALONE: alone_all_gather, **_all_gathers(tree, world, nccl, gloo)}
+        yield "all_gather", payload, LARGE, _checked(calls, [{"w": each} for each in several])
 
-        calls = _all_reduces(tree, nccl, gloo)
-        calls = _checked(calls, {"w": torch.full_like(mine, sum(range(world)))})
-        total = torch.zeros_like(mine)
+        total = mine.clone()
 
-        def alone_all_reduce(total: torch.Tensor = total) -> None:
-            dist.all_reduce(total, group=nccl)
+        def alone_all_reduce(total: torch.Tensor = total) -> Any:
+            dist.all_reduce(total, group=nccl)  # grows at each call
+            return {"w": total}
 
-        yield "all_reduce", payload, LARGE, {_ALONE: alone_all_reduce, **calls}
+        calls = {_ALONE: alone_all_reduce, **_all_reduces(tree, nccl, gloo)}
+        yield "all_reduce", payload, LARGE, _checked(calls, {"w": sum(several)})
 
-        def alone_send(mine: torch.Tensor = mine, into: torch.Tensor = first) -> None:
+        def alone_send(mine: torch.Tensor = mine, into: torch.Tensor = into[1]) -> Any:
             if rank == 0:
                 dist.send(mine, 1, group=nccl)
             elif rank == 1:
                 dist.recv(into, 0, group=nccl)
+            return {"w": into} if rank == 1 else None
 
-        calls = _checked(_sends(tree, rank, nccl, gloo), {"w": first} if rank == 1 else None)
-        yield "send, recv", payload, LARGE, {_ALONE: alone_send, **calls}
+        calls = {_ALONE: alone_send, **_sends(tree, rank, nccl, gloo)}
+        yield (
+            "send, recv",
+            payload,
+            LARGE,
+            _checked(calls, {"w": several[0]} if rank == 1 else None),
+        )
 
 
 def _broadcasts(
