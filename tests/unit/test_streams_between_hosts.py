@@ -186,13 +186,22 @@ def failing(
     monkeypatch.setattr(doors, "call", call_or_fail)
 
 
-def test_an_outage_that_lasts_is_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_over_at_once", [False, True])
+def test_an_outage_that_lasts_is_a_lost_host(
+    monkeypatch: pytest.MonkeyPatch, *, is_over_at_once: bool
+) -> None:
+    def send(link: streams.StreamLink) -> None:
+        sent = link.send(filled(9), 1, TAG)  # which raises where the time is over by then
+        wait_until(lambda: moved(link, lambda: link.is_out_of_reach(1)), "it to be lost")
+        link.wait(sent, LIMIT)
+
     with behind_doors(across=True, lost_seconds=0.01) as links:
         failing(monkeypatch, links[0], errno.EHOSTUNREACH, times=1_000_000)
-        sent = links[0].send(filled(9), 1, TAG)
-        wait_until(lambda: moved(links[0], lambda: links[0].is_out_of_reach(1)), "it to be lost")
+        if is_over_at_once:
+            monkeypatch.setattr(links[0], "_is_given_up", lambda _: True)
         with pytest.raises(LinkClosed, match=HOST_LOST):
-            links[0].wait(sent, LIMIT)
+            send(links[0])
+        assert links[0].is_out_of_reach(1)
 
 
 def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
