@@ -37,7 +37,7 @@ _QUICK = {str(case) for case in quick_cases()}
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
     # A victim that has not come to its phase within the limit cannot be stopped there.
-    is_race = case.fault is Fault.STOPPED
+    is_race = case.fault in {Fault.STOPPED, Fault.STORE_STOPPED}
     timed = [pytest.mark.timed] if is_race or str(case) in _TIMED else []
     return timed if str(case) in _QUICK else [*timed, pytest.mark.long]
 

@@ -235,7 +235,8 @@ def is_alive(pid: int) -> bool:
     return _state(Path(f"/proc/{pid}/stat")) not in {"", "Z"}
 
 
-def _states(pid: int) -> set[str]:
+def thread_states(pid: int) -> set[str]:
+    """Those of a process's threads, as the kernel calls them: "T" is stopped."""
     return {_state(each / "stat") for each in Path(f"/proc/{pid}/task").iterdir()}
 
 
@@ -248,7 +249,7 @@ def stopped(pid: int) -> Iterator[None]:
         # one's looks would wait for it.
         fcntl.flock(file, fcntl.LOCK_EX)
         os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: _states(pid) == {"T"}, "all of its threads to stop")
+        wait_until(lambda: thread_states(pid) == {"T"}, "all of its threads to stop")
     try:
         yield
     finally:

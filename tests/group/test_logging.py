@@ -4,23 +4,31 @@ import contextlib
 import io
 import logging
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 import objcomm
+from objcomm._failures import mesh
 from objcomm.errors import DesyncError, TransportError
 from tests.group.helpers import assert_group_works, exit_at_once, subgroup, tell_all
 from tests.group.logs import collected
 from tests.ranks import ranks, solo
-from tests.waits import wait_until
+from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
 FORMAT = "%(levelname)s %(rank)s/%(world_size)s [%(group)s] %(message)s"
 
 
+def no_report() -> Any:
+    """Nothing is told of a first use for which another rank lets this one wait."""
+    return mock.patch.object(mesh, "_REPORT_SECONDS", PATIENCE_S)
+
+
 @ranks(3, disposable=True)
 def test_a_program_that_configures_nothing_sees_nothing_while_all_goes_well() -> None:
-    with contextlib.redirect_stderr(io.StringIO()) as shown:
+    with no_report(), contextlib.redirect_stderr(io.StringIO()) as shown:
         assert_group_works()
         with subgroup(0, 1) as group:
             if here().rank < 2:
@@ -32,7 +40,7 @@ def test_a_program_that_configures_nothing_sees_nothing_while_all_goes_well() ->
 
 @ranks(3, disposable=True)
 def test_records_say_rank_world_size_and_group() -> None:
-    with collected() as handler:
+    with no_report(), collected() as handler:
         assert_group_works()
         with subgroup(1, 2) as group:
             if here().rank:

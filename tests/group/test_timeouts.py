@@ -34,6 +34,7 @@ from tests.group.helpers import (
     stopped,
     subgroup,
     tell_all,
+    thread_states,
     when_main_thread_waits,
 )
 from tests.group.operations import OPERATIONS
@@ -320,6 +321,7 @@ def test_a_stopped_store_does_not_hold_a_rank(*, is_first_use: bool) -> None:
     tell_all("joined", "")
     if here().rank == 0:
         os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: thread_states(pid) == {"T"}, "the store to stop")
         try:
             with hastily():
                 error = timeout_of()

@@ -37,7 +37,8 @@ def test_a_thread_whose_mesh_is_no_more_is_waited_for(
         thread.join()
 
 
-def test_without_such_threads_nothing_waits() -> None:
+def test_without_such_threads_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", PATIENCE_S)
     looks: list[int] = []
 
     def look() -> tuple[list[object], list[object]]:
