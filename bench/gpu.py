@@ -227,12 +227,7 @@ def _broadcasts(
         dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
-    return {
-        _OURS: lambda: objcomm.broadcast(obj, group=nccl),
-        _TORCH: lambda: of_torch(nccl),
-        _OURS_GLOO: lambda: objcomm.broadcast(obj, group=gloo),
-        _TORCH_GLOO: lambda: of_torch(gloo),
-    }
+    return _over_both(lambda group: objcomm.broadcast(obj, group=group), of_torch, nccl, gloo)
 
 
 def _all_gathers(
@@ -243,12 +238,7 @@ def _all_gathers(
         dist.all_gather_object(boxes, obj, group=group)
         return boxes
 
-    return {
-        _OURS: lambda: objcomm.all_gather(obj, group=nccl),
-        _TORCH: lambda: of_torch(nccl),
-        _OURS_GLOO: lambda: objcomm.all_gather(obj, group=gloo),
-        _TORCH_GLOO: lambda: of_torch(gloo),
-    }
+    return _over_both(lambda group: objcomm.all_gather(obj, group=group), of_torch, nccl, gloo)
 
 
 def _all_reduces(
@@ -278,6 +268,16 @@ def _sends(
             dist.recv_object_list(box, 0, group=group)
         return box[0] if rank == 1 else None
 
+    return _over_both(ours, of_torch, nccl, gloo)
+
+
+def _over_both(
+    ours: Callable[[dist.ProcessGroup], Any],
+    of_torch: Callable[[dist.ProcessGroup], Any],
+    nccl: dist.ProcessGroup,
+    gloo: dist.ProcessGroup,
+) -> dict[str, Call]:
+    """One operation of both libraries, in each of the groups."""
     return {
         _OURS: lambda: ours(nccl),
         _TORCH: lambda: of_torch(nccl),
