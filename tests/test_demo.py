@@ -182,9 +182,14 @@ def test_an_unusable_config_ends_all_ranks_with_one_message(
     if content is not None:
         path.write_text(content)
     run = _run_demo(path, tmp_path / "out")
-    assert run.status == 2
-    (message,) = run.stderr.splitlines()
-    assert message.startswith(f"objcomm.demo: cannot use the config {str(path)!r}: ")
+    assert run.status == 2, run.stderr
+    # Torch tells there of a look-up of the other rank's name that failed, and objcomm of one that
+    # was slow (5 s each, now and then): `[c10d] The hostname of the client socket cannot be
+    # retrieved` and `rank 1 is in init for 5.9 s and waits`.
+    told = [line for line in run.stderr.splitlines() if str(path) in line]
+    assert len(told) == 1, run.stderr
+    assert told[0].startswith(f"objcomm.demo: cannot use the config {str(path)!r}: ")
+    assert "Traceback" not in run.stderr
     assert run.stdout == ""
     assert not run.out.exists()
 

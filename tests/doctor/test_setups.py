@@ -177,8 +177,9 @@ def test_a_second_rank_0_finds_the_first_ones_port_and_is_named(told: Path) -> N
     port = free_port()
     first = start(place(0, 2, port), LONG, f"--json={told}")
     wait_until(lambda: is_there(port), "rank 0's store")
-    second = start(place(0, 2, port), LONG)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+    arrived(store, 1)  # who comes first reports
+    second = start(place(0, 2, port), LONG)
     arrived(store, 2)
     every = said([first, second, start(place(1, 2, port), LONG)])
     assert findings(told)["duplicate-rank"]["ranks"] == [0]

@@ -182,7 +182,9 @@ class _Run:
 
     def _order(self, step: str, ranks: list[int]) -> dict[int, Any]:
         for rank in ranks:
-            self._pipes[rank].send(step)
+            # Of one that has ended, its exit code and what it printed are told.
+            with contextlib.suppress(BrokenPipeError):
+                self._pipes[rank].send(step)
         answers = {}
         for rank in ranks:
             if self._pipes[rank].poll(self._hang_seconds):

@@ -69,7 +69,7 @@ def test_the_others_raise_and_name_it_and_a_new_group_works(case: Case) -> None:
             _check_that_the_group_is_broken(outcome)
         members = case.survivors
         anew = [members, 100_000] if len(members) == 1 else [members, members, 100_000]
-        assert outcome.anew == dict.fromkeys(members, anew)
+        assert outcome.anew == dict.fromkeys(members, anew), ends
     if slowness is not None:
         _check_durations(outcome, slowness.factor)
     _check_that_nothing_is_left(outcome)

@@ -84,7 +84,8 @@ def test_nobody_is_told_that_it_was_never_waited_for_and_nothing_is_kept() -> No
         del work
         gc.collect()
         assert gone() is None
-    assert [str(each.message) for each in caught] == []
+    # What a test before this one has dropped may be collected here; it was begun elsewhere.
+    assert [str(each.message) for each in caught if each.filename == __file__] == []
     (world,) = objcomm.recorder.dump(group=dist.group.WORLD)["groups"]
     entries = world["entries"]
     assert entries[-1]["outcome"] == "CancelledError"
