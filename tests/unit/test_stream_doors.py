@@ -1,6 +1,7 @@
 """Joining over streams: ranks that come to each other's doors, at once or late, and strangers."""
 
 import errno
+import gc
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -19,6 +20,7 @@ from tests.waits import wait_until
 
 def test_a_rank_is_connected_to_those_with_whom_something_was_begun() -> None:
     with behind_doors(4) as links:
+        gc.collect()  # links that earlier tests have dropped, which it may else do in between
         before = open_files()
         for link in links:
             assert not link.closed()
@@ -80,6 +82,7 @@ def test_what_a_rank_has_sent_before_its_end_arrives_though_both_had_called(
     across: bool,
 ) -> None:
     with behind_doors(across=across) as links:
+        gc.collect()
         before = open_files()
         both_call(links, monkeypatch)
         for number in range(100):
