@@ -131,7 +131,9 @@ def test_ranks_are_global_in_a_subgroup_and_others_get_a_warning() -> None:
             for call in calls:
                 with pytest.warns(UserWarning, match=f"on global rank {rank} which") as caught:
                     assert call() in {None, -1}
-                assert caught[0].filename == __file__
+                # What an earlier test has dropped may be collected here, and warns otherwise.
+                (told,) = [each for each in caught if each.category is UserWarning]
+                assert told.filename == __file__
             assert (box, out, gathered) == ([rank, "own"], [None], [None, None])
         else:
             with warnings.catch_warnings():
