@@ -23,6 +23,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm._failures import mesh
 from objcomm._world import store_of
+from tests.printed import without_gloo
 
 #: What happens just before the end.
 EVENTS = [
@@ -65,12 +66,6 @@ def main(folder: Path, turns: int, events: Sequence[str] = EVENTS) -> None:
                 print(event, ending, f"rank {rank} of {world_size}:", code, printed)  # noqa: T201  # its answer
         count += 1
     print(count, "jobs ended")  # noqa: T201  # its answer
-
-
-def without_gloo(printed: str) -> str:
-    """What was printed, less what Gloo prints of each connection in a torch as old as 2.8."""
-    lines = printed.splitlines(keepends=True)  # lines of two processes may be mixed
-    return "".join(line for line in lines if "[Gloo]" not in line and "peer ranks" not in line)
 
 
 def _take_part(event: str, ending: str, store: Path, rank: int, logs: Sequence[Path]) -> None:

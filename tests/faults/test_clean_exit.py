@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.exiting import EVENTS, without_gloo
+from tests.faults.exiting import EVENTS
+from tests.printed import without_gloo
 
 _ROOT = Path(__file__).parents[2]
 # Each job has two to four processes, which take most of a second to end.

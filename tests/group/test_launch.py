@@ -20,9 +20,9 @@ import torch.distributed as dist
 import objcomm
 from objcomm import LaunchError, UsageError
 from objcomm._bootstrap import launch, worker
-from tests.faults.exiting import without_gloo
 from tests.forked import FORKED
 from tests.group.helpers import is_alive
+from tests.printed import without_gloo
 from tests.waits import wait_until
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE")
