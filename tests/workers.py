@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from objcomm._failures.noticeboard import BoardThread
 from tests import leftovers
-from tests.forked import FORKED
+from tests.forked import EXIT_UNKNOWN, FORKED
 from tests.waits import PATIENCE_S
 
 # What a launcher would have set; a worker has only what its test asks for.
@@ -171,7 +171,7 @@ class Worker:
             with contextlib.suppress(BrokenPipeError):
                 self.orders.send(None)
             self._process.join(PATIENCE_S)
-        ended = self._process.exitcode == 0
+        ended = self._process.exitcode in {0, EXIT_UNKNOWN}
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()

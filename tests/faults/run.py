@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 #: Who of torch's ranks has not said anything by then hangs; objcomm's are a test's, and get longer.
 HANG_SECONDS = 20.0
-#: A process that has ended, but how was not told (CPython's ``popen_forkserver.Popen.poll``). Seen
-#: once in some thousand cases, with a rank that had done all it was asked for.
-EXIT_UNKNOWN = 255
 _TORCHS_END_SECONDS = 5.0
 #: The key of a rank's process, of which one stays for each world.
 PROCESS = re.compile(r"objcomm/process/\d+$")

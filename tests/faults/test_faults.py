@@ -17,7 +17,8 @@ from tests.faults.plan import (
     quick_cases,
     suite_cases,
 )
-from tests.faults.run import EXIT_UNKNOWN, Outcome, carry_out
+from tests.faults.run import Outcome, carry_out
+from tests.forked import EXIT_UNKNOWN
 from tests.waits import Slowness
 
 # Promised after a death and after a limit, and of any later call on a broken group.
