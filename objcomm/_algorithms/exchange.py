@@ -199,6 +199,7 @@ class Exchange(Transfers):
             else:
                 most = heads_max if isinstance(heads_max, int) else heads_max[at]
                 message = self.open(each.raw, peer if made_by is None else made_by, most)
+            each.taken_in = self.header.sequence
             each.renew()
             self.received_nbytes += message.header.head_nbytes
             messages.append(message)

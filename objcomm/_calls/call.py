@@ -286,6 +286,7 @@ class Call:
                 raises_later=async_op or raises_later,
             )
             self._turn.is_confirmed = confirm
+            self._entry.is_confirmed = confirm or is_met
         else:
             number, place = self._group.recorder.history.next_number(), self.call_site
             header = Header(operation=operation, root=root, sequence=number, call_site=place)
@@ -466,7 +467,7 @@ class Call:
 
         Every rank calls this in its traffic, or none.
         """
-        self.traffic().is_confirmed = True
+        self.traffic().is_confirmed = self._entry.is_confirmed = True
 
     def confirmation(self) -> _Confirmation:
         """A block that raises or decodes; with ``confirm=True`` its errors become everybody's.

@@ -21,12 +21,23 @@ from objcomm._failures.deadlock import (
     WaitSnapshot,
     find_deadlock,
 )
-from objcomm._failures.mesh import Mesh, call_far, lost_ranks, missing_members
+from objcomm._failures.mesh import (
+    LAST_BYTES_SECONDS,
+    Mesh,
+    by_name,
+    call_far,
+    death_among,
+    loss_in,
+    lost_ranks,
+    missing_members,
+    needed,
+)
 from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log
 from objcomm._transport.lane import Lane
+from objcomm._transport.link import HOST_LOST, PEER_LOST
 from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
 from objcomm.errors import Position, whereabouts
@@ -236,7 +247,11 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
         _learn(board, mesh, entry)
         if not entry.first_asked:
             entry.first_asked = asked
-        if not _heed(board, mesh, entry) and not _is_deserted(board, mesh, meshes, entry, asked):
+        if not (
+            _heed(board, mesh, entry)
+            or _is_deserted(board, mesh, meshes, entry, asked)
+            or _is_cut_off(board, mesh, lane, entry, asked)
+        ):
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
 
 
@@ -276,8 +291,8 @@ def _learn(board: Board, mesh: Mesh, entry: CallRecord) -> None:
     if len(mesh.others) == 1:  # one that waits for any rank awaits each, too
         awaited = list(mesh.others)
     asked_about = {*awaited, *_some(unknown)}
-    wanted = {mesh.ranks[peer] for peer in asked_about}
-    board.learn(rank for rank in wanted if not processes.is_beside(rank))
+    far = [peer for peer in mesh.others if not processes.is_beside(mesh.ranks[peer])]
+    board.learn({mesh.ranks[peer] for peer in {*asked_about, *_some(far)}.intersection(far)})
     if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
         _note_cut_off(mesh, asked_about)  # who meets needs all of them
 
@@ -385,6 +400,50 @@ def _dead(
     return tuple(dead)
 
 
+def _is_cut_off(board: Board, mesh: Mesh, lane: Lane, entry: CallRecord, asked: int) -> bool:
+    """End a mesh that has lost a rank of another host which a wait needs, but does not await.
+
+    The end of a connection wakes only a wait for that rank. Of this host's processes the kernel
+    tells; one of another host may have closed its connections when its program came to its end.
+    """
+    link, processes = mesh.link, mesh.board_thread.processes
+    if link is None:
+        return False
+    others = (peer for peer in needed(mesh, lane, entry) if peer != entry.awaits)
+    far = [peer for peer in others if not processes.is_beside(mesh.ranks[peer])]
+    since, now = entry.unanswered or {}, time.monotonic()
+    entry.unanswered = since
+    lost = []
+    for peer in [each for each in _some(far) if link.is_closed(each)]:
+        rank = mesh.ranks[peer]
+        board.learn([rank])
+        if processes.end_of(rank) and not processes.has_died(rank):
+            continue
+        _, at, _ = since.setdefault(rank, (asked, now, 0))
+        if link.is_out_of_reach(peer) or now - at >= LAST_BYTES_SECONDS:
+            lost.append(peer)
+    if lost:
+        is_outage = any(map(link.is_out_of_reach, lost))
+        ranks = tuple(link.beside(lost) if is_outage else sorted(lost))
+        reason = HOST_LOST if is_outage else PEER_LOST
+        found = Verdict.of(Cause.LOST, ranks=ranks, reason=reason, is_final=True)
+        mesh.settle_on(board, by_name(mesh, found, board))
+    return bool(lost)
+
+
+def _died_around(board: Board, meshes: Sequence[Mesh], conflict: Deadlock) -> bool:
+    """End the meshes of a circle that have lost a rank, which explains why others wait."""
+    groups = {state.group for _, state, _ in conflict.found}
+    found = False
+    for mesh in meshes:
+        if mesh.verdict is None and mesh.name in groups:
+            died = death_among(mesh, mesh.ranks, 0.0)
+            found = found or died is not None
+            if died is not None:
+                mesh.settle_on(board, died._replace(is_final=True))
+    return found
+
+
 def _look_for_conflict(
     board: Board, mine: WaitSnapshot, meshes: Sequence[Mesh], waiting: Waiting
 ) -> None:
@@ -405,6 +464,8 @@ def _look_for_conflict(
     )
     entry.suspicion = (mine.asked, calls) if calls else None
     if conflict is not None and is_sure and lane.has_waiting(entry):
+        if not conflict.is_of_one_lane and _died_around(board, meshes, conflict):
+            return
         verdict = _desync(mesh, conflict)
         if not conflict.is_of_one_lane:
             board.tell_circle(conflict)
@@ -467,9 +528,8 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
     since = min(entry.first_asked or asked for _, _, entry in waiting)
     answers = _answers(board, meshes, asked, since, wanted)
     for mesh, lane, entry in waiting:
-        end_late(
-            mesh, lane, entry, timeout_verdict(mesh, lane, entry, _known(mesh, answers)), board
-        )
+        known = _known(mesh, answers)
+        end_late(mesh, lane, entry, expiry_verdict(mesh, lane, entry, meshes, known), board)
     turns.end()
 
 
@@ -513,7 +573,8 @@ def end_late(
         verdict: that the limit has passed.
         board: the store; None where it did not answer in time.
     """
-    withdraw = entry.withdraw  # first: what follows the wait may have none
+    # First: what follows the wait may have none. What has lost its other end is over as a whole.
+    withdraw = entry.withdraw if verdict.cause is Cause.TIMEOUT else None
     # A later wait of the same call has a limit that has yet to be seen to pass.
     if not lane.has_waiting(entry) or not entry.has_expired:
         return
@@ -664,6 +725,30 @@ def _taken(expiring: deque[Waiting]) -> list[Waiting]:
 
 def _still_waits(mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
     return mesh.verdict is None and lane.has_waiting(entry)
+
+
+def expiry_verdict(
+    mesh: Mesh,
+    lane: Lane,
+    entry: CallRecord,
+    meshes: Iterable[Mesh],
+    answers: Answers | None,
+) -> Verdict:
+    """What to raise when a limit has passed: a death that explains it, or who is late.
+
+    Args:
+        mesh: whose.
+        lane: which waits.
+        entry: its call.
+        meshes: all of this process's.
+        answers: as ``timeout_verdict`` takes them.
+    """
+    if not is_brief(entry):  # who polls looks again, and is told then
+        blocks = {each.nonce: each.ranks for each in meshes}
+        loss = loss_in(mesh, lane, entry, blocks, patience_seconds=0.0)
+        if loss is not None:
+            return loss._replace(is_final=True, is_store_silent=answers is None)
+    return timeout_verdict(mesh, lane, entry, answers)
 
 
 def timeout_verdict(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, Self
 
 from objcomm._environment import machine, namespace
+from objcomm._failures.verdict import FAREWELLS
 
 #: How the reason of a process begins that ended without a word of its own.
 KILLED = "its process, "
@@ -120,6 +121,11 @@ class Processes:
         """The ranks whose processes have ended without a word of their own, each with why."""
         ends = {rank: self.end_of(rank) for rank in tuple(self._known)}
         return {rank: why for rank, why in ends.items() if why.startswith(KILLED)}
+
+    def has_died(self, rank: int) -> bool:
+        """Whether a rank's process has ended otherwise than by coming to its program's end."""
+        end = self.end_of(rank)
+        return bool(end) and end not in FAREWELLS
 
     def stopped(self) -> set[int]:
         """The ranks whose processes are on this host and stopped."""

@@ -31,7 +31,7 @@ from objcomm._transport.link import HOST_LOST, LinkClosed
 from objcomm._transport.rendezvous import FIRST_USE, GivenUpError, LeftError, MeetingState
 from objcomm._transport.store import pack_record, reason_of
 from objcomm._transport.threads import OnceThread
-from objcomm._wire.header import Header, fingerprint
+from objcomm._wire.header import Header, Operation, fingerprint
 from objcomm.errors import ObjcommError, TransportError, TransportTimeout, text_of
 
 if TYPE_CHECKING:
@@ -365,7 +365,8 @@ class Mesh:
         try:
             return self.board_thread.call(post)
         except StoreSilentError:
-            return proposal._replace(is_store_silent=True)
+            heard = self.board_thread.heard(self.nonce)
+            return heard or proposal._replace(is_store_silent=True)
 
     def failed(self, key: str) -> Verdict | None:
         """What some rank has posted for the block ``key``, as far as the store answers."""
@@ -419,6 +420,7 @@ class Mesh:
                 if verdict.cause is Cause.DESYNC:  # another limit, or Ctrl-C, is one rank's own
                     self._meeting.parting = pack_record(verdict)
                 self._meeting.is_over = True
+                self.board_thread.forget(self.nonce)
                 # Not the mesh itself: a job that waits would keep its connections open.
                 mesh, blocks = weakref.ref(self), frozenset(self.blocks)
                 known = self.nonce, self.rank, self.members, blocks, verdict
@@ -484,8 +486,8 @@ def _acknowledge(  # noqa: PLR0917  # what a job is given
         board.acknowledge(standing.block, len(members))
 
 
-# What a process has sent before its end is read by then, also on a busy machine.
-_LAST_BYTES_SECONDS = 1.0
+#: What a process has sent before its end is read by then, also on a busy machine.
+LAST_BYTES_SECONDS = 1.0
 _CLOSED = "it lives, and has destroyed its process group or given up after an error of its own"
 # A rank that loses one peer and a rank that loses all see it at the same time.
 _OTHERS_FIRST_SECONDS = 0.02
@@ -547,28 +549,88 @@ def lost_ranks(mesh: Mesh, board: Board) -> dict[int, bool]:
     return dict.fromkeys((mesh.ranks[peer] for peer in lost), HOST_LOST in verdict.reason)
 
 
-def in_vain(mesh: Mesh, entry: CallRecord, blocks: Mapping[str, tuple[int, ...]]) -> Verdict | None:
-    """What to say of a wait for a process that has ended; None where it is there, or unknown.
+# Their receivers need the source alone: whoever else dies keeps nobody.
+_FROM_ONE = frozenset(
+    {
+        Operation.BROADCAST,
+        Operation.SCATTER,
+        Operation.RUN_ON_MAIN,
+        Operation.MAIN_PROCESS_ONLY,
+        Operation.COMPUTE_AND_BROADCAST,
+        Operation.SHARED_SEED,
+    }
+)
+# Their destination needs each rank until it has what that one gives.
+_TO_ONE = frozenset({Operation.GATHER, Operation.GATHER_SCALAR})
 
-    Ranks that meet need all of them. Others need whom they await, and get what it has sent before
-    its end first: that is in this host's memory by then, as good as always where it came from
-    another one, and the link takes it out, also where the thread that moves it gets no turn for
-    long. Where all have met, it may have sent that while this rank is about to use its own
-    connections. In a ``fail_together`` block they need all who are in
-    it, because these meet at its end.
+
+def needed(mesh: Mesh, lane: Lane, entry: CallRecord) -> Collection[int]:
+    """The ranks without which a wait can't end, as ranks within the group.
+
+    Whichever of them dies, the wait is in vain, whomever it awaits just now. All operations need
+    all ranks, but for those that one rank gives to others, or others to one, and messages.
 
     Args:
         mesh: of the call.
+        lane: the one that waits.
+        entry: the call.
+    """
+    if mesh.link is None:
+        return mesh.others  # they meet
+    operation, awaited = entry.header.operation, () if entry.awaits < 0 else (entry.awaits,)
+    if mesh.whole is not None:
+        return awaited
+    if operation not in (_FROM_ONE | _TO_ONE) or entry.is_confirmed:
+        return mesh.others
+    if operation in _FROM_ONE:
+        return awaited
+    sequence = entry.header.sequence
+    return [
+        peer
+        for peer in mesh.others
+        if peer == entry.awaits or not lane.has_head_of(peer, sequence)
+    ]
+
+
+def loss_in(
+    mesh: Mesh,
+    lane: Lane,
+    entry: CallRecord,
+    blocks: Mapping[str, tuple[int, ...]],
+    patience_seconds: float | None = None,
+) -> Verdict | None:
+    """What to say of a wait that needs processes which have ended; None if there are none.
+
+    Of a rank that this one awaits just now any end counts, its program's included. Another one may
+    have made this call before it came to its end, so there only a death counts.
+
+    A connected rank gets what another one has sent before its end: that is in this host's memory
+    by then, as good as always where it came from another host, and the link takes it out, also
+    where the thread that moves it gets no turn for long. Where all have met, the other rank may
+    have sent that while this one is about to use its own connections.
+
+    In a ``fail_together`` block a wait needs all ranks that are in it: they meet at its end.
+
+    Args:
+        mesh: of the call.
+        lane: the one that waits.
         entry: the call.
         blocks: the global ranks of the meshes in which the blocks around it began, by nonce.
+        patience_seconds: for how long an end must have been known where ranks have met; as long as
+            it may take to read what they have sent if None.
     """
-    processes, is_meeting = mesh.board_thread.processes, mesh.link is None
-    patience = _LAST_BYTES_SECONDS if mesh.session else 0.0
-    awaited = [entry.awaits] if entry.awaits >= 0 else []
-    for peer in [*awaited, *(_some_of(mesh, mesh.others) if is_meeting else ())]:
-        reason = processes.end_of(mesh.ranks[peer], patience)
-        if reason and (mesh.link is None or not mesh.link.has_unread(peer)):
-            return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
+    processes, link = mesh.board_thread.processes, mesh.link
+    patience = LAST_BYTES_SECONDS if patience_seconds is None else patience_seconds
+    patience = patience if mesh.session else 0.0
+    ends = {}
+    for peer in {entry.awaits, *_some_of(mesh, needed(mesh, lane, entry))} - {-1}:
+        rank = mesh.ranks[peer]
+        reason = processes.end_of(rank, patience)
+        counts = link is None or peer == entry.awaits or processes.has_died(rank)
+        if reason and counts and not (link is not None and link.has_unread(peer)):
+            ends[peer] = reason
+    if ends:
+        return Verdict.of(Cause.LOST, ranks=tuple(sorted(ends)), reason=ends[min(ends)])
     inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}
     return death_among(mesh, inside)
 
@@ -579,19 +641,26 @@ def _some_of(mesh: Mesh, peers: Iterable[int]) -> list[int]:
     return [of[rank] for rank in mesh.board_thread.processes.some_of(of)]
 
 
-def death_among(mesh: Mesh, inside: Collection[int]) -> Verdict | None:
-    """What to say of a process of ``mesh`` that died a while ago, where it was in the same block.
+def death_among(
+    mesh: Mesh, inside: Collection[int], patience_seconds: float | None = None
+) -> Verdict | None:
+    """What to say of processes of ``mesh`` that died a while ago, where they were in one block.
 
     Args:
         mesh: which.
         inside: the global ranks of those in the block.
+        patience_seconds: as for ``loss_in``.
     """
+    patience = LAST_BYTES_SECONDS if patience_seconds is None else patience_seconds
     peers = [peer for peer, each in enumerate(mesh.ranks) if each in inside]
-    for peer in _some_of(mesh, peers):
-        reason = mesh.board_thread.processes.end_of(mesh.ranks[peer], _LAST_BYTES_SECONDS)
-        if reason.startswith(KILLED):
-            return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
-    return None
+    ends = {
+        peer: mesh.board_thread.processes.end_of(mesh.ranks[peer], patience)
+        for peer in _some_of(mesh, peers)
+    }
+    died = {peer: reason for peer, reason in ends.items() if reason.startswith(KILLED)}
+    if not died:
+        return None
+    return Verdict.of(Cause.LOST, ranks=tuple(died), reason=next(iter(died.values())))
 
 
 def never_comes(mesh: Mesh) -> Verdict | None:
@@ -604,7 +673,7 @@ def never_comes(mesh: Mesh) -> Verdict | None:
         mesh: which.
     """
     for peer in _some_of(mesh, mesh.others if mesh.link is None else ()):
-        reason = mesh.board_thread.processes.end_of(mesh.ranks[peer], _LAST_BYTES_SECONDS)
+        reason = mesh.board_thread.processes.end_of(mesh.ranks[peer], LAST_BYTES_SECONDS)
         if reason:
             return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
     return None
@@ -637,9 +706,12 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
     killed = processes.killed()
     died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
     if died:
-        named = tuple(rank for rank in verdict.ranks if rank in died)
+        # All that are known, whichever was noticed first: so all ranks name the same.
+        named = [rank for rank in verdict.ranks if rank in died]
         why = next(iter(died.values()))
-        return verdict._replace(ranks=named or tuple(died), reason=verdict.reason if named else why)
+        return verdict._replace(
+            ranks=tuple(sorted(died)), reason=verdict.reason if named else why
+        )
     words = [processes.end_of(mesh.ranks[rank]) for rank in verdict.ranks]
     if any(words):
         return verdict._replace(reason=next(filter(None, words)))

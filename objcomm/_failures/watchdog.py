@@ -38,12 +38,13 @@ import torch.distributed as dist
 from objcomm._failures import inquiry
 from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._failures.inquiry import Waiting, investigate, wait_snapshot
-from objcomm._failures.mesh import Mesh, by_name, by_name_here, death_among, in_vain, never_comes
+from objcomm._failures.mesh import Mesh, by_name, by_name_here, death_among, loss_in, never_comes
 from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import DESTROYED, FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import logged
 from objcomm._transport.gloo import is_cut_off
+from objcomm._transport.lane import Lane
 from objcomm._transport.sockets import hang_up
 from objcomm._transport.threads import are_workers_busy
 from objcomm._world import store_of
@@ -190,7 +191,7 @@ class Watchdog(threading.Thread):
         ended: dict[object, bool] = {}
         for mesh, lane, entry in self._waiting():
             waited = now - entry.waits_since
-            if is_look and waited >= OVERDUE_SECONDS and self._is_in_vain(mesh, entry, ended):
+            if is_look and waited >= OVERDUE_SECONDS and self._is_in_vain(mesh, lane, entry, ended):
                 continue
             if now >= entry.waits_until:
                 expired[mesh.board_thread].append((mesh, lane, entry))
@@ -261,20 +262,26 @@ class Watchdog(threading.Thread):
                 with logged("what is under way could not be moved"):
                     # Ctrl-C may have struck between the verdict and the end of the connections.
                     (link.move if mesh.verdict is None else link.abort)()
+                    if mesh.verdict is None and link.has_lost_any():
+                        # A rank that computes learns why while the others' store is still there.
+                        mesh.board_thread.heard(mesh.nonce)
 
-    def _is_in_vain(self, mesh: Mesh, entry: CallRecord, known: dict[object, bool]) -> bool:
+    def _is_in_vain(
+        self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]
+    ) -> bool:
         """``_has_ended_in_vain``, asked once for a thousand calls that wait for the same."""
-        kind = mesh, entry.awaits, entry.regions
+        kind = mesh, lane.order is None, entry.awaits, entry.regions
         if kind not in known:
-            known[kind] = self._has_ended_in_vain(mesh, entry)
+            known[kind] = self._has_ended_in_vain(mesh, lane, entry)
         return known[kind]
 
-    def _has_ended_in_vain(self, mesh: Mesh, entry: CallRecord) -> bool:
-        """End a mesh, if one of its calls waits for a process that has ended."""
+    def _has_ended_in_vain(self, mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
+        """End a mesh, if one of its calls needs a process that has ended."""
         verdict = None
         with logged("whether a process has ended could not be found out"):  # limits still hold
             meshes = self._all_meshes() if entry.regions else []
-            verdict = in_vain(mesh, entry, {each.nonce: each.ranks for each in meshes})
+            blocks = {each.nonce: each.ranks for each in meshes}
+            verdict = loss_in(mesh, lane, entry, blocks)
         if verdict is not None:
             self._end_in_vain(mesh, verdict)
         return verdict is not None
@@ -347,7 +354,7 @@ class Watchdog(threading.Thread):
             if inquiry.is_brief(entry):  # nobody else need know
                 here = here or wait_snapshot(meshes, 0)
                 seconds, answers = inquiry.patience(entry), {mesh.rank: here}
-            verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
+            verdict = inquiry.expiry_verdict(mesh, lane, entry, meshes, answers)
             end = functools.partial(inquiry.end_late, mesh, lane, entry, verdict)
             self._fall_back(seconds, end)
 

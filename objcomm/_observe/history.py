@@ -66,6 +66,7 @@ class CallRecord:
         waiter: the thread that can do nothing else before it ends; 0 if there is none.
         is_served: whether what it waits for is under way.
         caller: the call that this one is part of; None if it is none's.
+        is_confirmed: whether ranks tell each other how it went, so that it needs all of them.
         withdraw: ends it by a verdict that ends nothing else; None where there is no such way.
     """
 
@@ -78,6 +79,7 @@ class CallRecord:
         "has_expired",
         "has_own_limit",
         "header",
+        "is_confirmed",
         "is_served",
         "lane",
         "limit_seconds",
@@ -120,6 +122,7 @@ class CallRecord:
         self.waiter = 0
         self.is_served = False
         self.caller: CallRecord | None = None
+        self.is_confirmed = False
         self.withdraw: Callable[[Any], object] | None = None
 
     @property

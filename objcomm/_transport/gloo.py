@@ -239,6 +239,10 @@ class GlooLink:
         except RuntimeError:
             return False
 
+    def is_here(self, pending: Pending) -> bool:  # noqa: ARG002  # asking would be the one wait
+        """See ``Link``."""
+        return False
+
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``.
 
@@ -281,6 +285,10 @@ class GlooLink:
     def peers(self) -> list[int]:
         """All ranks that it joins but this one."""
         return [peer for peer in self._places if peer != self.rank]
+
+    def has_lost_any(self) -> bool:
+        """See ``Connections``: what tells of one connection's end here leaves bytes behind."""
+        return False
 
     def is_closed(self, peer: int) -> bool:
         """See ``Connections``: what begins a receive is told of the end of a connection."""

@@ -132,6 +132,11 @@ class Lane:
         """The thread that can do nothing else before ``entry`` has ended; 0 if there is none."""
         return self.runner if self.runner == self.owner.ident else self.waiter
 
+    def has_head_of(self, peer: int, sequence: int) -> bool:
+        """Whether a peer's first message for a call has come; False where the link can't tell."""
+        standing = self._standing.get(peer)
+        return standing is not None and (standing.taken_in == sequence or standing.is_here())
+
     def standing(self, link: Link, peer: int) -> StandingReceive:
         """The receive that is posted for ``peer``'s next first message."""
         standing = self._standing.get(peer)
@@ -149,10 +154,12 @@ class StandingReceive:
 
     Attributes:
         raw: where the message arrives; whoever takes it copies it out before ``post``.
+        taken_in: the number of the call in which the last one was taken; -1 if there was none.
     """
 
     def __init__(self, link: Link, peer: int, tag: int) -> None:
         self.raw = bytearray(WINDOW_NBYTES)
+        self.taken_in = -1
         self._flat = link.over(self.raw)
         self._link = link
         self._peer = peer
@@ -170,6 +177,10 @@ class StandingReceive:
     def has_come(self) -> bool:
         """Whether the message is there, for which nobody has waited; see ``Link.is_done``."""
         return self._refusal is None and self._link.is_done(self._pending)
+
+    def is_here(self) -> bool:
+        """Whether the message is there, for which another thread may wait; see ``Link.is_here``."""
+        return self._refusal is None and self._link.is_here(self._pending)
 
     def renew(self) -> None:
         """Post the next one; a peer that left after its message, as it may, is missed at the wait.

@@ -172,6 +172,12 @@ class Link(Protocol):
         For a link that is of no more use: to ask may close it, and counts as the one wait.
         """
 
+    def is_here(self, pending: Pending) -> bool:
+        """Whether a receive that another thread may wait for is over; asking changes nothing.
+
+        False where the link can't tell.
+        """
+
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """Do ``wait``, which waits for sends, so that ``abort`` ends it.
 
@@ -281,6 +287,9 @@ class Connections(Link, Protocol):
 
         Closes none, and makes none.
         """
+
+    def has_lost_any(self) -> bool:
+        """Whether some connection is known here to have ended; asks nobody, and may know none."""
 
     def is_closed(self, peer: int) -> bool:
         """Whether the connection to one peer is."""

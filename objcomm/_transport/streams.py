@@ -539,6 +539,10 @@ class StreamLink:
             self._move_what_is_there()
         return pending.is_over and not pending.reason
 
+    def is_here(self, pending: Pending) -> bool:
+        """See ``Link``."""
+        return self.is_done(pending)
+
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``: ``abort`` ends any wait here."""
         wait()
@@ -645,6 +649,10 @@ class StreamLink:
         """See ``Connections``."""
         self._move_what_is_there()
         return [peer for peer in tuple(self._connections) if self._has_ended(peer)]
+
+    def has_lost_any(self) -> bool:
+        """See ``Connections``."""
+        return any(each.ended for each in tuple(self._connections.values()))
 
     def is_closed(self, peer: int) -> bool:
         """See ``Connections``."""

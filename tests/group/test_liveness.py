@@ -136,10 +136,10 @@ def test_who_receives_from_any_rank_hears_of_one_that_never_came() -> None:
 
 
 def counted(looks: threading.Semaphore) -> Callable[..., Any]:
-    """``in_vain``, which counts its looks once rank 1 is known to have ended."""
+    """``loss_in``, which counts its looks once rank 1 is known to have ended."""
 
     def look(meeting: Mesh, *args: Any) -> Any:
-        verdict = mesh.in_vain(meeting, *args)
+        verdict = mesh.loss_in(meeting, *args)
         if meeting.board_thread.processes.end_of(1):
             looks.release()
         return verdict
@@ -163,9 +163,9 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(ho
         rendezvous.forget(*args)
 
     with (
-        mock.patch.object(watchdog, "in_vain", counted(looks)),
+        mock.patch.object(watchdog, "loss_in", counted(looks)),
         mock.patch.object(connect, "forget", slow_forget),
-        mock.patch.object(mesh, "_LAST_BYTES_SECONDS", 60.0),
+        mock.patch.object(mesh, "LAST_BYTES_SECONDS", 60.0),
     ):
         assert objcomm.broadcast(None, src=1) == "its last words"
     survivors: Any = dist.new_group([0, 2], use_local_synchronization=True)
@@ -210,8 +210,8 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(h
     link: Any = resolve(None)._whole.mesh.link  # type: ignore[union-attr]  # noqa: SLF001  # nothing public holds up a thread there
     when_main_thread_waits(lambda: say("rank 0 waits"))
     with (
-        mock.patch.object(watchdog, "in_vain", counted(looks)),
-        mock.patch.object(mesh, "_LAST_BYTES_SECONDS", 0.0),
+        mock.patch.object(watchdog, "loss_in", counted(looks)),
+        mock.patch.object(mesh, "LAST_BYTES_SECONDS", 0.0),
     ):
         with mock.patch.object(link, "_events", HeldUp(link._events, wait)):  # noqa: SLF001  # likewise
             assert objcomm.broadcast(None, src=1) == "all but"

@@ -36,7 +36,7 @@ def test_no_error_ends_the_watcher() -> None:
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]  # one handler's own
     logging.getLogger("objcomm").addHandler(handler)
     if here().rank == 0:
-        with mock.patch.object(watchdog, "in_vain", side_effect=LookupError("of the test")):
+        with mock.patch.object(watchdog, "loss_in", side_effect=LookupError("of the test")):
             error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=1))
         assert any("a process has ended" in text for text in texts), texts
     tell_all("rank 0 was told", "")

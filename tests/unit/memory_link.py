@@ -235,6 +235,10 @@ class MemoryLink:
         """See ``Link``."""
         return pending.is_done()
 
+    def is_here(self, pending: Arrival | Departure) -> bool:
+        """See ``Link``."""
+        return pending.is_done()
+
     def move(self) -> None:
         """It moves by itself."""
 

@@ -83,8 +83,7 @@ class Rank:
             self.board.publish(self.where)
 
     def _board_thread(self) -> Any:
-        processes = SimpleNamespace(stopped=set)
-        return SimpleNamespace(submit=lambda job: job(self.board), processes=processes)
+        return SimpleNamespace(submit=lambda job: job(self.board), processes=Processes())
 
     def expire(self) -> None:
         """Its limit passes."""
