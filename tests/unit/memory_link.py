@@ -265,6 +265,10 @@ class MemoryLink:
         """See ``Connections``."""
         return [peer for peer in self._others() if self.is_closed(peer)]
 
+    def has_lost_any(self) -> bool:
+        """See ``Connections``."""
+        return bool(self.closed())
+
     def is_closed(self, peer: int) -> bool:
         """See ``Connections``."""
         return self._wires.ended_by(self.rank, peer) is not None
