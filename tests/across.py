@@ -62,6 +62,12 @@ class Steps:
         while not (self._folder / point).exists():
             time.sleep(_PAUSE_S)
 
+    def await_step_of(self, rank: int, name: str) -> None:
+        """Wait until another rank of this host has taken a step."""
+        place = self._folder / f"result.{rank}"
+        while name not in pickle.loads(place.read_bytes())[0]:  # noqa: S301  # our own
+            time.sleep(_PAUSE_S)
+
     def step(self, name: str, call: Callable[[], Any]) -> None:
         """Keep what a call gives."""
         began = time.monotonic()
@@ -147,6 +153,14 @@ def outages(steps: Steps) -> None:
     step("waiting: after", lambda: objcomm.barrier(group=group))
     step("waiting: cut off", _cut_off)
     steps.reach("waited")
+
+    group = dist.new_group()
+    step("computing: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach("computing")
+    if objcomm.rank() == 1:  # it computes, for as long as rank 0 has not heard
+        steps.await_step_of(0, "computing")
+    step("computing", lambda: objcomm.barrier(group=group))
+    steps.reach("computed")
 
     group = dist.new_group()
     step("sending: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))

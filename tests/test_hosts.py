@@ -162,6 +162,13 @@ def _two(folder: Path) -> Finished:
         hosts.mend(1)
         job.go("waited")
 
+        job.reached("computing")
+        hosts.cut(1)
+        job.go("computing")
+        job.reached("computed")
+        hosts.mend(1)
+        job.go("computed")
+
         _cut_under_way(job, "sending")
         job.reached("sent")
         hosts.mend(1)
@@ -285,6 +292,13 @@ def test_a_lost_host_is_named_on_every_rank_that_waits(two: Finished) -> None:
         assert "store: no answer" in str(error)
     assert all(isinstance(each, BrokenGroupError) for each in two.all_gave("waiting: after"))
     assert two.all_gave("waiting: cut off") == [[2, 3]] * 2 + [[0, 1]] * 2
+
+
+def test_a_lost_host_is_named_while_the_awaited_rank_computes(two: Finished) -> None:
+    """Rank 0 awaits rank 1, beside it, which makes its call when rank 0 has raised."""
+    assert two.all_gave("computing: before") == [[0, 1, 2, 3]] * 4
+    for error in two.all_gave("computing")[:2]:
+        assert _lost(error, (2, 3)), error
 
 
 def test_a_host_that_is_lost_during_a_transfer_is_named(two: Finished) -> None:

@@ -26,7 +26,7 @@ from objcomm._failures.mesh import (
     Mesh,
     by_name,
     call_far,
-    death_among,
+    loss_among,
     loss_in,
     lost_ranks,
     missing_members,
@@ -437,7 +437,7 @@ def _died_around(board: Board, meshes: Sequence[Mesh], conflict: Deadlock) -> bo
     found = False
     for mesh in meshes:
         if mesh.verdict is None and mesh.name in groups:
-            died = death_among(mesh, mesh.ranks, 0.0)
+            died = loss_among(mesh, mesh.others, patience_seconds=0.0)
             found = found or died is not None
             if died is not None:
                 mesh.settle_on(board, died._replace(is_final=True))

@@ -103,14 +103,16 @@ class Processes:
         """The ranks to ask after in one look, in order.
 
         All whose end is known or was noticed. Of those that the kernel must be asked about, which
-        takes 20 to 80 µs each, only some: 64 ranks of a host that ask after each other four times a
-        second would keep two cores busy, and do nothing else. They are others at each look, and
-        other ranks', and who finds an end tells it.
+        takes 20 to 80 µs each, only the first and some others: 64 ranks of a host that ask after each other
+        four times a second would keep two cores busy. The others differ at each look, and from
+        rank to rank, and a rank that finds an end tells the rest.
         """
         known = [(rank, self._known[rank]) for rank in ranks if rank in self._known]
         found = [rank for rank, each in known if each.word or each.name in self._noticed]
         beside = [rank for rank, _ in known if rank not in found and self.is_beside(rank)]
-        return sorted([*found, *random.sample(beside, min(len(beside), _MOST_AT_A_LOOK))])
+        first, others = beside[:1], beside[1:]
+        some = random.sample(others, min(len(others), _MOST_AT_A_LOOK - 1))
+        return sorted([*found, *first, *some])
 
     def is_beside(self, rank: int) -> bool:
         """Whether the kernel can tell of a rank's process."""

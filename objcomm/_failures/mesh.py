@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from objcomm._failures.deadlock import MEETING
-from objcomm._failures.liveness import KILLED
 from objcomm._failures.noticeboard import PATIENCE_SECONDS, Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, nonce_of, proposal_for, regions
 from objcomm._observe.history import CallRecord
@@ -586,9 +585,7 @@ def needed(mesh: Mesh, lane: Lane, entry: CallRecord) -> Collection[int]:
         return awaited
     sequence = entry.header.sequence
     return [
-        peer
-        for peer in mesh.others
-        if peer == entry.awaits or not lane.has_head_of(peer, sequence)
+        peer for peer in mesh.others if peer == entry.awaits or not lane.has_head_of(peer, sequence)
     ]
 
 
@@ -602,81 +599,63 @@ def loss_in(
     """What to say of a wait that needs processes which have ended; None if there are none.
 
     Of a rank that this one awaits just now any end counts, its program's included. Another one may
-    have made this call before it came to its end, so there only a death counts.
-
-    A connected rank gets what another one has sent before its end: that is in this host's memory
-    by then, as good as always where it came from another host, and the link takes it out, also
-    where the thread that moves it gets no turn for long. Where all have met, the other rank may
-    have sent that while this one is about to use its own connections.
-
-    In a ``fail_together`` block a wait needs all ranks that are in it: they meet at its end.
+    have made this call before it came to its end, so there only a death counts. In a
+    ``fail_together`` block a wait needs all ranks that are in it: they meet at its end.
 
     Args:
         mesh: of the call.
         lane: the one that waits.
         entry: the call.
         blocks: the global ranks of the meshes in which the blocks around it began, by nonce.
-        patience_seconds: for how long an end must have been known where ranks have met; as long as
-            it may take to read what they have sent if None.
+        patience_seconds: as for ``loss_among``; none where the ranks have yet to meet.
+    """
+    awaited = () if entry.awaits < 0 else (entry.awaits,)
+    needs = needed(mesh, lane, entry)
+    if mesh.link is None:
+        awaited, needs = (*awaited, *needs), ()
+    patience = patience_seconds if mesh.session else 0.0
+    found = loss_among(mesh, needs, awaited, patience)
+    if found is None and entry.regions:
+        inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}
+        peers = [peer for peer, rank in enumerate(mesh.ranks) if rank in inside]
+        found = loss_among(mesh, peers, patience_seconds=patience_seconds)
+    return found
+
+
+def loss_among(
+    mesh: Mesh,
+    needs: Iterable[int],
+    awaited: Iterable[int] = (),
+    patience_seconds: float | None = None,
+) -> Verdict | None:
+    """What to say of ranks of a mesh whose processes have ended, as the kernel and the cards tell.
+
+    A connected rank gets what another one has sent before its end: that is in this host's memory
+    by then, as good as always where it came from another host, and the link takes it out, also
+    where the thread that moves it gets no turn for long. Where all have met, the other rank may
+    have sent that while this one is about to use its own connections.
+
+    Args:
+        mesh: which.
+        needs: ranks within the group of which a death counts.
+        awaited: those of which any end counts, their program's included; the first is always asked
+            after, of many others only some at each look.
+        patience_seconds: for how long an end must have been known; as long as it may take to read
+            what they have sent if None.
     """
     processes, link = mesh.board_thread.processes, mesh.link
     patience = LAST_BYTES_SECONDS if patience_seconds is None else patience_seconds
-    patience = patience if mesh.session else 0.0
+    counts: dict[int, Callable[[int], object]] = dict.fromkeys(awaited, processes.end_of)
+    counts = counts | {peer: processes.has_died for peer in needs if peer not in counts}
+    of = {mesh.ranks[peer]: peer for peer in counts}
     ends = {}
-    for peer in {entry.awaits, *_some_of(mesh, needed(mesh, lane, entry))} - {-1}:
-        rank = mesh.ranks[peer]
-        reason = processes.end_of(rank, patience)
-        counts = link is None or peer == entry.awaits or processes.has_died(rank)
-        if reason and counts and not (link is not None and link.has_unread(peer)):
+    for rank in processes.some_of(of):
+        peer, reason = of[rank], processes.end_of(rank, patience)
+        if reason and counts[peer](rank) and not (link is not None and link.has_unread(peer)):
             ends[peer] = reason
-    if ends:
-        return Verdict.of(Cause.LOST, ranks=tuple(sorted(ends)), reason=ends[min(ends)])
-    inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}
-    return death_among(mesh, inside)
-
-
-def _some_of(mesh: Mesh, peers: Iterable[int]) -> list[int]:
-    """``Processes.some_of``, by ranks within the group."""
-    of = {mesh.ranks[peer]: peer for peer in peers}
-    return [of[rank] for rank in mesh.board_thread.processes.some_of(of)]
-
-
-def death_among(
-    mesh: Mesh, inside: Collection[int], patience_seconds: float | None = None
-) -> Verdict | None:
-    """What to say of processes of ``mesh`` that died a while ago, where they were in one block.
-
-    Args:
-        mesh: which.
-        inside: the global ranks of those in the block.
-        patience_seconds: as for ``loss_in``.
-    """
-    patience = LAST_BYTES_SECONDS if patience_seconds is None else patience_seconds
-    peers = [peer for peer, each in enumerate(mesh.ranks) if each in inside]
-    ends = {
-        peer: mesh.board_thread.processes.end_of(mesh.ranks[peer], patience)
-        for peer in _some_of(mesh, peers)
-    }
-    died = {peer: reason for peer, reason in ends.items() if reason.startswith(KILLED)}
-    if not died:
+    if not ends:
         return None
-    return Verdict.of(Cause.LOST, ranks=tuple(died), reason=next(iter(died.values())))
-
-
-def never_comes(mesh: Mesh) -> Verdict | None:
-    """What to say of a mesh whose ranks have not met, where one ended a while ago; None if not.
-
-    A while, because one that has met this rank, and has ended after its message, may be told of
-    sooner than that both have met.
-
-    Args:
-        mesh: which.
-    """
-    for peer in _some_of(mesh, mesh.others if mesh.link is None else ()):
-        reason = mesh.board_thread.processes.end_of(mesh.ranks[peer], LAST_BYTES_SECONDS)
-        if reason:
-            return Verdict.of(Cause.LOST, ranks=(peer,), reason=reason)
-    return None
+    return Verdict.of(Cause.LOST, ranks=tuple(sorted(ends)), reason=ends[min(ends)])
 
 
 def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict:
@@ -709,9 +688,7 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
         # All that are known, whichever was noticed first: so all ranks name the same.
         named = [rank for rank in verdict.ranks if rank in died]
         why = next(iter(died.values()))
-        return verdict._replace(
-            ranks=tuple(sorted(died)), reason=verdict.reason if named else why
-        )
+        return verdict._replace(ranks=tuple(sorted(died)), reason=verdict.reason if named else why)
     words = [processes.end_of(mesh.ranks[rank]) for rank in verdict.ranks]
     if any(words):
         return verdict._replace(reason=next(filter(None, words)))

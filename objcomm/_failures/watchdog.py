@@ -38,7 +38,7 @@ import torch.distributed as dist
 from objcomm._failures import inquiry
 from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._failures.inquiry import Waiting, investigate, wait_snapshot
-from objcomm._failures.mesh import Mesh, by_name, by_name_here, death_among, loss_in, never_comes
+from objcomm._failures.mesh import Mesh, by_name, by_name_here, loss_among, loss_in
 from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import DESTROYED, FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
 from objcomm._observe.history import CallRecord
@@ -249,7 +249,7 @@ class Watchdog(threading.Thread):
         for mesh in self._all_meshes():
             if mesh.blocks and mesh.verdict is None:
                 with logged("whether a process has ended could not be found out"):
-                    mesh.died = death_among(mesh, mesh.ranks)
+                    mesh.died = loss_among(mesh, mesh.others)
 
     def _move_links(self) -> None:
         """Let go out and come in what a rank has begun that waits elsewhere, as in another group.
@@ -296,7 +296,7 @@ class Watchdog(threading.Thread):
                 continue
             verdict = None
             with logged("whether a process has ended could not be found out"):  # the others go on
-                verdict = never_comes(mesh)
+                verdict = loss_among(mesh, (), awaited=mesh.others)
             if verdict is None:
                 unmet[mesh.board_thread].append(mesh)
             else:
