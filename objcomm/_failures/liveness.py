@@ -103,9 +103,9 @@ class Processes:
         """The ranks to ask after in one look, in order.
 
         All whose end is known or was noticed. Of those that the kernel must be asked about, which
-        takes 20 to 80 µs each, only the first and some others: 64 ranks of a host that ask after each other
-        four times a second would keep two cores busy. The others differ at each look, and from
-        rank to rank, and a rank that finds an end tells the rest.
+        takes 20 to 80 µs each, only the first and some others: 64 ranks of a host that ask after
+        each other four times a second would keep two cores busy. The others differ at each look,
+        and from rank to rank, and a rank that finds an end tells the rest.
         """
         known = [(rank, self._known[rank]) for rank in ranks if rank in self._known]
         found = [rank for rank, each in known if each.word or each.name in self._noticed]
