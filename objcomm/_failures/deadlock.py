@@ -86,12 +86,14 @@ class Deadlock(NamedTuple):
         found: each rank's lane and call.
         is_told: whether one of those ranks was sure of it, and has raised.
         told_seconds: for how long the process that published it had known it by then.
+        told_at: since when, by that process's clock.
     """
 
     reason: str
     found: tuple[tuple[int, LaneWait, Step], ...]
     is_told: bool = False
     told_seconds: float = 0.0
+    told_at: float = 0.0
 
     @property
     def is_of_one_lane(self) -> bool:
@@ -105,18 +107,35 @@ class Deadlock(NamedTuple):
         )
         return len(calls) == 1 and is_numbered
 
-    def holds(self, rank: int, lane: LaneWait) -> bool:
-        """Whether ``lane`` of ``rank`` still waits where this was found."""
-        wait = (rank, lane.group, lane.number, lane.since)
-        return any(
-            (other, state.group, state.number, state.since) == wait
-            for other, state, _ in self.found
+    @property
+    def waits(self) -> frozenset[tuple[int, str, int, float]]:
+        """Which waits it consists of, the same whoever has found it, and when."""
+        return frozenset(
+            (rank, state.group, state.number, state.since) for rank, state, _ in self.found
         )
 
-    def ends(self, wait: LaneWait) -> bool:
-        """Whether a wait is about to end with those where this was found, being older than that."""
+    def holds(self, rank: int, lane: LaneWait) -> bool:
+        """Whether ``lane`` of ``rank`` still waits where this was found."""
+        return (rank, lane.group, lane.number, lane.since) in self.waits
+
+    def ends(self, rank: int, wait: LaneWait, there: "WaitSnapshot") -> bool:
+        """Whether a wait of ``rank`` is about to end with those where this was found.
+
+        One that is younger is not. That process's own clock tells which is, where it knows of this;
+        else only how long each has lasted, which processes publish at different moments.
+        """
         is_recent = self.told_seconds <= min(wait.seconds, _HEARD_WITHIN_SECONDS)
-        return is_recent and any(wait.group == state.group for _, state, _ in self.found)
+        is_beside = any(wait.group == state.group for _, state, _ in self.found)
+        return is_recent and is_beside and not self._is_before(rank, wait, there)
+
+    def _is_before(self, rank: int, wait: LaneWait, there: "WaitSnapshot") -> bool:
+        """Whether ``wait`` surely began after the thread, or the process, had been told of this."""
+        if any(
+            other == rank and state.waiter == wait.waiter != 0 and state.since < wait.since
+            for other, state, _ in self.found
+        ):
+            return True
+        return any(each.told_at < wait.since for each in there.circles if each.waits == self.waits)
 
 
 class WaitSnapshot(NamedTuple):
@@ -256,7 +275,7 @@ def _is_ending(
     one has. A busy rank may hear later than others have asked it twice where it is. So may who
     waits beside a circle, where a mesh that has not met has no name to tell it from the next.
     """
-    if any(circle.ends(following) for circle in circles):
+    if any(circle.ends(lane.awaits, following, there) for circle in circles):
         return True
     are_known = bool(lane.nonce and following.nonce)
     if lane.group == following.group and are_known and lane.nonce != following.nonce:

@@ -88,7 +88,10 @@ class Board:
     def publish(self, snapshot: WaitSnapshot) -> WaitSnapshot:
         """Tell where this process is; returns that with the circles that it was in."""
         now = time.monotonic()
-        circles = [circle._replace(told_seconds=now - since) for circle, since in self._circles]
+        circles = [
+            circle._replace(told_seconds=now - since, told_at=since)
+            for circle, since in self._circles
+        ]
         told = snapshot._replace(circles=tuple(circles))
         self._store.set(f"where/{self.rank}", pack_record(told))
         self.answered = snapshot.asked
@@ -96,7 +99,7 @@ class Board:
 
     def tell_circle(self, circle: Deadlock) -> None:
         """Add to what is published: this rank raises because of ``circle``."""
-        if all(circle.found != known.found for known, _ in self._circles):
+        if all(circle.waits != known.waits for known, _ in self._circles):
             self._circles.append((circle, time.monotonic()))
 
     def learn(self, ranks: Iterable[int]) -> None:

@@ -225,6 +225,25 @@ def test_ranks_in_different_groups_hear_of_it(*, is_first_use: bool) -> None:
         assert_group_works(other)
 
 
+@pytest.mark.timed
+@ranks(2)
+def test_each_of_several_deadlocks_of_the_same_groups_is_told_as_soon_as_the_first() -> None:
+    """Whoever has raised waits anew a moment after that circle was told."""
+    with subgroup(0, 1) as one, subgroup(0, 1) as other:
+        objcomm.barrier(group=one)
+        objcomm.barrier(group=other)
+        for turn in range(4):
+            tell_all(f"turn {turn}", "")
+            with within(3.0):
+                error = error_in(
+                    DesyncError, lambda: objcomm.barrier(group=(one, other)[here().rank])
+                )
+            assert error.reason == "each waits for another"
+            tell_all(f"both have raised {turn}", "")
+            assert_group_works(one)
+            assert_group_works(other)
+
+
 @ranks(3)
 def test_ranks_that_wait_in_a_circle_of_groups_hear_of_it() -> None:
     with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c:

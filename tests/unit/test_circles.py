@@ -69,3 +69,43 @@ def test_a_wait_that_has_not_ended_long_after_a_circle_was_told_counts() -> None
             2: WaitSnapshot(1, MAIN, (waits[2],)),
         }
         assert (find_deadlock(0, known[0], waits[0], known.get) is None) == is_over
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("began", [5.0, 5.1])
+def test_who_has_raised_and_waits_again_may_be_in_a_next_circle(start: int, began: float) -> None:
+    """Rank 1 published how long its wait lasts after rank 0 had, and so its wait looks older."""
+    waits = {
+        0: meeting("a", awaits=1)._replace(since=7.0, seconds=0.5),
+        1: meeting("b", awaits=0)._replace(since=began, seconds=0.7),
+    }
+    told = {rank: wait._replace(since=wait.since - 3.0) for rank, wait in waits.items()}
+    circle = Deadlock(
+        "each waits for another", tuple((rank, told[rank], step(0)) for rank in told)
+    )._replace(told_seconds=0.6)
+    known = {
+        0: WaitSnapshot(1, MAIN, (waits[0],), (circle,)),
+        1: WaitSnapshot(1, MAIN, (waits[1],)),
+    }
+    found = find_deadlock(start, known[start], waits[start], known.get)
+    assert found is not None
+    assert found.waits == {(rank, wait.group, 0, wait.since) for rank, wait in waits.items()}
+
+
+@pytest.mark.parametrize(("began", "is_over"), [(2.9, True), (3.1, False)])
+def test_who_was_told_of_a_circle_beside_it_knows_which_of_its_waits_is_older(
+    began: float, *, is_over: bool
+) -> None:
+    """Rank 2 heard of it at 3.0 by its own clock, and no other process's durations count."""
+    ended = ((0, meeting("a", awaits=1), step(0)), (1, meeting("b", awaits=0), step(0)))
+    circle = Deadlock("each waits for another", ended)
+    waits = {
+        0: lane("world", step(0), awaits=2, since=8.0),
+        2: meeting("b", awaits=0)._replace(since=began),
+    }
+    known = {
+        0: WaitSnapshot(1, MAIN, (waits[0],), (circle._replace(told_seconds=0.4, told_at=7.0),)),
+        2: WaitSnapshot(1, MAIN, (waits[2],), (circle._replace(told_seconds=0.3, told_at=3.0),)),
+    }
+    found = find_deadlock(0, known[0], waits[0], known.get)
+    assert (found is None) == is_over

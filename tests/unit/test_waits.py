@@ -141,7 +141,8 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
     assert read is not None
     (known,) = read.circles
     assert known.told_seconds > 0
-    assert known._replace(told_seconds=0.0) == circle
+    assert 0 < known.told_at < time.monotonic()
+    assert known._replace(told_seconds=0.0, told_at=0.0) == circle
     assert known.holds(1, state)
     other.propose("m", found._replace(circle=b"\x91\x01"))
     told = board.look("m")
