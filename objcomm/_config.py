@@ -14,7 +14,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import torch
 
@@ -44,6 +44,12 @@ Timeout: TypeAlias = float | timedelta | None
 DeviceLike: TypeAlias = torch.device | str | int | None
 
 
+LINES: Literal["lines"] = "lines"
+
+#: What ``check=`` takes.
+Check: TypeAlias = bool | Literal["lines"]
+
+
 #: No limit. Links add a limit to a clock; one of many years would overflow it, as it does timers.
 FOREVER_SECONDS = 1e7
 
@@ -54,6 +60,7 @@ _KEY_MIN_NBYTES = 16
 class Options(TypedDict, total=False):
     """The keywords that every operation on objects takes; see ``objcomm.broadcast``."""
 
+    name: str
     group: GroupLike
     timeout: Timeout
     codec: str | None
@@ -88,7 +95,8 @@ class Settings:
         accept: codecs whose messages this rank decodes; ``None`` means all.
         allow: what a pickle may name, by its name; ``None`` means everything.
         secret: of the key that signs messages, if the program has set one.
-        check: whether ranks agree on each operation first; ``None`` leaves it to the environment.
+        check: whether ranks agree on each operation first, or ``"lines"`` if a call's lines must be
+            the same on all ranks; ``None`` leaves it to the environment.
         record_folder: where a rank writes its last calls when ranks lose each other; ``None``
             leaves it to the environment.
         report_after: how many seconds a call waits before it is logged.
@@ -105,7 +113,7 @@ class Settings:
     accept: frozenset[str] | None = None
     allow: Mapping[str, Any] | None = None
     secret: bytes | None = field(default=None, repr=False)
-    check: bool | None = None
+    check: Check | None = None
     record_folder: str | None = None
     report_after: float = 60.0
     lost_after: float = 60.0
@@ -114,7 +122,12 @@ class Settings:
     @property
     def is_checked(self) -> bool:
         """Whether ranks agree on each operation before it."""
-        return _environment_check() if self.check is None else self.check
+        return (_environment_check() if self.check is None else self.check) is True
+
+    @property
+    def lines_must_agree(self) -> bool:
+        """Whether ranks must make a call that has no name on the same line."""
+        return (_environment_check() if self.check is None else self.check) == LINES
 
     @property
     def is_local(self) -> bool:
@@ -197,7 +210,12 @@ class configure:  # noqa: N801  # used as a function and as a context
         max_depth: how deep containers may lie in each other, in what this rank sends by msgpack,
             and in what it receives by msgpack or with ``allow``; at first 200.
         max_buffers: how many buffers a received message may have; at first 2**19.
-        check: see ``objcomm.check``.
+        check: True lets all ranks agree on each operation first, see ``objcomm.check``. ``"lines"``
+            costs nothing, and makes it a DesyncError if two ranks make a call on different lines,
+            unless both give it the same ``name=``; set it on every rank. A line is the file's name
+            and the number, so ranks may run from different folders. False, as at first, logs a
+            warning for each two such lines, once. If never set, the environment's OBJCOMM_CHECK: 1
+            for True, or ``lines``.
         record_folder: where this rank writes its last calls when ranks lose each other, unless
             ``""``; the environment's OBJCOMM_RECORD_FOLDER if never set. See ``objcomm.recorder``.
         report_after: a call that has waited for so many seconds is logged as a warning of the
@@ -215,8 +233,8 @@ class configure:  # noqa: N801  # used as a function and as a context
             last one to say so counts.
 
     Raises:
-        UsageError: a limit that no message can keep, a key that is too short, or a name in
-            ``allow`` that stands for nothing.
+        UsageError: a limit that no message can keep, a key that is too short, a ``check`` that does
+            not exist, or a name in ``allow`` that stands for nothing.
 
     Examples:
         >>> import objcomm
@@ -236,7 +254,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         max_operation_nbytes: int | None = None,
         max_depth: int | None = None,
         max_buffers: int | None = None,
-        check: bool | None = None,
+        check: Check | None = None,
         record_folder: str | os.PathLike[str] | None = None,
         report_after: float | None = None,
         lost_after: float | None = None,
@@ -249,7 +267,7 @@ class configure:  # noqa: N801  # used as a function and as a context
             "max_operation_nbytes": max_operation_nbytes,
             "max_depth": max_depth,
             "max_buffers": max_buffers,
-            "check": check,
+            "check": None if check is None else _checked(check),
             "report_after": report_after,
             "lost_after": lost_after,
             "local": local,
@@ -311,8 +329,22 @@ def check(*, everywhere: bool = False) -> configure:
 
 
 @functools.cache
-def _environment_check() -> bool:
-    return os.environ.get("OBJCOMM_CHECK", "") not in {"", "0"}
+def _environment_check() -> Check:
+    value = os.environ.get("OBJCOMM_CHECK", "")
+    return LINES if value == LINES else value not in {"", "0"}
+
+
+def _checked(check: object) -> Check:
+    """What ``check=`` means.
+
+    Raises:
+        UsageError: it is neither a bool nor ``"lines"``.
+    """
+    if check == LINES:
+        return LINES
+    if check in (True, False):  # no set: a list has no hash
+        return bool(check)
+    raise UsageError(f"configure: check={check!r} must be True, False or 'lines'")
 
 
 def _check_numbers(changed: Mapping[str, Any]) -> None:

@@ -205,7 +205,7 @@ class Position(NamedTuple):
         seconds: how long ago the call began, or ended if it is over; 0 where nobody measured it.
         is_over: whether the rank has left that call, its last one.
         group: the group's name, where it is not the one whose error this is.
-        name: of a barrier, as far as it is shown.
+        name: of the call, as far as it is shown.
     """
 
     rank: int
@@ -273,6 +273,10 @@ def whereabouts(
     return texts + [f"{ranks_text(rest)}: elsewhere"] * bool(rest)
 
 
+#: Why a DesyncError is raised for two calls that differ in nothing else.
+OTHER_LINES = "other lines"
+
+
 class DesyncError(WireError):
     """Ranks are in different operations; raised once by every rank, and the group works on.
 
@@ -293,10 +297,10 @@ class DesyncError(WireError):
     def __str__(self) -> str:
         each = whereabouts(self.positions.values())
         where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
-        return (
-            f"ranks are out of step ({self.reason}): {where}; "
-            "every rank must make the same calls in the same order"
-        )
+        advice = "; every rank must make the same calls in the same order"
+        if self.reason == OTHER_LINES:
+            advice += ", or give two lines that belong together the same name="
+        return f"ranks are out of step ({self.reason}): {where}{advice}"
 
 
 class TransportError(ObjcommError, RuntimeError):

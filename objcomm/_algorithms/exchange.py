@@ -26,6 +26,7 @@ from objcomm._algorithms.transfers import (
 )
 from objcomm._codecs.buffers import empty, view
 from objcomm._observe.history import CallRecord
+from objcomm._observe.lines import check_lines
 from objcomm._transport.lane import Lane, StandingReceive, absent
 from objcomm._transport.link import Deadline, Link, LinkError, head_tag
 from objcomm._transport.share import Share
@@ -175,7 +176,7 @@ class Exchange(Transfers):
             heads_max: how many heads a bundle may hold; one number, or one for each peer.
 
         Raises:
-            DesyncError: a peer is in another operation.
+            DesyncError: a peer is in another operation, or on another line where that counts.
             DecodeError: its codec is not accepted here, and more of its message would follow.
             WireError: its bytes are no message of this group and lane.
             TransportTimeout: the limit passed; names all that are missing.
@@ -215,7 +216,11 @@ class Exchange(Transfers):
     def open(self, raw: bytearray | memoryview, sender: int, heads_max: int = 1) -> Message:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
         header = self.gate.header_in(raw, sender)
-        self.gate.check_call(self.header, header, sender)
+        mine = self.header
+        self.gate.check_call(mine, header, sender)
+        # A name says which calls belong together. A header has the end of a long path only.
+        if not mine.name and not mine.call_site.endswith(header.call_site):
+            check_lines(mine, header, must_agree=self.gate.settings.lines_must_agree)
         return self.adopt(raw, header, heads_max)
 
     def _open_unread(self, raw: bytearray, sender: int) -> Message:

@@ -53,7 +53,14 @@ from objcomm._wire.header import (
     shown,
 )
 from objcomm._wire.message import Message, compose
-from objcomm.errors import CollectiveError, DecodeError, ObjcommError, WireError, sent_at
+from objcomm.errors import (
+    CollectiveError,
+    DecodeError,
+    ObjcommError,
+    UsageError,
+    WireError,
+    sent_at,
+)
 
 if TYPE_CHECKING:
     from objcomm._transport.lane import Lane
@@ -195,6 +202,7 @@ class Call:
 
     Attributes:
         call_site: the user's ``file:line``.
+        operation: what the user has called.
         rank: this rank, within the group.
         size: number of ranks.
         ranks: the global ranks of the group.
@@ -220,6 +228,7 @@ class Call:
         allow: Iterable[Allowed] | None = None,
         progress: bool = False,
         name: str = "",
+        called: str = "",
         async_op: bool = False,
         raises_later: bool = False,
     ) -> None:
@@ -240,7 +249,8 @@ class Call:
             accept: codecs whose messages this rank decodes.
             allow: what a received pickle may name.
             progress: whether to show how far it has come.
-            name: of the user's function, where it is another than the operation's.
+            name: of this call, the same on all ranks; empty for a call that is known by its line.
+            called: the user's function, where it is named otherwise than the operation.
             async_op: whether ``run`` returns before the rest is done.
             raises_later: whether it leaves to the next call what an asynchronous one leaves to its
                 work: what has ended the connections, and this thread has yet to raise.
@@ -256,16 +266,18 @@ class Call:
         self._began = time.perf_counter()
         self._called_at = time.time()
         self.call_site = call_site()
-        self.name = name or operation_name(operation)
-        whole = resolve(group, self.name)
-        self.root = whole.root(self.name, global_root, group_root, root_argument)
-        self._coding = Coding(codec, device, accept, allow, self.name)
+        self.operation = called or operation_name(operation)
+        if not isinstance(name, str):
+            raise UsageError(f"{self.operation}: name={name!r} must be a string")
+        whole = resolve(group, self.operation)
+        self.root = whole.root(self.operation, global_root, group_root, root_argument)
+        self._coding = Coding(codec, device, accept, allow, self.operation)
         self.device = self._coding.device
-        self.ranks, self._deadline = whole.ranks, whole.deadline(self.name, timeout)
-        self._is_confined = acts_alone(self.name, whole.ranks, whole.rank)
+        self.ranks, self._deadline = whole.ranks, whole.deadline(self.operation, timeout)
+        self._is_confined = acts_alone(self.operation, whole.ranks, whole.rank)
         self._group = solo_group() if self._is_confined else whole
         self.rank, self.size = self._group.rank, self._group.size
-        self._bar = bar_for(self.name, self.rank) if progress else None
+        self._bar = bar_for(self.operation, self.rank) if progress else None
         self._own_error: BaseException | None = None
         self._turn: Watched | None = None
         self._lane: Lane | None = None
@@ -280,7 +292,8 @@ class Call:
             self._turn = self._begin(
                 operation,
                 root,
-                must_agree,
+                name,
+                f"{name}\0{must_agree}" if must_agree else name,
                 is_paced=progress,
                 is_met=is_met,
                 raises_later=async_op or raises_later,
@@ -290,12 +303,13 @@ class Call:
         else:
             number, place = self._group.recorder.history.next_number(), self.call_site
             header = Header(operation=operation, root=root, sequence=number, call_site=place)
-            self._record(CallRecord(header, self.name, self._coding.codec_name))
+            self._record(CallRecord(header, self.operation, self._coding.codec_name))
 
     def _begin(
         self,
         operation: Operation,
         root: int,
+        name: str,
         must_agree: str,
         *,
         is_paced: bool,
@@ -305,7 +319,7 @@ class Call:
         """Take the next number on this thread's lane, last of all that can go wrong."""
         try:
             mesh, lane = self._group.enter(
-                self.name, self._deadline, self.call_site, raises_later=raises_later
+                self.operation, self._deadline, self.call_site, raises_later=raises_later
             )
         except ObjcommError as error:
             self._group.recorder.attach(error)
@@ -324,11 +338,11 @@ class Call:
             sequence=lane.sequence,
             fingerprint=fingerprint(must_agree),
             call_site=self.call_site,
-            name=shown(must_agree) if operation is Operation.BARRIER else "",
+            name=shown(name) if name else "",
         )
-        entry = CallRecord(header, self.name, self._coding.codec_name, lane.name)
+        entry = CallRecord(header, self.operation, self._coding.codec_name, lane.name)
         exchange = Exchange(
-            link=mesh.connections_for(self.name),
+            link=mesh.connections_for(self.operation),
             lane=lane,
             entry=entry,
             deadline=self._deadline,
@@ -339,7 +353,7 @@ class Call:
         lane.sequence += 1
         lane.past.append(entry)
         self._record(entry)
-        meeting = compose(header, header.name.encode()) if is_met else None
+        meeting = compose(header, b"") if is_met else None
         return Watched(mesh, lane, exchange, self._deadline, meeting)
 
     def _record(self, entry: CallRecord) -> None:
@@ -406,7 +420,7 @@ class Call:
             return produce()
         except BaseException as error:
             if not self._is_confined:
-                raise_together(self.name, {0: failure_of(error, 0, self.call_site)}, error, 0)
+                raise_together(self.operation, {0: failure_of(error, 0, self.call_site)}, error, 0)
             raise
 
     def digest(self, obj: object) -> bytes:
@@ -418,9 +432,8 @@ class Call:
         return self._coding.copy(obj)
 
     def announcement(self, status: Status) -> Message:
-        """A message that says all with its status, and the name of a barrier."""
-        header = self.exchange.header
-        return compose(header, header.name.encode(), status=status)
+        """A message that says all with its status."""
+        return compose(self.exchange.header, b"", status=status)
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
         """Raise what some messages, or this rank's own error, call for.
@@ -433,7 +446,7 @@ class Call:
         if own is not None and not failures:
             failures = {self.rank: failure_of(own, self.rank, self.call_site)}
         if failures:
-            raise_together(self.name, failures, own, self.rank)
+            raise_together(self.operation, failures, own, self.rank)
 
     def decode(self, message: Message) -> Any:
         """The object in a message that carries one.
@@ -518,10 +531,10 @@ class Call:
         # object let go.
         body, lane = partial(self._go_on, [rest]), self._lane
         if lane is None:
-            return Work[R](self.name, self.call_site).carry_out_here(body)
+            return Work[R](self.operation, self.call_site).carry_out_here(body)
         if lane.line is None:
             lane.line = SerialExecutor(f"objcomm-line {lane.name}".strip())
-        work: Work[R] = Work(self.name, self.call_site, lane, on_error=self.traffic().hear)
+        work: Work[R] = Work(self.operation, self.call_site, lane, on_error=self.traffic().hear)
         work.carry_out_on(lane.line, body)
         return work
 
@@ -530,7 +543,7 @@ class Call:
         if not self._is_mine():
             raise CancelledError  # Ctrl-C: its caller has concluded it, and has no work to ask
         try:
-            self._span = begun(self.name)
+            self._span = begun(self.operation)
             result = rests.pop()()
         except BaseException as error:
             self._conclude(error)
@@ -545,7 +558,7 @@ class Call:
     def traffic(self) -> Watched:
         """The part of a call during which ranks wait for each other; a context that gives it."""
         if self._turn is None:
-            raise WireError(f"{self.name}: a world of one has no traffic")
+            raise WireError(f"{self.operation}: a world of one has no traffic")
         return self._turn
 
     def __enter__(self) -> Self:
@@ -557,7 +570,7 @@ class Call:
             except BaseException as error:  # Ctrl-C: the others wait for a call of this number
                 self._conclude(error)
                 raise
-        self._span = begun(self.name)
+        self._span = begun(self.operation)
         return self
 
     def __exit__(

@@ -233,6 +233,7 @@ def _is_seed(plain: object) -> bool:
 def agree(
     value: T,
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -249,6 +250,7 @@ def agree(
 
     Args:
         value: anything that can be encoded.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes the values.
@@ -272,7 +274,7 @@ def agree(
     """
     deadline = resolve(group, "agree").deadline("agree", timeout)
     begin = functools.partial(
-        Call, Operation.AGREE, group=group, codec=codec, accept=accept, allow=allow
+        Call, Operation.AGREE, name=name, group=group, codec=codec, accept=accept, allow=allow
     )
     with begin(timeout=deadline.seconds_left, must_agree="digests") as call:
         if call.is_alone:
@@ -319,13 +321,16 @@ def _same_on_all(values: list[object]) -> None:
         raise DisagreementError(dict(sorted(reasons.items())))
 
 
-def any_rank(flag: object, *, group: GroupLike = None, timeout: Timeout = None) -> bool:
+def any_rank(
+    flag: object, *, name: str = "", group: GroupLike = None, timeout: Timeout = None
+) -> bool:
     """Whether the flag is true on at least one rank.
 
     Every rank of ``group`` must call this.
 
     Args:
         flag: a bool, or anything that has a truth value.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -342,18 +347,21 @@ def any_rank(flag: object, *, group: GroupLike = None, timeout: Timeout = None) 
         >>> objcomm.any_rank(float("nan") > 0)
         False
     """
-    with Call(Operation.ANY_RANK, group=group, timeout=timeout, codec="msgpack") as call:
+    with Call(Operation.ANY_RANK, name=name, group=group, timeout=timeout, codec="msgpack") as call:
         rest = decide_in(call, lambda: bool(flag), any, is_part=_is_flag, is_answer=_is_flag)
         return rest()
 
 
-def all_ranks(flag: object, *, group: GroupLike = None, timeout: Timeout = None) -> bool:
+def all_ranks(
+    flag: object, *, name: str = "", group: GroupLike = None, timeout: Timeout = None
+) -> bool:
     """Whether the flag is true on every rank.
 
     Every rank of ``group`` must call this.
 
     Args:
         flag: a bool, or anything that has a truth value.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -370,12 +378,14 @@ def all_ranks(flag: object, *, group: GroupLike = None, timeout: Timeout = None)
         >>> objcomm.all_ranks([1, 2, 3])
         True
     """
-    with Call(Operation.ALL_RANKS, group=group, timeout=timeout, codec="msgpack") as call:
+    with Call(
+        Operation.ALL_RANKS, name=name, group=group, timeout=timeout, codec="msgpack"
+    ) as call:
         rest = decide_in(call, lambda: bool(flag), all, is_part=_is_flag, is_answer=_is_flag)
         return rest()
 
 
-def shared_seed(*, group: GroupLike = None, timeout: Timeout = None) -> int:
+def shared_seed(*, name: str = "", group: GroupLike = None, timeout: Timeout = None) -> int:
     """A fresh random seed that is the same on every rank.
 
     Every rank of ``group`` must call this. The group's first rank asks the operating system for
@@ -383,6 +393,7 @@ def shared_seed(*, group: GroupLike = None, timeout: Timeout = None) -> int:
     it come again.
 
     Args:
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -399,7 +410,9 @@ def shared_seed(*, group: GroupLike = None, timeout: Timeout = None) -> int:
         >>> 0 <= objcomm.shared_seed() < 2**32
         True
     """
-    with Call(Operation.SHARED_SEED, group=group, timeout=timeout, codec="msgpack") as call:
+    with Call(
+        Operation.SHARED_SEED, name=name, group=group, timeout=timeout, codec="msgpack"
+    ) as call:
         rest = decide_in(
             call, lambda: None, lambda _: secrets.randbits(_SEED_BITS), is_answer=_is_seed
         )

@@ -13,7 +13,6 @@ from objcomm._calls.call import Call
 from objcomm._calls.work import Work
 from objcomm._config import Allowed, DeviceLike, GroupLike, ShownOptions, Timeout
 from objcomm._wire.header import Operation, Status
-from objcomm.errors import UsageError
 
 T = TypeVar("T")
 
@@ -68,6 +67,7 @@ def broadcast(
     src: int | None = None,
     *,
     group_src: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -86,6 +86,9 @@ def broadcast(
         obj: on the source what to share; elsewhere ignored, so ``None`` will do.
         src: global rank of the source.
         group_src: the same as a rank within the group; give one. Neither: the group's first rank.
+        name: of this call, the same on every rank. Calls of different names raise instead of
+            meeting; calls of one name may be on different lines of the program, and those without
+            are known by their line: see ``objcomm.configure``, ``check``.
         group: who takes part: a process group, a one-dimensional device mesh, None for the world.
         timeout: seconds or timedelta, shorter or longer than the group's own; that if None.
         codec: what encodes the object on the source; ``"pickle"``, ``"msgpack"`` or a registered
@@ -113,8 +116,8 @@ def broadcast(
         CollectiveError: the source could not encode its object. Every rank. With ``confirm``
             also: some rank could not decode it.
         DecodeError: the object could not be rebuilt. That rank only; later calls work.
-        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
-            next call.
+        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
+            once: where it waits, or in its next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -125,6 +128,7 @@ def broadcast(
     """
     with Call(
         Operation.BROADCAST,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -212,10 +216,8 @@ def barrier(
         >>> import objcomm
         >>> objcomm.barrier("data is ready")
     """
-    if not isinstance(name, str):
-        raise UsageError(f"barrier: name={name!r} must be a string")
     with Call(
-        Operation.BARRIER, group=group, timeout=timeout, must_agree=name, async_op=async_op
+        Operation.BARRIER, name=name, group=group, timeout=timeout, async_op=async_op
     ) as call:
         return call.run(_barrier(call))
 

@@ -27,6 +27,7 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
     a collective of torch's own, or in an NCCL kernel, is not reached before that ends.
 
     Args:
+        name: of this block, as that of a call in ``objcomm.broadcast``.
         group: who takes part: a process group, a one-dimensional device mesh, None for the world.
         timeout: for the first use of the group and for the meeting at the end: seconds or
             timedelta; the group's own if None.
@@ -46,13 +47,16 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
         ['shard-0.parquet']
     """
 
-    def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
+    def __init__(self, *, name: str = "", group: GroupLike = None, timeout: Timeout = None) -> None:
+        self._name = name
         self._group_like = group
         self._timeout = timeout
         self._blocks: list[_Block] = []
 
     def __enter__(self) -> None:
-        self._blocks.append(_Block(Operation.FAIL_TOGETHER, self._group_like, self._timeout))
+        self._blocks.append(
+            _Block(Operation.FAIL_TOGETHER, self._name, self._group_like, self._timeout)
+        )
 
     def __exit__(
         self,
@@ -64,9 +68,11 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
 
 
 @contextlib.contextmanager
-def failing_together(operation: Operation, group: GroupLike, timeout: Timeout) -> Iterator[None]:
+def failing_together(
+    operation: Operation, group: GroupLike, timeout: Timeout, name: str = ""
+) -> Iterator[None]:
     """The same for a block that is part of ``operation``, which errors show."""
-    block = _Block(operation, group, timeout)
+    block = _Block(operation, name, group, timeout)
     try:
         yield
     except BaseException as error:
@@ -78,13 +84,16 @@ def failing_together(operation: Operation, group: GroupLike, timeout: Timeout) -
 class _Block:
     """One entry into such a block on this rank; ``operation`` is what the user has called."""
 
-    def __init__(self, operation: Operation, group_like: GroupLike, timeout: Timeout) -> None:
+    def __init__(
+        self, operation: Operation, name: str, group_like: GroupLike, timeout: Timeout
+    ) -> None:
         self._operation = operation
-        self._name = operation.name.lower()
+        self._called = operation.name.lower()
+        self._name = name
         self._group_like = group_like
         self._timeout = timeout
         self._call_site = call_site()
-        self._group = resolve(group_like, self._name)
+        self._group = resolve(group_like, self._called)
         try:
             with self._call("begin") as call:
                 self._key = call.place
@@ -99,7 +108,7 @@ class _Block:
         told = self._enter()
         if told is not None:
             self._absolve_groups(told)
-            raise told.error(self._name)
+            raise told.error(self._called)
         regions.set((*regions.get(), self._key))
 
     # The block outlives a mesh whose end all ranks outlive, so each step asks for the one that is
@@ -139,6 +148,7 @@ class _Block:
     def _call(self, part: str) -> Call:
         return Call(
             self._operation,
+            name=self._name,
             group=self._group_like,
             timeout=self._timeout,
             must_agree=part,
@@ -161,7 +171,7 @@ class _Block:
         told = self._failure
         if told is not None:  # the block has caught what this rank was told
             self._end_groups(told)
-            raise told.error(self._name)
+            raise told.error(self._called)
         try:
             with self._call("end") as call:
                 if not call.is_alone:
@@ -174,17 +184,17 @@ class _Block:
     def _fail(self, error: BaseException) -> None:
         failure = failure_of(error, self._group.rank, self._call_site)
         if self._group.size == 1:
-            raise_together(self._name, {0: failure}, error, 0)
+            raise_together(self._called, {0: failure}, error, 0)
             return
         if self._group.is_broken:
             return  # the others have been told what broke it
         verdict = self._tell(
-            Verdict.of(Cause.FAILED, failures=(failure,), operation=self._name, block=self._key)
+            Verdict.of(Cause.FAILED, failures=(failure,), operation=self._called, block=self._key)
         )
         self._end_groups(verdict)
-        is_theirs = isinstance(error, CollectiveError) and error.operation == self._name
+        is_theirs = isinstance(error, CollectiveError) and error.operation == self._called
         if isinstance(error, Exception) and not is_theirs:
-            raise on_rank(self._group.rank, verdict.error(self._name)) from error
+            raise on_rank(self._group.rank, verdict.error(self._called)) from error
 
     def _end_groups(self, verdict: Verdict | None) -> None:
         """Begin anew wherever no other ranks are joined: each of these leaves this block."""

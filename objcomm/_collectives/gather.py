@@ -53,6 +53,7 @@ def gather(
     dst: int | None = None,
     *,
     group_dst: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -72,6 +73,7 @@ def gather(
         obj: this rank's contribution.
         dst: global rank that receives.
         group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes this rank's contribution.
@@ -95,8 +97,8 @@ def gather(
             traffic.
         CollectiveError: some rank could not encode its object. The destination and that rank.
         DecodeError: an object could not be rebuilt. The destination, after the traffic.
-        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
-            next call.
+        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
+            once: where it waits, or in its next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -107,6 +109,7 @@ def gather(
     """
     with Call(
         Operation.GATHER,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -148,6 +151,7 @@ def all_gather(
 def all_gather(
     obj: T,
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -164,6 +168,7 @@ def all_gather(
 
     Args:
         obj: this rank's contribution.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes this rank's contribution.
@@ -186,8 +191,8 @@ def all_gather(
             traffic.
         CollectiveError: some rank could not encode its object. Every rank.
         DecodeError: an object could not be rebuilt. That rank only; later calls work.
-        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
-            next call.
+        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
+            once: where it waits, or in its next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -198,6 +203,7 @@ def all_gather(
     """
     with Call(
         Operation.ALL_GATHER,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,

@@ -49,6 +49,7 @@ def scatter(
     src: int | None = None,
     *,
     group_src: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -69,6 +70,7 @@ def scatter(
             or any other iterable but a text, a set or a mapping; elsewhere ignored.
         src: global rank of the source.
         group_src: the same as a rank within the group; give one. Neither: the group's first rank.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes the objects on the source.
@@ -92,8 +94,8 @@ def scatter(
         CollectiveError: the source gave another number of objects, or could not encode one.
             Every rank. In a group of one a wrong number is a UsageError.
         DecodeError: the object could not be rebuilt. That rank only; later calls work.
-        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
-            next call.
+        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
+            once: where it waits, or in its next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -104,6 +106,7 @@ def scatter(
     """
     with Call(
         Operation.SCATTER,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -158,6 +161,7 @@ def all_to_all(
 def all_to_all(
     objs: Iterable[T],
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -174,6 +178,7 @@ def all_to_all(
 
     Args:
         objs: one object per rank, in the order of group ranks: any iterable, as in ``scatter``.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes this rank's objects.
@@ -194,8 +199,8 @@ def all_to_all(
         CollectiveError: a rank gave another number of objects, or could not encode one. Every
             rank.
         DecodeError: an object could not be rebuilt. That rank only; later calls work.
-        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
-            next call.
+        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
+            once: where it waits, or in its next call.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -206,6 +211,7 @@ def all_to_all(
     """
     with Call(
         Operation.ALL_TO_ALL,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -281,6 +287,7 @@ def reduce_scatter(
     objs: Iterable[T],
     op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -301,6 +308,7 @@ def reduce_scatter(
             even where ``op`` changes its arguments.
         op: as in ``reduce``; but the named ones that go leaf by leaf there take numbers, tensors or
             arrays here, and no containers of them.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands.
@@ -321,7 +329,8 @@ def reduce_scatter(
         NotInGroupError: this rank is no member of ``group``.
         CollectiveError: a rank gave another number of objects, an operand could not be encoded or
             decoded, or ``op`` raised on some rank. Every rank.
-        DesyncError: another rank is in another operation, or gave another named operator.
+        DesyncError: another rank is in another operation, or gave another name or another named
+            operator.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -333,6 +342,7 @@ def reduce_scatter(
     operator = operator_for(op, "reduce_scatter")
     with Call(
         Operation.REDUCE_SCATTER,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -429,7 +439,9 @@ def _checked(call: Call, objs: object, members: list[T] | None) -> list[T]:
         is_known = isinstance(objs, Sized) or len(members) < call.size
         found = len(objs) if isinstance(objs, Sized) else len(members)
         given += f" of {found}" if is_known else f" of more than {call.size}"
-    raise UsageError(f"{call.name}: give one object for each of {call.size} ranks, not a {given}")
+    raise UsageError(
+        f"{call.operation}: give one object for each of {call.size} ranks, not a {given}"
+    )
 
 
 def _encode_each(

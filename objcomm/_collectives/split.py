@@ -83,6 +83,7 @@ def split(
     color: SupportsIndex | str | None,
     key: SupportsIndex | None = None,
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> "dist.ProcessGroup":
@@ -98,6 +99,7 @@ def split(
             shall be in no group.
         key: an int; ranks are ordered by it, and by their rank in ``group`` where it is equal.
             None is 0.
+        name: of this call, as in ``objcomm.broadcast``.
         group: what to divide: a process group, a one-dimensional device mesh, None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -121,11 +123,13 @@ def split(
     """
     mine, place = _color(color), _integer("key", 0 if key is None else key)
     made: dist.ProcessGroup
-    made = _divided(Operation.SPLIT, mine, place, _by_color, group=group, timeout=timeout)
+    made = _divided(
+        Operation.SPLIT, mine, place, _by_color, name=name, group=group, timeout=timeout
+    )
     return made
 
 
-def dup(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
+def dup(*, name: str = "", group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
     """Make another group of the same ranks, with connections of its own.
 
     Every rank of ``group`` must call this. What is sent in one group cannot meet what is sent in
@@ -133,6 +137,7 @@ def dup(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGro
     new group; ``dist.destroy_process_group`` ends it.
 
     Args:
+        name: of this call, as in ``objcomm.broadcast``.
         group: what to copy; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -153,12 +158,14 @@ def dup(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGro
         True
     """
     made: dist.ProcessGroup = _divided(
-        Operation.DUP, 0, 0, _by_color, group=group, timeout=timeout, is_always_new=True
+        Operation.DUP, 0, 0, _by_color, name=name, group=group, timeout=timeout, is_always_new=True
     )
     return made
 
 
-def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
+def node_group(
+    *, name: str = "", group: GroupLike = None, timeout: Timeout = None
+) -> "dist.ProcessGroup":
     """The ranks of ``group`` that run on this rank's host.
 
     Every rank of ``group`` must call this. Each rank tells the name of its host; no environment
@@ -166,6 +173,7 @@ def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.Pro
     different hosts, even on one machine. ``split`` takes any other name of a place.
 
     Args:
+        name: of this call, as in ``objcomm.broadcast``.
         group: whose ranks; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -186,14 +194,20 @@ def node_group(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.Pro
         ['gpu 0']
     """
     made: dist.ProcessGroup
-    made = _divided(Operation.NODE_GROUP, machine(), 0, _by_color, group=group, timeout=timeout)
+    made = _divided(
+        Operation.NODE_GROUP, machine(), 0, _by_color, name=name, group=group, timeout=timeout
+    )
     if made is not None:
         resolve(group).near = made
     return made
 
 
 def new_group(
-    ranks: Iterable[SupportsIndex], *, group: GroupLike = None, timeout: Timeout = None
+    ranks: Iterable[SupportsIndex],
+    *,
+    name: str = "",
+    group: GroupLike = None,
+    timeout: Timeout = None,
 ) -> "dist.ProcessGroup":
     """Make a group of the ranks in a list; no other rank need call this.
 
@@ -207,6 +221,7 @@ def new_group(
 
     Args:
         ranks: global ranks, in the order that they have in the new group.
+        name: of this call, as in ``objcomm.broadcast``.
         group: of which group they are ranks; None for the world.
         timeout: seconds or timedelta; the limit of ``group`` if None.
 
@@ -242,11 +257,13 @@ def new_group(
         return cast("dist.ProcessGroup", None)  # accepted as ``group=``, which means this rank
     part: Any = whole.part(members)
     word = _Word(None, 0, uuid.uuid4().hex, [])
-    with Call(operation, group=part, timeout=timeout, codec=_CODEC, accept=[_CODEC]) as call:
+    with Call(
+        operation, name=name, group=part, timeout=timeout, codec=_CODEC, accept=[_CODEC]
+    ) as call:
         words = _told(call, word)
     everyone = tuple(range(part.size))
     made: dist.ProcessGroup
-    made = _connected(operation, (everyone, _name(everyone, words)), part, deadline)
+    made = _connected(operation, name, (everyone, _name(everyone, words)), part, deadline)
     return made
 
 
@@ -286,18 +303,23 @@ def _whole_numbers(values: Iterable[object]) -> list[int] | None:
     return whole if len(whole) == len(numbers) else None
 
 
-def near_group(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
+def near_group(
+    *, name: str = "", group: GroupLike = None, timeout: Timeout = None
+) -> "dist.ProcessGroup":
     """As ``node_group``, asked only once on each lane; every rank of ``group`` must call this."""
     found = resolve(group).near
-    return found if _is_there(found) else node_group(group=group, timeout=timeout)
+    return found if _is_there(found) else node_group(name=name, group=group, timeout=timeout)
 
 
-def leaders(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
+def leaders(
+    *, name: str = "", group: GroupLike = None, timeout: Timeout = None
+) -> "dist.ProcessGroup":
     """The first rank of each host, as one group.
 
     Every rank of ``group`` must call this. What a host is, ``node_group`` tells.
 
     Args:
+        name: of this call, as in ``objcomm.broadcast``.
         group: whose ranks; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -322,7 +344,9 @@ def leaders(*, group: GroupLike = None, timeout: Timeout = None) -> "dist.Proces
         ['host 0']
     """
     made: dist.ProcessGroup
-    made = _divided(Operation.LEADERS, machine(), 0, _leaders, group=group, timeout=timeout)
+    made = _divided(
+        Operation.LEADERS, machine(), 0, _leaders, name=name, group=group, timeout=timeout
+    )
     return made
 
 
@@ -397,17 +421,20 @@ def _divided(
     key: int,
     parts_of: Callable[[Sequence[_Word]], list[Members]],
     *,
+    name: str,
     group: GroupLike,
     timeout: Timeout,
     is_always_new: bool = False,
 ) -> Any:
     """This rank's part of a group, as a process group that all its members have."""
-    name = operation.name.lower()
-    deadline = resolve(group, name).deadline(name, timeout)
+    called = operation.name.lower()
+    deadline = resolve(group, called).deadline(called, timeout)
     parent = process_group_of(group) if is_initialized() else None
     living = _children.living(parent) if parent is not None and not is_always_new else {}
     word = _Word(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])
-    with Call(operation, group=group, timeout=timeout, codec=_CODEC, accept=[_CODEC]) as call:
+    with Call(
+        operation, name=name, group=group, timeout=timeout, codec=_CODEC, accept=[_CODEC]
+    ) as call:
         words = _told(call, word)
     if operation in (Operation.NODE_GROUP, Operation.LEADERS):
         resolve(group).hosts = tuple(str(word.color) for word in words)
@@ -415,12 +442,12 @@ def _divided(
     mine = next((members for members in parts if call.rank in members), None)
     if parent is None:
         return NOBODY if mine is None else None
-    old = {name for known in words for name in known.names}
+    old = {each for known in words for each in known.names}
     if old.issuperset(parts.values()):
         return NOBODY if mine is None else living[mine]
     is_lacking = mine is not None and parts[mine] not in old
     plan = (mine, parts[mine]) if mine is not None and is_lacking else None
-    made = _connected(operation, plan, group, deadline)
+    made = _connected(operation, name, plan, group, deadline)
     if made is None:
         return NOBODY if mine is None else living[mine]
     if mine is not None and not is_always_new:
@@ -437,7 +464,7 @@ def _told(call: Call, word: _Word) -> list[_Word]:
         messages = routes.all_gather(exchange, mine)
     call.raise_failures(messages)
     words = [word_of(call.decode(message)) for message in messages]
-    _check_colors(call.name, words, messages)
+    _check_colors(call.operation, words, messages)
     return words
 
 
@@ -472,6 +499,7 @@ def _name(members: Members, words: Sequence[_Word]) -> str:
 
 def _connected(
     operation: Operation,
+    name: str,
     plan: tuple[Members, str] | None,
     group: GroupLike,
     deadline: Deadline,
@@ -489,7 +517,9 @@ def _connected(
     failed: list[BaseException] = []
     # A rank may have had every word, and not all have had its own: connecting waits in C++, so it
     # begins when all ranks are known to come.
-    with Call(operation, group=group, timeout=deadline.seconds_left, must_agree="meet") as call:
+    with Call(
+        operation, name=name, group=group, timeout=deadline.seconds_left, must_agree="meet"
+    ) as call:
         if not call.is_alone:
             with call.traffic() as exchange:
                 routes.all_meet(exchange, call.announcement(Status.VALUE))
@@ -501,6 +531,7 @@ def _connected(
     try:
         with Call(
             operation,
+            name=name,
             group=group,
             timeout=deadline.seconds_left,
             codec=_CODEC,

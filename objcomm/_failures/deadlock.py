@@ -26,7 +26,7 @@ class Step(NamedTuple):
     fingerprint: int
     call_site: str
     operation_name: str = ""  # of the call that made the ranks meet, where operation is NONE
-    name: str = ""  # of a barrier
+    name: str = ""  # of the call, as far as it is shown
 
     def agrees_with(self, other: "Step") -> bool:
         """Whether both can be the same call; a meeting serves any."""

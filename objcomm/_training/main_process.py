@@ -58,6 +58,7 @@ def compute_and_broadcast(
     src: int | None = None,
     *,
     group_src: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -74,6 +75,7 @@ def compute_and_broadcast(
         fn: called once, on the source; returns anything that can be encoded.
         src: global rank of the source.
         group_src: the same as a rank within the group; give one. Neither: the group's first rank.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None. It must leave room for ``fn``, for
             which the others wait.
@@ -100,6 +102,7 @@ def compute_and_broadcast(
     produce = bound(Operation.COMPUTE_AND_BROADCAST, fn)
     call = Call(
         Operation.COMPUTE_AND_BROADCAST,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -124,6 +127,7 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
     *,
     rank: int | None = None,
     group_rank: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> T:
@@ -145,6 +149,7 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
         run_post_on_main: whether ``rank`` calls ``post_func`` too.
         rank: global rank of the one that runs ``func``, the same on every rank.
         group_rank: the same as a rank within the group; give one. Neither: the group's first rank.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: for each of the two waits, seconds or timedelta; the group's own if None. It must
             leave room for ``func``, and again for ``post_func``; it may be longer than the group's.
@@ -171,15 +176,15 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
     post = None if post_func is None else bound(operation, post_func, post_args, post_kwargs)
     # Whoever cannot decode the result does not come to what follows: all must know.
     confirm = post is not None
-    call = _computing(operation, rank, group_rank, group, timeout, confirm=confirm)
+    call = _computing(operation, rank, group_rank, group, timeout, name=name, confirm=confirm)
     is_alone, runner = call.is_alone, call.ranks[call.root]
     result = _result(call, produce)
     if post is None:
         return result
     if run_post_on_main:
-        post_everywhere(operation, post, group, timeout)
+        post_everywhere(operation, post, group, timeout, name)
     elif not is_alone:
-        post_on_others(operation, post, {runner}, group, timeout)
+        post_on_others(operation, post, {runner}, group, timeout, name)
     return result
 
 
@@ -190,11 +195,13 @@ def _computing(
     group: GroupLike,
     timeout: Timeout,
     *,
+    name: str = "",
     confirm: bool = False,
 ) -> Call:
     """The call in which one rank computes for all."""
     return Call(
         operation,
+        name=name,
         group=group,
         timeout=timeout,
         global_root=rank,
@@ -208,7 +215,7 @@ def _computing(
 def _result(call: Call, produce: Callable[[], T]) -> T:
     """What the root has computed, on every rank."""
     others = frozenset(call.ranks) - {call.ranks[call.root]}
-    region = Region(call.name, later=others, is_local=True)
+    region = Region(call.operation, later=others, is_local=True)
     with call:
         return computed_in(call, region, produce)
 

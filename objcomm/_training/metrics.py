@@ -25,6 +25,7 @@ B = TypeVar("B")
 
 
 class _Options(TypedDict, total=False):
+    name: str
     group: GroupLike
     timeout: Timeout
     codec: str | None
@@ -42,6 +43,7 @@ def gather_scalar(
     dst: int | None = None,
     *,
     group_dst: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     async_op: Literal[False] = False,
@@ -52,6 +54,7 @@ def gather_scalar(
     dst: int | None = None,
     *,
     group_dst: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     async_op: Literal[True],
@@ -62,6 +65,7 @@ def gather_scalar(
     dst: int | None = None,
     *,
     group_dst: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     async_op: bool,
@@ -71,6 +75,7 @@ def gather_scalar(
     dst: int | None = None,
     *,
     group_dst: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     async_op: bool = False,
@@ -85,6 +90,7 @@ def gather_scalar(
             dimensions.
         dst: global rank that receives.
         group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         async_op: return a work at once, whose ``wait`` gives the result.
@@ -104,6 +110,7 @@ def gather_scalar(
     """
     with Call(
         Operation.GATHER_SCALAR,
+        name=name,
         group=group,
         timeout=timeout,
         codec=_codec_for(value),
@@ -120,20 +127,31 @@ def gather_scalar(
 def all_gather_scalar(
     value: T,
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     async_op: Literal[False] = False,
 ) -> list[T]: ...
 @overload
 def all_gather_scalar(
-    value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: Literal[True]
+    value: T,
+    *,
+    name: str = "",
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: Literal[True],
 ) -> Work[list[T]]: ...
 @overload
 def all_gather_scalar(
-    value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: bool
+    value: T, *, name: str = "", group: GroupLike = None, timeout: Timeout = None, async_op: bool
 ) -> list[T] | Work[list[T]]: ...
 def all_gather_scalar(
-    value: T, *, group: GroupLike = None, timeout: Timeout = None, async_op: bool = False
+    value: T,
+    *,
+    name: str = "",
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    async_op: bool = False,
 ) -> list[T] | Work[list[T]]:
     """Collect one scalar from every rank onto every rank, each with its exact value and type.
 
@@ -141,6 +159,7 @@ def all_gather_scalar(
 
     Args:
         value: as in ``gather_scalar``.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         async_op: return a work at once, whose ``wait`` gives the result.
@@ -160,6 +179,7 @@ def all_gather_scalar(
     """
     with Call(
         Operation.ALL_GATHER_SCALAR,
+        name=name,
         group=group,
         timeout=timeout,
         codec=_codec_for(value),
@@ -196,6 +216,7 @@ def gather_from_all_ranks(
     dst: int | None = None,
     *,
     group_dst: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -212,6 +233,7 @@ def gather_from_all_ranks(
         fn: called once on every rank; returns anything that can be encoded.
         dst: global rank that receives.
         group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None. It begins after ``fn``.
         codec: what encodes this rank's result.
@@ -235,6 +257,7 @@ def gather_from_all_ranks(
     """
     with Call(
         Operation.GATHER_FROM_ALL_RANKS,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -346,6 +369,7 @@ def reduce_and_broadcast(
     fn1: Callable[[], A],
     fn2: Callable[[list[A]], B],
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -362,6 +386,7 @@ def reduce_and_broadcast(
         fn1: called once on every rank; returns anything that can be encoded.
         fn2: called once, on the group's first rank, with the list of all results in the order of
             group ranks; returns anything that can be encoded.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None. It begins after ``fn1``, and must
             leave room for ``fn2``.
@@ -388,6 +413,7 @@ def reduce_and_broadcast(
     """
     with Call(
         Operation.REDUCE_AND_BROADCAST,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -408,6 +434,7 @@ def average_metrics(
     count: float | Mapping[str, float] = 1,
     *,
     missing: Literal["error", "skip"] = "error",
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> dict[str, float]:
@@ -423,6 +450,7 @@ def average_metrics(
             one for each name. Not negative. A value that counts 0 has no say, even if it is nan.
         missing: what to do if a name is not on every rank: raise (``"error"``), or average over
             the ranks that have it (``"skip"``).
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -447,6 +475,7 @@ def average_metrics(
     may_lack = missing == "skip"
     with Call(
         Operation.AVERAGE_METRICS,
+        name=name,
         group=group,
         timeout=timeout,
         codec="msgpack",

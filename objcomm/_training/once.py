@@ -100,7 +100,11 @@ def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> R:
 
 
 def share_outcome(
-    operation: Operation, error: BaseException | None, group: GroupLike, timeout: Timeout
+    operation: Operation,
+    error: BaseException | None,
+    group: GroupLike,
+    timeout: Timeout,
+    name: str = "",
 ) -> None:
     """Meet all ranks, and raise on each what went wrong on any.
 
@@ -109,15 +113,16 @@ def share_outcome(
         error: what went wrong here, if anything did.
         group: who takes part.
         timeout: in seconds.
+        name: of the call, if the user gave it one.
 
     Raises:
         CollectiveError: something went wrong somewhere; from ``error`` where there is one.
     """
-    with Call(operation, group=group, timeout=timeout, must_agree="outcome") as call:
+    with Call(operation, name=name, group=group, timeout=timeout, must_agree="outcome") as call:
         if call.is_alone:
             if error is not None:
                 failure = failure_of(error, 0, call.call_site)
-                raise_together(call.name, {0: failure}, error, 0)
+                raise_together(call.operation, {0: failure}, error, 0)
             return
         mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
         with call.traffic() as exchange:
@@ -126,14 +131,18 @@ def share_outcome(
 
 
 def post_everywhere(
-    operation: Operation, post: Callable[[], object], group: GroupLike, timeout: Timeout
+    operation: Operation,
+    post: Callable[[], object],
+    group: GroupLike,
+    timeout: Timeout,
+    name: str,
 ) -> None:
     """Call something on every rank, in which ranks may talk; an error is everybody's."""
     whole = resolve(group)
     if acts_alone(operation.name.lower(), whole.ranks, whole.rank):
         post()
         return
-    with failing_together(operation, group, timeout):
+    with failing_together(operation, group, timeout, name):
         post()
 
 
@@ -143,6 +152,7 @@ def post_on_others(
     waiting: Collection[int],
     group: GroupLike,
     timeout: Timeout,
+    name: str,
 ) -> None:
     """Call something on all ranks but those that wait for it; an error is everybody's."""
     whole = resolve(group)
@@ -151,9 +161,9 @@ def post_on_others(
             with inside(Region(operation.name.lower(), later=frozenset(waiting))):
                 post()
     except BaseException as error:
-        share_outcome(operation, error, group, timeout)
+        share_outcome(operation, error, group, timeout, name)
         raise
-    share_outcome(operation, None, group, timeout)
+    share_outcome(operation, None, group, timeout, name)
 
 
 T = TypeVar("T")
@@ -168,6 +178,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
     post_kwargs: Mapping[str, Any] | None = None,
     run_post_on_all: bool = False,  # noqa: FBT001, FBT002  # SpeechBrain's position for it
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> T:
@@ -187,6 +198,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
         post_args: its positional arguments.
         post_kwargs: its keyword arguments.
         run_post_on_all: whether the first ranks call ``post_func`` too.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: for each wait, seconds or timedelta; the group's own if None. It must leave room
             for ``func``, and again for ``post_func``; it may be longer than the group's.
@@ -210,34 +222,38 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
     operation = Operation.RUN_ONCE_PER_NODE
     produce = bound(operation, func, args, kwargs)
     post = None if post_func is None else bound(operation, post_func, post_args, post_kwargs)
-    result, firsts = _once(operation, produce, group, timeout)
+    result, firsts = _once(operation, produce, group, timeout, name)
     if post is None:
         return result
     if run_post_on_all:
-        post_everywhere(operation, post, group, timeout)
+        post_everywhere(operation, post, group, timeout, name)
     elif firsts:
-        post_on_others(operation, post, firsts, group, timeout)
+        post_on_others(operation, post, firsts, group, timeout, name)
     return result
 
 
 def _once(
-    operation: Operation, produce: Callable[[], R], group: GroupLike, timeout: Timeout
+    operation: Operation,
+    produce: Callable[[], R],
+    group: GroupLike,
+    timeout: Timeout,
+    name: str = "",
 ) -> tuple[R, frozenset[int]]:
     """This host's result, and the first rank of each host; none of them in a region."""
     whole = resolve(group, operation.name.lower())
     whole.deadline(operation.name.lower(), timeout)
     if acts_alone(operation.name.lower(), whole.ranks, whole.rank):
         return produce(), frozenset()
-    node = near_group(group=group, timeout=timeout)
+    node = near_group(name=name, group=group, timeout=timeout)
     firsts = frozenset(whole.ranks[whole.hosts.index(host)] for host in set(whole.hosts))
     region = Region(operation.name.lower(), later=frozenset(whole.ranks) - firsts, is_local=True)
     try:
-        with Call(operation, group=node, timeout=timeout, has_root=True) as call:
+        with Call(operation, name=name, group=node, timeout=timeout, has_root=True) as call:
             result = computed_in(call, region, produce)
     except BaseException as error:
-        share_outcome(operation, _own(operation, error), group, timeout)
+        share_outcome(operation, _own(operation, error), group, timeout, name)
         raise
-    share_outcome(operation, None, group, timeout)
+    share_outcome(operation, None, group, timeout, name)
     return result, firsts
 
 

@@ -36,10 +36,11 @@ class Gate:
     Without a key nothing is signed, and what is signed is refused.
 
     Attributes:
+        settings: the options of the call.
         signer: signs and checks; None without a key.
     """
 
-    __slots__ = ("_nbytes", "_rank", "_seen", "_sent", "_settings", "signer")
+    __slots__ = ("_nbytes", "_rank", "_seen", "_sent", "settings", "signer")
 
     def __init__(self, chosen: Settings, purpose: str, rank: int = EVERYONE) -> None:
         """Begin.
@@ -53,7 +54,7 @@ class Gate:
         Raises:
             UsageError: the environment names a key file that does not serve.
         """
-        self._settings = chosen
+        self.settings = chosen
         self._rank = rank
         self._nbytes = 0
         self.signer = None
@@ -188,7 +189,7 @@ class Gate:
 
     def refusal(self, header: Header, heads_max: int = 1) -> ObjcommError | None:
         """Why a message may not come in, judged by its header; each is to be asked for once."""
-        chosen = self._settings
+        chosen = self.settings
         nbytes = header.body_nbytes + header.payload_nbytes
         status = header.status
         if status == _VALUE:

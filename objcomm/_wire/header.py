@@ -30,7 +30,9 @@ BLANK = bytes(32)
 _SIGNATURE_UNTIL = HEADER_NBYTES - 2 * _CHECKSUM.size
 _SIGNATURE_FROM = _SIGNATURE_UNTIL - len(BLANK)
 
-# So much of a barrier's name is told to the other ranks.
+# Both a call's line and its name are told in one field: of the name at least so much.
+_PLACE_NBYTES = 64
+_NAME_MIN_NBYTES = 31
 _NAME_MAX_NBYTES = 64
 
 #: As a header's ``destination``: whoever receives it.
@@ -96,8 +98,6 @@ class Operation(IntEnum):
     START = 50  # the sender begins to send that
 
 
-_BARRIER = int(Operation.BARRIER)
-
 # To ask a member for its name, and make it small, takes ten times as long.
 _NAMES = {int(operation): operation.name.lower() for operation in Operation}
 
@@ -133,7 +133,7 @@ class Header(NamedTuple):
     epoch: int = 0  # 0: a mesh that replaces another has another name
     group: int = 0  # fingerprint of the mesh
     sequence: int = 0  # operations that the sender started before on this lane
-    fingerprint: int = 0  # of what must agree besides: a barrier's name, a named op
+    fingerprint: int = 0  # of what must agree besides: the call's name, a named op
     codec: str = ""
     call_site: str = ""
     buffer_count: int = 0
@@ -146,7 +146,7 @@ class Header(NamedTuple):
     digest: bytes = BLANK  # keyed, of body and payload
     signature: bytes = BLANK  # keyed, of this header
     body_checksum: int = 0  # CRC-32 of the body
-    name: str = ""  # of a barrier: the start of its body, and no part of what is packed
+    name: str = ""  # the start of the call's name, which is packed behind the call site
 
     @property
     def position(self) -> Position:
@@ -219,7 +219,9 @@ class Header(NamedTuple):
             *self[:10],
             self.codec.encode(),
             # The end of a path tells more than its beginning.
-            self.call_site.encode("utf-8", "replace")[-64:],
+            _named_place(self.call_site, self.name)
+            if self.name
+            else self.call_site.encode("utf-8", "replace")[-_PLACE_NBYTES:],
             *self[12:-1],
             0,
         )[:_SIGNED_NBYTES]
@@ -251,11 +253,9 @@ class Header(NamedTuple):
         if zlib.crc32(memoryview(raw)[:_SIGNED_NBYTES]) != fields[-1]:
             raise WireError("the header's checksum is wrong: the message was damaged")
         codec = fields[12].rstrip(b"\0").decode("ascii", "replace")
-        call_site = fields[13].rstrip(b"\0").decode("utf-8", "replace")
-        header = cls._make([*fields[2:12], codec, call_site, *fields[14:-1], ""])
-        if header.operation == _BARRIER and header.meta_nbytes:
-            named = bytes(raw[HEADER_NBYTES:][: min(header.meta_nbytes, _NAME_MAX_NBYTES)])
-            header = header._replace(name=named.decode("utf-8", "replace"))
+        place = fields[13].rstrip(b"\0").decode("utf-8", "replace")
+        call_site, _, name = place.partition("\0")
+        header = cls._make([*fields[2:12], codec, call_site, *fields[14:-1], name])
         table_nbytes = header.buffer_count * ROW_NBYTES
         if table_nbytes + header.meta_nbytes > header.body_nbytes:
             raise WireError(
@@ -312,10 +312,17 @@ def fingerprint(text: str) -> int:
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) if text else 0
 
 
-def shown(must_agree: str) -> str:
-    """What a barrier's messages tell of its name, or of what else stands before a zero byte."""
-    name = must_agree.partition("\0")[0].encode("utf-8", "replace")
-    return name[:_NAME_MAX_NBYTES].decode("utf-8", "ignore")
+def shown(name: str, nbytes: int = _NAME_MAX_NBYTES) -> str:
+    """The start of a call's name, as errors show it."""
+    return name.encode("utf-8", "replace")[:nbytes].decode("utf-8", "ignore")
+
+
+def _named_place(call_site: str, name: str) -> bytes:
+    """The end of a call's line and the start of its name, with a zero byte between them."""
+    line = call_site.encode("utf-8", "replace")
+    room = max(_NAME_MIN_NBYTES, _PLACE_NBYTES - 1 - len(line))
+    named = b"\0" + shown(name, room).encode()
+    return line[len(named) - _PLACE_NBYTES :] + named
 
 
 def operation_name(operation: int) -> str:

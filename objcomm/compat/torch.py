@@ -442,7 +442,7 @@ def _carry_out(
             has_root=has_root,
             must_agree=name,
             allow=_safe(weights_only),
-            name=name,
+            called=name,
         ) as call,
     ):
         body(call)
@@ -593,12 +593,12 @@ def _check_room(call: Call, given: Any) -> None:
         UsageError: it is none, or too short.
     """
     if not isinstance(given, MutableSequence):
-        error = UsageError(f"{call.name}: give a list to fill, not a {type(given).__name__}")
+        error = UsageError(f"{call.operation}: give a list to fill, not a {type(given).__name__}")
         raise caught_as(error, TypeError)
     if len(given) < call.size:
         error = UsageError(
-            f"{call.name}: the list to fill has {len(given)} entries, but the group {call.size} "
-            "ranks; give [None] * world_size"
+            f"{call.operation}: the list to fill has {len(given)} entries, but the group "
+            f"{call.size} ranks; give [None] * world_size"
         )
         raise caught_as(error, IndexError)
 
@@ -611,11 +611,11 @@ def _check_gather_list(call: Call, given: Any) -> None:
     """
     if call.is_root:
         if given is None or (isinstance(given, Sequence) and not given):
-            raise UsageError(f"{call.name}: the destination must give object_gather_list=")
+            raise UsageError(f"{call.operation}: the destination must give object_gather_list=")
         _check_room(call, given)
     elif given:
         raise UsageError(
-            f"{call.name}: only the destination, rank {call.root} of the group, may give "
+            f"{call.operation}: only the destination, rank {call.root} of the group, may give "
             "object_gather_list="
         )
 

@@ -300,6 +300,7 @@ def reduce(
     group_dst: int | None = None,
     dtype: torch.dtype | None = None,
     missing: Missing = "error",
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -333,6 +334,7 @@ def reduce(
             the leaf's own for the rest.
         missing: ``"skip"`` lets keys of dicts be missing on some ranks; each leaf is combined, and
             averaged, over the ranks that have it, and comes back on all.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands.
@@ -354,7 +356,8 @@ def reduce(
             destination and the rank where it happened. With an op that goes leaf by leaf also:
             two ranks' structures differ; every rank, before a large tensor moves, and the error
             names the path and the two.
-        DesyncError: another rank is in another operation, or gave another named operator.
+        DesyncError: another rank is in another operation, or gave another name or another named
+            operator.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -367,6 +370,7 @@ def reduce(
     leafwise = options_for(operator, dtype, missing, "reduce")
     with Call(
         Operation.REDUCE,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -462,6 +466,7 @@ def all_reduce(
     *,
     dtype: torch.dtype | None = None,
     missing: Missing = "error",
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -481,6 +486,7 @@ def all_reduce(
         op: as in ``reduce``.
         dtype: as in ``reduce``.
         missing: as in ``reduce``.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands and the result.
@@ -500,7 +506,8 @@ def all_reduce(
         CollectiveError: an operand could not be encoded or decoded, ``op`` raised, or two ranks'
             structures differ; the error names the path and the two. Every rank.
         DecodeError: the result could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation, or gave another named operator.
+        DesyncError: another rank is in another operation, or gave another name or another named
+            operator.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -513,6 +520,7 @@ def all_reduce(
     leafwise = options_for(operator, dtype, missing, "all_reduce")
     with Call(
         Operation.ALL_REDUCE,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,

@@ -72,6 +72,7 @@ def scan(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -90,6 +91,7 @@ def scan(
         op: as in ``reduce``; but the named ones that go leaf by leaf there take a number, a tensor
             or an array here, and no container of them. ``mean`` gives each rank
             the mean of those up to it.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands and results.
@@ -110,7 +112,8 @@ def scan(
         CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Every rank,
             also those before the one where it happened.
         DecodeError: the result could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation, or gave another named operator.
+        DesyncError: another rank is in another operation, or gave another name or another named
+            operator.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -122,6 +125,7 @@ def scan(
     operator = operator_for(op, "scan")
     with Call(
         Operation.SCAN,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,
@@ -179,6 +183,7 @@ def exscan(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
     *,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
     codec: str | None = None,
@@ -198,6 +203,7 @@ def exscan(
         op: as in ``reduce``; but the named ones that go leaf by leaf there take a number, a tensor
             or an array here, and no container of them. ``mean`` gives each rank
             the mean of those before it.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
         codec: what encodes operands and results.
@@ -218,7 +224,8 @@ def exscan(
         CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Every rank,
             also those before the one where it happened.
         DecodeError: the result could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation, or gave another named operator.
+        DesyncError: another rank is in another operation, or gave another name or another named
+            operator.
         TransportTimeout: the limit passed. Every rank that still waited.
         TransportError: a rank died. Every rank that waited for it.
 
@@ -230,6 +237,7 @@ def exscan(
     operator = operator_for(op, "exscan")
     with Call(
         Operation.EXSCAN,
+        name=name,
         group=group,
         timeout=timeout,
         codec=codec,

@@ -1,0 +1,101 @@
+"""Lines of the program on which two ranks make the same call.
+
+Where they differ, one rank may have made a call more than the other, and values that do not belong
+together meet in silence: the operation, its number and its root are the same on both.
+"""
+
+import ast
+import linecache
+from collections.abc import Iterator, Sequence
+
+from objcomm._observe.log import log
+from objcomm._wire.header import Header
+from objcomm.errors import OTHER_LINES, DesyncError
+
+# A program has few such pairs, but another rank can send any text.
+_PAIRS_MAX = 1000
+
+_known: set[frozenset[str]] = set()
+
+_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+
+
+def check_lines(mine: Header, theirs: Header, *, must_agree: bool) -> None:
+    """Hold the line of another rank's call against that of this rank's; log each new pair once.
+
+    Lines are the same if the name of the file and the number are: two ranks may run from different
+    folders, and a header has no more than the end of a long path.
+
+    Nothing is logged where a source or destination makes its call in one branch of an ``if``, and
+    another rank in the other: that is how many programs are written, as one rank can be in one
+    branch only. In calls without a root it has no such reason.
+
+    Args:
+        mine: this rank's.
+        theirs: of the same call.
+        must_agree: whether other lines are an error.
+
+    Raises:
+        DesyncError: the lines differ, and must agree.
+    """
+    ours, other = _short(mine.call_site), _short(theirs.call_site)
+    if ours == other:
+        return
+    if must_agree:
+        raise DesyncError(OTHER_LINES, (mine.position, theirs.position))
+    pair = frozenset((ours, other))
+    if pair in _known or len(_known) >= _PAIRS_MAX:
+        return
+    _known.add(pair)
+    if mine.root in (mine.sender, theirs.sender) and _are_branches(mine.call_site, other):
+        return
+    log.warning(
+        "%s, but %s: values that do not belong together may have been paired. If the two lines "
+        "belong together, give both calls the same name=; if not, find out which rank makes a call "
+        "too many. objcomm.configure(check='lines') makes this a DesyncError. This pair of lines "
+        "is logged once.",
+        *sorted((mine.position, theirs.position)),
+    )
+
+
+def _short(call_site: str) -> str:
+    return call_site.rpartition("/")[2]
+
+
+def _are_branches(mine: str, theirs: str) -> bool:
+    """Whether a line of this rank's program and another one are in two branches of one ``if``."""
+    path, _, line = mine.rpartition(":")
+    file, _, other = theirs.rpartition(":")
+    if file != _short(path) or not (line.isdecimal() and other.isdecimal()):
+        return False
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(
+        {_branch_of(int(each), branches) for each in (line, other)} == {0, 1}
+        for branches in _branches_in(tree)
+    )
+
+
+def _branches_in(
+    tree: ast.AST,
+) -> Iterator[tuple[Sequence[ast.stmt | ast.expr], Sequence[ast.stmt | ast.expr]]]:
+    """Both branches of each ``if``; what follows one that leaves the block is its ``else``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp):
+            yield [node.body], [node.orelse]
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            for at, each in enumerate(block if isinstance(block, list) else ()):
+                if isinstance(each, ast.If):
+                    is_last = isinstance(each.body[-1], _LEAVING)
+                    yield each.body, each.orelse + (block[at + 1 :] if is_last else [])
+
+
+def _branch_of(line: int, branches: Sequence[Sequence[ast.stmt | ast.expr]]) -> int:
+    """Which of some branches has a line; -1 if none has."""
+    for number, nodes in enumerate(branches):
+        if any(each.lineno <= line <= (each.end_lineno or 0) for each in nodes):
+            return number
+    return -1
