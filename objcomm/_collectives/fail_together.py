@@ -69,7 +69,7 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
 
 @contextlib.contextmanager
 def failing_together(
-    operation: Operation, group: GroupLike, timeout: Timeout, name: str = ""
+    operation: Operation, group: GroupLike, timeout: Timeout, *, name: str = ""
 ) -> Iterator[None]:
     """The same for a block that is part of ``operation``, which errors show."""
     block = _Block(operation, name, group, timeout)

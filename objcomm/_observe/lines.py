@@ -86,8 +86,9 @@ def _branches_in(
         if isinstance(node, ast.IfExp):
             yield [node.body], [node.orelse]
         for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            for at, each in enumerate(block if isinstance(block, list) else ()):
+            found = getattr(node, name, None)
+            block = found if isinstance(found, list) else []
+            for at, each in enumerate(block):
                 if isinstance(each, ast.If):
                     is_last = isinstance(each.body[-1], _LEAVING)
                     yield each.body, each.orelse + (block[at + 1 :] if is_last else [])

@@ -182,9 +182,9 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
     if post is None:
         return result
     if run_post_on_main:
-        post_everywhere(operation, post, group, timeout, name)
+        post_everywhere(operation, post, group, timeout, name=name)
     elif not is_alone:
-        post_on_others(operation, post, {runner}, group, timeout, name)
+        post_on_others(operation, post, {runner}, group, timeout, name=name)
     return result
 
 

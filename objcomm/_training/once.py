@@ -104,6 +104,7 @@ def share_outcome(
     error: BaseException | None,
     group: GroupLike,
     timeout: Timeout,
+    *,
     name: str = "",
 ) -> None:
     """Meet all ranks, and raise on each what went wrong on any.
@@ -135,6 +136,7 @@ def post_everywhere(
     post: Callable[[], object],
     group: GroupLike,
     timeout: Timeout,
+    *,
     name: str,
 ) -> None:
     """Call something on every rank, in which ranks may talk; an error is everybody's."""
@@ -142,7 +144,7 @@ def post_everywhere(
     if acts_alone(operation.name.lower(), whole.ranks, whole.rank):
         post()
         return
-    with failing_together(operation, group, timeout, name):
+    with failing_together(operation, group, timeout, name=name):
         post()
 
 
@@ -152,6 +154,7 @@ def post_on_others(
     waiting: Collection[int],
     group: GroupLike,
     timeout: Timeout,
+    *,
     name: str,
 ) -> None:
     """Call something on all ranks but those that wait for it; an error is everybody's."""
@@ -161,9 +164,9 @@ def post_on_others(
             with inside(Region(operation.name.lower(), later=frozenset(waiting))):
                 post()
     except BaseException as error:
-        share_outcome(operation, error, group, timeout, name)
+        share_outcome(operation, error, group, timeout, name=name)
         raise
-    share_outcome(operation, None, group, timeout, name)
+    share_outcome(operation, None, group, timeout, name=name)
 
 
 T = TypeVar("T")
@@ -222,13 +225,13 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
     operation = Operation.RUN_ONCE_PER_NODE
     produce = bound(operation, func, args, kwargs)
     post = None if post_func is None else bound(operation, post_func, post_args, post_kwargs)
-    result, firsts = _once(operation, produce, group, timeout, name)
+    result, firsts = _once(operation, produce, group, timeout, name=name)
     if post is None:
         return result
     if run_post_on_all:
-        post_everywhere(operation, post, group, timeout, name)
+        post_everywhere(operation, post, group, timeout, name=name)
     elif firsts:
-        post_on_others(operation, post, firsts, group, timeout, name)
+        post_on_others(operation, post, firsts, group, timeout, name=name)
     return result
 
 
@@ -237,6 +240,7 @@ def _once(
     produce: Callable[[], R],
     group: GroupLike,
     timeout: Timeout,
+    *,
     name: str = "",
 ) -> tuple[R, frozenset[int]]:
     """This host's result, and the first rank of each host; none of them in a region."""
@@ -251,9 +255,9 @@ def _once(
         with Call(operation, name=name, group=node, timeout=timeout, has_root=True) as call:
             result = computed_in(call, region, produce)
     except BaseException as error:
-        share_outcome(operation, _own(operation, error), group, timeout, name)
+        share_outcome(operation, _own(operation, error), group, timeout, name=name)
         raise
-    share_outcome(operation, None, group, timeout, name)
+    share_outcome(operation, None, group, timeout, name=name)
     return result, firsts
 
 
