@@ -10,7 +10,7 @@ import operator
 import os
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
@@ -176,18 +176,28 @@ def settings_with(
 
 
 class using:  # noqa: N801  # as ``configure``; a generator would cost four times as much
-    """Let ``settings()`` be ``chosen`` for a ``with`` block."""
+    """Let ``settings()`` be ``chosen`` for a ``with`` block; sets nothing where they are.
 
-    __slots__ = ("_chosen", "_token")
+    Python 3.11 may run the collector inside of ``ContextVar.set``, and a destructor that it finds
+    may make a call that sets a variable, too. Then one of the two is lost, ``reset`` may raise
+    LookupError, or memory is read that was freed. So no call sets one unless its own arguments ask
+    for that, and what was set is set back, not reset by a token.
+    """
+
+    __slots__ = ("_before", "_chosen", "_is_set")
 
     def __init__(self, chosen: Settings) -> None:
         self._chosen = chosen
 
     def __enter__(self) -> None:
-        self._token = _own.set(self._chosen)
+        self._is_set = settings() is not self._chosen
+        if self._is_set:
+            self._before = _own.get()
+            _own.set(self._chosen)
 
     def __exit__(self, *raised: object) -> None:
-        _own.reset(self._token)
+        if self._is_set:
+            _own.set(self._before)
 
 
 class configure:  # noqa: N801  # used as a function and as a context
@@ -282,7 +292,8 @@ class configure:  # noqa: N801  # used as a function and as a context
             changed["secret"] = secret_of(key)
         self._before = _Process.settings if everywhere else None
         mine = replace(settings_with(accept, allow, "configure"), **changed)
-        self._token: Token[Settings | None] | None = _own.set(mine)
+        self._former, self._is_set = _own.get(), True
+        _own.set(mine)
         if everywhere:
             _Process.settings = mine
 
@@ -295,9 +306,9 @@ class configure:  # noqa: N801  # used as a function and as a context
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._token is not None:
-            _own.reset(self._token)
-            self._token = None
+        if self._is_set:
+            _own.set(self._former)  # as in ``using``
+            self._is_set = False
         if self._before is not None:
             _Process.settings = self._before
             self._before = None

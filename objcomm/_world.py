@@ -383,7 +383,7 @@ class _Binding:
     def __init__(self) -> None:
         # Not held while a thread connects: two that wait for different ranks must not wait for
         # each other.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._hiding = 0
         self._device: torch.device | None = None
 
@@ -397,18 +397,18 @@ class _Binding:
     def hidden(self, world: Any) -> Iterator[torch.device | None]:
         """Hide it in this block, which gets it."""
         with self._lock:
-            if not self._hiding:
+            self._hiding += 1  # first: a handler that hides it meanwhile finds it hidden
+            if self._hiding == 1:
                 self._device = world.bound_device_id
                 world.bound_device_id = None
-            self._hiding += 1
             device = self._device
         try:
             yield device
         finally:
             with self._lock:
-                self._hiding -= 1
-                if not self._hiding:
+                if self._hiding == 1:
                     world.bound_device_id = self._device
+                self._hiding -= 1
 
 
 _binding = _Binding()

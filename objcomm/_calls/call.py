@@ -33,7 +33,7 @@ from objcomm._config import (
 from objcomm._observe.history import CallRecord, call_site
 from objcomm._observe.progress import bar_for
 from objcomm._observe.tracing import Span, begun, span
-from objcomm._transport.threads import SerialExecutor
+from objcomm._transport.threads import SerialExecutor, interrupted
 from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import (
     DifferenceError,
@@ -325,36 +325,45 @@ class Call:
             self._group.recorder.attach(error)
             raise
         self._lane = lane
-        path = self._group.device_path
-        is_staged = self.device is not None and self.device.type == path.staging
-        header = Header(
-            status=Status.VALUE,
-            flags=Flag.STAGED * is_staged | Flag.PACED * is_paced,
-            operation=operation,
-            sender=self.rank,
-            root=root,
-            lane=lane.number,
-            group=mesh.number,
-            sequence=lane.sequence,
-            fingerprint=fingerprint(must_agree),
-            call_site=self.call_site,
-            name=shown(name) if name else "",
-        )
-        entry = CallRecord(header, self.operation, self._coding.codec_name, lane.name)
-        exchange = Exchange(
-            link=mesh.connections_for(self.operation),
-            lane=lane,
-            entry=entry,
-            deadline=self._deadline,
-            gate=Gate(self._coding.settings, mesh.session, self.rank),
-            device=path,
-            meter=self._bar,
-        )
-        lane.sequence += 1
-        lane.past.append(entry)
-        self._record(entry)
-        meeting = compose(header, b"") if is_met else None
-        return Watched(mesh, lane, exchange, self._deadline, meeting)
+        link = mesh.connections_for(self.operation)
+        if link.is_interrupted() and self._claim is None:
+            raise UsageError(f"{self.operation}: {interrupted('a transfer of this group')}")
+        # Who interrupts this call on its thread is refused from here on: see ``Lane.caller``.
+        lane.begun_at = self.call_site
+        try:
+            path = self._group.device_path
+            is_staged = self.device is not None and self.device.type == path.staging
+            header = Header(
+                status=Status.VALUE,
+                flags=Flag.STAGED * is_staged | Flag.PACED * is_paced,
+                operation=operation,
+                sender=self.rank,
+                root=root,
+                lane=lane.number,
+                group=mesh.number,
+                sequence=lane.sequence,
+                fingerprint=fingerprint(must_agree),
+                call_site=self.call_site,
+                name=shown(name) if name else "",
+            )
+            entry = CallRecord(header, self.operation, self._coding.codec_name, lane.name)
+            exchange = Exchange(
+                link=link,
+                lane=lane,
+                entry=entry,
+                deadline=self._deadline,
+                gate=Gate(self._coding.settings, mesh.session, self.rank),
+                device=path,
+                meter=self._bar,
+            )
+            lane.sequence += 1
+            lane.past.append(entry)
+            self._record(entry)
+            meeting = compose(header, b"") if is_met else None
+            return Watched(mesh, lane, exchange, self._deadline, meeting)
+        except BaseException:
+            lane.begun_at = ""
+            raise
 
     def _record(self, entry: CallRecord) -> None:
         self._entry = entry
@@ -396,6 +405,17 @@ class Call:
             return self._coding.message(exchange.header, produce, exchange.device.linked or None)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error, among)
+
+    def aside(self, produce: Callable[[], R]) -> R:
+        """What the user's function returns, which may use the group: no rank waits yet."""
+        lane = self._lane
+        if lane is None:
+            return produce()
+        lane.begun_at = ""
+        try:
+            return produce()
+        finally:
+            lane.begun_at = self.call_site
 
     def failure(self, error: BaseException, among: Sequence[Message] = ()) -> Message:
         """The message that tells the others of this rank's error, or which of ``among`` differ."""
@@ -568,7 +588,7 @@ class Call:
             try:
                 self._lane.drain()  # calls before this one
             except BaseException as error:  # Ctrl-C: the others wait for a call of this number
-                self._conclude(error)
+                self.__exit__(type(error), error, None)
                 raise
         self._span = begun(self.operation)
         return self
@@ -579,8 +599,12 @@ class Call:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._claim is None or (error is not None and self._is_mine()):
-            self._conclude(error)
+        try:
+            if self._claim is None or (error is not None and self._is_mine()):
+                self._conclude(error)
+        finally:
+            if self._lane is not None:
+                self._lane.begun_at = ""
 
     def _conclude(self, error: BaseException | None) -> None:
         turn = self._turn

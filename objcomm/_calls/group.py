@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from objcomm._failures.watchdog import check_running
 from objcomm._observe.recorder import Recorder, forget_world, recorder_of
 from objcomm._transport.lane import IN_TURNS, Lane
 from objcomm._transport.link import Deadline
+from objcomm._transport.threads import Alone
 from objcomm._wire.header import fingerprint
 from objcomm._world import (
     TIMEOUT_SECONDS,
@@ -80,12 +81,14 @@ class Group:
         self.size = len(self.ranks)
         # A group that is first used in a fork is its parent's no less.
         self._pid = -1 if inheritance.has(world) else os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._making_a_part = Alone("a call that makes a group of some ranks")
         self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
         self._whole = self._joining(tuple(range(self.size)), None)
         self.hosts: tuple[str, ...] = ()
         self._near: dict[str, weakref.ref[Any]] = {}  # by the lane's name
-        self._turns = threading.Lock()
+        self._turns = threading.RLock()
+        self._turn = Alone("a call")
         self._channels: dict[tuple[int, ...], Channel] = {}  # by those whom they join
         self._parts: dict[tuple[int, ...], Group] = {}  # by their members
         self._at_end: list[Callable[[], None]] = []
@@ -196,12 +199,12 @@ class Group:
         if _lane_name.get() or threading.current_thread() is threading.main_thread():
             yield
             return
-        with self._turns:
-            token = _lane_name.set(IN_TURNS)
+        with self._turns, self._turn:
+            _lane_name.set(IN_TURNS)
             try:
                 yield
             finally:
-                _lane_name.reset(token)
+                _lane_name.set("")  # no token: see ``using``
 
     @property
     def near(self) -> Any:
@@ -266,18 +269,16 @@ class Group:
 
         Other threads' lanes raise it in their next calls, as they do on the other ranks.
         """
-        with self._lock:
-            channels = [self._whole, *self._channels.values()]
-        for channel in channels:
+        for channel in (self._whole, *tuple(self._channels.values())):
             if set(channel.global_ranks) <= set(global_ranks):
                 channel.absolve(verdict)
 
     def channel(self, members: tuple[int, ...]) -> Channel:
         """What joins some of the ranks, in ascending order, and needs nobody else."""
-        with self._lock:
-            channel = self._channels.get(members)
-            if channel is None:
-                channel = self._channels[members] = self._joining(members, self._whole)
+        channel = self._channels.get(members)
+        if channel is None:
+            made = self._joining(members, self._whole)
+            channel = self._channels.setdefault(members, made)
         return channel
 
     def part(self, members: tuple[int, ...]) -> "Group":
@@ -290,7 +291,7 @@ class Group:
             members: ranks within this group, in the order that they have in the part; the same on
                 each of them.
         """
-        with self._lock:
+        with self._lock, self._making_a_part:
             part = self._parts.get(members)
             if part is None or part.is_broken:
                 if part is not None:
@@ -306,8 +307,7 @@ class Group:
     @property
     def parts(self) -> list["Group"]:
         """The parts that this rank has called for."""
-        with self._lock:
-            return list(self._parts.values())
+        return list(self._parts.values())
 
     @property
     def process_group(self) -> Any:
@@ -391,10 +391,11 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
         if not name:
             raise UsageError("lane: name must not be empty")
         self._name = name
-        self._tokens: list[Token[str]] = []
+        self._former: list[str] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(_lane_name.set(self._name))
+        self._former.append(_lane_name.get())
+        _lane_name.set(self._name)
 
     def __exit__(
         self,
@@ -402,28 +403,28 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _lane_name.reset(self._tokens.pop())
+        _lane_name.set(self._former.pop())  # no token: see ``using``
 
 
 class _Groups:
     """The state of every live process group, by the object and never by its name, which recurs."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
         self.solo = Group()
 
     def of(self, process_group: Any) -> Group:
         found = self._known.get(process_group)
         if found is None:
-            with self._lock:
-                made = Group(process_group, dist.GroupMember.WORLD)
-                found = self._known.setdefault(process_group, made)
+            made = Group(process_group, dist.GroupMember.WORLD)
+            found = self._known.setdefault(process_group, made)
+            if found is not made:  # a handler, or another thread, came first
+                made.let_go()
         return found
 
     def all(self) -> list[Group]:
-        with self._lock:
-            known = list(self._known.values())
+        alive = [reference() for reference in self._known.keyrefs()]
+        known = [self._known[each] for each in alive if each is not None]
         return [each for group in known for each in (group, *group.parts)]
 
 

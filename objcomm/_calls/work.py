@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Type
 import torch
 
 from objcomm._config import FOREVER_SECONDS, seconds_of
+from objcomm._transport.threads import SUSPICIOUS_SECONDS, check_uninterrupted
 from objcomm.errors import UsageError, text_of
 
 if TYPE_CHECKING:
@@ -315,11 +316,12 @@ class Work(Generic[T_co]):
         # A thread whose wait has a limit can do something else before the operation ends.
         self._waited.waiter = threading.get_ident() if seconds is None else 0
         try:
-            self._future.exception(seconds)
-        except TimeoutError:
-            return False
-        else:
-            return True
+            if seconds is None or seconds > SUSPICIOUS_SECONDS:
+                if _is_done_within(self._future, SUSPICIOUS_SECONDS):
+                    return True
+                check_uninterrupted(f"{self.operation} at {self.call_site}: wait")
+                seconds = None if seconds is None else seconds - SUSPICIOUS_SECONDS
+            return _is_done_within(self._future, seconds)
         finally:
             self._waited.waiter = 0
 
@@ -359,6 +361,14 @@ class Work(Generic[T_co]):
             file,
             int(line),
         )
+
+
+def _is_done_within(future: futures.Future[Any], seconds: float | None) -> bool:
+    try:
+        future.exception(seconds)
+    except TimeoutError:
+        return False
+    return True
 
 
 # Of thousands of works so many say which thread waits for them: that would be done at each end.

@@ -80,7 +80,7 @@ class _Registry:
     """The codecs by name; reading needs no lock because the mapping is replaced, never changed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._codecs: dict[str, Codec] = {}
 
     def add(self, codec: Codec) -> None:

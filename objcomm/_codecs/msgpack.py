@@ -64,11 +64,8 @@ class MsgpackCodec:
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
         """Rebuild plain data; only functions given to ``register`` on this rank are called."""
-        token = tensors.landing.set(tensors.Landing(device))
-        try:
+        with tensors.landing(device):
             return _Decoder(meta, buffers).decode()
-        finally:
-            tensors.landing.reset(token)
 
 
 def _can_encode(obj: object) -> bool:

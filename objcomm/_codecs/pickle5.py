@@ -14,12 +14,12 @@ import importlib
 import pickle
 import struct
 import sys
+import threading
 import types
 import typing
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -97,35 +97,36 @@ class PickleCodec:
         kept: list[Any] = []
         sink = _Sink()
         _Pickler(sink, None, kept).dump(obj)
-        token = _kept.set(kept)
-        landing = tensors.landing.set(tensors.Landing(None))
+        before, _copying.kept = _copying.kept, kept
         try:
-            owners = [duplicate(buffer).owner for buffer in sink.buffers]
-            return pickle.loads(b"".join(sink.parts), buffers=owners)  # noqa: S301  # its own
+            with tensors.landing(None):
+                owners = [duplicate(buffer).owner for buffer in sink.buffers]
+                return pickle.loads(b"".join(sink.parts), buffers=owners)  # noqa: S301  # its own
         finally:
-            tensors.landing.reset(landing)
-            _kept.reset(token)
+            _copying.kept = before
 
     def decode(
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
         """Unpickle; an error of any ``__setstate__`` comes out as it is."""
         in_force = settings()
-        token = tensors.landing.set(tensors.Landing(device))
-        try:
+        with tensors.landing(device):
             if in_force.allow is not None:
                 return restricted.loads(meta, buffers, in_force.allow, in_force.max_depth)
             return pickle.loads(meta, buffers=buffers)  # noqa: S301  # what this codec is for
-        finally:
-            tensors.landing.reset(token)
 
 
-#: While a copy is made: the members that it shares with what it is a copy of.
-_kept: ContextVar[list[Any]] = ContextVar("objcomm_kept")
+class _Copying(threading.local):
+    """While this thread makes a copy: the members that it shares with what it is a copy of."""
+
+    kept: Sequence[Any] = ()
+
+
+_copying = _Copying()
 
 
 def _kept_at(position: int) -> Any:
-    return _kept.get()[position]
+    return _copying.kept[position]
 
 
 class _Sink:

@@ -7,8 +7,8 @@ because the sender's ``cuda:1`` means nothing on the receiver.
 
 import math
 import re
+import threading
 import weakref
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,8 +57,32 @@ class Landing:
         return self._moved[key][1]
 
 
-#: The message's that is decoded, for the functions that a pickle calls by name.
-landing: ContextVar[Landing | None] = ContextVar("objcomm_landing", default=None)
+class _Decoding(threading.local):
+    """The landing of the message that this thread decodes."""
+
+    # Not a ContextVar, which the collector may find half set: see ``_config.using``.
+    landing: Landing | None = None
+
+
+_decoding = _Decoding()
+
+
+class landing:  # noqa: N801  # used as a function, like contextlib's
+    """A block in which tensors land on ``device``, also for functions that a pickle calls by name.
+
+    See ``Landing`` for what None means.
+    """
+
+    __slots__ = ("_before", "_landing")
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._landing = Landing(device)
+
+    def __enter__(self) -> None:
+        self._before, _decoding.landing = _decoding.landing, self._landing
+
+    def __exit__(self, *raised: object) -> None:
+        _decoding.landing = self._before
 
 #: By name, so that a stream can name nothing but a dtype.
 DTYPES = {
@@ -207,7 +231,7 @@ def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:
         if about.device_type == "meta":
             tensor = torch.empty(about.shape, dtype=dtype, device="meta")
         else:
-            landed = (landing.get() or Landing(None)).land(flat, about.device_type)
+            landed = (_decoding.landing or Landing(None)).land(flat, about.device_type)
             tensor = landed.view(dtype).view(about.shape)
         if about.order is not None:
             inverse = sorted(range(len(about.order)), key=about.order.__getitem__)

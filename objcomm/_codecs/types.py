@@ -315,7 +315,7 @@ class _Classes:
     """Both directions; replaced as one, so that readers need no lock."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: tuple[dict[type, ClassEntry], dict[str, tuple[type, ClassEntry]]] = ({}, {})
 
     def add(self, cls: type, entry: ClassEntry) -> None:

@@ -227,7 +227,7 @@ def gather_in(call: Call, produce: Callable[[], T]) -> Callable[[], list[T] | No
     if call.is_alone:
         return lambda: [call.alone(produce)]
     own: list[T] = []
-    mine = call.message(lambda: kept(own, produce()))
+    mine = call.message(lambda: kept(own, call.aside(produce)))
 
     def rest() -> list[T] | None:
         with call.traffic() as exchange:
@@ -272,7 +272,7 @@ def decide_in(
         return partial(call.alone, lambda: decide([produce()]))
     own: list[A] = []
     shared: list[B] = []
-    mine = call.message(lambda: kept(own, produce()))
+    mine = call.message(lambda: kept(own, call.aside(produce)))
 
     def answer(messages: list[Message]) -> B:
         return kept(shared, decide(decode_others(call, messages, *own, is_part=is_part)))

@@ -460,7 +460,7 @@ def _encode_each(
     """
     messages = []
     try:
-        each = one_each(call, produce())
+        each = one_each(call, call.aside(produce))
         for peer in range(call.size):
             obj = each[peer]
             if peer == call.rank and operator is None:

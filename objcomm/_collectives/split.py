@@ -53,7 +53,7 @@ class _Children:
     """The groups that were made of each group, on this rank; holds none of them alive."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._of: weakref.WeakKeyDictionary[Any, dict[Members, weakref.ref[Any]]] = (
             weakref.WeakKeyDictionary()
         )

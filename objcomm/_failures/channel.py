@@ -18,6 +18,7 @@ from objcomm._failures.verdict import DESTROYED, Cause, Verdict
 from objcomm._failures.watchdog import FAREWELL_SECONDS, board_thread_of, end_elsewhere, watch
 from objcomm._transport.lane import IN_TURNS, Lane
 from objcomm._transport.link import LANE_BITS, Deadline
+from objcomm._transport.threads import Alone
 from objcomm._wire.header import fingerprint
 from objcomm._world import is_alive, store_of
 from objcomm.errors import BrokenGroupError, ObjcommError, UsageError, text_of
@@ -72,7 +73,8 @@ class Channel:
         self._rank = rank
         self._history = history
         self._whole = whole
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._change = Alone("a call of this group")
         self._mesh: Mesh | None = None
         # Those that were replaced while a thread had yet to raise what ended them.
         self._owed: list[Mesh] = []
@@ -148,8 +150,9 @@ class Channel:
         caller = "" if lane is None else lane.caller
         if caller:
             raise UsageError(
-                f"{operation}: a callback of {caller} cannot use the group that waits "
-                "for it; communicate before or after that call"
+                f"{operation}: a callback of {caller}, or a signal's handler or a destructor that "
+                "has interrupted it, cannot use the group that waits for it; communicate before or "
+                "after that call"
             )
         if lane is None or lane.owner is not threading.current_thread():
             lane = self._taken(operation, mesh, lane_name)
@@ -223,7 +226,7 @@ class Channel:
     def _settled(self, operation: str, *, raises_later: bool) -> Mesh:
         """A mesh that nothing has ended, once the thread has raised what ended the last one."""
         thread = threading.current_thread()
-        with self._lock:
+        with self._lock, self._change:
             self._owed = [each for each in self._owed if each.is_owed]
             for each in [*self._owed, self._mesh]:
                 if each is None or each.verdict is None or not each.is_owed_by(thread):
@@ -272,7 +275,7 @@ class Channel:
     ) -> Lane:
         """The lane of that name for the calling thread."""
         thread = threading.current_thread()
-        with self._lock:
+        with self._lock, self._change:
             lane = mesh.lanes.get(name) or self._new_lane(mesh, name, thread, order)
             is_taken = lane.owner is not thread and lane.owner.is_alive()
             if order is None and is_taken and name != IN_TURNS:
@@ -288,7 +291,7 @@ class Channel:
         self, mesh: Mesh, name: str, thread: threading.Thread, order: TicketQueue | None
     ) -> Lane:
         number = fingerprint(name) % (1 << LANE_BITS)
-        for other in mesh.lanes.values():
+        for other in tuple(mesh.lanes.values()):
             if other.number == number:
                 raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
         mesh.lanes[name] = Lane(name, number, thread, order)

@@ -103,7 +103,7 @@ class Mesh:
         self._meeting = MeetingState(rank, members, is_pair=whole is not None)
         self._connector = OnceThread("objcomm-connect")
         self._connected: Future[Connections] = Future()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def nonce(self) -> str:

@@ -31,7 +31,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -46,7 +46,7 @@ from objcomm._observe.log import logged
 from objcomm._transport.gloo import is_cut_off
 from objcomm._transport.lane import Lane
 from objcomm._transport.sockets import hang_up
-from objcomm._transport.threads import are_workers_busy
+from objcomm._transport.threads import Alone, are_workers_busy
 from objcomm._world import store_of
 from objcomm.errors import UsageError, text_of
 
@@ -81,8 +81,8 @@ class Watchdog(threading.Thread):
         self.forward_to = -1
         self._receiving, self._sending = socket.socketpair()
         self._sending.setblocking(False)  # noqa: FBT003  # socket's own signature
-        self._lock = threading.Lock()
-        self._meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+        # Each step is one of a dictionary's, and needs no lock: see ``_alive``.
+        self._meshes = weakref.WeakKeyDictionary[Mesh, None]()
         self._listeners = weakref.WeakKeyDictionary[Mesh, threading.Thread]()
         # Also those whose world has gone, until their threads have ended.
         self.board_threads: weakref.WeakSet[BoardThread] = weakref.WeakSet()
@@ -97,25 +97,29 @@ class Watchdog(threading.Thread):
         if former is not None:
             self._meshes, self._listeners = former._meshes, former._listeners  # noqa: SLF001  # its own class
             self.board_threads, self._fallbacks = former.board_threads, former._fallbacks  # noqa: SLF001  # likewise
+
+    def begin(self) -> None:
+        """Start, once it is known to be the one.
+
+        Raises:
+            RuntimeError: this process can start no more threads.
+        """
         self.start()
         # A thread that is inside of torch when the interpreter ends would abort the process.
         atexit.register(self._close)
 
     def add(self, mesh: Mesh) -> None:
         """Watch a mesh as long as it lives."""
-        with self._lock:
-            self._meshes.add(mesh)
+        self._meshes[mesh] = None
         self._nudge()
 
     def expect(self, mesh: Mesh, listener: threading.Thread) -> None:
         """End a thread that waits on ``mesh`` before the interpreter ends."""
-        with self._lock:
-            self._listeners[mesh] = listener
+        self._listeners[mesh] = listener
 
     def meshes(self, board_thread: BoardThread) -> list[Mesh]:
         """Those of one world."""
-        with self._lock:
-            return [mesh for mesh in self._meshes if mesh.board_thread is board_thread]
+        return [mesh for mesh in self._all_meshes() if mesh.board_thread is board_thread]
 
     def has_open(self, board_thread: BoardThread) -> bool:
         """Whether one of those is connected: where its group has ended it is about to say so."""
@@ -125,8 +129,7 @@ class Watchdog(threading.Thread):
 
     def named(self, nonces: Sequence[str]) -> list[Mesh]:
         """The meshes of these names."""
-        with self._lock:
-            return [mesh for mesh in self._meshes if mesh.nonce in nonces]
+        return [mesh for mesh in self._all_meshes() if mesh.nonce in nonces]
 
     def snapshot(self, board_thread: BoardThread, asked: int) -> WaitSnapshot:
         """Where this process is, in one world."""
@@ -325,11 +328,10 @@ class Watchdog(threading.Thread):
         return self._looks % max(often, -(-len(members) // _RANKS_AT_EACH_LOOK)) == 0
 
     def _waiting(self) -> list[Waiting]:
-        with self._lock:
-            meshes = [mesh for mesh in self._meshes if mesh.verdict is None]
         return [
             (mesh, lane, entry)
-            for mesh in meshes
+            for mesh in self._all_meshes()
+            if mesh.verdict is None
             for lane in tuple(mesh.lanes.values())
             for entry in lane.waits()
         ]
@@ -383,12 +385,10 @@ class Watchdog(threading.Thread):
         board_thread.submit(job)
 
     def _all_meshes(self) -> list[Mesh]:
-        with self._lock:
-            return list(self._meshes)
+        return _alive(self._meshes)
 
     def _all_listeners(self) -> list[tuple[Mesh, threading.Thread]]:
-        with self._lock:
-            return list(self._listeners.items())
+        return [(mesh, self._listeners[mesh]) for mesh in _alive(self._listeners)]
 
     def _nudge(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is awake
@@ -411,25 +411,43 @@ class Watchdog(threading.Thread):
             self._sending.close()
 
 
+def _alive(known: "weakref.WeakKeyDictionary[Mesh, Any]") -> list[Mesh]:
+    """Those that are there: whatever a handler or another thread adds meanwhile."""
+    found = [reference() for reference in known.keyrefs()]
+    return [mesh for mesh in found if mesh is not None]
+
+
 class _Watchdogs:
     """This process's watchdog, and a board's thread for each world; a forked child gets its own."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._board_thread = Alone("a call")
         self._watchdog: Watchdog | None = None
         self._board_threads = weakref.WeakKeyDictionary[dist.ProcessGroup, BoardThread]()
 
     def watchdog(self) -> Watchdog:
         with self._lock:
-            if self._watchdog is None or self._watchdog.pid != os.getpid():
-                self._watchdog = Watchdog()
-            elif not self._watchdog.is_alive() and not sys.is_finalizing():
-                self._watchdog = Watchdog(self._watchdog)
+            former = self._watchdog
+            if former is not None and former.pid == os.getpid():
+                # One without a number is just being started, by who was interrupted there.
+                if former.is_alive() or former.ident is None or sys.is_finalizing():
+                    return former
+                made = Watchdog(former)
+            else:
+                made = Watchdog()
+            if self._watchdog is former:  # else a handler came first
+                self._watchdog = made
+                try:
+                    made.begin()
+                except BaseException:
+                    self._watchdog = former
+                    raise
             return self._watchdog
 
     def board_thread(self, world: dist.ProcessGroup) -> BoardThread:
         watchdog = self.watchdog()
-        with self._lock:
+        with self._lock, self._board_thread:
             if world not in self._board_threads:
                 is_there = weakref.ref(world)
                 found = self._board_threads[world] = BoardThread(

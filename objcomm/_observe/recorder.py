@@ -167,7 +167,7 @@ class _Recorders:
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, Recorder] = weakref.WeakKeyDictionary()
-        self._parts: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        self._parts: weakref.WeakKeyDictionary[Recorder, None] = weakref.WeakKeyDictionary()
         self._solo = Recorder()
         self._last_world: Counters | None = None  # these outlive it
 
@@ -182,7 +182,7 @@ class _Recorders:
         return found
 
     def add(self, part: Recorder) -> None:
-        self._parts.add(part)
+        self._parts[part] = None
 
     def left_of(self, group: GroupLike) -> Counters | None:
         if group is None:
@@ -199,7 +199,8 @@ class _Recorders:
     def all(self) -> list[Recorder]:
         groups = [reference() for reference in self._known.keyrefs()]
         known = (self._known[each] for each in groups if each is not None)
-        return [self._solo, *known, *self._parts.copy()]
+        parts = [reference() for reference in self._parts.keyrefs()]
+        return [self._solo, *known, *(each for each in parts if each is not None)]
 
 
 _recorders = _Recorders()

@@ -35,7 +35,14 @@ from objcomm._observe.tracing import Span, begun
 from objcomm._p2p.mailbox import Arrived, RecvRequest
 from objcomm._p2p.peer import DeviceTurn, Offers, Pair, peers_of
 from objcomm._transport.lane import Lane
-from objcomm._transport.threads import Alarm, SerialQueue, Ticket
+from objcomm._transport.threads import (
+    SUSPICIOUS_SECONDS,
+    Alarm,
+    SerialQueue,
+    Signal,
+    Ticket,
+    check_uninterrupted,
+)
 from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import failure_message, failure_of, failures_in, raise_together
 from objcomm._wire.header import Flag, Header, Operation, operation_name
@@ -101,6 +108,7 @@ class P2PCall:
         else:
             self._device_path = DevicePath()
         self._peers = peers_of(self.group)
+        self._peers.mailbox.check_uninterrupted()
         self._coding = coding
         self._deadline = self.group.deadline(self._said_by, timeout)
         self.tag = None if tag is None else checked_tag(self._said_by, tag)
@@ -355,7 +363,7 @@ class Send(P2PCall):
                 self._rest = [work.job(lambda: self._go_on_offered(pair, place, message))]
             self._deadline.restart()
             place.take()
-            if not place.turn.is_set():
+            if not place.turn.is_set:
                 self._limit(self._deadline.seconds_left, lambda: self._give_up(pair))
         except BaseException as error:  # Ctrl-C, or there can be no more threads
             if self.claim():
@@ -590,6 +598,7 @@ class Send(P2PCall):
             TransportTimeout: those before waited for the receiver, or it did not come.
             ObjcommError: what has ended the connection.
         """
+        pair.check_uninterrupted(self._name)
         is_its_turn = place.enter(self._deadline.seconds_left)
         if not is_its_turn or self._deadline.has_passed:
             raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
@@ -713,12 +722,14 @@ class Receive(P2PCall):
                 f"{self._name}: rank {group.rank} waits for a message of its own, but has sent "
                 "none; send it first"
             )
-        signal = _Signal()
+        signal = Signal()
         request = RecvRequest(self.peer, self.tag, is_probe=is_probe, on_end=signal.set)
         self.entry.waiter = threading.get_ident()
         try:
             self._ask(request)
-            signal.wait()
+            if not signal.wait(SUSPICIOUS_SECONDS):
+                check_uninterrupted(self._name)
+                signal.wait()
         except BaseException:  # Ctrl-C, or there can be no more threads
             self._peers.mailbox.cancel(request)
             raise
@@ -846,11 +857,17 @@ class Receive(P2PCall):
                 arrival.on_taken()
             return arrival.obj
         header, mesh, lane = origin
+        is_offered = bool(header.flags & _OFFERED)
+        if is_offered or not header.is_all_head:
+            try:
+                self._peers.pair(self.group, arrival.peer).check_uninterrupted(self._name)
+            except UsageError:
+                self._peers.mailbox.give_back(arrival)
+                raise
         self.entry.header = self.entry.header._replace(root=arrival.peer, tag=arrival.tag)
         exchange = self._joined(mesh, lane, header.sequence)
         exchange.rounds += 1
         exchange.received_nbytes += len(arrival.raw)
-        is_offered = bool(header.flags & _OFFERED)
         if header.is_all_head:
             # Before anything else can fail: its sender waits for no more than this.
             if is_offered and mesh.verdict is None:
@@ -953,19 +970,6 @@ class HeldReceive(Receive):
 
     def _found(self, request: RecvRequest) -> Arrived:  # noqa: ARG002  # likewise
         return self.awaited()
-
-
-class _Signal:
-    """Lets one thread wait for what another does; Ctrl-C ends the wait."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self.set: Callable[[], None] = self._lock.release
-
-    def wait(self) -> None:
-        """Return when ``set`` was called; once."""
-        self._lock.acquire()
 
 
 def _ignore(_: object) -> None:

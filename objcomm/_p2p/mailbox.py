@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from objcomm._failures.verdict import Cause
+from objcomm._transport.threads import guard, interrupted
+from objcomm.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -202,7 +204,10 @@ class Mailbox:
         self._expected = set(range(size)) - {rank}
         self._sources: dict[int, object] = {}
         self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        lock = guard()
+        self._changed = threading.Condition(lock)
+        # Of a handler's or a destructor's call: whether its thread is between two steps here.
+        self._is_interrupted: Callable[[], bool] = lock._is_owned  # noqa: SLF001  # as Condition asks
         self._arrived = _Shelves[Arrived]()
         self._requests = _Shelves[RecvRequest]()
         self._asking: dict[int | None, int] = {}  # how many requests name a sender, or none
@@ -220,6 +225,15 @@ class Mailbox:
         with self._changed:
             self._sources[peer] = source
             self._expected.add(peer)
+
+    def check_uninterrupted(self) -> None:
+        """See that a call of this thread can look, take something out or put something in.
+
+        Raises:
+            UsageError: it is a handler's or a destructor's, and has interrupted one that does.
+        """
+        if self._is_interrupted():
+            raise UsageError(interrupted("a step of another send or receive"))
 
     def look(self, src: int | None, tag: int | None) -> Arrived | None:
         """The message that a request would take now; it stays."""

@@ -27,12 +27,15 @@ from objcomm._transport.lane import Lane
 from objcomm._transport.link import Deadline, LinkError
 from objcomm._transport.threads import (
     AlarmClock,
+    Alone,
     OnceThread,
     SerialQueue,
     ThreadPool,
     Ticket,
     TicketQueue,
     carried_out,
+    guard,
+    interrupted,
 )
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import Header, Operation
@@ -70,6 +73,7 @@ class Offers:
         mesh: the connection.
         peer: the other rank.
         turns: of transfers between the two ranks' devices.
+        is_interrupted: as of ``Link``; then nothing can be said.
     """
 
     def __init__(self, mesh: Mesh, peer: int, pool: ThreadPool) -> None:
@@ -87,7 +91,8 @@ class Offers:
         self._apart = ThreadPool()
         self._settings = settings()
         self._lane = Lane("taken", _TAKE_LANE, threading.current_thread(), TicketQueue())
-        self._lock = threading.Lock()
+        self._lock = guard()
+        self.is_interrupted: Callable[[], bool] = self._lock._is_owned  # noqa: SLF001  # as Condition asks
         self._offered: dict[tuple[int, int], Callable[[bool], object]] = {}  # by word and number
         self._is_heard = False
 
@@ -107,13 +112,15 @@ class Offers:
         """
         with self._lock:
             self._offered[word, number] = on_end
+            if self._is_heard:
+                return
+            self._is_heard = True
             try:
-                if not self._is_heard:
-                    self._pool.submit(self._hear)
+                self._pool.submit(self._hear)
             except BaseException:
+                self._is_heard = False
                 del self._offered[word, number]
                 raise
-            self._is_heard = True
 
     def withdraw(self, number: int, word: Operation = Operation.TAKE) -> bool:
         """Take an offer back; returns whether it stood: ``on_end`` is never called then."""
@@ -339,7 +346,8 @@ class Pair:
         self._channel = channel
         self._rank = rank
         self._mailbox = peers.mailbox
-        self._lock = threading.Lock()
+        self._lock = guard()
+        self._change = Alone("a call with the same rank")
         self._current: Mesh | None = None
         self._listener = OnceThread(_LISTENER)
         self._former = OnceThread(_LISTENER)  # of the last connection
@@ -353,7 +361,7 @@ class Pair:
             UsageError: the group is destroyed.
         """
         mesh, lane = self._channel.admit(operation, "", self.order)
-        with self._lock:
+        with self._lock, self._change:
             former = self._current
             if former is None or (former is not mesh and former.verdict is not None):
                 if former is not None and former.verdict is not None:
@@ -416,13 +424,28 @@ class Pair:
 
     def offers(self, mesh: Mesh) -> Offers:
         """What the two have offered each other over a connection on which they have met."""
-        with self._lock:
+        with self._lock, self._change:
             found = self._offers
             if found is None or found.mesh is not mesh:
                 found = Offers(mesh, self.peer, self._pool)
                 if self._current is mesh:  # else it has ended, and so has all that is offered
                     self._offers = found
             return found
+
+    def check_uninterrupted(self, operation: str) -> None:
+        """See that a call of this thread can send and receive.
+
+        Raises:
+            UsageError: it is a handler's or a destructor's, and has interrupted one that does.
+        """
+        mesh, offers = self._current, self._offers
+        link = None if mesh is None else mesh.link
+        if (
+            (link is not None and link.is_interrupted())
+            or (offers is not None and offers.is_interrupted())
+            or self._lock._is_owned()  # noqa: SLF001  # as Condition asks
+        ):
+            raise UsageError(f"{operation}: {interrupted('a call with the same rank')}")
 
     def absolve(self, verdict: Verdict) -> None:
         """A call has raised a verdict: the next one need not."""
@@ -446,7 +469,6 @@ class Peers:
         self.pool = ThreadPool()
         self.ending = SerialQueue(self.pool)
         self.limits = AlarmClock("objcomm-limit")
-        self._lock = threading.Lock()
         self._pairs: dict[int, Pair] = {}  # by the other rank
 
     def pair(self, group: Group, peer: int) -> Pair:
@@ -454,9 +476,8 @@ class Peers:
         pair = self._pairs.get(peer)
         if pair is None:
             channel = group.channel((min(peer, group.rank), max(peer, group.rank)))
-            with self._lock:
-                made = Pair(channel, peer, group.rank, self)
-                pair = self._pairs.setdefault(peer, made)
+            made = Pair(channel, peer, group.rank, self)
+            pair = self._pairs.setdefault(peer, made)
         return pair
 
 

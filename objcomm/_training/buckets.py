@@ -285,7 +285,7 @@ class _Agreement:
         self.kinds: Sequence[TensorGroup] = ()
         self._call = call
         self._manifest = Manifest((), b"", "")
-        self._mine = call.message(lambda: self._describe(make()))
+        self._mine = call.message(lambda: self._describe(call.aside(make)))
 
     def _describe(self, bundles: Sequence[Bundle]) -> bytes:
         self.bundles = bundles

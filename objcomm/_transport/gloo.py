@@ -87,7 +87,7 @@ class _Devices:
     """This process's devices: one for all of its links, as long as there are any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._by_interface = weakref.WeakValueDictionary[tuple[int, str], Any]()
 
     def chosen(self) -> list[Any]:
@@ -253,6 +253,10 @@ class GlooLink:
             self._apart.do(wait)
         except AbandonedError as error:
             raise _ended(error) from error
+
+    def is_interrupted(self) -> bool:
+        """See ``Link``: it has no steps in Python."""
+        return False
 
     def move(self) -> None:
         """See ``Link``: Gloo's thread does."""

@@ -43,6 +43,7 @@ class Lane:
         entry: the call whose ranks wait for each other just now, if there is one.
         p2p_calls: the same where there is an order, and so may be many.
         past: its latest calls.
+        begun_at: the line of the call that its owner has begun and not left; empty if there is none.
         runner: the thread that carries ``entry`` out, as a number; its owner, or the line's.
         waiter: the thread that waits for a call which the line carries out; 0 if none does.
         line: carries out asynchronous calls, if there ever was one.
@@ -66,6 +67,7 @@ class Lane:
         self.owner = owner
         self.entry: CallRecord | None = None
         self.p2p_calls: set[CallRecord] = set()
+        self.begun_at = ""
         self.runner = 0
         self.waiter = 0
         self.line: SerialExecutor | None = None
@@ -121,11 +123,17 @@ class Lane:
 
     @property
     def caller(self) -> str:
-        """The call in which the calling thread is, which waits for it; empty if there is none."""
+        """The call in which the calling thread is, which waits for it; empty if there is none.
+
+        A callback's, or one that a signal's handler or a destructor has interrupted.
+        """
+        entry = self.entry
         if self.line is not None and self.line.is_here:
-            return "an asynchronous call" if self.entry is None else _name_of(self.entry)
-        is_inside = self.entry is not None and self.runner == threading.get_ident()
-        return _name_of(self.entry) if self.entry is not None and is_inside else ""
+            return "an asynchronous call" if entry is None else _name_of(entry)
+        if self.begun_at and self.owner is threading.current_thread():
+            return f"the call at {self.begun_at}" if entry is None else _name_of(entry)
+        is_inside = entry is not None and self.runner == threading.get_ident()
+        return _name_of(entry) if entry is not None and is_inside else ""
 
     @property
     def waiting_thread(self) -> int:

@@ -188,6 +188,12 @@ class Link(Protocol):
             LinkClosed: the link was aborted; that thread may wait on, with what it waits for.
         """
 
+    def is_interrupted(self) -> bool:
+        """Whether a signal's handler asks, or a destructor, that has interrupted a step of the link.
+
+        It can begin no transfer, and wait for none, before that goes on.
+        """
+
     def move(self) -> None:
         """Move what can be moved just now, and return; for a rank that waits elsewhere.
 

@@ -129,15 +129,18 @@ class Flow:
             sockets: descriptors by inode.
         """
         self._sockets = sockets
-        self._lock = threading.Lock()  # a poll serves one thread at a time
+        self._lock = threading.RLock()  # a poll serves one thread at a time
         self._poll = select.poll()
         for descriptor in sockets.values():
             self._poll.register(descriptor, select.POLLOUT | select.POLLRDHUP)
 
     def is_free(self) -> bool:
         """Ask the system, which takes 2 µs for each."""
-        with self._lock:
-            found = self._poll.poll(0)
+        try:
+            with self._lock:
+                found = self._poll.poll(0)
+        except RuntimeError:  # it serves the call that a handler has interrupted
+            return False
         if len(found) < len(self._sockets) or any(event != select.POLLOUT for _, event in found):
             return False
         try:  # a number may be another one's by now

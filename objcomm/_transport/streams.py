@@ -69,6 +69,7 @@ from objcomm._transport.link import (
 )
 from objcomm._transport.share import FILES_MAX, Share
 from objcomm._transport.sockets import Silence, ask_when_idle, await_delivery, is_outage
+from objcomm._transport.threads import guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -359,6 +360,7 @@ class StreamLink:
         needs_last_byte_apart: the end of a stream wakes whoever waits for any of its bytes.
         is_interruptible: it sleeps where signals wake it.
         ahead: nothing depends on it.
+        is_interrupted: see ``Link``.
     """
 
     needs_last_byte_apart = False
@@ -408,9 +410,9 @@ class StreamLink:
         )
         self._pid = os.getpid()
         # It knows its owner: a signal's handler must not wait for what it has interrupted.
-        self._lock = threading.RLock()
+        self._lock = guard()
         # As threading.Condition asks. A plain attribute: it is asked for each message.
-        self._is_owned_here: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # noqa: SLF001  # see above
+        self.is_interrupted: Callable[[], bool] = self._lock._is_owned  # noqa: SLF001  # see above
         self._mover = 0  # a thread's number
         self._moved_for: _Transfer | None = None
         self._waiting: deque[_Transfer] = deque()
@@ -511,7 +513,7 @@ class StreamLink:
             transfer: what is begun.
             which: its tag, or the number of an offer.
         """
-        if self._is_owned_here():
+        if self.is_interrupted():
             raise LinkError(_IN_A_HANDLER)
         with self._lock:
             try:
@@ -550,7 +552,7 @@ class StreamLink:
     def move(self) -> None:
         """See ``Link``; and end connections to hosts that have answered nothing for too long."""
         self._move_what_is_there()
-        if self._is_owned_here():
+        if self.is_interrupted():
             return
         for each in tuple(self._connections.values()):
             silence = each.silence
@@ -591,7 +593,7 @@ class StreamLink:
         self._is_aborted = True
         if os.getpid() != self._pid:
             self.__del__()
-        elif self._is_owned_here() or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+        elif self.is_interrupted() or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             self._hang_up()
         else:
             try:
@@ -695,7 +697,7 @@ class StreamLink:
 
     def call(self, peer: int) -> None:
         """See ``Connections``."""
-        if peer in self._connections or self._is_owned_here():
+        if peer in self._connections or self.is_interrupted():
             return
         if self._lock.acquire(timeout=_PATIENCE_SECONDS):
             try:
@@ -727,7 +729,7 @@ class StreamLink:
 
     def _has_ended_by_turn(self, transfer: _Transfer, until: float) -> bool:
         """Move all until a transfer is over, or sleep until the one who moves has something."""
-        if self._is_owned_here():
+        if self.is_interrupted():
             raise LinkError(_IN_A_HANDLER)
         turn, me = None, threading.get_ident()
         with self._lock:
@@ -792,7 +794,7 @@ class StreamLink:
 
     def _move_what_is_there(self) -> None:
         """Take in what has come, unless another thread does so anyway."""
-        if self._is_owned_here() or not self._lock.acquire(blocking=False):
+        if self.is_interrupted() or not self._lock.acquire(blocking=False):
             return
         me = threading.get_ident()
         try:
@@ -865,7 +867,7 @@ class StreamLink:
             LinkClosed: the link was aborted.
             LinkError: this process can't connect.
         """
-        if self._is_owned_here():
+        if self.is_interrupted():
             raise LinkError(_IN_A_HANDLER)
         with self._lock:
             return self._connection_to(peer)

@@ -1,18 +1,27 @@
 """Threads that wait to be useful: for one job, for one job after another, for many at a time.
 
 Also who comes first, where several threads want one thing.
+
+A signal's handler, a destructor or a weak reference's callback runs on a thread that may be between
+any two steps of this package, locks held, and may call anything of it. So every lock is one that
+its thread may take twice, and what it guards is whole at each step at which a handler can run; or
+within it is ``Alone``, which refuses. An Event is neither: its own lock is held for moments.
 """
 
 import heapq
+import itertools
 import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
+
+from objcomm.errors import UsageError
 
 T = TypeVar("T")
 
@@ -21,6 +30,96 @@ _ABANDONED = "the connections were closed, and the wait for what was sent over t
 
 class AbandonedError(RuntimeError):
     """A wait was given up by who had let another thread do it."""
+
+
+class Signal:
+    """Lets one thread wait for what another one does, or a handler on the same thread.
+
+    Attributes:
+        is_set: whether it was done.
+    """
+
+    __slots__ = ("_lock", "is_set")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.is_set = False
+
+    def set(self) -> None:
+        """It was done; once is enough."""
+        if not self.is_set:
+            self.is_set = True  # nobody gets a turn between these two
+            self._lock.release()
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Wait so long, or without end; returns whether it was done."""
+        return self.is_set or self._lock.acquire(timeout=seconds) or self.is_set
+
+
+class Alone:
+    """A block that its thread can't enter twice; a context, within a lock that keeps others out.
+
+    It is for steps that leave nothing whole between them. A thread that tries is told, instead of
+    finding what a handler can't use.
+    """
+
+    __slots__ = ("_is_entered", "_what")
+
+    def __init__(self, what: str) -> None:
+        """Begin.
+
+        Args:
+            what: is done in there, for the error's text.
+        """
+        self._what = what
+        self._is_entered = False
+
+    def __enter__(self) -> None:
+        if self._is_entered:
+            raise UsageError(interrupted(self._what))
+        self._is_entered = True
+
+    def __exit__(self, *raised: object) -> None:
+        self._is_entered = False
+
+
+def interrupted(what: str) -> str:
+    """What to say to who would wait for something that it has interrupted on its own thread."""
+    return (
+        f"a signal's handler or a destructor has interrupted {what} on this thread, which goes on "
+        "when that returns; let it set a flag, and communicate after the call"
+    )
+
+
+# Those that other threads need to get on with what somebody waits for.
+_guards: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+#: How long a wait may take before it is worth asking whether it can end at all.
+SUSPICIOUS_SECONDS = 0.25
+
+
+def guard() -> Any:
+    """A lock that a thread may take twice, and that ``check_uninterrupted`` knows."""
+    lock = threading.RLock()
+    _guards[lock] = None
+    return lock
+
+
+def check_uninterrupted(what: str) -> None:
+    """See that a wait of this thread can end: nobody waits while holding a guard.
+
+    Args:
+        what: waits, for the error's text.
+
+    Raises:
+        UsageError: a handler or a destructor waits, and has interrupted steps that other threads
+            wait for.
+    """
+    for reference in _guards.keyrefs():
+        lock = reference()
+        if lock is not None and lock._is_owned():  # noqa: SLF001  # as Condition asks
+            raise UsageError(f"{what}: {interrupted('a step of objcomm')}")
 
 
 # A pool's idle thread waits so long for its next job.
@@ -47,9 +146,10 @@ class TicketQueue:
     """Lets threads do something one after another, in the order in which they took their places."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Each step is one of the dictionary's, and needs no lock.
         self._places: OrderedDict[Ticket, None] = OrderedDict()
-        self._admission = threading.Lock()
+        self._admission = threading.RLock()  # it knows its owner
+        self._is_admitting: Callable[[], bool] = self._admission._is_owned  # type: ignore[attr-defined]  # noqa: SLF001  # as Condition asks
 
     @property
     def waiting(self) -> int:
@@ -58,15 +158,21 @@ class TicketQueue:
 
     def append(self, place: "Ticket") -> None:
         """Put a place behind all others."""
-        with self._lock:
-            self._places[place] = None
+        self._places[place] = None
         self._admit()
 
     def remove(self, place: "Ticket") -> None:
         """Let those behind go on without it; nothing happens if it is not there."""
-        with self._lock:
-            self._places.pop(place, None)
+        self._places.pop(place, None)
         self._admit()
+
+    def is_held_up(self, place: "Ticket") -> bool:
+        """Whether the calling thread keeps a place from its turn, and waits for it all the same."""
+        me = threading.get_ident()
+        return self._is_admitting() or any(
+            each.owner == me
+            for each in itertools.takewhile(lambda each: each is not place, self._copy())
+        )
 
     def _admit(self) -> None:
         """Tell the first one that its turn has come, unless it has heard.
@@ -75,7 +181,7 @@ class TicketQueue:
         comes, and whoever leaves one comes here.
         """
         while (first := self._first_untold()) is not None:
-            if not self._admission.acquire(blocking=False):
+            if self._is_admitting() or not self._admission.acquire(blocking=False):
                 return  # who is at it looks once more
             try:
                 first.begin_turn()
@@ -83,9 +189,19 @@ class TicketQueue:
                 self._admission.release()
 
     def _first_untold(self) -> "Ticket | None":
-        with self._lock:
-            first = next(iter(self._places), None)
-        return None if first is None or first.turn.is_set() else first
+        while True:
+            try:
+                first = next(iter(self._places), None)
+            except RuntimeError:  # changed in between
+                continue
+            return None if first is None or first.turn.is_set else first
+
+    def _copy(self) -> list["Ticket"]:
+        while True:
+            try:
+                return list(self._places)
+            except RuntimeError:  # as above
+                continue
 
 
 class Ticket:
@@ -95,6 +211,7 @@ class Ticket:
 
     Attributes:
         turn: set when all that were taken before have been left.
+        owner: the thread that leaves it; 0 while that is not settled.
     """
 
     def __init__(self, order: TicketQueue, on_turn: Callable[[], object] | None = None) -> None:
@@ -107,7 +224,8 @@ class Ticket:
         """
         self._order = order
         self._on_turn = on_turn
-        self.turn = threading.Event()
+        self.turn = Signal()
+        self.owner = 0
 
     def take(self) -> None:
         """Queue behind all places that were taken before."""
@@ -120,7 +238,15 @@ class Ticket:
         self.turn.set()
 
     def enter(self, seconds: float) -> bool:
-        """Wait so long for its turn; returns whether it has come."""
+        """Wait so long for its turn; returns whether it has come.
+
+        Raises:
+            UsageError: a handler waits for a place that its own thread has.
+        """
+        if self.turn.is_set:
+            return True
+        if self._order.is_held_up(self):
+            raise UsageError(interrupted("a call that comes first"))
         return self.turn.wait(seconds)
 
     def leave(self) -> None:
@@ -128,6 +254,7 @@ class Ticket:
         self._order.remove(self)
 
     def __enter__(self) -> Self:
+        self.owner = threading.get_ident()
         return self
 
     def __exit__(
@@ -197,7 +324,7 @@ class ThreadPool:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = guard()
         self._idle = 0
         self.under_way = 0
         self._is_closed = False
@@ -215,11 +342,11 @@ class ThreadPool:
             RuntimeError: this process can start no more threads.
         """
         with self._lock:
-            has_idle = self._idle > 0
-            if not has_idle:
+            if self._idle > 0:
+                self._idle -= 1
+            else:
                 # First: what can't be done must not be begun.
                 _Worker(self, self.run, "objcomm-pool").start()
-            self._idle -= has_idle
             self.under_way += not self._is_given_up
         self._jobs.put(job)
 
@@ -270,7 +397,7 @@ class SerialQueue:
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
-        self._lock = threading.Lock()
+        self._lock = guard()
         self._jobs: deque[Callable[[], None]] = deque()
         self._has_thread = False
 
@@ -284,12 +411,13 @@ class SerialQueue:
             self._jobs.append(job)
             if self._has_thread:
                 return
+            self._has_thread = True  # before: what a handler submits meanwhile needs no second one
             try:
                 self._pool.submit(self._run)
             except BaseException:
+                self._has_thread = False
                 self._jobs.remove(job)
                 raise
-            self._has_thread = True
 
     def _run(self) -> None:
         while True:
@@ -317,7 +445,7 @@ class Apart:
     def __init__(self) -> None:
         self._pool = ThreadPool()
         self._lock = threading.RLock()  # what the collector finds at any step may abandon it
-        self._callers: set[threading.Event] = set()
+        self._callers: set[Signal] = set()
         self._is_abandoned = False
 
     def do(self, job: Callable[[], None]) -> None:
@@ -327,7 +455,7 @@ class Apart:
             AbandonedError: it was given up, before or meanwhile, and has not ended since.
         """
         ended: Future[None] = Future()
-        is_woken = threading.Event()
+        is_woken = Signal()
         run = partial(_run, job, ended, is_woken)
         with self._lock:
             self._callers.add(is_woken)
@@ -361,7 +489,7 @@ class Apart:
             each.set()
 
 
-def _run(job: Callable[[], None], ended: Future[None], is_woken: threading.Event) -> None:
+def _run(job: Callable[[], None], ended: Future[None], is_woken: Signal) -> None:
     try:
         carried_out(job, ended)
     finally:
@@ -383,7 +511,7 @@ class SerialExecutor:
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(guard())
         self._thread: threading.Thread | None = None
         self._is_busy = False
 
@@ -405,9 +533,13 @@ class SerialExecutor:
         """
         with self._changed:
             if self._thread is None:
-                thread = _Worker(self, self._run, self._name)
-                thread.start()
-                self._thread = thread
+                # Before it starts: what a handler submits meanwhile needs no second one.
+                self._thread = _Worker(self, self._run, self._name)
+                try:
+                    self._thread.start()
+                except BaseException:
+                    self._thread = None
+                    raise
             self._jobs.append(job)
             self._changed.notify_all()
 
@@ -421,7 +553,8 @@ class SerialExecutor:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                if not self._changed.wait_for(lambda: bool(self._jobs), _LINGER_SECONDS):
+                is_idle = not self._changed.wait_for(lambda: bool(self._jobs), _LINGER_SECONDS)
+                if is_idle and not self._jobs:  # nor has a destructor brought one since
                     self._thread = None
                     return
                 self._is_busy = True  # before the queue is empty: nobody may take it for idle
@@ -451,18 +584,13 @@ class Alarm:
     """Something to be done at a certain time.
 
     Attributes:
-        at: when, in seconds of ``time.monotonic``.
         ring: does it; None where it is not wanted any more.
     """
 
-    __slots__ = ("at", "ring")
+    __slots__ = ("ring",)
 
-    def __init__(self, at: float, ring: Callable[[], object]) -> None:
-        self.at = at
+    def __init__(self, ring: Callable[[], object]) -> None:
         self.ring: Callable[[], object] | None = ring
-
-    def __lt__(self, other: "Alarm") -> bool:
-        return self.at < other.at
 
 
 class AlarmClock:
@@ -470,8 +598,10 @@ class AlarmClock:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()
-        self._alarms: list[Alarm] = []
+        self._changed = threading.Condition(guard())
+        # Numbers tell two of one time apart, so that no Python code runs while the heap is sifted.
+        self._alarms: list[tuple[float, int, Alarm]] = []
+        self._numbers = itertools.count()
         self._unwanted = 0
         self._thread: threading.Thread | None = None
 
@@ -481,14 +611,19 @@ class AlarmClock:
         Raises:
             RuntimeError: this process can start no more threads.
         """
-        alarm = Alarm(time.monotonic() + seconds, ring)
+        alarm = Alarm(ring)
+        due = time.monotonic() + seconds, next(self._numbers), alarm
         with self._changed:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread
-            heapq.heappush(self._alarms, alarm)
-            if self._alarms[0] is alarm:
+                # As of ``SerialExecutor``.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    self._thread.start()
+                except BaseException:
+                    self._thread = None
+                    raise
+            heapq.heappush(self._alarms, due)
+            if self._alarms[0] is due:
                 self._changed.notify_all()
         return alarm
 
@@ -498,22 +633,25 @@ class AlarmClock:
             self._unwanted += alarm.ring is not None
             alarm.ring = None
             if 2 * self._unwanted > len(self._alarms):
-                self._alarms = [each for each in self._alarms if each.ring is not None]
-                heapq.heapify(self._alarms)
-                self._unwanted = 0
+                # What a handler sets meanwhile is in the new list.
+                before, self._alarms, self._unwanted = self._alarms, [], 0
+                for each in before:
+                    if each[-1].ring is not None:
+                        heapq.heappush(self._alarms, each)
                 self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: bool(self._alarms), _LINGER_SECONDS):
+                is_idle = not self._changed.wait_for(lambda: bool(self._alarms), _LINGER_SECONDS)
+                if is_idle and not self._alarms:  # as of ``SerialExecutor``
                     self._thread = None
                     return
-                seconds = self._alarms[0].at - time.monotonic()
+                seconds = self._alarms[0][0] - time.monotonic()
                 if seconds > 0:
                     self._changed.wait(seconds)
                     continue
-                alarm = heapq.heappop(self._alarms)
+                _, _, alarm = heapq.heappop(self._alarms)
                 ring, alarm.ring = alarm.ring, None
                 self._unwanted -= ring is None
             if ring is not None:

@@ -11,6 +11,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from objcomm._observe.tracing import keep_eager
+from objcomm._transport.threads import Alone
 
 Function = Callable[..., Any]
 
@@ -42,13 +43,14 @@ class Switch:
         self._serves = serves
         names = {each: list(inspect.signature(each).parameters) for each in functions.values()}
         self._options = {each: (set(known), known.index("group")) for each, known in names.items()}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._change = Alone("a patch")
         self._holders: set[object] = set()
         self._places: list[_Place] = []
 
     def hold(self, holder: object) -> None:
         """Put the functions in their places, if they are not there."""
-        with self._lock:
+        with self._lock, self._change:
             self._holders.add(holder)
             if not self._places:
                 self._places = self._all_places()
@@ -60,7 +62,7 @@ class Switch:
 
         Where something else stands by now it stays; what it calls of ours acts as the original.
         """
-        with self._lock:
+        with self._lock, self._change:
             self._holders.discard(holder)
             if self._holders:
                 return

@@ -284,6 +284,9 @@ class MemoryLink:
         """See ``Connections``."""
         return [peer for peer in self._others() if self._wires.ended_by(self.rank, peer) == peer]
 
+    def is_interrupted(self) -> bool:
+        return False
+
     def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # what was sent has come
         """See ``Connections``."""
         return False
