@@ -143,17 +143,13 @@ class Channel:
         """
         mesh = self._mesh
         if mesh is None or mesh.verdict is not None or self._owed:
+            if mesh is not None:  # one that has ended, and a call on it perhaps has not
+                _refuse_inside(operation, mesh.lanes.get(lane_name))
             mesh = self._settled(operation, raises_later=raises_later)
         lane = mesh.lanes.get(lane_name)
         if order is not None:
             return mesh, lane or self._taken(operation, mesh, lane_name, order)
-        caller = "" if lane is None else lane.caller
-        if caller:
-            raise UsageError(
-                f"{operation}: a callback of {caller}, or a signal's handler or a destructor that "
-                "has interrupted it, cannot use the group that waits for it; communicate before or "
-                "after that call"
-            )
+        _refuse_inside(operation, lane)
         if lane is None or lane.owner is not threading.current_thread():
             lane = self._taken(operation, mesh, lane_name)
         return mesh, lane
@@ -296,6 +292,21 @@ class Channel:
                 raise UsageError(f"lanes {other.name!r} and {name!r} collide; rename one of them")
         mesh.lanes[name] = Lane(name, number, thread, order)
         return mesh.lanes[name]
+
+
+def _refuse_inside(operation: str, lane: Lane | None) -> None:
+    """Refuse a call of a thread that is in another one on the same lane.
+
+    Raises:
+        UsageError: it is.
+    """
+    caller = "" if lane is None else lane.caller
+    if caller:
+        raise UsageError(
+            f"{operation}: a callback of {caller}, or a signal's handler or a destructor that has "
+            "interrupted it, cannot use the group that waits for it; communicate before or after "
+            "that call"
+        )
 
 
 def say_farewell(channels: Iterable[Channel]) -> None:

@@ -2,15 +2,15 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 import objcomm
 from objcomm import UsageError
 from tests.cases import case
+from tests.group.any_call import called
 from tests.group.helpers import assert_group_works
 from tests.public_names import FUNCTIONS
 from tests.ranks import ranks
@@ -50,34 +50,6 @@ WRONG: dict[str, list[Any]] = {
     "timeout": ["30s", math.nan, -1.0, True],
     "works": [3, [3]],
 }
-#: What the parameters without a default get meanwhile.
-RIGHT: dict[str, Any] = {
-    "color": 0,
-    "communication_object": 1,
-    "dataset": [1],
-    "flag": True,
-    "fn": int,
-    "fn1": int,
-    "fn2": sum,
-    "func": int,
-    "function": None,  # without one the decorators return one that takes it
-    "message": "x",
-    "metrics": {"loss": 0.5},
-    "model": torch.nn.Linear(1, 1),
-    "nproc": 1,
-    "obj": 1,
-    "buffers": [torch.zeros(1)],
-    "objs": [1],
-    "op": "sum",
-    "params": [torch.zeros(1)],
-    "ranks": [0],
-    "step": 0,
-    "tensors": [torch.zeros(1)],
-    "tensor": objcomm.to_tensor(1),
-    "value": 1,
-    "works": [],
-    "writer": None,
-}
 ELSEWHERE = {
     "init": "a world of one has nothing to choose: tests/unit/test_backends.py, test_start.py",
     "codecs.register_codec": "its codec= is no name; see below",
@@ -86,7 +58,6 @@ ELSEWHERE = {
 ANSWERS = {"is_main", "rank", "rank_prefixed_message", "world_size"}
 #: How a function is called that is another's name.
 IS = {"ddp_broadcast": "broadcast"}
-_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def _wrong_arguments() -> Iterator[tuple[str, str, Any]]:
@@ -99,35 +70,12 @@ def _wrong_arguments() -> Iterator[tuple[str, str, Any]]:
 WRONG_ARGUMENTS = list(_wrong_arguments())
 
 
-def _call(name: str, argument: str, given: Any) -> object:
-    """Make a call in which all is right but one argument."""
-    function: Callable[..., Any] = FUNCTIONS[name]
-    positional, named = [], {}
-    for parameter in inspect.signature(function).parameters.values():
-        value = given if parameter.name == argument else RIGHT.get(parameter.name)
-        if parameter.name == argument or parameter.default is inspect.Parameter.empty:
-            if parameter.kind not in _NAMED:
-                continue
-            if name == "launch" and parameter.default is inspect.Parameter.empty:
-                positional.append(value)  # its *args would take what is left out
-            else:
-                named[parameter.name] = value
-    returned = function(*positional, **named)
-    if inspect.isgenerator(returned):
-        return list(returned)
-    if hasattr(returned, "__enter__"):
-        with returned:
-            return None
-    is_decorator = name in {"main_process_only", "once_per_node"}
-    return returned(int)() if is_decorator else returned
-
-
 def _check_all() -> None:
     for name, argument, given in WRONG_ARGUMENTS:
         call = name.rpartition(".")[2]
         with case(name, argument, given):
             with pytest.raises(UsageError) as caught:
-                _call(name, argument, given)
+                called(name, argument, given)
             told = str(caught.value)
             assert told.startswith(f"{IS.get(call, call)}: ")
             assert argument in told

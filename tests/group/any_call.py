@@ -1,0 +1,63 @@
+"""Any public function, called with arguments that it accepts."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import objcomm
+from tests.public_names import FUNCTIONS
+
+#: What the parameters without a default get.
+RIGHT: dict[str, Any] = {
+    "color": 0,
+    "communication_object": 1,
+    "dataset": [1],
+    "flag": True,
+    "fn": int,
+    "fn1": int,
+    "fn2": sum,
+    "func": int,
+    "function": None,  # without one the decorators return one that takes it
+    "message": "x",
+    "metrics": {"loss": 0.5},
+    "model": torch.nn.Linear(1, 1),
+    "nproc": 1,
+    "obj": 1,
+    "buffers": [torch.zeros(1)],
+    "objs": [1],
+    "op": "sum",
+    "params": [torch.zeros(1)],
+    "ranks": [0],
+    "step": 0,
+    "tensors": [torch.zeros(1)],
+    "tensor": objcomm.to_tensor(1),
+    "value": 1,
+    "works": [],
+    "writer": None,
+}
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+def called(name: str, argument: str = "", given: Any = None) -> object:
+    """Make a call in which all is right but one argument, if that is given."""
+    function: Callable[..., Any] = FUNCTIONS[name]
+    positional, named = [], {}
+    for parameter in inspect.signature(function).parameters.values():
+        value = given if parameter.name == argument else RIGHT.get(parameter.name)
+        if parameter.name == argument or parameter.default is inspect.Parameter.empty:
+            if parameter.kind not in _NAMED:
+                continue
+            if name == "launch" and parameter.default is inspect.Parameter.empty:
+                positional.append(value)  # its *args would take what is left out
+            else:
+                named[parameter.name] = value
+    returned = function(*positional, **named)
+    if inspect.isgenerator(returned):
+        return list(returned)
+    if hasattr(returned, "__enter__"):
+        with returned:
+            return None
+    is_decorator = name in {"main_process_only", "once_per_node"}
+    return returned(int)() if is_decorator else returned

@@ -1,0 +1,220 @@
+"""Calls from a signal's handler that has interrupted another call on its own thread."""
+
+import contextlib
+import functools
+import itertools
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import objcomm
+from objcomm import UsageError
+from objcomm._calls.group import resolve
+from tests.group.any_call import called
+from tests.group.helpers import assert_group_works
+from tests.group.operations import MESSAGES, OPERATIONS
+from tests.public_names import FUNCTIONS
+from tests.ranks import ranks
+
+_TICK_S = 0.002
+#: These begin or end the world.
+_NO_CALLS = {"init", "launch", "shutdown"}
+#: These make no traffic, and always work.
+LOCAL = {
+    "exporters.stats_to_prometheus",
+    "from_tensor",
+    "is_initialized",
+    "is_main",
+    "rank",
+    "rank_prefixed_message",
+    "recorder.dump",
+    "stats",
+    "to_tensor",
+    "world_size",
+}
+#: These are from rank to rank: what they wait for need not come.
+_P2P = {
+    *("improbe", "iprobe", "irecv", "isend", "issend", "mprobe", "probe", "recv", "send"),
+    *("sendrecv", "ssend"),
+}
+#: These act on what they are given only, or make a decorator.
+_ELSE = {
+    *("as_completed", "check", "codecs.register_codec", "exporters.stats_to_tensorboard"),
+    *("is_main", "loader", "main_process_only", "once_per_node", "register", "reset_stats"),
+    *("models.wrap", "new_group", "wait_all"),
+}
+COLLECTIVE = sorted(set(FUNCTIONS) - _NO_CALLS - LOCAL - _P2P - _ELSE)
+
+
+class Handler:
+    """Makes one public call after another, each time that it is called.
+
+    Attributes:
+        outcomes: how often each has worked, or was refused.
+        sent: messages sent to the next rank.
+        errors: of calls that neither worked nor were refused.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.sent = 0
+        self.errors: list[str] = []
+        self._is_busy = False
+        self._names = itertools.cycle([*sorted({*LOCAL, *_P2P, *COLLECTIVE}), "lane"])
+
+    def __call__(self, *_: object) -> None:
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            self._call(next(self._names))
+        except Exception as error:  # noqa: BLE001  # not in the call that was interrupted
+            self.errors.append("".join(traceback.format_exception(error)))
+        finally:
+            self._is_busy = False
+
+    def _call(self, name: str) -> None:
+        if name in LOCAL:
+            called(name)
+            self.outcomes[name, "works"] += 1
+            return
+        is_alone = objcomm.world_size() == 1
+        if name in COLLECTIVE and not is_alone and not is_in_call():
+            return  # the other ranks make no such call
+        try:
+            if name in _P2P:
+                self._message(name)
+            elif name == "lane":
+                with objcomm.lane("of the handler"):
+                    objcomm.iprobe()
+            else:
+                called(name)
+        except UsageError:
+            self.outcomes[name, "is refused"] += 1
+        else:
+            self.outcomes[name, "works"] += 1
+            assert is_alone or name not in COLLECTIVE, name
+
+    def _message(self, name: str) -> None:
+        rank, size = objcomm.rank(), objcomm.world_size()
+        if name in {"isend", "send"} and size > 1:
+            getattr(objcomm, name)(self.sent, (rank + 1) % size, tag=77)
+            self.sent += 1
+        elif name in {"irecv", "issend"}:
+            received = objcomm.irecv(rank, tag=78)
+            try:
+                objcomm.isend(name, rank, tag=78).wait()
+            except UsageError:
+                assert received.cancel()
+                raise
+            assert received.wait() == name
+        elif name == "iprobe":
+            objcomm.iprobe(tag=79)
+        else:
+            objcomm.isend(name, rank, tag=78).wait()
+            found = objcomm.mprobe(rank, tag=78) if "probe" in name else None
+            assert (objcomm.recv(rank, tag=78) if found is None else found.recv()) == name
+
+
+def is_in_call() -> bool:
+    """Whether this thread is in a collective call on the world, which has its number."""
+    mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nobody else knows
+    return mesh is not None and "" in mesh.lanes and bool(mesh.lanes[""].caller)
+
+
+@contextlib.contextmanager
+def ringing(handler: Callable[..., None]) -> Iterator[None]:
+    """A block in which a handler is called every 2 ms."""
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def at_some_lines(handler: Callable[[], None], every: int) -> Iterator[None]:
+    """A block in which a handler is called before some lines of this package, on this thread."""
+    count = itertools.count()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_globals.get("__name__", "").startswith("objcomm."):
+            return None
+        if event == "line" and next(count) % every == 0:
+            sys.settrace(None)
+            try:
+                handler()
+            finally:
+                sys.settrace(trace)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """What is interrupted."""
+    found = {name: lambda call=call: call("x" * 100) for name, call in OPERATIONS.items()}
+    large = "x" * 300_000
+    found["large all_gather"] = lambda: objcomm.all_gather(large)
+    found["confirmed"] = lambda: objcomm.all_gather(1, confirm=True)
+    found["asynchronous"] = lambda: objcomm.all_gather(1, async_op=True).wait()
+    found |= {name: lambda call=call: call(large[:70_000]) for name, call in MESSAGES.items()}
+    for name in ("gather_scalar", "all_gather_scalar"):
+        found[name] = lambda call=OPERATIONS[name]: call(1.0)
+    return found
+
+
+def assert_all_is_well(handler: Handler) -> None:
+    """Nothing is left over, and what the handlers sent has come."""
+    assert not handler.errors, handler.errors[0]
+    rank, size = objcomm.rank(), objcomm.world_size()
+    counts = objcomm.all_gather(handler.sent)
+    got = [objcomm.recv((rank - 1) % size, tag=77) for _ in range(counts[(rank - 1) % size])]
+    assert got == list(range(len(got)))
+    assert_group_works()
+    objcomm.sendrecv(1, (rank + 1) % size, (rank - 1) % size)
+
+
+def interrupt_all(handler: Handler, turns: int, ring: Callable[..., Any]) -> None:
+    assert_group_works()
+    size, rank = objcomm.world_size(), objcomm.rank()
+    objcomm.sendrecv(1, (rank + 1) % size, (rank - 1) % size)
+    for call in calls().values():
+        with ring(handler):
+            for _ in range(turns):
+                call()
+    assert_all_is_well(handler)
+
+
+@ranks(1, 2, disposable=True)
+def test_a_handler_may_call_anything_and_never_waits_for_what_it_has_interrupted() -> None:
+    interrupt_all(Handler(), 50, ringing)
+
+
+@pytest.mark.long
+@ranks(1, 2, 3, disposable=True, deadline=600)
+def test_so_it_may_for_long() -> None:
+    interrupt_all(Handler(), 2000, ringing)
+
+
+@ranks(1, 2, disposable=True)
+def test_a_handler_may_come_before_any_line() -> None:
+    interrupt_all(Handler(), 3, functools.partial(at_some_lines, every=37))
+
+
+@pytest.mark.long
+@ranks(1, 2, disposable=True, deadline=600)
+@pytest.mark.parametrize("every", [7, 11, 13, 17, 19, 23])
+def test_so_it_may_before_each(every: int) -> None:
+    interrupt_all(Handler(), 20, functools.partial(at_some_lines, every=every))
