@@ -9,6 +9,7 @@ import hashlib
 import operator
 import os
 import pkgutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -175,29 +176,39 @@ def settings_with(
     )
 
 
-class using:  # noqa: N801  # as ``configure``; a generator would cost four times as much
-    """Let ``settings()`` be ``chosen`` for a ``with`` block; sets nothing where they are.
+class _Decoding(threading.local):
+    """The options of the call whose message this thread decodes."""
 
-    Python 3.11 may run the collector inside of ``ContextVar.set``, and a destructor that it finds
-    may make a call that sets a variable, too. Then one of the two is lost, ``reset`` may raise
-    LookupError, or memory is read that was freed. So no call sets one unless its own arguments ask
-    for that, and what was set is set back, not reset by a token.
+    settings: Settings | None = None
+
+
+_decoding = _Decoding()
+
+
+def decoding_settings() -> Settings:
+    """The options that hold for what is decoded here."""
+    return _decoding.settings or settings()
+
+
+class using:  # noqa: N801  # as ``configure``; a generator would cost four times as much
+    """Let ``decoding_settings()`` be ``chosen`` for a ``with`` block.
+
+    Not by a ContextVar. Python 3.11 may run the collector inside of ``ContextVar.set``, and a
+    destructor that it finds may make a call that sets a variable, too. Then one of the two is lost,
+    ``reset`` raises LookupError, or memory is read that was freed. So no call sets one; what the
+    user's own blocks have set they set back, and do not reset by a token.
     """
 
-    __slots__ = ("_before", "_chosen", "_is_set")
+    __slots__ = ("_before", "_chosen")
 
     def __init__(self, chosen: Settings) -> None:
         self._chosen = chosen
 
     def __enter__(self) -> None:
-        self._is_set = settings() is not self._chosen
-        if self._is_set:
-            self._before = _own.get()
-            _own.set(self._chosen)
+        self._before, _decoding.settings = _decoding.settings, self._chosen
 
     def __exit__(self, *raised: object) -> None:
-        if self._is_set:
-            _own.set(self._before)
+        _decoding.settings = self._before
 
 
 class configure:  # noqa: N801  # used as a function and as a context

@@ -100,6 +100,10 @@ class ModelLink:
     def move(self) -> None:
         """It moves by itself."""
 
+    def is_interrupted(self) -> bool:
+        """See ``Link``."""
+        return False
+
     def is_flowing(self) -> bool:
         """See ``Link``."""
         return True

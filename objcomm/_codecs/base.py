@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from objcomm._codecs.buffers import Buffer, duplicate
-from objcomm._config import settings
+from objcomm._config import decoding_settings
 from objcomm.errors import DecodeError, EncodeError, UsageError, name_of, not_accepted, text_of
 
 #: Members of this size or more leave a codec's bytes and become buffers.
@@ -175,7 +175,7 @@ def decode(
     Raises:
         DecodeError: this process has no such codec, or does not accept it, or it failed.
     """
-    accepted = settings().accept
+    accepted = decoding_settings().accept
     if accepted is not None and name not in accepted:
         raise not_accepted(name, accepted)
     codec = _registry.get(name)

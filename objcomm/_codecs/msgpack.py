@@ -17,7 +17,7 @@ from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
 from objcomm._codecs.buffers import Buffer, BufferKind, view
 from objcomm._codecs.nesting import Budget, Spread, check_nesting, weight_of
 from objcomm._codecs.types import BUILTIN_ERRORS, CONSTRUCTORS, LOWER, classes, raise_exception
-from objcomm._config import settings
+from objcomm._config import decoding_settings, settings
 from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, name_of, shown, text_of
 
 _NAME = "msgpack"
@@ -220,7 +220,7 @@ class _Decoder:
         self._heads = 0  # extensions that no list has begun with yet
 
     def decode(self) -> Any:
-        check_nesting(self._meta, settings().max_depth, _DESCRIPTION_DEPTH)
+        check_nesting(self._meta, decoding_settings().max_depth, _DESCRIPTION_DEPTH)
         decoded = msgpack.unpackb(
             self._meta,
             unicode_errors=_TEXT_ERRORS,

@@ -27,7 +27,7 @@ import torch
 from objcomm._codecs import array_dtypes, restricted, tensors
 from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
 from objcomm._codecs.buffers import Buffer, BufferKind, duplicate, view
-from objcomm._config import settings
+from objcomm._config import decoding_settings
 from objcomm.errors import EncodeError, name_of, text_of
 
 _NAME = "pickle"
@@ -109,7 +109,7 @@ class PickleCodec:
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
         """Unpickle; an error of any ``__setstate__`` comes out as it is."""
-        in_force = settings()
+        in_force = decoding_settings()
         with tensors.landing(device):
             if in_force.allow is not None:
                 return restricted.loads(meta, buffers, in_force.allow, in_force.max_depth)

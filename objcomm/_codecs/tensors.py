@@ -84,6 +84,7 @@ class landing:  # noqa: N801  # used as a function, like contextlib's
     def __exit__(self, *raised: object) -> None:
         _decoding.landing = self._before
 
+
 #: By name, so that a stream can name nothing but a dtype.
 DTYPES = {
     str(value).removeprefix("torch."): value

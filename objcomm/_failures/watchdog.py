@@ -436,14 +436,15 @@ class _Watchdogs:
                 made = Watchdog(former)
             else:
                 made = Watchdog()
-            if self._watchdog is former:  # else a handler came first
-                self._watchdog = made
-                try:
-                    made.begin()
-                except BaseException:
-                    self._watchdog = former
-                    raise
-            return self._watchdog
+            if self._watchdog is not former:  # a handler came first
+                return self.watchdog()
+            self._watchdog = made
+            try:
+                made.begin()
+            except BaseException:
+                self._watchdog = former
+                raise
+            return made
 
     def board_thread(self, world: dist.ProcessGroup) -> BoardThread:
         watchdog = self.watchdog()

@@ -43,7 +43,7 @@ class Lane:
         entry: the call whose ranks wait for each other just now, if there is one.
         p2p_calls: the same where there is an order, and so may be many.
         past: its latest calls.
-        begun_at: the line of the call that its owner has begun and not left; empty if there is none.
+        begun_at: the line of the call that its owner has begun and not left; empty without one.
         runner: the thread that carries ``entry`` out, as a number; its owner, or the line's.
         waiter: the thread that waits for a call which the line carries out; 0 if none does.
         line: carries out asynchronous calls, if there ever was one.

@@ -189,7 +189,7 @@ class Link(Protocol):
         """
 
     def is_interrupted(self) -> bool:
-        """Whether a signal's handler asks, or a destructor, that has interrupted a step of the link.
+        """Whether a handler or a destructor asks that has interrupted a step of the link.
 
         It can begin no transfer, and wait for none, before that goes on.
         """

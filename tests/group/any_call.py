@@ -1,13 +1,18 @@
 """Any public function, called with arguments that it accepts."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import objcomm
 from tests.public_names import FUNCTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: What the parameters without a default get.
 RIGHT: dict[str, Any] = {

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+
 import objcomm
 from objcomm import UsageError
 from objcomm._calls.group import resolve
@@ -164,14 +165,15 @@ def at_some_lines(handler: Callable[[], None], every: int) -> Iterator[None]:
 
 def calls() -> dict[str, Callable[[], object]]:
     """What is interrupted."""
-    found = {name: lambda call=call: call("x" * 100) for name, call in OPERATIONS.items()}
     large = "x" * 300_000
+    found: dict[str, Callable[[], object]] = {
+        name: functools.partial(call, 1.0 if "scalar" in name else "x" * 100)
+        for name, call in OPERATIONS.items()
+    }
+    found |= {name: functools.partial(call, large[:70_000]) for name, call in MESSAGES.items()}
     found["large all_gather"] = lambda: objcomm.all_gather(large)
     found["confirmed"] = lambda: objcomm.all_gather(1, confirm=True)
     found["asynchronous"] = lambda: objcomm.all_gather(1, async_op=True).wait()
-    found |= {name: lambda call=call: call(large[:70_000]) for name, call in MESSAGES.items()}
-    for name in ("gather_scalar", "all_gather_scalar"):
-        found[name] = lambda call=OPERATIONS[name]: call(1.0)
     return found
 
 
