@@ -1,0 +1,1 @@
+"""One rank is killed at any place of any operation, while another one computes for long."""

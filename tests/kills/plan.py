@@ -1,0 +1,220 @@
+"""What is tried: which rank is killed where, in which operation, and who must hear of it.
+
+Declarations only: ``rank`` is one process of a trial, ``run`` carries it out and judges it.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
+
+import torch.distributed as dist
+
+import objcomm
+from tests.group.operations import FROM_ONE, OPERATIONS, TO_ONE
+
+Call = Callable[..., object]
+
+#: How long a rank that waits may take to hear of a death.
+PROMISE_SECONDS = 2.0
+#: Of a call, where nothing else is asked for: only what is never told of a death reaches it.
+FAR_SECONDS = 12.0
+
+#: Where the operation takes place: in the world, in a connected group that one more rank of the
+#: world is not in, or in such a group that has not been used before.
+WORLD, GROUP, FIRST_USE = "world", "group", "first-use"
+WHERE = [WORLD, GROUP, FIRST_USE]
+
+
+class Trial(NamedTuple):
+    """One kill.
+
+    Attributes:
+        operation: a name in `CALLS`.
+        size: ranks that take part in it.
+        victim: the one that is killed, as a rank of those.
+        busy: the one that computes until the others have raised, or for longer than was promised;
+            -1 where all call at once.
+        at: the Python call inside of the package at which the victim is killed, counted from the
+            beginning of its operation; 0 if it is killed before that.
+        all_threads: whether the calls of all of the victim's threads count.
+        where: one of `WHERE`.
+        is_over_gloo: whether objects go over Gloo.
+        limit: of the operation, in seconds.
+    """
+
+    operation: str
+    size: int = 3
+    victim: int = 2
+    busy: int = 1
+    at: int = 0
+    all_threads: bool = False
+    where: str = WORLD
+    is_over_gloo: bool = False
+    limit: float = FAR_SECONDS
+
+    @property
+    def survivors(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.victim]
+
+    @property
+    def waiting(self) -> list[int]:
+        """The survivors that make the call at once."""
+        return [rank for rank in self.survivors if rank != self.busy]
+
+    def must_hear(self, rank: int) -> bool:
+        """Whether a rank can't end the operation without the victim.
+
+        If it waits it raises, within the promised time, also while it waits for the busy one. It
+        may return where the victim is killed in its call and has sent all that this one needs. One
+        that need not hear may return, and hears in its next call.
+        """
+        return self.victim in needs(self.operation, rank, self.size)
+
+    @property
+    def world_size(self) -> int:
+        return self.size if self.where == WORLD else self.size + 1
+
+    def __str__(self) -> str:
+        return ",".join(
+            f"{name}={value}"
+            for name, value in self._asdict().items()
+            if value != self._field_defaults.get(name)
+        )
+
+    @classmethod
+    def parsed(cls, text: str) -> Self:
+        """The trial that `str` has written so."""
+        types: dict[str, Callable[[str], Any]] = {
+            "operation": str,
+            "where": str,
+            "limit": float,
+            "all_threads": "True".__eq__,
+            "is_over_gloo": "True".__eq__,
+        }
+        fields = dict(each.split("=") for each in text.split(","))
+        return cls(**{name: types.get(name, int)(value) for name, value in fields.items()})
+
+
+def _with_confirm(call: Call) -> Call:
+    return lambda obj, **options: call(obj, confirm=True, **options)
+
+
+def _async(call: Call) -> Call:
+    def wait(obj: Any, **options: Any) -> object:
+        work: Any = call(obj, async_op=True, **options)
+        return work.wait()
+
+    return wait
+
+
+def _split(_: Any, **options: Any) -> object:
+    return objcomm.split(0, **options)
+
+
+def _dup(_: Any, **options: Any) -> object:
+    return objcomm.dup(**options)
+
+
+def _node_group(_: Any, **options: Any) -> object:
+    return objcomm.node_group(**options)
+
+
+def _leaders(_: Any, **options: Any) -> object:
+    return objcomm.leaders(**options)
+
+
+def _new_group(_: Any, *, timeout: float, group: Any = None) -> object:
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return objcomm.new_group(ranks, timeout=timeout)
+
+
+def _main_first(_: Any, **options: Any) -> None:
+    with objcomm.main_first(**options):
+        pass
+
+
+def _fail_together(_: Any, **options: Any) -> None:
+    with objcomm.fail_together(**options):
+        pass
+
+
+def _run_on_main(obj: Any, **options: Any) -> object:
+    return objcomm.run_on_main(lambda: obj, **options)
+
+
+def _sync_metrics(_: Any, **options: Any) -> object:
+    return objcomm.metrics.average_metrics({"loss": 0.5}, 64, **options)
+
+
+_WITHOUT_CONFIRM = {"barrier", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast"}
+_OTHERS: dict[str, Call] = {
+    "split": _split,
+    "dup": _dup,
+    "node_group": _node_group,
+    "leaders": _leaders,
+    "new_group": _new_group,
+    "main_first": _main_first,
+    "fail_together": _fail_together,
+    "run_on_main": _run_on_main,
+    "agree": objcomm.agree,
+    "average_metrics": _sync_metrics,
+}
+CONFIRM, ASYNC = " with confirm", " async"
+
+#: Each takes an object, ``timeout=`` and ``group=``.
+CALLS: dict[str, Call] = {
+    **OPERATIONS,
+    **{
+        f"{name}{CONFIRM}": _with_confirm(call)
+        for name, call in OPERATIONS.items()
+        if name not in _WITHOUT_CONFIRM
+    },
+    **{f"{name}{ASYNC}": _async(call) for name, call in OPERATIONS.items()},
+    **_OTHERS,
+}
+
+
+def needs(operation: str, rank: int, size: int) -> set[int]:
+    """The other ranks without which a rank's part of an operation can't end, with default roots.
+
+    Of a small object: who gives one to a single other rank need not wait for it.
+    """
+    others = set(range(size)) - {rank}
+    name = operation.removesuffix(ASYNC)
+    if name in TO_ONE:
+        return others if rank == 0 else set()
+    if name in FROM_ONE or name == "run_on_main":
+        return {0} - {rank}
+    return others
+
+
+def before_their_calls(sizes: tuple[int, ...] = (3, 4)) -> Iterator[Trial]:
+    """Each operation, with each victim and each busy rank, where anybody has to hear of it."""
+    for operation in CALLS:
+        for size in sizes:
+            for victim in range(size):
+                for busy in range(size):
+                    trial = Trial(operation, size, victim, busy)
+                    if busy != victim and any(map(trial.must_hear, trial.waiting)):
+                        yield trial
+
+
+MOST_CALLS = 400
+
+
+def drawn(source: random.Random) -> Trial:
+    """Any kill at all."""
+    operation = source.choice(list(CALLS))
+    size = source.randint(2, 4)
+    victim = source.randrange(size)
+    others = [rank for rank in range(size) if rank != victim]
+    return Trial(
+        operation,
+        size,
+        victim,
+        busy=source.choice(others) if size > 2 and source.random() < 0.7 else -1,
+        at=source.choice([0, source.randint(1, 60), source.randint(1, MOST_CALLS)]),
+        all_threads=source.random() < 0.4,
+        where=WORLD if operation == "new_group" else source.choice(WHERE),
+        is_over_gloo=source.random() < 0.3,
+    )

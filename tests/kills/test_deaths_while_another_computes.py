@@ -1,0 +1,105 @@
+"""A rank dies before its call, and another one computes: whoever waits hears of the death."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+import objcomm
+from objcomm import TransportError, TransportTimeout
+from tests.group.helpers import error_in, hear, say, tell_all
+from tests.kills.plan import CALLS, FIRST_USE, GROUP, Trial, before_their_calls
+from tests.kills.run import carry_out
+from tests.ranks import ranks
+from tests.workers import here
+
+#: Each way to wait once, with the dead rank and the busy one at different places.
+CORE = [
+    Trial("barrier"),
+    Trial("all_gather", 4, victim=3, busy=1),
+    Trial("all_reduce", 4, victim=2, busy=1),
+    Trial("gather"),
+    Trial("all_to_all", victim=0, busy=1),
+    Trial("scan"),
+    Trial("reduce_scatter", 4, victim=3, busy=2),
+    Trial("broadcast with confirm"),
+    Trial("all_gather async"),
+    Trial("split"),
+    Trial("node_group", 4, victim=2, busy=3),
+    Trial("main_first"),
+    Trial("reduce_and_broadcast", victim=2, busy=0),
+    Trial("barrier", where=GROUP),
+    Trial("all_gather", where=FIRST_USE),
+    Trial("barrier", is_over_gloo=True),
+    Trial("all_gather", 4, victim=3, busy=1, is_over_gloo=True),
+]
+_WITHIN_ITS_LIMIT = [
+    Trial("barrier", limit=1.0),
+    Trial("barrier", limit=2.5),
+    Trial("all_gather", limit=1.0, is_over_gloo=True),
+]
+
+
+def _every_case() -> list[Trial]:
+    """The cross product, a part of it over Gloo and in other groups than the world."""
+    everywhere = list(before_their_calls())
+    over_gloo = [trial._replace(is_over_gloo=True) for trial in everywhere[::7]]
+    in_groups = [
+        trial._replace(where=(GROUP, FIRST_USE)[number % 2])
+        for number, trial in enumerate(everywhere[::5])
+        if trial.operation != "new_group"
+    ]
+    return [trial for trial in [*everywhere, *over_gloo, *in_groups] if trial not in CORE]
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("trial", CORE, ids=str)
+def test_all_that_wait_name_it_within_2_s_and_go_on_without_it(trial: Trial) -> None:
+    assert any(map(trial.must_hear, trial.waiting))
+    assert not carry_out(trial)
+
+
+@pytest.mark.long
+@pytest.mark.timed
+@pytest.mark.parametrize("operation", CALLS)
+def test_the_same_of_each_operation_with_any_two_ranks(operation: str) -> None:
+    """A test for each operation: some hundred trials of half a second."""
+    found = {
+        str(trial): told
+        for trial in _every_case()
+        if trial.operation == operation and (told := carry_out(trial))
+    }
+    assert not found
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("trial", _WITHIN_ITS_LIMIT, ids=str)
+def test_a_limit_that_passes_meanwhile_tells_of_the_death(trial: Trial) -> None:
+    """And does not say where the dead rank is."""
+    assert not carry_out(trial)
+
+
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.long)])
+@ranks(3, expect_dead={2})
+def test_a_survivor_that_has_heard_makes_a_group_and_is_no_desync(turn: int) -> None:
+    """Rank 1 hears of it in a message, and goes on; rank 0 still waits in the world for both."""
+    del turn
+    objcomm.barrier()
+    if here().rank == 1:
+        objcomm.send("met", 2)
+    elif here().rank == 2:
+        objcomm.recv(1)
+    tell_all("all have met", "")
+    if here().rank == 2:
+        hear("rank 0 calls")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if here().rank == 0:
+        say("rank 0 calls")
+        error = error_in(TransportError, lambda: objcomm.all_gather("x", timeout=20))
+    else:
+        error = error_in(TransportError, lambda: objcomm.recv(2, timeout=20))
+    assert not isinstance(error, TransportTimeout), error
+    assert error.peers == (2,)
+    group: Any = objcomm.new_group([0, 1], timeout=60)
+    assert objcomm.all_gather(here().rank, group=group) == [0, 1]
