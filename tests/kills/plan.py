@@ -3,6 +3,7 @@
 Declarations only: ``rank`` is one process of a trial, ``run`` carries it out and judges it.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
@@ -188,15 +189,25 @@ def needs(operation: str, rank: int, size: int) -> set[int]:
     return others
 
 
-def before_their_calls(sizes: tuple[int, ...] = (3, 4)) -> Iterator[Trial]:
-    """Each operation, with each victim and each busy rank, where anybody has to hear of it."""
-    for operation in CALLS:
-        for size in sizes:
-            for victim in range(size):
-                for busy in range(size):
-                    trial = Trial(operation, size, victim, busy)
-                    if busy != victim and any(map(trial.must_hear, trial.waiting)):
-                        yield trial
+def before_their_calls(operation: str) -> Iterator[Trial]:
+    """An operation with any two of three ranks, and with some of four, in other groups, over Gloo.
+
+    Where anybody has to hear of it.
+    """
+    place = list(CALLS).index(operation)
+    of_four = list(itertools.permutations(range(4), 2))
+    others = [
+        Trial(operation, 4, *of_four[place % len(of_four)]),
+        Trial(operation, 4, *of_four[(5 * place + 7) % len(of_four)]),
+        Trial(operation, 3, 2, 1, is_over_gloo=True),
+        Trial(operation, 4, *of_four[(7 * place + 3) % len(of_four)], is_over_gloo=True),
+    ]
+    if operation != "new_group":
+        others += [Trial(operation, where=where) for where in (GROUP, FIRST_USE)]
+    of_three = (Trial(operation, 3, *two) for two in itertools.permutations(range(3), 2))
+    for trial in (*of_three, *others):
+        if any(map(trial.must_hear, trial.waiting)):
+            yield trial
 
 
 MOST_CALLS = 400

@@ -101,7 +101,8 @@ class _Run:
             if now >= until:
                 self._answer(min(calling))  # which tells where that one is
             if not self._died_at and (now >= kill_at or self._has_returned):
-                os.kill(self._pid(victim), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid(victim), signal.SIGKILL)
             if self._died_at:
                 come_at = min(come_at, self._died_at + PROMISE_SECONDS + _BUSY_SECONDS)
             if coming and self._died_at and (not hearing or now >= come_at):
@@ -141,7 +142,14 @@ class _Run:
             self._seen[number].append(self._answer(number))
 
     def begin_anew(self) -> None:
-        """Have all survivors make a group of those that they know to be there."""
+        """Have all survivors make a group of those that they know to be there.
+
+        They would wait for each other in vain where one of them names others.
+        """
+        if any(
+            seen[-1].peers != (self._number(self._trial.victim),) for seen in self._seen.values()
+        ):
+            return
         for number in self._seen:
             self._pipes[number].send("begin_anew")
         for number in self._seen:

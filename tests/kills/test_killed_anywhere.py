@@ -46,4 +46,7 @@ def test_who_has_to_hear_of_a_death() -> None:
     assert needs("scatter", 0, 3) == set()
     assert needs("broadcast with confirm", 0, 3) == {1, 2}
     assert needs("barrier", 1, 3) == {0, 2}
-    assert not any(trial.busy == trial.victim for trial in before_their_calls())
+    for operation in CALLS:
+        trials = list(before_their_calls(operation))
+        assert trials
+        assert not any(trial.busy == trial.victim for trial in trials)
