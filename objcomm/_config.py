@@ -464,6 +464,16 @@ def seconds_of(operation: str, timeout: float | timedelta) -> float:
     return float(min(seconds, FOREVER_SECONDS))
 
 
+def check_name(name: object, operation: str) -> None:
+    """Refuse what can be no call's name.
+
+    Raises:
+        UsageError: it is not text.
+    """
+    if not isinstance(name, str):
+        raise UsageError(f"{operation}: name={name!r} must be a string")
+
+
 def whole_number(value: object) -> int | None:
     """A whole number, numpy's included; None for what is none, as a float or a bool is."""
     if isinstance(value, bool):

@@ -69,6 +69,7 @@ class Exchange(Transfers):
         gate: Gate,
         device: DevicePath,
         meter: Meter | None = None,
+        group: str = "",
     ) -> None:
         """Begin.
 
@@ -81,6 +82,7 @@ class Exchange(Transfers):
             device: see ``device.DevicePath``.
             meter: is told of the bytes that follow heads, as far as they go over ``link``; None if
                 nobody wants to know.
+            group: its name, for the log.
         """
         super().__init__(link, lane.number, entry, deadline, meter)
         self.header = entry.header
@@ -92,6 +94,7 @@ class Exchange(Transfers):
         self.rounds = 0
         self._lane = lane
         self.gate = gate
+        self._group = group
         self._head_tag = head_tag(lane.number)
         self._heads_left = 0  # of those sent, so many were not over at once
         self._heads_to: dict[int, int] = {}
@@ -220,7 +223,8 @@ class Exchange(Transfers):
         self.gate.check_call(mine, header, sender)
         # A name says which calls belong together. A header has the end of a long path only.
         if not mine.name and not mine.call_site.endswith(header.call_site):
-            check_lines(mine, header, must_agree=self.gate.settings.lines_must_agree)
+            must_agree = self.gate.settings.lines_must_agree
+            check_lines(mine, header, self._group, must_agree=must_agree)
         return self.adopt(raw, header, heads_max)
 
     def _open_unread(self, raw: bytearray, sender: int) -> Message:

@@ -26,6 +26,7 @@ from objcomm._config import (
     DeviceLike,
     GroupLike,
     Timeout,
+    check_name,
     parse_device,
     settings_with,
     using,
@@ -268,7 +269,7 @@ class Call:
         self.call_site = call_site()
         self.operation = called or operation_name(operation)
         if not isinstance(name, str):
-            raise UsageError(f"{self.operation}: name={name!r} must be a string")
+            check_name(name, self.operation)
         whole = resolve(group, self.operation)
         self.root = whole.root(self.operation, global_root, group_root, root_argument)
         self._coding = Coding(codec, device, accept, allow, self.operation)
@@ -355,6 +356,7 @@ class Call:
                 gate=Gate(self._coding.settings, mesh.session, self.rank),
                 device=path,
                 meter=self._bar,
+                group=mesh.name,
             )
             lane.sequence += 1
             lane.past.append(entry)

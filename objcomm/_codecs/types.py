@@ -30,6 +30,7 @@ import torch
 
 from objcomm._codecs import tensors
 from objcomm._codecs.array_dtypes import DIMENSIONS_MAX
+from objcomm._config import check_name
 from objcomm.errors import DecodeError, ForbiddenTypeError, UsageError, shown
 
 _NAME = "msgpack"
@@ -405,6 +406,8 @@ def register(
         return lambda decorated: register(decorated, encode=encode, decode=decode, name=name)
     if not isinstance(cls, type):
         raise UsageError(f"register: cls={cls!r} must be a class")
+    if name is not None:
+        check_name(name, "register")
     if (encode is None) != (decode is None):
         raise UsageError("register needs both encode= and decode=, or neither")
     if encode is None or decode is None:

@@ -19,7 +19,7 @@ from objcomm._algorithms import routes
 from objcomm._calls.call import Call
 from objcomm._calls.group import Group, resolve
 from objcomm._collectives.gather import all_gather_in
-from objcomm._config import GroupLike, Timeout, settings, whole_number
+from objcomm._config import GroupLike, Timeout, check_name, settings, whole_number
 from objcomm._environment import machine
 from objcomm._failures.watchdog import board_thread_of
 from objcomm._observe.log import log
@@ -250,6 +250,7 @@ def new_group(
     operation = Operation.NEW_GROUP
     whole = resolve(group, operation.name.lower())
     deadline = whole.deadline(operation.name.lower(), timeout)
+    check_name(name, operation.name.lower())
     members = _members(ranks, whole)
     if whole.rank not in members:
         return cast("dist.ProcessGroup", NOBODY)  # torch has no type for who is outside

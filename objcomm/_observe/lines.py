@@ -20,7 +20,7 @@ _known: set[frozenset[str]] = set()
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
-def check_lines(mine: Header, theirs: Header, *, must_agree: bool) -> None:
+def check_lines(mine: Header, theirs: Header, group: str, *, must_agree: bool) -> None:
     """Hold the line of another rank's call against that of this rank's; log each new pair once.
 
     Lines are the same if the name of the file and the number are: two ranks may run from different
@@ -33,6 +33,7 @@ def check_lines(mine: Header, theirs: Header, *, must_agree: bool) -> None:
     Args:
         mine: this rank's.
         theirs: of the same call.
+        group: its name, for the log.
         must_agree: whether other lines are an error.
 
     Raises:
@@ -55,6 +56,7 @@ def check_lines(mine: Header, theirs: Header, *, must_agree: bool) -> None:
         "too many. objcomm.configure(check='lines') makes this a DesyncError. This pair of lines "
         "is logged once.",
         *sorted((mine.position, theirs.position)),
+        extra={"group": group},
     )
 
 

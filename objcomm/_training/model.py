@@ -24,6 +24,7 @@ def broadcast_tensors(
     src: int | None = None,
     *,
     group_src: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> None:
@@ -39,6 +40,7 @@ def broadcast_tensors(
             may be among them. Two of them must not overlap in part.
         src: global rank whose tensors all get.
         group_src: the same as a rank within the group; give one. Neither: the group's first rank.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -66,11 +68,14 @@ def broadcast_tensors(
         lambda: [_bundle(Rule.SHARE, tensors)],
         group,
         timeout,
+        name=name,
         root=(src, group_src),
     )
 
 
-def average_tensors(tensors: Tensors, *, group: GroupLike = None, timeout: Timeout = None) -> None:
+def average_tensors(
+    tensors: Tensors, *, name: str = "", group: GroupLike = None, timeout: Timeout = None
+) -> None:
     """Replace tensors of every rank by their mean over the ranks, in place.
 
     Every rank of ``group`` must call this, as ``broadcast_tensors``. Means are taken in float64,
@@ -80,6 +85,7 @@ def average_tensors(tensors: Tensors, *, group: GroupLike = None, timeout: Timeo
 
     Args:
         tensors: as in ``broadcast_tensors``.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -94,12 +100,21 @@ def average_tensors(tensors: Tensors, *, group: GroupLike = None, timeout: Timeo
         tensor([1.5000, 2.0000])
     """
     _synchronise(
-        Operation.AVERAGE_TENSORS, lambda: [_bundle(Rule.AVERAGE, tensors)], group, timeout
+        Operation.AVERAGE_TENSORS,
+        lambda: [_bundle(Rule.AVERAGE, tensors)],
+        group,
+        timeout,
+        name=name,
     )
 
 
 def sync_buffers(
-    buffers: Tensors, *, average: bool = True, group: GroupLike = None, timeout: Timeout = None
+    buffers: Tensors,
+    *,
+    average: bool = True,
+    name: str = "",
+    group: GroupLike = None,
+    timeout: Timeout = None,
 ) -> None:
     """Make a model's buffers equal on every rank, in place.
 
@@ -110,6 +125,7 @@ def sync_buffers(
         buffers: as in ``broadcast_tensors``, such as ``model.named_buffers()``.
         average: whether those with fractions are averaged, as ``average_tensors`` does; if not,
             all become the group's first rank's, as in DistributedDataParallel.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -121,10 +137,14 @@ def sync_buffers(
         >>> objcomm.models.sync_buffers(torch.nn.BatchNorm1d(4).named_buffers())
     """
     rule = Rule.AVERAGE if average else Rule.SHARE
-    _synchronise(Operation.SYNC_BUFFERS, lambda: [_bundle(rule, buffers)], group, timeout)
+    _synchronise(
+        Operation.SYNC_BUFFERS, lambda: [_bundle(rule, buffers)], group, timeout, name=name
+    )
 
 
-def sync_gradients(params: Tensors, *, group: GroupLike = None, timeout: Timeout = None) -> None:
+def sync_gradients(
+    params: Tensors, *, name: str = "", group: GroupLike = None, timeout: Timeout = None
+) -> None:
     """Average parameters' gradients over the ranks, in place; to be called after ``backward``.
 
     Every rank of ``group`` must call this, with the same parameters in the same order. Gradients
@@ -138,6 +158,7 @@ def sync_gradients(params: Tensors, *, group: GroupLike = None, timeout: Timeout
     Args:
         params: parameters, or pairs of a name and a parameter, such as
             ``model.named_parameters()``; as in ``broadcast_tensors``.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -155,12 +176,12 @@ def sync_gradients(params: Tensors, *, group: GroupLike = None, timeout: Timeout
         >>> model.bias.grad
         tensor([3.])
     """
-    _synchronise(Operation.SYNC_GRADIENTS, lambda: [_gradients(params)], group, timeout)
+    _synchronise(Operation.SYNC_GRADIENTS, lambda: [_gradients(params)], group, timeout, name=name)
 
 
 @contextlib.contextmanager
 def eager_sync_gradients(
-    params: Tensors, *, group: GroupLike = None, timeout: Timeout = None
+    params: Tensors, *, name: str = "", group: GroupLike = None, timeout: Timeout = None
 ) -> Iterator[None]:
     """Run a block with any number of ``backward`` calls, then average the gradients.
 
@@ -171,6 +192,7 @@ def eager_sync_gradients(
 
     Args:
         params: as in ``sync_gradients``.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -188,10 +210,10 @@ def eager_sync_gradients(
         >>> model.bias.grad
         tensor([12.])
     """
-    with failing_together(Operation.EAGER_SYNC_GRADIENTS, group, timeout):
+    with failing_together(Operation.EAGER_SYNC_GRADIENTS, group, timeout, name=name):
         kept = _listed(params)  # an iterator may not outlive the block
         yield
-    sync_gradients(kept, group=group, timeout=timeout)
+    sync_gradients(kept, name=name, group=group, timeout=timeout)
 
 
 def sync_model(
@@ -199,6 +221,7 @@ def sync_model(
     *,
     sync_buffers: bool = True,
     average_buffers: bool = True,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> None:
@@ -211,6 +234,7 @@ def sync_model(
         model: whose.
         sync_buffers: whether buffers are synchronised.
         average_buffers: how, as ``average`` in ``sync_buffers``.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -229,7 +253,7 @@ def sync_model(
         buffers = model.named_buffers() if sync_buffers else ()
         return [_gradients(model.named_parameters()), _bundle(rule, buffers)]
 
-    _synchronise(Operation.SYNC_MODEL, bundles, group, timeout)
+    _synchronise(Operation.SYNC_MODEL, bundles, group, timeout, name=name)
 
 
 @contextlib.contextmanager
@@ -238,6 +262,7 @@ def eager_sync_model(
     *,
     sync_buffers: bool = True,
     average_buffers: bool = True,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> Iterator[None]:
@@ -250,6 +275,7 @@ def eager_sync_model(
         model: whose.
         sync_buffers: as in ``sync_model``.
         average_buffers: as in ``sync_model``.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -262,12 +288,13 @@ def eager_sync_model(
         >>> with objcomm.models.eager_sync_model(model):
         ...     model(torch.ones(3, 2)).sum().backward()
     """
-    with failing_together(Operation.EAGER_SYNC_MODEL, group, timeout):
+    with failing_together(Operation.EAGER_SYNC_MODEL, group, timeout, name=name):
         yield
     sync_model(
         model,
         sync_buffers=sync_buffers,
         average_buffers=average_buffers,
+        name=name,
         group=group,
         timeout=timeout,
     )
@@ -278,6 +305,7 @@ def broadcast_model(
     src: int | None = None,
     *,
     group_src: int | None = None,
+    name: str = "",
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> None:
@@ -290,6 +318,7 @@ def broadcast_model(
         model: whose.
         src: global rank whose model all get.
         group_src: the same as a rank within the group; give one. Neither: the group's first rank.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta; the group's own if None.
 
@@ -305,11 +334,18 @@ def broadcast_model(
         parts = (model.named_parameters(), model.named_buffers())
         return [_bundle(Rule.SHARE, part) for part in parts]
 
-    _synchronise(Operation.BROADCAST_MODEL, bundles, group, timeout, root=(src, group_src))
+    _synchronise(
+        Operation.BROADCAST_MODEL, bundles, group, timeout, name=name, root=(src, group_src)
+    )
 
 
 def wrap(
-    model: torch.nn.Module, *, group: GroupLike = None, timeout: Timeout = None, **options: Any
+    model: torch.nn.Module,
+    *,
+    name: str = "",
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    **options: Any,
 ) -> torch.nn.Module:
     """Put a model into ``torch.nn.parallel.DistributedDataParallel`` where there are other ranks.
 
@@ -319,6 +355,7 @@ def wrap(
 
     Args:
         model: on the CPU, or on one device.
+        name: of this call, as in ``objcomm.broadcast``.
         group: who takes part; None for the world.
         timeout: seconds or timedelta, for the comparison; the group's own if None.
         options: more keywords for DistributedDataParallel, such as ``find_unused_parameters``; not
@@ -353,7 +390,7 @@ def wrap(
         parts = (others, marked, model.named_buffers())
         return [_bundle(Rule.SHARE, part) for part in parts]
 
-    call = _synchronise(Operation.WRAP, bundles, group, timeout, moves=False)
+    call = _synchronise(Operation.WRAP, bundles, group, timeout, name=name, moves=False)
     if call.is_alone or not trained:
         return model
     devices = {parameter.device for parameter in model.parameters()}
@@ -372,6 +409,7 @@ def _synchronise(
     group: GroupLike,
     timeout: Timeout,
     *,
+    name: str,
     root: tuple[int | None, int | None] | None = None,
     moves: bool = True,
 ) -> Call:
@@ -379,6 +417,7 @@ def _synchronise(
     src, group_src = root or (None, None)
     with Call(
         operation,
+        name=name,
         group=group,
         timeout=timeout,
         codec="msgpack",

@@ -15,7 +15,7 @@ from objcomm._calls.group import resolve
 from objcomm._collectives.fail_together import failing_together
 from objcomm._collectives.gather import kept
 from objcomm._collectives.split import near_group
-from objcomm._config import GroupLike, Timeout
+from objcomm._config import GroupLike, Timeout, check_name
 from objcomm._observe.tracing import keep_eager
 from objcomm._wire.failure_message import failure_of, raise_together
 from objcomm._wire.header import Operation, Status
@@ -246,6 +246,7 @@ def _once(
     """This host's result, and the first rank of each host; none of them in a region."""
     whole = resolve(group, operation.name.lower())
     whole.deadline(operation.name.lower(), timeout)
+    check_name(name, operation.name.lower())
     if acts_alone(operation.name.lower(), whole.ranks, whole.rank):
         return produce(), frozenset()
     node = near_group(name=name, group=group, timeout=timeout)

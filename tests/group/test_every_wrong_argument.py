@@ -36,6 +36,7 @@ WRONG: dict[str, list[Any]] = {
     "klass": [3],
     "labels": [3],
     "missing": ["nope", 3, ["skip"]],
+    "name": [3],
     "nproc": [0, "2", True, 1.5],
     "op": ["nope", 3],
     "path": [3.5],
