@@ -63,7 +63,7 @@ NUMBERS = [
     (mailbox._KEPT_MAX_NBYTES >> 20, "point-to-point", "keeps up to {} MiB of one sender's"),  # noqa: SLF001  # likewise
     (FOREVER_SECONDS // 86400, "failures", "Longer limits than {:g} days, "),
     (FOREVER_SECONDS // 86400, "failures", "included, count as {:g} days."),
-    (header._NAME_MAX_NBYTES, "failures", "`name` the first {} bytes of a barrier's"),  # noqa: SLF001  # likewise
+    (header._NAME_MIN_NBYTES, "failures", "the beginning of the call's `name=`: {} bytes"),  # noqa: SLF001  # likewise
     (failure_message._TEXT_MAX_NBYTES, "failures", "of more than {} bytes is cut in the middle"),  # noqa: SLF001  # likewise
 ]
 

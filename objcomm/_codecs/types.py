@@ -402,12 +402,12 @@ def register(
         >>> objcomm.from_tensor(objcomm.to_tensor(Metrics(0.5, (2, 3)), codec="msgpack"))
         Metrics(loss=0.5, shape=(2, 3))
     """
+    if name is not None:
+        check_name(name, "register")
     if cls is None:
         return lambda decorated: register(decorated, encode=encode, decode=decode, name=name)
     if not isinstance(cls, type):
         raise UsageError(f"register: cls={cls!r} must be a class")
-    if name is not None:
-        check_name(name, "register")
     if (encode is None) != (decode is None):
         raise UsageError("register needs both encode= and decode=, or neither")
     if encode is None or decode is None:

@@ -316,16 +316,20 @@ def test_names_of_one_call_must_agree(operation: str) -> None:
 @ranks(2)
 def test_a_call_without_a_name_is_another_one() -> None:
     objcomm.barrier()
-    named = {"name": "x"} if here().rank == 0 else {}
-    error = _desync_in(lambda: objcomm.all_reduce(1, "sum", **named))
+    named: Options = {"name": "x"} if here().rank == 0 else {}
+    error = _desync_in(lambda: objcomm.all_gather(1, **named))
     assert [error.positions[rank].name for rank in (0, 1)] == ["x", ""]
-    # The name of an operator is none of a call.
-    callable_or_name: Any = max if here().rank == 0 else "max"
-    _desync_in(
-        lambda: objcomm.all_reduce(
-            1, callable_or_name, **({"name": "max"} if here().rank == 0 else {})
-        )
-    )
+    assert_group_works()
+
+
+@ranks(2)
+def test_the_name_of_an_operator_is_none_of_a_call() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        error = _desync_in(lambda: objcomm.all_reduce(1, max, name="max"))
+    else:
+        error = _desync_in(lambda: objcomm.all_reduce(1, "max"))
+    assert error.reason == "other names"
     assert_group_works()
 
 

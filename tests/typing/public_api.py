@@ -62,6 +62,33 @@ def collectives(config: Config, configs: list[Config]) -> None:
     objcomm.barrier("name", timeout=timedelta(seconds=3))
 
 
+def names(config: Config, configs: list[Config], *, async_op: bool) -> None:
+    """Every call takes one, and it changes no type."""
+    assert_type(objcomm.broadcast(config, name="a"), Config)
+    assert_type(objcomm.gather(config, name="a"), list[Config] | Any)
+    assert_type(objcomm.all_gather(config, name="a", async_op=True), objcomm.Work[list[Config]])
+    assert_type(objcomm.scatter(configs, name="a"), Config)
+    assert_type(objcomm.all_to_all(configs, name="a"), list[Config])
+    assert_type(objcomm.reduce_scatter(configs, Config.merge, name="a"), Config)
+    assert_type(objcomm.reduce(1, "mean", name="a"), float | Any)
+    assert_type(objcomm.all_reduce(config, Config.merge, name="a"), Config)
+    assert_type(objcomm.scan(config, Config.merge, name="a"), Config)
+    assert_type(objcomm.exscan(config, Config.merge, name="a"), Config | None)
+    assert_type(objcomm.agree(config, name="a"), Config)
+    assert_type(objcomm.shared_seed(name="a"), int)
+    assert_type(objcomm.gather_scalar(1, name="a"), list[int] | Any)
+    assert_type(
+        objcomm.metrics.all_gather_scalar(1, name="a", async_op=async_op),
+        list[int] | objcomm.Work[list[int]],
+    )
+    assert_type(objcomm.reduce_and_broadcast(lambda: 1, str, name="a"), str)
+    assert_type(objcomm.run_on_main(str, name="a"), str)
+    objcomm.barrier(name="a")
+    objcomm.configure(check="lines")
+    objcomm.broadcast(config, name=1)  # type: ignore[call-overload]  # wrong on purpose
+    objcomm.configure(check="line")  # type: ignore[arg-type]  # wrong on purpose
+
+
 def what_only_some_ranks_have(config: Config, rank: int) -> None:
     """None stands where a rank has nothing to give, or gets nothing, and is not in the type."""
     assert_type(objcomm.broadcast(config if rank == 0 else None), Config)
