@@ -84,7 +84,7 @@ class _Run:
         for pipe in self._pipes:
             pipe.send(self._store.port)
         for number in range(self._trial.world_size):
-            self._answer(number)
+            self._answer(number, PATIENCE_S)  # the first of a run waits for the fork server, too
 
     def kill(self) -> None:
         """Have all but the busy one call, and that one when the others have heard, or late."""
