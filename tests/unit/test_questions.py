@@ -83,7 +83,9 @@ class Rank:
             self.board.publish(self.where)
 
     def _board_thread(self) -> Any:
-        return SimpleNamespace(submit=lambda job: job(self.board), processes=Processes())
+        return SimpleNamespace(
+            submit=lambda job: job(self.board), processes=Processes(), forget=lambda _: None
+        )
 
     def expire(self) -> None:
         """Its limit passes."""
