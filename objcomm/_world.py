@@ -359,6 +359,11 @@ def create(
 _SETTERS = ("_set_default_timeout", "set_timeout")
 
 
+def has_gloo(group: Any) -> bool:
+    """Whether a process group uses Gloo, for any type of device."""
+    return str(dist.Backend.GLOO) in str(dist.get_backend_config(group))
+
+
 def is_alive(group: Any) -> bool:
     """Whether torch knows a process group: it was not destroyed."""
     try:

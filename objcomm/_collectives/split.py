@@ -18,16 +18,27 @@ import torch.distributed as dist
 from objcomm._algorithms import routes
 from objcomm._calls.call import Call
 from objcomm._calls.group import Group, resolve
+from objcomm._calls.work import DevicePlace
 from objcomm._collectives.gather import all_gather_in
 from objcomm._config import GroupLike, Timeout, check_name, settings, whole_number
 from objcomm._environment import machine
 from objcomm._failures.watchdog import board_thread_of
 from objcomm._observe.log import log
+from objcomm._transport.gloo import see_room_for
 from objcomm._transport.link import Deadline
+from objcomm._transport.threads import done_within
 from objcomm._wire.failure_message import line_of
-from objcomm._wire.header import Operation, Status, fingerprint
+from objcomm._wire.header import Operation, fingerprint
 from objcomm._wire.message import Message
-from objcomm._world import NOBODY, create, is_alive, is_initialized, process_group_of, store_of
+from objcomm._world import (
+    NOBODY,
+    create,
+    has_gloo,
+    is_alive,
+    is_initialized,
+    process_group_of,
+    store_of,
+)
 from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError, ranges_text
 
 #: Ranks of the parent, in the order of the group that they form.
@@ -35,6 +46,9 @@ Members: TypeAlias = tuple[int, ...]
 
 # All that travels here is plain data, and taken by ranks that refuse pickles, or all but pickles.
 _CODEC = "msgpack"
+
+# Torch may take so many times its limit before it is left behind: its own error says more.
+_LONGER = 1.2
 
 # A name is the same on all members and says for whom it is; only objcomm makes names like it.
 _NAME = "objcomm/{members:016x}/{fresh}"
@@ -511,24 +525,33 @@ def _connected(
     """
     made: list[Any] = []
 
+    def check_room(_: None) -> None:
+        if plan is not None:
+            see_room_for(len(plan[0]) if has_gloo(resolve(group).process_group) else 1)
+
     def check(_: None) -> None:
         if failed:
             raise failed.pop()  # from no variable: an error's traceback holds its frame
 
     failed: list[BaseException] = []
     # A rank may have had every word, and not all have had its own: connecting waits in C++, so it
-    # begins when all ranks are known to come.
+    # begins when all ranks are known to come, and to have room for it. It is part of this call, so
+    # that others are told where this rank is.
     with Call(
-        operation, name=name, group=group, timeout=deadline.seconds_left, must_agree="meet"
+        operation,
+        name=name,
+        group=group,
+        timeout=deadline.seconds_left,
+        codec=_CODEC,
+        accept=[_CODEC],
+        must_agree="meet",
     ) as call:
-        if not call.is_alone:
-            with call.traffic() as exchange:
-                routes.all_meet(exchange, call.announcement(Status.VALUE))
-    try:
-        if plan is not None:
-            made.append(_made(operation, plan, group, deadline))
-    except BaseException as error:  # noqa: BLE001  # raised in ``check``, which tells the others
-        failed.append(error)
+        all_gather_in(call, None, check=check_room)()
+        try:
+            if plan is not None:
+                made.append(_made(operation, plan, group, deadline))
+        except BaseException as error:  # noqa: BLE001  # raised in ``check``, which tells the others
+            failed.append(error)
     try:
         with Call(
             operation,
@@ -567,17 +590,25 @@ def _made(
     log.debug("%s makes group %r of ranks %s", operation.name.lower(), name, ranks)
     world = process_group_of(None)
     clients = board_thread_of(world).clients_of_groups
-    store = clients.take(store_of(world), settings().lost_after)
-    made = create(
-        parent.process_group,
-        name,
-        ranks,
-        # Who fails before the others give up can still tell them.
-        limit=timedelta(seconds=deadline.seconds_left / 2),
-        timeout=timedelta(seconds=parent.deadline("", None).seconds),
-        purpose=operation.name.lower(),
-        store=store,
-    )
-    if dist.get_backend(made) == dist.Backend.GLOO:  # another may meet later, and wait in it
-        clients.give_back(store)
-    return made
+    # A rank that fails before the others give up can still tell them.
+    limit = deadline.seconds_left / 2
+    place = DevicePlace()
+
+    def make() -> Any:
+        with place:
+            store = clients.take(store_of(world), settings().lost_after)
+            made = create(
+                parent.process_group,
+                name,
+                ranks,
+                limit=timedelta(seconds=limit),
+                timeout=timedelta(seconds=parent.deadline("", None).seconds),
+                purpose=operation.name.lower(),
+                store=store,
+            )
+        if dist.get_backend(made) == dist.Backend.GLOO:  # another may meet later, and wait in it
+            clients.give_back(store)
+        return made
+
+    # Torch exceeds its limit: Gloo waits 30 s for a rank that has died.
+    return done_within(_LONGER * limit, make, dist.destroy_process_group)

@@ -26,7 +26,7 @@ from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, nonce_of, propo
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log
 from objcomm._transport.connect import connect
-from objcomm._transport.link import HOST_LOST, LinkClosed
+from objcomm._transport.link import HOST_LOST, LinkClosed, LinkUnreachable
 from objcomm._transport.rendezvous import FIRST_USE, GivenUpError, LeftError, MeetingState
 from objcomm._transport.store import pack_record, reason_of
 from objcomm._transport.threads import OnceThread
@@ -258,7 +258,9 @@ class Mesh:
         try:
             own = clients.take(store, deadline.settings.lost_after)
             part = dist.PrefixStore(self.name, own)
-            link = connect(part, self.rank, self.members, deadline, self._meeting)
+            link = connect(
+                part, self.rank, self.members, deadline, self._meeting, self._learn, self._lose
+            )
             clients.give_back(own)
             log.debug(
                 "group %r: %d ranks connected over %s, on %d host(s)",
@@ -282,18 +284,11 @@ class Mesh:
                     hosts = (f"; rank {rank} of the world: {why}" for rank, why in killed.items())
                     reason += next(hosts, "")
                 self.settle(Verdict.of(Cause.LOST, ranks=died, reason=reason))
-            elif isinstance(error, LinkClosed):
-                self.settle(Verdict.of(Cause.LOST, ranks=self.others, reason=error.reason))
             else:
-                reason = f"it could not connect: {reason_of(error)}"
-                self.settle(Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=reason))
+                self._lose(error)
             return
         finally:
             self._meeting.heed = None  # it holds this mesh: a cycle would keep connections open
-        beside = [self.ranks[peer] for peer in link.beside((self.rank,))]
-        # Before the first call ends: its host may be the next to die, and the store with it.
-        with contextlib.suppress(StoreSilentError):
-            self.board_thread.call(lambda board: board.learn(beside))
         with self._lock:
             self.number = fingerprint(self.nonce)
             self.link = link
@@ -303,6 +298,19 @@ class Mesh:
                     self.board_thread.submit(lambda board: board.retract(self.failed_meeting))
                 return
         link.abort()  # the verdict came first
+
+    def _learn(self, peers: Sequence[int]) -> None:
+        """Take in who the processes of this host are, of which the kernel tells when they end.
+
+        Before all have connected: the store's host may be the next to die.
+        """
+        with contextlib.suppress(StoreSilentError):
+            self.board_thread.call(lambda board: board.learn(self.ranks[peer] for peer in peers))
+
+    def _lose(self, error: BaseException) -> None:
+        """End the mesh because its ranks could not all connect."""
+        if self.verdict is None:
+            unconnected(self, error)
 
     def settle(self, proposal: Verdict) -> Verdict:
         """End the mesh by ``proposal``, or by whatever another rank has posted before.
@@ -399,14 +407,15 @@ class Mesh:
         """
         with self._lock:
             if self.verdict is not None:
+                standing = standing.seen_by(self.rank, self.others)
                 self.verdict = standing._replace(name=self.verdict.name)
 
     def stop(self, verdict: Verdict, board: Board | None = None) -> Verdict:
         """Close the connections because of a verdict that is known to the other ranks.
 
-        The first one holds; it is returned. Whoever returns finds them closed, also where another
-        thread has just come first: what this rank then says of its error must not be overtaken by
-        what it had begun to send.
+        The first one holds; it is returned, as this rank sees it. Whoever returns finds them
+        closed, also where another thread has just come first: what this rank then says of its error
+        must not be overtaken by what it had begun to send.
 
         Args:
             verdict: why; one that the store was too slow for is known here only.
@@ -414,6 +423,7 @@ class Mesh:
         """
         with self._lock:
             standing = self.verdict
+            told, verdict = verdict, verdict.seen_by(self.rank, self.others)
             if standing is None:
                 self.verdict = verdict
                 if verdict.cause is Cause.DESYNC:  # another limit, or Ctrl-C, is one rank's own
@@ -422,7 +432,7 @@ class Mesh:
                 self.board_thread.forget(self.nonce)
                 # Not the mesh itself: a job that waits would keep its connections open.
                 mesh, blocks = weakref.ref(self), frozenset(self.blocks)
-                known = self.nonce, self.rank, self.members, blocks, verdict
+                known = self.nonce, self.rank, self.members, blocks, told
                 job = partial(_acknowledge, mesh, *known)
                 if self.nonce and board is None:
                     # Before a call wakes: the next mesh may remove what it finds of this one.
@@ -490,7 +500,10 @@ LAST_BYTES_SECONDS = 1.0
 _CLOSED = "it lives, and has destroyed its process group or given up after an error of its own"
 # A rank that loses one peer and a rank that loses all see it at the same time.
 _OTHERS_FIRST_SECONDS = 0.02
-_ALONE = "all of its connections ended at once: it lost its network, or all others ended"
+_ALONE = "all connections of this rank ended at once: it lost its network, or all others ended"
+# For how long a rank that can't connect waits for the word that tells who has died.
+_WORD_WITHIN_SECONDS = 1.0
+_WORD_PAUSE_SECONDS = 0.05
 
 
 def missing_members(mesh: Mesh, board: Board) -> tuple[int, ...]:
@@ -694,9 +707,72 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
         return verdict._replace(reason=next(filter(None, words)))
     are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
     # Who leaves by itself says why; of one whose connections were closed nobody has said it.
-    if not are_beside or verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED):
+    is_said = verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED)
+    if not verdict.ranks or not are_beside or is_said:
         return verdict
     return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
+
+
+def unconnected(mesh: Mesh, error: BaseException) -> Verdict:
+    """End a mesh whose ranks could not all connect, by those that are to blame.
+
+    A rank that hears of a death closes its connections as a dead one does. So the store and the
+    kernel are asked first what another rank has posted and who has died, for a second at most.
+
+    Args:
+        mesh: which.
+        error: what connecting has raised here.
+
+    Returns:
+        What holds.
+    """
+    if not isinstance(error, LinkClosed | LinkUnreachable):
+        reason = f"it could not connect: {reason_of(error)}"
+        return mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason))
+    processes = mesh.board_thread.processes
+    apart = error.ranks if isinstance(error, LinkUnreachable) else ()
+    question = 0
+    answered: set[int] = set()
+
+    def look(board: Board) -> Verdict | None:
+        nonlocal question
+        board.learn(rank for rank in ranks.values() if not processes.is_beside(rank))
+        if apart:
+            question = question or board.ask()
+            mesh.board_thread.answer(board)  # which it would do only when it has nothing else to do
+            answered.update(each for each in apart if board.read(mesh.ranks[each], question))
+        return board.look(mesh.nonce)
+
+    ranks = {peer: mesh.ranks[peer] for peer in mesh.others}
+    until = time.monotonic() + _WORD_WITHIN_SECONDS
+    while mesh.verdict is None and time.monotonic() < until:
+        with contextlib.suppress(StoreSilentError):
+            standing = mesh.board_thread.call(look)
+            if standing is not None:
+                return mesh.stop(standing)  # not by ``settle``, see ``end_by_loss``
+        killed = processes.killed()
+        died = {peer: killed[rank] for peer, rank in ranks.items() if rank in killed}
+        if died:
+            return _end_by_deaths(mesh, died)
+        time.sleep(_WORD_PAUSE_SECONDS)
+    silent = tuple(each for each in apart if each not in answered)
+    cause, named = Cause.LOST, silent if isinstance(error, LinkUnreachable) else error.peers
+    if isinstance(error, LinkUnreachable) and len(silent) != 1:
+        cause, named = Cause.APART, apart
+    found = Verdict.of(cause, ranks=named, reason=error.reason, is_final=True)
+    return mesh.settle(by_name(mesh, found) if cause is Cause.LOST else found)
+
+
+def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> Verdict:
+    """End a mesh by the deaths of which the kernel has told this rank, and tell other hosts."""
+
+    def tell(board: Board) -> None:
+        for peer, reason in died.items():
+            board.tell_end(mesh.ranks[peer], reason)
+
+    mesh.board_thread.submit(tell)
+    reason = next(iter(died.values()))
+    return mesh.settle(Verdict.of(Cause.LOST, ranks=tuple(died), reason=reason, is_final=True))
 
 
 def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
@@ -726,7 +802,7 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
             return mesh.stop(standing)
         if not any(mesh.board_thread.processes.end_of(rank) for rank in mesh.ranks):
             # Nobody is there to be told: the others have told each other, and cleared the store.
-            return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
+            return mesh.stop(proposal._replace(ranks=mesh.others, reason=_ALONE))
     return mesh.settle(by_name(mesh, proposal))
 
 

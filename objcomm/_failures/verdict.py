@@ -32,6 +32,7 @@ class Cause(IntEnum):
     TIMEOUT = 4  # a limit passed
     LOST = 5  # a connection closed, and nobody had said why
     LEFT = 6  # a rank gave its call up, by Ctrl-C for instance, and may be gone
+    APART = 7  # two ranks could not connect to each other, and both may be well
 
 
 #: The reason of a rank that has left because it had nothing more to do.
@@ -53,7 +54,7 @@ class Verdict(NamedTuple):
     Attributes:
         cause: what happened.
         name: unlike any other verdict's.
-        ranks: whom it concerns: the missing, the dead, the one that left.
+        ranks: whom it concerns: the missing, the dead, the one that left, the two that are apart.
         reason: in words.
         seconds: the limit that passed.
         positions: where ranks are.
@@ -92,6 +93,25 @@ class Verdict(NamedTuple):
     def is_recoverable(self) -> bool:
         """Whether the group's next call may connect its ranks anew."""
         return self.cause in _RECOVERABLE
+
+    def seen_by(self, rank: int, others: tuple[int, ...]) -> Self:
+        """The same as one rank sees it: a rank that others have lost has lost the others.
+
+        No rank names itself in an error as one that is gone.
+
+        Args:
+            rank: which.
+            others: all other members of the mesh.
+        """
+        is_loss = self.cause in {Cause.LOST, Cause.LEFT, Cause.APART}
+        if not is_loss or rank not in self.ranks or self.reason in FAREWELLS:
+            return self
+        there = tuple(each for each in others if each not in self.ranks)
+        here = tuple(each for each in self.ranks if each != rank)
+        if self.cause is Cause.APART:
+            return self._replace(ranks=here or there)
+        why = "this rank gave up" if self.cause is Cause.LEFT else "this rank was cut off"
+        return self._replace(ranks=there or here, reason=f"{why}: {self.reason}")
 
     def error(self, operation: str, own: Position | None = None) -> ObjcommError:
         """What a rank raises.

@@ -6,23 +6,35 @@ They get streams, if the systems of all of them let them connect so; else all ge
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
+import errno
 import os
 import secrets
 import select
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
 from objcomm._transport.doors import Door, Doors, Place, own_address
 from objcomm._transport.gloo import GlooLink, keys_left
-from objcomm._transport.link import HOST_LOST, PEER_LOST, LinkClosed
-from objcomm._transport.rendezvous import NO_DOOR, GivenUpError, forget, meet
+from objcomm._transport.link import (
+    HOST_LOST,
+    PEER_LOST,
+    LinkClosed,
+    LinkError,
+    LinkUnreachable,
+)
+from objcomm._transport.rendezvous import NO_DOOR, GivenUpError, damaged, forget, meet
+from objcomm._transport.sockets import is_outage
+from objcomm._transport.store import pack_record, read, unpack_record
 from objcomm._transport.streams import StreamLink
 from objcomm._world import CONNECT_MAX
+from objcomm.errors import ranks_text
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
     from objcomm._transport.link import Connections, Deadline
     from objcomm._transport.rendezvous import MeetingState
 
@@ -37,16 +49,50 @@ _AT_ONCE_MAX = 16
 
 # What a rank says after its word, when all others have said theirs.
 _COMPLETE = b"!"
-# The key that says that ranks can't be connected by streams.
+# A rank that still connects gives up before those that wait for it to be complete.
+_SAID_LATER_SECONDS = 1.0
+# The key that says that ranks can't be connected by streams, and why.
 _FAILED = "no streams"
+# These are this process's own fault, whichever rank it was about to connect to.
+_OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
-def connect(
+class _Refusal(NamedTuple):
+    """Why ranks can't be connected by streams, as the first rank that gave up tells the others.
+
+    Attributes:
+        rank: the one that tells.
+        peers: to whom it could not connect; none if the reason is its own.
+        reason: in words.
+    """
+
+    rank: int
+    peers: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class _PeerError(OSError):
+    """What keeps this rank from a connection to one other.
+
+    Attributes:
+        peer: which.
+        has_ended: whether the two were connected before.
+    """
+
+    def __init__(self, peer: int, error: OSError, *, has_ended: bool) -> None:
+        super().__init__(error.errno, error.strerror or "no answer")
+        self.peer = peer
+        self.has_ended = has_ended
+
+
+def connect(  # noqa: PLR0917  # what the ranks are, and who is told
     store: dist.Store,
     rank: int,
     members: tuple[int, ...],
     deadline: Deadline,
     meeting: MeetingState,
+    on_met: Callable[[Sequence[int]], None],
+    on_loss: Callable[[LinkError], None],
 ) -> Connections:
     """Meet the other ranks, and connect to each; every member must call this.
 
@@ -58,6 +104,9 @@ def connect(
         members: those that it joins, as ranks within the group.
         deadline: how long to wait.
         meeting: tells others how far it has come.
+        on_met: told which other members are on this host, when all have met and none has connected.
+        on_loss: told of a ``LinkError`` before this rank closes its connections: a rank that sees
+            them close looks why.
 
     Raises:
         GivenUpError: ``meeting`` was ended from outside.
@@ -65,6 +114,7 @@ def connect(
         WireError: as ``meet``.
         DistNetworkError: the store is gone.
         LinkClosed: another rank was lost, or does not answer.
+        LinkUnreachable: two ranks can't connect to each other.
         LinkError: this process can't connect to any.
     """
     place, size = members.index(rank), len(members)
@@ -74,36 +124,58 @@ def connect(
             open_doors.enter_context(door)
         told = NO_DOOR if door is None else door.place.told()
         met = meet(store, place, size, meeting, told)
+        hosts = dict(zip(members, met.hosts, strict=True))
+        on_met([each for each in members if each != rank and hosts[each] == hosts[rank]])
         named = dist.PrefixStore(f"objcomm/{meeting.nonce}", store)
         link = None
         if door is not None and NO_DOOR not in met.doors:
             places = dict(zip(members, map(Place.of, met.doors), strict=True))
             if len(set(met.hosts)) == 1 or all(each.port for each in places.values()):
-                hosts = dict(zip(members, met.hosts, strict=True))
                 doors = Doors(door, places, hosts, rank, meeting)
-                link = _joined(_Joining(doors, named, deadline, meeting))
+                link = _joined(_Joining(doors, named, deadline, meeting), on_loss)
     if link is not None:
         forget(store, meeting.nonce, size, ())
         return link
-    far = GlooLink(named, rank, members, met.hosts, deadline)
+    try:
+        far = GlooLink(named, rank, members, met.hosts, deadline)
+    except LinkClosed as error:
+        raise _unreachable(named, members) or error from error
     left = [_FAILED, *keys_left(size)]
     forget(store, meeting.nonce, size, [f"objcomm/{meeting.nonce}/{key}" for key in left])
     return far
 
 
-def _joined(joining: _Joining) -> StreamLink | None:
+def _joined(joining: _Joining, on_loss: Callable[[LinkError], None]) -> StreamLink | None:
     """The link over streams; None if some two ranks can't be connected so."""
-    try:
-        joining.connect()
-        link = joining.link()
-        joining.complete(link)
-    except OSError:
-        joining.give_up()
-        return None
-    except BaseException:
-        joining.close()
-        raise
+    with contextlib.ExitStack() as in_vain:
+        in_vain.callback(joining.close)
+        try:
+            joining.connect()
+            link = joining.link()
+            joining.complete(link)
+        except OSError as error:
+            lost = joining.loss(error)
+            if lost is None:
+                joining.give_up(error)
+                return None
+            on_loss(lost)
+            raise lost from error
+        in_vain.pop_all()
     return link
+
+
+def _unreachable(store: dist.Store, members: Collection[int]) -> LinkUnreachable | None:
+    """Which ranks could not connect by streams, where that is why there is no other link either."""
+    raw = read(store, _FAILED)
+    if raw is None:
+        return None
+    told = unpack_record(raw, _Refusal, "a refusal")
+    if not {told.rank, *told.peers}.issubset(members):
+        raise damaged(raw)
+    if not told.peers:
+        return None
+    reason = f"rank {told.rank} could not connect to {ranks_text(told.peers)} ({told.reason})"
+    return LinkUnreachable(reason, (told.rank, *(told.peers if len(told.peers) == 1 else ())))
 
 
 class _Guest:
@@ -158,6 +230,9 @@ class _Joining:
             parents, children = _in_a_tree(doors)
             self._neighbours = [*parents, *children]
             self._rounds = [([], children), (parents, parents), (children, [])]
+        self._awaited = self._neighbours
+        self._due_nbytes = Doors.word_nbytes
+        self._has_said = False
 
     def connect(self) -> None:
         """Return when there is a socket to each neighbour; others may not have all of theirs.
@@ -168,11 +243,12 @@ class _Joining:
         """
         for peer in self._neighbours:
             if peer < self._doors.rank:
-                end, unsaid = self._doors.call(peer, max(0.1, self._until - time.monotonic()))
+                with _naming(peer):
+                    end, unsaid = self._doors.call(peer, max(0.1, self._until - time.monotonic()))
                 self._add(_Guest(end, peer, unsaid))
         for listener in self._doors.listeners:
             self._events.register(listener, select.POLLIN)
-        while len(self._joined) < len(self._neighbours):
+        while self._silent():
             self._look()
 
     def link(self) -> StreamLink:
@@ -204,26 +280,19 @@ class _Joining:
             link: what this rank will use; gets who has called meanwhile.
 
         Raises:
-            OSError: another rank could not, so that no rank can.
-            LinkClosed: another rank said nothing.
+            OSError: another rank could not, or said nothing; see ``loss``.
             GivenUpError: nobody waits for them any more.
         """
-        has_said = False
-        try:
-            for told, awaited in self._rounds:
-                for peer in told:
-                    has_said = True
+        self._due_nbytes += len(_COMPLETE)
+        self._until += _SAID_LATER_SECONDS
+        for told, awaited in self._rounds:
+            self._awaited = awaited
+            for peer in told:
+                self._has_said = True
+                with _naming(peer, has_ended=True):
                     self._joined[peer].socket.sendall(_COMPLETE)
-                while any(len(self._joined[peer].said) == Doors.word_nbytes for peer in awaited):
-                    self._look()
-        except TimeoutError as error:
-            why = HOST_LOST if error.errno else PEER_LOST  # the system's own limit
-            raise LinkClosed(f"{why} (it did not connect in time)") from error
-        except OSError as error:
-            if not has_said or self._store.check([_FAILED]):
-                raise
-            # Others may have all words by now, and use the link.
-            raise LinkClosed(f"{PEER_LOST} (its connection ended when all had met)") from error
+            while self._silent():
+                self._look()
         for each in self._guests.values():
             if each.rank in self._joined:
                 continue
@@ -232,12 +301,42 @@ class _Joining:
             else:  # a stranger
                 each.socket.close()
 
-    def give_up(self) -> None:
-        """Let the others know that no rank gets all of its connections."""
-        try:
-            self._store.set(_FAILED, "")  # first: who sees a socket close looks for it
-        finally:
-            self.close()
+    def loss(self, error: OSError) -> LinkError | None:
+        """What an error means for all; None if they may still use another link.
+
+        A rank that gives up says so before it closes its sockets. So one that has closed them
+        without a word has died, or knows of a death.
+
+        Raises:
+            DistNetworkError: the store is gone.
+        """
+        if self._store.check([_FAILED]):
+            return None
+        if isinstance(error, _PeerError) and error.has_ended:
+            lost = HOST_LOST if is_outage(error.strerror or "") else PEER_LOST
+            return LinkClosed(f"{lost} (its connection ended while ranks connected)", (error.peer,))
+        if not self._has_said:
+            return None
+        # Others may have all words by now, and use the link.
+        if isinstance(error, TimeoutError):
+            return LinkClosed(f"{PEER_LOST} (it did not connect in time)", tuple(self._silent()))
+        return LinkError(str(error))
+
+    def give_up(self, error: OSError) -> None:
+        """Let the others know that no rank gets all of its connections, before any is closed."""
+        peers: tuple[int, ...] = ()
+        if isinstance(error, _PeerError) and not error.has_ended:
+            peers = (error.peer,)
+        elif isinstance(error, TimeoutError):
+            peers = tuple(self._silent())
+        reason = error.strerror or str(error) or "no answer"
+        refusal = _Refusal(self._doors.rank, peers, reason)
+        self._store.compare_set(_FAILED, "", pack_record(refusal))
+
+    def _silent(self) -> list[int]:
+        """The ranks that this one waits for."""
+        said = {peer: len(each.said) for peer, each in self._joined.items()}
+        return [peer for peer in self._awaited if said.get(peer, 0) < self._due_nbytes]
 
     def close(self) -> None:
         """Close all that was opened."""
@@ -277,10 +376,11 @@ class _Joining:
 
     def _say(self, guest: _Guest) -> None:
         """Say this rank's word to another host's rank, which is connected now, or could not be."""
-        failed = guest.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failed:
-            raise OSError(failed, os.strerror(failed))
-        guest.socket.sendall(guest.unsaid)  # the system has room for the first bytes
+        with _naming(guest.rank):
+            failed = guest.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+            guest.socket.sendall(guest.unsaid)  # the system has room for the first bytes
         guest.unsaid = b""
         self._events.modify(guest.socket, select.POLLIN)
 
@@ -290,24 +390,24 @@ class _Joining:
         if len(guest.said) >= due:
             self._events.unregister(guest.socket)
             return
-        try:
-            came = guest.socket.recv(due - len(guest.said))
-        except OSError:
-            if guest.rank >= 0:
-                raise
-            came = b""  # a stranger, who has left
+        came = b""
+        if guest.rank >= 0:
+            with _naming(guest.rank, has_ended=guest.rank in self._joined):
+                came = guest.socket.recv(due - len(guest.said))
+                if not came:
+                    raise ConnectionAbortedError(errno.ECONNABORTED, "it has closed the connection")
+        else:
+            with contextlib.suppress(OSError):  # a stranger, who has left
+                came = guest.socket.recv(due - len(guest.said))
         guest.said += came
         if came and len(guest.said) < due:
             return
         if guest.rank in self._joined:
-            if not came:
-                raise ConnectionAbortedError  # it has given up
             self._events.unregister(guest.socket)
         elif guest.rank >= 0:
-            if not came or not secrets.compare_digest(
-                guest.said, self._doors.word_from(guest.rank)
-            ):
-                raise ConnectionAbortedError  # it does not answer, or wrongly
+            with _naming(guest.rank):
+                if not secrets.compare_digest(guest.said, self._doors.word_from(guest.rank)):
+                    raise PermissionError(errno.EACCES, "another process has answered")
             self._joined[guest.rank] = guest
         elif not came or not self._admits(guest):  # a stranger
             self._events.unregister(guest.socket)
@@ -326,8 +426,20 @@ class _Joining:
             return False
         guest.rank = peer
         self._joined[peer] = guest
-        guest.socket.sendall(self._doors.word_to(peer))
+        with _naming(peer, has_ended=True):
+            guest.socket.sendall(self._doors.word_to(peer))
         return True
+
+
+@contextlib.contextmanager
+def _naming(peer: int, *, has_ended: bool = False) -> Iterator[None]:
+    """A block whose errors concern the connection to one rank, unless this process is at fault."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _OWN_FAULTS:
+            raise
+        raise _PeerError(peer, error, has_ended=has_ended) from error
 
 
 def _in_a_tree(doors: Doors) -> tuple[list[int], list[int]]:

@@ -191,7 +191,7 @@ class GlooLink:
         self.hosts = hosts
         # All ranks are here: one that dies now must not hold this thread for as long as a call.
         limit = min(deadline.left(), CONNECT_MAX)
-        _see_room_for(size - 1 + _SPARE_FILES)
+        see_room_for(size)
         before = open_sockets()
         # Any: torch's stubs leave out point-to-point of a backend.
         gloo: Any = dist.ProcessGroupGloo
@@ -331,14 +331,18 @@ class GlooLink:
         return ""
 
 
-def _see_room_for(count: int) -> None:
-    """Raise where this process can't open so many files more.
+def see_room_for(size: int) -> None:
+    """Raise where this process can't open the files that it takes to connect so many ranks.
 
-    Gloo's thread ends the process if there is none for a rank that connects.
+    Gloo's thread ends the process if there is none for a rank that connects, and torch tries for a
+    minute to connect to the store.
+
+    Raises:
+        OSError: it can't.
     """
     opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
     try:
-        for _ in range(count):
+        for _ in range(size - 1 + _SPARE_FILES):
             opened.append(os.dup(opened[0]))  # those before the error are closed
     finally:
         for each in opened:

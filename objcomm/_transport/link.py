@@ -75,7 +75,27 @@ class LinkClosed(LinkError):
 
     Or this rank has aborted the link; why, it knows itself. The reason begins with ``HOST_LOST``
     where the other end's whole host is out of reach.
+
+    Attributes:
+        peers: whose connections ended while ranks connect, as far as that is known. Such a rank
+            need not have died: one that hears of a death closes its connections, too.
     """
+
+    def __init__(self, reason: str, peers: tuple[int, ...] = ()) -> None:
+        super().__init__(reason)
+        self.peers = peers
+
+
+class LinkUnreachable(LinkError):
+    """Two ranks can't connect to each other, though both may be well.
+
+    Attributes:
+        ranks: the two; or one, if it could not connect to several.
+    """
+
+    def __init__(self, reason: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(reason)
+        self.ranks = ranks
 
 
 #: A transfer under way. What it is, only the link knows that began it: each gives its own. None is

@@ -17,6 +17,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextvars import copy_context
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -487,6 +488,55 @@ class Apart:
         self._pool.give_up()
         for each in callers:
             each.set()
+
+
+def done_within(seconds: float, job: Callable[[], T], undo: Callable[[T], object]) -> T:
+    """What ``job`` returns or raises; a thread does it, and is left behind if it takes too long.
+
+    Args:
+        seconds: how long to wait for it.
+        job: is done in the caller's context.
+        undo: given what the job returns, where nobody waits for that any more.
+
+    Raises:
+        TimeoutError: it has taken too long.
+    """
+    ended: Future[T] = Future()
+    pool = ThreadPool()
+    try:
+        try:
+            pool.submit(partial(copy_context().run, _do_errand, job, undo, ended))
+        except RuntimeError:  # there can be no more threads: this one does it
+            return job()
+        pool.close()  # its thread ends after the job
+        try:
+            wait([ended], seconds)
+        except BaseException:  # Ctrl-C
+            if not ended.cancel() and ended.exception() is None:
+                undo(ended.result())
+            raise
+        if ended.cancel():
+            raise TimeoutError(f"it took longer than {seconds:.3g} s")
+        return ended.result()
+    finally:
+        del ended, pool  # as in ``Apart.do``
+
+
+def _do_errand(job: Callable[[], T], undo: Callable[[T], object], ended: Future[T]) -> None:
+    outcome: Future[T] = Future()
+    try:
+        carried_out(job, outcome)
+        error = outcome.exception()
+        if not ended.set_running_or_notify_cancel():
+            if error is None:
+                undo(outcome.result())
+        elif error is None:
+            ended.set_result(outcome.result())
+        else:
+            ended.set_exception(error)
+    finally:
+        error = None
+        del job, undo, ended, outcome  # as in ``carried_out``
 
 
 def _run(job: Callable[[], None], ended: Future[None], is_woken: Signal) -> None:
