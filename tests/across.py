@@ -200,6 +200,14 @@ def parted(steps: Steps) -> None:
     steps.reach("joined")
     group = dist.new_group()
     step("joined", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+
+    group = dist.new_group()
+    steps.reach("refused")
+    step("refused", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    step("refused: after", lambda: objcomm.barrier(group=group))
+    steps.reach("allowed")
+    group = dist.new_group()
+    step("allowed", lambda: objcomm.all_gather(objcomm.rank(), group=group))
     steps.reach("end")
 
 

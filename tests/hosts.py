@@ -261,6 +261,14 @@ class Hosts:
         self._rooms[one].ip(f"rule del {self._loss_from(other)}")
         self._rooms[other].ip(f"rule del {self._loss_from(one)}")
 
+    def refuse(self, one: int, other: int) -> None:
+        """Let no packet of one host leave for another, and tell at once whoever sends one."""
+        self._rooms[one].ip(f"rule add {self._refusal_of(other)}")
+
+    def allow(self, one: int, other: int) -> None:
+        """Let one host that was refused reach another again."""
+        self._rooms[one].ip(f"rule del {self._refusal_of(other)}")
+
     def limit(self, number: int, mbit: float) -> None:
         """Change the rate of one host's network card, in both directions."""
         self._switch.limit(f"port{number}", mbit)
@@ -270,6 +278,9 @@ class Hosts:
         # On arrival: a rule against sending would be an error at once to whoever sends.
         address = self._hosts[number].address
         return f"pref {_BEFORE_THAT} iif {Host.interface} from {address} blackhole"
+
+    def _refusal_of(self, number: int) -> str:
+        return f"pref {_BEFORE_THAT} to {self._hosts[number].address} prohibit"
 
     def _make(self, made: ExitStack) -> None:
         folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="objcomm-hosts-")))

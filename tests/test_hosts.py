@@ -192,6 +192,12 @@ def _four(folder: Path) -> Finished:
         job.reached("joined")
         hosts.join(1, 2)
         job.go("joined")
+        job.reached("refused")
+        hosts.refuse(2, 1)
+        job.go("refused")
+        job.reached("allowed")
+        hosts.allow(2, 1)
+        job.go("allowed")
         _pass(job, "end")
         return Finished([host.name for host in hosts], job.results(), carried)
 
@@ -330,10 +336,22 @@ def test_before_the_first_use_a_time_limit_names_a_lost_host(two: Finished) -> N
 def test_hosts_that_cannot_reach_each_other_are_named_on_all(four: Finished) -> None:
     assert four.all_gave("parted: before") == [[0, 1, 2, 3]] * 4
     errors = four.all_gave("parted")
-    assert all(_lost(error, (1,)) or _lost(error, (2,)) for error in errors), errors
-    assert len({str(error) for error in errors}) == 1
+    lost = 1 if _lost(errors[0], (1,)) else 2
+    there = [error for rank, error in enumerate(errors) if rank != lost]
+    assert all(_lost(error, (lost,)) for error in there), errors
+    assert len({str(error) for error in there}) == 1
+    assert _lost(errors[lost], tuple(rank for rank in range(4) if rank != lost))  # not itself
     assert all(isinstance(each, BrokenGroupError) for each in four.all_gave("parted: after"))
     assert four.all_gave("joined") == [[0, 1, 2, 3]] * 4
+
+
+def test_a_connection_that_is_refused_is_told_on_all_by_its_two_ranks(four: Finished) -> None:
+    errors = four.all_gave("refused")
+    assert all(isinstance(error, TransportError) for error in errors), errors
+    assert [sorted(error.peers) for error in errors] == [[1, 2], [2], [1], [1, 2]]
+    assert all("rank 2 could not connect to rank 1" in error.reason for error in errors)
+    assert all(isinstance(each, BrokenGroupError) for each in four.all_gave("refused: after"))
+    assert four.all_gave("allowed") == [[0, 1, 2, 3]] * 4
 
 
 def test_the_guides_commands_work(tmp_path: Path) -> None:

@@ -734,7 +734,7 @@ def expiry_verdict(
     meshes: Iterable[Mesh],
     answers: Answers | None,
 ) -> Verdict:
-    """What to raise when a limit has passed: a death that explains it, or who is late.
+    """What to raise when a limit has passed: a loss that explains it, or who is late.
 
     Args:
         mesh: whose.
@@ -746,6 +746,7 @@ def expiry_verdict(
     if not is_brief(entry):  # who polls looks again, and is told then
         blocks = {each.nonce: each.ranks for each in meshes}
         loss = loss_in(mesh, lane, entry, blocks, patience_seconds=0.0)
+        loss = loss or mesh.apart()
         if loss is not None:
             return loss._replace(is_final=True, is_store_silent=answers is None)
     return timeout_verdict(mesh, lane, entry, answers)

@@ -221,6 +221,13 @@ class Mesh:
             raise failed
         raise self.verdict.error(f"{operation} ({FIRST_USE})")
 
+    def apart(self) -> Verdict | None:
+        """What to say of a limit that passes where two ranks could not reach each other."""
+        found = None if self.link is not None else self._meeting.unreachable
+        if found is None:
+            return None
+        return Verdict.of(Cause.APART, ranks=found.ranks, reason=found.reason, is_final=True)
+
     def begin_meeting(self, store: dist.Store, deadline: Deadline) -> None:
         """Let a thread meet the other members, unless one has begun to; returns at once.
 
@@ -500,7 +507,7 @@ LAST_BYTES_SECONDS = 1.0
 _CLOSED = "it lives, and has destroyed its process group or given up after an error of its own"
 # A rank that loses one peer and a rank that loses all see it at the same time.
 _OTHERS_FIRST_SECONDS = 0.02
-_ALONE = "all connections of this rank ended at once: it lost its network, or all others ended"
+_ALONE = "all of its connections ended at once: it lost its network, or all others ended"
 # For how long a rank that can't connect waits for the word that tells who has died.
 _WORD_WITHIN_SECONDS = 1.0
 _WORD_PAUSE_SECONDS = 0.05
@@ -802,7 +809,7 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
             return mesh.stop(standing)
         if not any(mesh.board_thread.processes.end_of(rank) for rank in mesh.ranks):
             # Nobody is there to be told: the others have told each other, and cleared the store.
-            return mesh.stop(proposal._replace(ranks=mesh.others, reason=_ALONE))
+            return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
     return mesh.settle(by_name(mesh, proposal))
 
 

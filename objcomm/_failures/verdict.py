@@ -103,15 +103,14 @@ class Verdict(NamedTuple):
             rank: which.
             others: all other members of the mesh.
         """
-        is_loss = self.cause in {Cause.LOST, Cause.LEFT, Cause.APART}
-        if not is_loss or rank not in self.ranks or self.reason in FAREWELLS:
+        if self.cause not in {Cause.LOST, Cause.APART} or rank not in self.ranks:
             return self
         there = tuple(each for each in others if each not in self.ranks)
         here = tuple(each for each in self.ranks if each != rank)
         if self.cause is Cause.APART:
             return self._replace(ranks=here or there)
-        why = "this rank gave up" if self.cause is Cause.LEFT else "this rank was cut off"
-        return self._replace(ranks=there or here, reason=f"{why}: {self.reason}")
+        reason = f"this rank was cut off: {self.reason}"
+        return self._replace(ranks=there or here, reason=reason)
 
     def error(self, operation: str, own: Position | None = None) -> ObjcommError:
         """What a rank raises.

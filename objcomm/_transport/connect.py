@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 # How often a rank that waits for connections looks whether another one has none.
 _LOOK_SECONDS = 0.2
+# The same of ranks that have theirs.
+_PAUSE_SECONDS = 0.02
 
 # So many ranks are all connected when they meet. More only make a tree then, which shows that all
 # can be; two others are connected when one of them first sends to the other, or waits for it. To
@@ -53,6 +55,8 @@ _COMPLETE = b"!"
 _SAID_LATER_SECONDS = 1.0
 # The key that says that ranks can't be connected by streams, and why.
 _FAILED = "no streams"
+# Counts the ranks that another link has connected, where some could not reach each other.
+_CONNECTED = "connected"
 # These are this process's own fault, whichever rank it was about to connect to.
 _OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
@@ -136,11 +140,14 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
     if link is not None:
         forget(store, meeting.nonce, size, ())
         return link
+    unreachable = meeting.unreachable = _unreachable(named, members)
     try:
         far = GlooLink(named, rank, members, met.hosts, deadline)
     except LinkClosed as error:
-        raise _unreachable(named, members) or error from error
-    left = [_FAILED, *keys_left(size)]
+        raise unreachable or error from error
+    if unreachable is not None:
+        _await_all(named, size, meeting)
+    left = [_FAILED, _CONNECTED, *keys_left(size)]
     forget(store, meeting.nonce, size, [f"objcomm/{meeting.nonce}/{key}" for key in left])
     return far
 
@@ -176,6 +183,23 @@ def _unreachable(store: dist.Store, members: Collection[int]) -> LinkUnreachable
         return None
     reason = f"rank {told.rank} could not connect to {ranks_text(told.peers)} ({told.reason})"
     return LinkUnreachable(reason, (told.rank, *(told.peers if len(told.peers) == 1 else ())))
+
+
+def _await_all(store: dist.Store, size: int, meeting: MeetingState) -> None:
+    """Return when Gloo has connected all ranks, and not only this one.
+
+    A rank that fails closes the connections that it has, and may be taken for dead by those that
+    use them already. So nobody does before all have theirs.
+
+    Raises:
+        GivenUpError: nobody waits for them any more.
+    """
+    connected = store.add(_CONNECTED, 1)
+    while connected < size:
+        if meeting.is_over:
+            raise GivenUpError
+        time.sleep(_PAUSE_SECONDS)
+        connected = store.add(_CONNECTED, 0)
 
 
 class _Guest:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from objcomm._observe.history import CallRecord
+    from objcomm._transport.link import LinkUnreachable
 
 
 #: What errors call the meeting.
@@ -85,6 +86,7 @@ class MeetingState:
         parting: what a guest shall leave for the others if it leaves before the host has come; set
             from outside, before ``is_over``.
         is_pair: whether two meet for messages from rank to rank.
+        unreachable: which ranks could not reach each other, where another link is being tried.
         heed: given the blocks around the calls that wait, sets ``is_over`` if one has failed.
     """
 
@@ -102,6 +104,7 @@ class MeetingState:
         self.session = ""
         self.is_over = False
         self.parting = b""
+        self.unreachable: LinkUnreachable | None = None
         self.heed: Callable[[set[str]], None] | None = None
         self._entries: list[CallRecord] = []
         self._awaits = members[1 if rank == members[0] else 0]

@@ -1,6 +1,7 @@
 """Which link joins a group's ranks, and what keeps them from streams."""
 
 import os
+import signal
 import socket
 import struct
 import threading
@@ -22,7 +23,7 @@ from objcomm._transport import connect, doors, rendezvous
 from tests.faults.victim import sockets
 from tests.group.helpers import assert_group_works, error_in, kind_of, subgroup, tell_all
 from tests.ranks import OVER_GLOO, ranks
-from tests.waits import wait_until
+from tests.waits import wait_until, within
 from tests.workers import here
 
 _UNIX, _TCP, _GLOO = "Unix sockets", "TCP", "Gloo"
@@ -283,6 +284,46 @@ def test_a_dead_rank_of_another_host_with_which_nobody_had_to_do_is_named() -> N
                 wait_until(lambda: objcomm.iprobe(13) and None, "its end")
         error = error_in(TransportError, lambda: objcomm.barrier(group=group))
         assert 13 in error.peers
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_after_saying_it_to(others: int) -> Any:
+    """A rank's end when it has said to so many others that it is complete."""
+    complete = connect._Joining.complete  # noqa: SLF001  # where it dies
+
+    def dying(joining: Any, link: Any) -> None:
+        for each in list(joining._joined.values())[:others]:  # noqa: SLF001  # likewise
+            each.socket.sendall(b"!")
+        _die()
+        complete(joining, link)
+
+    return dying
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+@pytest.mark.parametrize("connected", ["for the first time", "after a desync"])
+@ranks(3, 4, expect_dead={1})
+def test_all_name_the_rank_alone_that_dies_as_the_others_are_complete(
+    others: int, connected: str
+) -> None:
+    """The others close their connections, too, and are not to be named."""
+    rank, size = here().rank, here().world_size
+    objcomm.barrier()
+    group = dist.new_group()
+    if connected == "after a desync":
+        objcomm.barrier(group=group)
+        with pytest.raises(objcomm.DesyncError):
+            (objcomm.barrier if rank else objcomm.node_group)(group=group)
+    if rank == 1:
+        connect._Joining.complete = _die_after_saying_it_to(others)  # type: ignore[method-assign]  # noqa: SLF001
+    with within(3.0):
+        error = error_in(TransportError, lambda: objcomm.barrier(group=group))
+    assert error.peers == (1,)
+    alive = [each for each in range(size) if each not in error.peers]
+    assert objcomm.all_gather(rank, group=objcomm.new_group(alive)) == alive
 
 
 @ranks(3, expect_dead={1})

@@ -1,6 +1,11 @@
 """split, dup, node_group and leaders when something is wrong: wrong arguments, limits, deaths."""
 
+import contextlib
 import datetime
+import os
+import resource
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +14,8 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, UsageError
 from objcomm._calls.group import resolve
-from tests.group.helpers import assert_group_works, exit_at_once, tell_all
+from objcomm._transport.threads import are_workers_busy
+from tests.group.helpers import assert_group_works, exit_at_once, hear, say, tell_all
 from tests.group.membership import NOBODY, create_briefly, members
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S, wait_until
@@ -62,6 +68,74 @@ def test_a_rank_that_dies_while_the_others_connect_is_not_waited_for_longer() ->
         with pytest.raises(objcomm.ObjcommError):
             objcomm.split("all", timeout=6)
     assert len(dist.distributed_c10d._world.pg_map) == 1  # noqa: SLF001  # no group is left
+
+
+@ranks(3, disposable=True)
+def test_a_rank_without_descriptors_is_named_before_any_rank_connects() -> None:
+    objcomm.barrier()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    if here().rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+    try:
+        with pytest.raises(CollectiveError) as caught:
+            objcomm.split(0, timeout=PATIENCE_S)
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert list(caught.value.failures) == [1]
+    assert "Too many open files" in caught.value.failures[1].message
+    assert_group_works(objcomm.split(0))
+
+
+@ranks(2, disposable=True)
+def test_torch_is_left_behind_when_it_exceeds_the_limit() -> None:
+    objcomm.barrier()
+    torchs = len(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
+    is_over = threading.Event()
+
+    def late(*given: Any, **options: Any) -> Any:
+        assert is_over.wait(PATIENCE_S)
+        return create_briefly(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if here().rank == 1:
+            patch.setattr("objcomm._collectives.split.create", late)
+        began = time.monotonic()
+        with pytest.raises(CollectiveError) as caught:
+            objcomm.split(0, timeout=4)
+        assert time.monotonic() - began < PATIENCE_S / 2
+        assert "longer than" in caught.value.failures[1].message
+        is_over.set()
+    wait_until(lambda: not are_workers_busy(), "the thread that was left behind")
+    assert len(dist.distributed_c10d._world.pg_map) == torchs  # noqa: SLF001
+    assert_group_works(objcomm.split(0))
+
+
+@ranks(2, disposable=True)
+def test_the_others_are_told_that_a_rank_is_in_split_while_it_connects() -> None:
+    objcomm.barrier()
+
+    def create(*_: Any, **__: Any) -> Any:
+        if here().rank == 1:
+            hear("the limit has passed")
+        raise OSError("no more sockets")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("objcomm._collectives.split.create", create)
+        patch.setattr("objcomm._collectives.split._LONGER", PATIENCE_S)
+        with pytest.raises(objcomm.TransportTimeout) as caught:
+            objcomm.split(0, timeout=2)
+    if here().rank == 0:
+        say("the limit has passed")
+    position = caught.value.positions[1]
+    assert position.operation == "split"
+    assert not position.is_over
+    assert_group_works(dist.new_group())
 
 
 @ranks(2)
