@@ -355,7 +355,7 @@ class _Joining:
             peers = tuple(self._silent())
         reason = error.strerror or str(error) or "no answer"
         refusal = _Refusal(self._doors.rank, peers, reason)
-        self._store.compare_set(_FAILED, "", pack_record(refusal))
+        self._store.compare_set(_FAILED, "", pack_record(refusal))  # type: ignore[arg-type]  # bytes will do
 
     def _silent(self) -> list[int]:
         """The ranks that this one waits for."""

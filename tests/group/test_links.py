@@ -171,6 +171,7 @@ def _link(members: tuple[int, ...], kind: type[Connections]) -> Connections:
     )
     rank = here().rank
     with objcomm.configure(local=kind is not GlooLink):
-        link = connect(store, rank, members, Deadline(PATIENCE_S), MeetingState(rank, members))
+        meeting = MeetingState(rank, members)
+        link = connect(store, rank, members, Deadline(PATIENCE_S), meeting, print, print)
     assert type(link) is kind
     return link

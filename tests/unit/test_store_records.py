@@ -43,6 +43,7 @@ VERDICTS = {
     ),
     Cause.LOST: (Verdict.of(Cause.LOST, ranks=(1,), reason="it died"), errors.TransportError),
     Cause.LEFT: (Verdict.of(Cause.LEFT, ranks=(1,), reason="Ctrl-C"), errors.TransportError),
+    Cause.APART: (Verdict.of(Cause.APART, ranks=(1, 3), reason="no route"), errors.TransportError),
 }
 CALL = Step(3, 2, 0, 9, "a.py:1", "gather")
 STATE = LaneWait("world", "n", 0, 1, 1, 4, -1, CALL, 2, 1.5, 0.5, ())
@@ -123,7 +124,7 @@ NOT_VERDICTS: dict[str, tuple[str, Any]] = {
     "the reason": ("reason", 5),
     "the limit": ("seconds", "2.5"),
     "the operation": ("operation", [1]),
-    "the cause": ("cause", 7),
+    "the cause": ("cause", 8),
     "a cause that only equals one": ("cause", 2.0),
     "the circle": ("circle", 1 << 40),
     "the meshes": ("meshes", [1]),
