@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Type
 import torch
 
 from objcomm._config import FOREVER_SECONDS, seconds_of
-from objcomm._transport.threads import SUSPICIOUS_SECONDS, check_uninterrupted
+from objcomm._transport.threads import SUSPICIOUS_SECONDS, Signal, check_uninterrupted
 from objcomm.errors import UsageError, text_of
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Work(Generic[T_co]):
     __slots__ = (
         "__weakref__",
         "_cancel",
+        "_ended",
         "_envelopes",
         "_future",
         "_is_asked",
@@ -126,8 +127,12 @@ class Work(Generic[T_co]):
         self._line: SerialExecutor | None = None
         self._is_asked = False
         self._pid = os.getpid()
+        # Not the future's own lock, which the thread that ends this work needs: a handler that
+        # interrupts a wait may itself wait for that thread.
+        self._ended = Signal()
         self._future: futures.Future[T_co] = futures.Future()
         self._future.set_running_or_notify_cancel()  # nobody can cancel what others take part in
+        self._future.add_done_callback(self._ended.set)
 
     def __repr__(self) -> str:
         state = "in flight" if not self.done() else "failed" if self._error() else "done"
@@ -168,7 +173,7 @@ class Work(Generic[T_co]):
 
     def done(self) -> bool:
         """Whether the operation has ended, well or by an error; never blocks."""
-        return self._future.done()
+        return self._ended.is_set
 
     def result(self) -> T_co:
         """What the operation returns; never blocks.
@@ -209,7 +214,7 @@ class Work(Generic[T_co]):
             >>> work.wait(), work.envelope.src, work.envelope.tag
             ('which?', 0, 5)
         """
-        if not self._future.done():
+        if not self.done():
             raise UsageError(
                 f"{self.operation} at {self.call_site} is still in flight; wait() for it first"
             )
@@ -317,16 +322,16 @@ class Work(Generic[T_co]):
         self._waited.waiter = threading.get_ident() if seconds is None else 0
         try:
             if seconds is None or seconds > SUSPICIOUS_SECONDS:
-                if _is_done_within(self._future, SUSPICIOUS_SECONDS):
+                if self._ended.wait(SUSPICIOUS_SECONDS):
                     return True
                 check_uninterrupted(f"{self.operation} at {self.call_site}: wait")
                 seconds = None if seconds is None else seconds - SUSPICIOUS_SECONDS
-            return _is_done_within(self._future, seconds)
+            return self._ended.wait(-1 if seconds is None else seconds)
         finally:
             self._waited.waiter = 0
 
     def _must_be_done(self) -> None:
-        if not self._future.done():
+        if not self.done():
             raise UsageError(
                 f"{self.operation} at {self.call_site} is still in flight; wait() for it first"
             )
@@ -347,7 +352,7 @@ class Work(Generic[T_co]):
         self._on_error = None  # last: whoever asks meanwhile, or after Ctrl-C, has heard as well
 
     def _error(self) -> BaseException | None:
-        return self._future.exception() if self._future.done() else None
+        return self._future.exception() if self.done() else None
 
     def __del__(self) -> None:
         if getattr(self, "_is_asked", True) or not hasattr(self, "_future"):
@@ -361,14 +366,6 @@ class Work(Generic[T_co]):
             file,
             int(line),
         )
-
-
-def _is_done_within(future: futures.Future[Any], seconds: float | None) -> bool:
-    try:
-        future.exception(seconds)
-    except TimeoutError:
-        return False
-    return True
 
 
 # Of thousands of works so many say which thread waits for them: that would be done at each end.

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 
 _REPORT_SECONDS = 5.0
+# Others raise 2 s after a death at the latest where they wait.
+_LISTENS_SECONDS = 5.0
 
 
 class Mesh:
@@ -67,6 +69,7 @@ class Mesh:
         blocks: the keys of those in which this rank is.
         is_closed: whether its connections were closed after the verdict.
         died: what to say to who polls in one of them, where a rank has died.
+        heard: what others have posted while this rank waited for none of them.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class Mesh:
         self.failed_meeting = ""
         self.blocks: set[str] = set()
         self.died: Verdict | None = None
+        self.heard: Verdict | None = None
+        self._listens_until = 0.0
         self.is_closed = False
         self._meeting = MeetingState(rank, members, is_pair=whole is not None)
         self._connector = OnceThread("objcomm-connect")
@@ -319,6 +324,15 @@ class Mesh:
         if self.verdict is None:
             unconnected(self, error)
 
+    def listen(self, now: float) -> None:
+        """Hear what ends the mesh, for some seconds after this rank has lost a connection.
+
+        A rank that computes asks nobody, and the store may be gone when it makes its next call.
+        """
+        self._listens_until = self._listens_until or now + _LISTENS_SECONDS
+        if self.heard is None and now < self._listens_until:
+            self.board_thread.submit(partial(_hear, weakref.ref(self)))
+
     def settle(self, proposal: Verdict) -> Verdict:
         """End the mesh by ``proposal``, or by whatever another rank has posted before.
 
@@ -379,8 +393,7 @@ class Mesh:
         try:
             return self.board_thread.call(post)
         except StoreSilentError:
-            heard = self.board_thread.heard(self.nonce)
-            return heard or proposal._replace(is_store_silent=True)
+            return self.heard or proposal._replace(is_store_silent=True)
 
     def failed(self, key: str) -> Verdict | None:
         """What some rank has posted for the block ``key``, as far as the store answers."""
@@ -436,7 +449,6 @@ class Mesh:
                 if verdict.cause is Cause.DESYNC:  # another limit, or Ctrl-C, is one rank's own
                     self._meeting.parting = pack_record(verdict)
                 self._meeting.is_over = True
-                self.board_thread.forget(self.nonce)
                 # Not the mesh itself: a job that waits would keep its connections open.
                 mesh, blocks = weakref.ref(self), frozenset(self.blocks)
                 known = self.nonce, self.rank, self.members, blocks, told
@@ -465,6 +477,12 @@ class Mesh:
             extra=self.labels,
         )
         return verdict
+
+
+def _hear(of: weakref.ref[Mesh], board: Board) -> None:
+    mesh = of()
+    if mesh is not None and mesh.heard is None:
+        mesh.heard = board.look(mesh.nonce)
 
 
 def _acknowledge(  # noqa: PLR0917  # what a job is given

@@ -266,8 +266,7 @@ class Watchdog(threading.Thread):
                     # Ctrl-C may have struck between the verdict and the end of the connections.
                     (link.move if mesh.verdict is None else link.abort)()
                     if mesh.verdict is None and link.has_lost_any():
-                        # A rank that computes learns why while the others' store is still there.
-                        mesh.board_thread.heard(mesh.nonce)
+                        mesh.listen(time.monotonic())
 
     def _is_in_vain(
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]

@@ -250,11 +250,23 @@ class Counters:
         totals = self._by_operation.get(key)
         if totals is None:
             totals = self._by_operation.setdefault(key, [0, 0, 0, 0, 0.0])
+            self._inherit(operation, totals)
         totals[0] += 1
         totals[1] += exchanges
         totals[2] += sent_nbytes
         totals[3] += received_nbytes
         totals[4] += seconds
+
+    def _inherit(self, operation: str, totals: list[float]) -> None:
+        """Add the totals of threads that have ended to this thread's own, which only it changes.
+
+        A program may start any number of threads, and must not keep something of each.
+        """
+        alive = {each.ident for each in threading.enumerate()}
+        for key in tuple(self._by_operation):
+            if key[0] == operation and key[1] not in alive:
+                for at, each in enumerate(self._by_operation.pop(key, ())):
+                    totals[at] += each
 
     def snapshot(self) -> dict[str, OperationStats]:
         """The figures so far, by operation."""

@@ -34,7 +34,7 @@ class AbandonedError(RuntimeError):
 
 
 class Signal:
-    """Lets one thread wait for what another one does, or a handler on the same thread.
+    """Lets threads wait for what another one does, or a handler on the same thread.
 
     Attributes:
         is_set: whether it was done.
@@ -47,15 +47,17 @@ class Signal:
         self._lock.acquire()
         self.is_set = False
 
-    def set(self) -> None:
-        """It was done; once is enough."""
+    def set(self, _: object = None) -> None:
+        """It was done; once is enough. A future may call this back."""
         if not self.is_set:
             self.is_set = True  # nobody gets a turn between these two
             self._lock.release()
 
     def wait(self, seconds: float = -1) -> bool:
         """Wait so long, or without end; returns whether it was done."""
-        return self.is_set or self._lock.acquire(timeout=seconds) or self.is_set
+        if not self.is_set and self._lock.acquire(timeout=seconds):
+            self._lock.release()  # to the next one that waits
+        return self.is_set
 
 
 class Alone:

@@ -83,9 +83,7 @@ class Rank:
             self.board.publish(self.where)
 
     def _board_thread(self) -> Any:
-        return SimpleNamespace(
-            submit=lambda job: job(self.board), processes=Processes(), forget=lambda _: None
-        )
+        return SimpleNamespace(submit=lambda job: job(self.board), processes=Processes())
 
     def expire(self) -> None:
         """Its limit passes."""

@@ -153,7 +153,7 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
 def _mesh_that_has_met(
     jobs: list[Callable[[Board], object]], members: tuple[int, ...] = (0, 1)
 ) -> Mesh:
-    board_thread: Any = SimpleNamespace(submit=jobs.append, forget=lambda _: None)
+    board_thread: Any = SimpleNamespace(submit=jobs.append)
     mesh = Mesh(
         name="world",
         is_world=True,
