@@ -150,6 +150,14 @@ class Board:
         raw = read(self._store, f"verdict/{key}")
         return None if raw is None else self.take_in(key, raw)
 
+    def compare_calls(self, key: str, calls: bytes, awaited: int) -> bytes:
+        """What the first of ``awaited`` ranks has said of its calls; the last removes it."""
+        standing: bytes = self._store.compare_set(f"calls/{key}", "", calls)
+        if self._store.add(f"compared/{key}", 1) >= awaited:
+            self._store.delete_key(f"calls/{key}")
+            self._store.delete_key(f"compared/{key}")
+        return standing
+
     def acknowledge(self, key: str, awaited: int) -> None:
         """Say that this rank knows a verdict; the last of ``awaited`` ranks removes it."""
         if self._store.add(f"known/{key}", 1) >= awaited:

@@ -239,6 +239,10 @@ class GlooLink:
         except RuntimeError:
             return False
 
+    def has_arrived(self, pending: Pending) -> bool:  # noqa: ARG002  # to ask is to wait for it
+        """See ``Link``."""
+        return False
+
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``.
 
@@ -309,6 +313,13 @@ class GlooLink:
     def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # Gloo's thread takes in what comes
         """See ``Connections``."""
         return False
+
+    def unread(self) -> Sequence[bytes]:
+        """See ``Connections``: there is no probe."""
+        return ()
+
+    def refuse(self) -> None:
+        """See ``Connections``: a message stays with its sender until it is asked for."""
 
     def _poke(self, peer: int) -> str:
         """Begin a receive that ends at once, and say how."""

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from objcomm._transport.link import Link, LinkClosed, Pending, head_tag
-from objcomm._wire.header import WINDOW_NBYTES
+from objcomm._wire.header import BEGUN_NBYTES, WINDOW_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,6 +132,11 @@ class Lane:
         """The thread that can do nothing else before ``entry`` has ended; 0 if there is none."""
         return self.runner if self.runner == self.owner.ident else self.waiter
 
+    def unread(self) -> list[bytes]:
+        """How first messages begin that have come, and that no call has taken; from any thread."""
+        begun = [standing.begun() for standing in tuple(self._standing.values())]
+        return [each for each in begun if each is not None]
+
     def standing(self, link: Link, peer: int) -> StandingReceive:
         """The receive that is posted for ``peer``'s next first message."""
         standing = self._standing.get(peer)
@@ -170,6 +175,14 @@ class StandingReceive:
     def has_come(self) -> bool:
         """Whether the message is there, for which nobody has waited; see ``Link.is_done``."""
         return self._refusal is None and self._link.is_done(self._pending)
+
+    def begun(self) -> bytes | None:
+        """How the message begins that is there, from any thread; None if none is known to be."""
+        pending = self._pending
+        if self._refusal is not None or not self._link.has_arrived(pending):
+            return None
+        start = bytes(memoryview(self.raw)[:BEGUN_NBYTES])
+        return start if pending is self._pending else None
 
     def renew(self) -> None:
         """Post the next one; a peer that left after its message, as it may, is missed at the wait.

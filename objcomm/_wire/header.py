@@ -33,6 +33,9 @@ _SIGNATURE_FROM = _SIGNATURE_UNTIL - len(BLANK)
 # So much of a barrier's name is told to the other ranks.
 _NAME_MAX_NBYTES = 64
 
+#: As much of a message's beginning tells all that a header can say.
+BEGUN_NBYTES = HEADER_NBYTES + _NAME_MAX_NBYTES
+
 #: As a header's ``destination``: whoever receives it.
 EVERYONE = -1
 

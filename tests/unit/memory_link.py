@@ -280,6 +280,17 @@ class MemoryLink:
         """See ``Connections``."""
         return False
 
+    def has_arrived(self, pending: Arrival | Departure) -> bool:
+        """See ``Link``."""
+        return pending.is_done()
+
+    def unread(self) -> list[bytes]:
+        """See ``Connections``: what comes stays on its wire until it is asked for."""
+        return []
+
+    def refuse(self) -> None:
+        """See ``Connections``."""
+
     def beside(self, peers: Sequence[int]) -> list[int]:
         """See ``Connections``."""
         hosts = {self.hosts[peer] for peer in peers}
