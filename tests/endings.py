@@ -163,4 +163,4 @@ if __name__ == "__main__":
     import objcomm
 
     objcomm.is_initialized()
-    exec(compile(_serve(), "program.py", "exec"), {"__name__": "__main__"})
+    exec(compile(_serve(), "program.py", "exec"), {"__name__": "__main__"})  # noqa: S102  # our own
