@@ -89,6 +89,10 @@ class ModelLink:
         receive: Receive = pending[0]
         return 0 <= receive.at <= self._world.clocks[self.rank]
 
+    def has_arrived(self, pending: Pending) -> bool:
+        """See ``Link``."""
+        return self.is_done(pending)
+
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``; nothing can be stuck."""
         wait()
