@@ -127,8 +127,8 @@ def test_under_run_each_rank_raises_where_torch_would() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_pair_of_last_calls(world: int) -> None:
     cases = list(_differing(world))
-    if world > 2:  # some hundreds of those are enough
-        cases = random.Random(world).sample(cases, 400)  # any will do
+    if world > 2:  # there are thousands of those
+        cases = random.Random(world).sample(cases, 100)  # any will do
     _check_bad(cases)
 
 
