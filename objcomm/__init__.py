@@ -17,6 +17,8 @@ it; an underscore says which are private:
   unchanged, and ``demo`` is a program that uses all this.
 """
 
+import atexit
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -41,6 +43,12 @@ else:
             at = [f"; it is {each.__name__}.{name}" for each in topics if name in each.__all__]
             said = f"module 'objcomm' has no attribute {name!r}{''.join(at)}"
             raise AttributeError(said) from None
+
+    @atexit.register  # now, and so after all handlers of a program that uses these names in one
+    def _end() -> None:
+        watchdog = sys.modules.get("objcomm._failures.watchdog")
+        if watchdog is not None:
+            watchdog.close()
 
     def __dir__() -> list[str]:
         return sorted([*__getattr__("__all__"), "__all__", "__doc__", "__file__", "__version__"])

@@ -89,7 +89,7 @@ class ModelLink:
         receive: Receive = pending[0]
         return 0 <= receive.at <= self._world.clocks[self.rank]
 
-    def is_here(self, pending: Pending) -> bool:
+    def has_arrived(self, pending: Pending) -> bool:
         """See ``Link``."""
         return self.is_done(pending)
 

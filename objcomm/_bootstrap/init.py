@@ -28,6 +28,7 @@ from objcomm._environment import (
     placement_in,
     system,
 )
+from objcomm._failures.watchdog import audited
 from objcomm._observe.history import call_site
 from objcomm._observe.log import log
 from objcomm._transport.rendezvous import (
@@ -312,13 +313,18 @@ def shutdown() -> None:
     After it, ``init`` may be called again if all ranks do. In a process that a rank has forked, it
     leaves that rank's groups alone.
 
+    Raises:
+        DesyncError: another rank made other calls than this one, which only shows now that no more
+            will come. This rank, which has left all the same; not where another error is under way.
+
     Examples:
         >>> import objcomm
         >>> objcomm.shutdown()
     """
     # A fork has none of the threads that torch's groups live by: to destroy them there is a crash.
     if is_initialized() and not resolve(None).is_of_the_parent:
-        dist.destroy_process_group()
+        with audited():
+            dist.destroy_process_group()
 
 
 def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:

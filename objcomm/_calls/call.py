@@ -232,6 +232,7 @@ class Call:
         called: str = "",
         async_op: bool = False,
         raises_later: bool = False,
+        is_met: bool = False,
     ) -> None:
         """Begin.
 
@@ -255,6 +256,7 @@ class Call:
             async_op: whether ``run`` returns before the rest is done.
             raises_later: whether it leaves to the next call what an asynchronous one leaves to its
                 work: what has ended the connections, and this thread has yet to raise.
+            is_met: whether all ranks meet first, as with ``objcomm.check``; alike on all of them.
 
         Raises:
             UsageError: an argument is wrong, or this rank is in a region where the others make no
@@ -288,7 +290,7 @@ class Call:
         self._claim = threading.Lock() if async_op else None
         root = self.root if has_root else -1
         if self.size > 1:
-            is_met = self._coding.settings.is_checked
+            is_met = is_met or self._coding.settings.is_checked
             must_agree += "\0confirm" * confirm + "\0check" * is_met
             self._turn = self._begin(
                 operation,

@@ -349,6 +349,7 @@ def _close(
 ) -> None:
     """Nobody can make another call; those that wait must not do so until their limits."""
     say_farewell([*others.values(), *([whole] if whole.is_busy else [])])
+    whole.retire()
     for callback in at_end:
         callback()
 

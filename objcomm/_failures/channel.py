@@ -9,13 +9,16 @@ from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
 import functools
+import sys
 import threading
 from typing import TYPE_CHECKING
 
+from objcomm._failures import audit
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, StoreSilentError
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict
 from objcomm._failures.watchdog import FAREWELL_SECONDS, board_thread_of, end_elsewhere, watch
+from objcomm._observe.log import logged
 from objcomm._transport.lane import IN_TURNS, Lane
 from objcomm._transport.link import LANE_BITS, Deadline
 from objcomm._transport.threads import Alone
@@ -182,6 +185,17 @@ class Channel:
         """Whether a call waits on it, or is in flight."""
         mesh = self._mesh
         return mesh is not None and any(lane.is_busy for lane in tuple(mesh.lanes.values()))
+
+    def retire(self) -> None:
+        """Close what nobody uses any more, now that this process has destroyed the group."""
+        mesh = self._mesh
+        if mesh is None or sys.exc_info()[1] is not None:  # that error is the one to be told
+            return
+        with logged("whether all ranks made the same calls could not be found out"):
+            compare = audit.comparison(mesh)
+            if compare is not None:
+                mesh.board_thread.submit(compare)
+            audit.retire(mesh, DESTROYED)
 
     @property
     def is_broken(self) -> bool:

@@ -65,7 +65,7 @@ def wait_snapshot(meshes: Iterable[Mesh], asked: int) -> WaitSnapshot:
         for entry in (of_each_kind(lane.waits()) or (None,))
     ]
     main = threading.main_thread().ident or 0
-    return WaitSnapshot(asked, main, tuple(lanes), is_single=_is_single())
+    return WaitSnapshot(asked, main, tuple(lanes), is_single=is_single())
 
 
 def of_each_kind(entries: Iterable[CallRecord]) -> list[CallRecord]:
@@ -87,7 +87,7 @@ def of_each_kind(entries: Iterable[CallRecord]) -> list[CallRecord]:
     return list(found.values())
 
 
-def _is_single() -> bool:
+def is_single() -> bool:
     """Whether no thread but the main one can make calls."""
     return all(
         each is threading.main_thread()

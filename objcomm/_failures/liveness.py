@@ -18,12 +18,47 @@ from typing import Annotated, NamedTuple, Self
 
 from objcomm._environment import machine, namespace
 from objcomm._failures.verdict import FAREWELLS
+from objcomm.errors import Position
 
 #: How the reason of a process begins that ended without a word of its own.
 KILLED = "its process, "
 
 _PF_EXITING = 0x4  # linux/sched.h
 _MOST_AT_A_LOOK = 16
+
+
+class LaneCalls(NamedTuple):
+    """What a rank tells of one of its lanes when it needs the connections no longer.
+
+    Attributes:
+        number: the lane's.
+        calls: how many it has had.
+        step: operation, root and fingerprint of the last of them.
+        last: where that was.
+        is_open: whether a thread may have been cut off in the middle of its calls.
+    """
+
+    number: int
+    calls: int
+    step: tuple[int, ...]
+    last: Position
+    is_open: bool
+
+
+class GroupCalls(NamedTuple):
+    """What a rank tells of all lanes of a group's connections.
+
+    Attributes:
+        mesh: the connections' number, as headers carry it.
+        rank: within the group.
+        lanes: those that it has used.
+        is_single: whether no other thread could have made a call on another one.
+    """
+
+    mesh: int
+    rank: int
+    lanes: tuple[LaneCalls, ...]
+    is_single: bool
 
 
 class Process(NamedTuple):
@@ -35,6 +70,7 @@ class Process(NamedTuple):
         pid: its number.
         born: when it began, as the kernel counts, because numbers are used again; 0 if unknown.
         word: why it has ended, or left its world; empty while it is there.
+        calls: what it has called, once it calls no more.
     """
 
     name: str
@@ -42,6 +78,7 @@ class Process(NamedTuple):
     pid: Annotated[int, range(1, 1 << 31)]  # the kernel is asked by it; negative, of many
     born: int
     word: str = ""
+    calls: tuple[GroupCalls, ...] = ()
 
     @classmethod
     def own(cls) -> Self:

@@ -31,6 +31,8 @@ from objcomm.errors import WireError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from objcomm._failures.liveness import GroupCalls
+
 
 R = TypeVar("R")
 
@@ -152,6 +154,13 @@ class Board:
         """The verdict that stands, if there is one."""
         raw = read(self._store, f"verdict/{key}")
         return None if raw is None else self.take_in(key, raw)
+
+    def tell_calls(self, calls: GroupCalls) -> None:
+        """Add to who this process is what calls it has made, now that it makes no more."""
+        own = self._processes.own = self._processes.own._replace(
+            calls=(*self._processes.own.calls, calls)
+        )
+        self._store.set(f"process/{self.rank}", pack_record(own))
 
     def acknowledge(self, key: str, awaited: int) -> None:
         """Say that this rank knows a verdict; the last of ``awaited`` ranks removes it."""

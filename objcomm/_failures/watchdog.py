@@ -17,7 +17,6 @@ And it ends with the program: a thread that comes back from C++ while the interp
 abort the process, so no thread of objcomm's, nor one that calls it, stays inside of torch.
 """
 
-import atexit
 import contextlib
 import functools
 import os
@@ -29,20 +28,21 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from objcomm._failures import inquiry
+from objcomm._failures import audit, inquiry
 from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._failures.inquiry import Waiting, investigate, wait_snapshot
 from objcomm._failures.mesh import Mesh, by_name, by_name_here, loss_among, loss_in
 from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import DESTROYED, FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
 from objcomm._observe.history import CallRecord
-from objcomm._observe.log import logged
+from objcomm._observe.log import log, logged
+from objcomm._observe.terminal import end_badly
 from objcomm._transport.gloo import is_cut_off
 from objcomm._transport.lane import Lane
 from objcomm._transport.sockets import hang_up
@@ -62,6 +62,8 @@ _RANKS_AT_EACH_LOOK = 250
 _EXPIRY_SECONDS = 0.9
 _INTERRUPT_SECONDS = 0.3
 _NUDGE = b"\0"  # no signal's number
+# For the store to say what the first rank that has ended told of its calls.
+_COMPARISON_SECONDS = 1.0
 # For all that was sent to other hosts to be there before the process ends.
 _DELIVERY_SECONDS = 0.5
 
@@ -105,8 +107,6 @@ class Watchdog(threading.Thread):
             RuntimeError: this process can start no more threads.
         """
         self.start()
-        # A thread that is inside of torch when the interpreter ends would abort the process.
-        atexit.register(self._close)
 
     def add(self, mesh: Mesh) -> None:
         """Watch a mesh as long as it lives."""
@@ -267,6 +267,20 @@ class Watchdog(threading.Thread):
                     (link.move if mesh.verdict is None else link.abort)()
                     if mesh.verdict is None and link.has_lost_any():
                         mesh.listen(time.monotonic())
+                with logged("whether ranks made other calls could not be found out"):
+                    self._look_for_others_calls(mesh)
+
+    def _look_for_others_calls(self, mesh: Mesh) -> None:
+        """End a mesh on which a rank has sent something for another call than this rank's.
+
+        A rank that only sends hears of that nowhere else, and has nothing to wait for.
+        """
+        verdict = audit.contradiction(mesh) if mesh.verdict is None else None
+        if verdict is not None:
+            log.error("group %r: %s", mesh.name, verdict.error(""), extra=mesh.labels)
+            mesh.board_thread.submit(functools.partial(mesh.settle_on, proposal=verdict))
+            alone = verdict._replace(is_store_silent=True)
+            self._fall_back(_INTERRUPT_SECONDS, functools.partial(mesh.stop, alone))
 
     def _is_in_vain(
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]
@@ -393,9 +407,33 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(BlockingIOError):  # full: it is awake
             self._sending.send(_NUDGE)
 
-    def _close(self) -> None:
+    def compare_calls(self) -> None:
+        """Note where this rank has made other calls than a rank that has ended before."""
+        jobs = defaultdict[BoardThread, list[Callable[[Board], None]]](list)
+        for mesh in self._all_meshes():
+            with logged("whether all ranks made the same calls could not be found out"):
+                compare = audit.comparison(mesh)
+                if compare is not None:
+                    jobs[mesh.board_thread].append(compare)
+
+        def do_all(compares: Sequence[Callable[[Board], None]], board: Board) -> None:
+            for compare in compares:
+                compare(board)
+
+        for board_thread, compares in jobs.items():
+            with contextlib.suppress(StoreSilentError, RuntimeError):  # the store may have ended
+                board_thread.call(functools.partial(do_all, compares), _COMPARISON_SECONDS)
+
+    def close(self) -> None:
+        """End all that this process has of objcomm, as the last that its program does.
+
+        A thread that is inside of torch when the interpreter ends would abort the process.
+        """
         if self.pid != os.getpid():
             return
+        has_ended_well = _ending() == PROGRAM_ENDED
+        if has_ended_well:
+            self.compare_calls()
         bring_back(lambda: (self._all_meshes(), self._all_listeners()), list(self.board_threads))
         until = time.monotonic() + _DELIVERY_SECONDS
         for mesh, link in [(mesh, mesh.link) for mesh in self._all_meshes()]:
@@ -408,6 +446,13 @@ class Watchdog(threading.Thread):
         if not self.is_alive():
             self._receiving.close()
             self._sending.close()
+        if has_ended_well:
+            for mesh in self._all_meshes():
+                with logged("whether all ranks made the same calls could not be found out"):
+                    audit.retire(mesh, PROGRAM_ENDED)
+            error = audit.taken()
+            if error is not None:
+                end_badly(error)
 
 
 def _alive(known: "weakref.WeakKeyDictionary[Mesh, Any]") -> list[Mesh]:
@@ -461,8 +506,39 @@ class _Watchdogs:
                 watchdog.board_threads.add(found)
             return self._board_threads[world]
 
+    def close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def compare_calls(self) -> None:
+        if self._watchdog is not None and self._watchdog.pid == os.getpid():
+            self._watchdog.compare_calls()
+
 
 _watchdogs = _Watchdogs()
+
+
+def close() -> None:
+    """End all that this process has of objcomm: the interpreter is about to end."""
+    _watchdogs.close()
+
+
+@contextlib.contextmanager
+def audited() -> Iterator[None]:
+    """A block in which this rank leaves the world, and which ends by what shows then.
+
+    An error that is under way already is the one that is raised.
+
+    Raises:
+        DesyncError: another rank has made other calls.
+    """
+    is_failing = sys.exc_info()[1] is not None
+    if not is_failing:
+        _watchdogs.compare_calls()
+    yield
+    error = audit.taken()
+    if error is not None and not is_failing:
+        raise error
 
 
 def check_running(operation: str) -> None:

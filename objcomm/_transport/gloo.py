@@ -239,7 +239,7 @@ class GlooLink:
         except RuntimeError:
             return False
 
-    def is_here(self, pending: Pending) -> bool:  # noqa: ARG002  # asking would be the one wait
+    def has_arrived(self, pending: Pending) -> bool:  # noqa: ARG002  # to ask is to wait for it
         """See ``Link``."""
         return False
 
@@ -321,6 +321,13 @@ class GlooLink:
     def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # Gloo's thread takes in what comes
         """See ``Connections``."""
         return False
+
+    def unread(self) -> Sequence[bytes]:
+        """See ``Connections``: there is no probe."""
+        return ()
+
+    def refuse(self) -> None:
+        """See ``Connections``: a message stays with its sender until it is asked for."""
 
     def _poke(self, peer: int) -> str:
         """Begin a receive that ends at once, and say how."""

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from objcomm._transport.link import Link, LinkClosed, Pending, head_tag
-from objcomm._wire.header import WINDOW_NBYTES
+from objcomm._wire.header import HEADER_NBYTES, WINDOW_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,7 +143,12 @@ class Lane:
     def has_head_of(self, peer: int, sequence: int) -> bool:
         """Whether a peer's first message for a call has come; False where the link can't tell."""
         standing = self._standing.get(peer)
-        return standing is not None and (standing.taken_in == sequence or standing.is_here())
+        return standing is not None and (standing.taken_in == sequence or standing.has_arrived())
+
+    def unread(self) -> list[bytes]:
+        """How first messages begin that have come, and that no call has taken; from any thread."""
+        begun = [standing.begun() for standing in tuple(self._standing.values())]
+        return [each for each in begun if each is not None]
 
     def standing(self, link: Link, peer: int) -> StandingReceive:
         """The receive that is posted for ``peer``'s next first message."""
@@ -186,9 +191,17 @@ class StandingReceive:
         """Whether the message is there, for which nobody has waited; see ``Link.is_done``."""
         return self._refusal is None and self._link.is_done(self._pending)
 
-    def is_here(self) -> bool:
-        """Whether the message is there, for which another thread may wait; see ``Link.is_here``."""
-        return self._refusal is None and self._link.is_here(self._pending)
+    def has_arrived(self) -> bool:
+        """Whether the message is there, for which another thread may wait."""
+        return self._refusal is None and self._link.has_arrived(self._pending)
+
+    def begun(self) -> bytes | None:
+        """How the message begins that is there, from any thread; None if none is known to be."""
+        pending = self._pending
+        if not self.has_arrived():
+            return None
+        start = bytes(memoryview(self.raw)[:HEADER_NBYTES])
+        return start if pending is self._pending else None
 
     def renew(self) -> None:
         """Post the next one; a peer that left after its message, as it may, is missed at the wait.

@@ -192,10 +192,10 @@ class Link(Protocol):
         For a link that is of no more use: to ask may close it, and counts as the one wait.
         """
 
-    def is_here(self, pending: Pending) -> bool:
-        """Whether a receive that another thread may wait for is over; asking changes nothing.
+    def has_arrived(self, pending: Pending) -> bool:
+        """Whether a receive has ended well, as any thread may ask at any time; moves nothing.
 
-        False where the link can't tell.
+        False is always right.
         """
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
@@ -333,6 +333,18 @@ class Connections(Link, Protocol):
         """Whether bytes of a peer are in this host's memory, and the thread that moves is late.
 
         False where a thread of the link's own takes them in.
+        """
+
+    def unread(self) -> Sequence[bytes]:
+        """First messages that have come before their receives were posted, also after ``abort``.
+
+        Those that the link can't see are left out.
+        """
+
+    def refuse(self) -> None:
+        """Let every send to this rank fail from now on, where that can be; what came stays here.
+
+        To be followed by ``abort``.
         """
 
     def beside(self, peers: Sequence[int]) -> Sequence[int]:

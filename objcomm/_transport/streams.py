@@ -541,9 +541,9 @@ class StreamLink:
             self._move_what_is_there()
         return pending.is_over and not pending.reason
 
-    def is_here(self, pending: Pending) -> bool:
+    def has_arrived(self, pending: Pending) -> bool:
         """See ``Link``."""
-        return self.is_done(pending)
+        return pending is None or (pending.is_over and not pending.reason)
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``: ``abort`` ends any wait here."""
@@ -689,6 +689,25 @@ class StreamLink:
         if connection is None or connection.ended:
             return False
         return any(map(_has_unread, connection.sockets()))
+
+    def unread(self) -> Sequence[bytes]:
+        """See ``Connections``."""
+        return [
+            bytes(each)
+            for connection in tuple(self._connections.values())
+            for tag, arrived in tuple(connection.arrived.items())
+            if tag >> LANE_BITS == 0
+            for each in tuple(arrived)
+            if not isinstance(each, int)
+        ]
+
+    def refuse(self) -> None:
+        """See ``Connections``; another host may have sent, and not know yet."""
+        for each in tuple(self._connections.values()):
+            if each.peer in self._near and not each.ended:
+                for end in each.sockets():
+                    with contextlib.suppress(OSError):
+                        end.shutdown(socket.SHUT_RD)
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
         """See ``Connections``."""

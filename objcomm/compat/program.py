@@ -42,6 +42,7 @@ def begin(*, is_first: bool, has_report: bool) -> None:
         has_report: whether to tell at this process's end what they have cost it.
     """
     replacing.patch()
+    replacing.check_calls(is_on=os.environ.get("OBJCOMM_CHECK") != "0")
     if is_first and rank() == 0:
         if dist.is_available():
             _tell(f"objcomm {objcomm.__version__} in place of torch's {', '.join(_NAMES)}")

@@ -4,6 +4,7 @@ No test sets a time limit for its calls: without the watchdog they would wait ha
 """
 
 import contextlib
+import logging
 import math
 import re
 import threading
@@ -31,6 +32,7 @@ from tests.group.helpers import (
     subgroup,
     tell_all,
 )
+from tests.group.logs import collected
 from tests.group.watched import after_looks, closely, patiently
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S, Slowness, wait_until, within
@@ -400,3 +402,40 @@ def test_the_environment_can_ask_for_checks() -> None:
     with objcomm.configure(check=False):
         objcomm.broadcast(1)
     assert objcomm.stats()["broadcast"].exchanges == 3
+
+
+@ranks(2, 3)
+def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
+    objcomm.barrier()
+    me = objcomm.rank()
+    with collected() as log, closely():
+        objcomm.broadcast(me, src=min(me, 1))  # rank 0 for itself, the others from rank 1
+        if me == 0:
+            wait_until(lambda: log.texts(logging.ERROR), "what has come was looked at")
+            say("it is told")
+        hear("it is told")
+        error = error_in(DesyncError, lambda: objcomm.all_gather("next"))
+    assert error.reason == "other roots"
+    assert {each.root for each in error.positions.values()} == {0, 1}
+    assert HERE in error.positions[0].call_site
+    if me == 0:
+        assert all(HERE in each for each in log.texts(logging.ERROR))
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_rank_that_is_behind_is_told_nothing() -> None:
+    objcomm.barrier()
+    if objcomm.rank() == 1:
+        for each in range(3):
+            objcomm.broadcast(each, src=1)
+        say("all are sent")
+    else:
+        hear("all are sent")
+        with collected() as log:
+            watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # no public way
+            enough = watching._looks + 3  # noqa: SLF001  # likewise
+            wait_until(lambda: watching._looks >= enough, "three looks")  # noqa: SLF001  # likewise
+            assert not log.texts(logging.ERROR)
+        assert [objcomm.broadcast(None, src=1) for _ in range(3)] == [0, 1, 2]
+    assert_group_works()

@@ -228,7 +228,8 @@ def test_so_it_may_before_each(every: int) -> None:
 def test_a_handler_may_wait_for_a_thread_that_ends_the_work_it_has_interrupted() -> None:
     """Before whichever line of the wait it comes, those of futures too."""
     for line in itertools.count(1):
-        received, called = objcomm.irecv(0, tag=1), []
+        received = objcomm.irecv(0, tag=1)
+        called: list[object] = []
 
         def handler(called: list[object] = called) -> None:
             if not called:

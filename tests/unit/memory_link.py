@@ -235,10 +235,6 @@ class MemoryLink:
         """See ``Link``."""
         return pending.is_done()
 
-    def is_here(self, pending: Arrival | Departure) -> bool:
-        """See ``Link``."""
-        return pending.is_done()
-
     def move(self) -> None:
         """It moves by itself."""
 
@@ -290,6 +286,17 @@ class MemoryLink:
     def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # what was sent has come
         """See ``Connections``."""
         return False
+
+    def has_arrived(self, pending: Arrival | Departure) -> bool:
+        """See ``Link``."""
+        return pending.is_done()
+
+    def unread(self) -> list[bytes]:
+        """See ``Connections``: what comes stays on its wire until it is asked for."""
+        return []
+
+    def refuse(self) -> None:
+        """See ``Connections``."""
 
     def beside(self, peers: Sequence[int]) -> list[int]:
         """See ``Connections``."""

@@ -1,0 +1,239 @@
+"""Whether the calls of all ranks go together, as seen by a rank that waits for none of them.
+
+A rank that only sends, such as the source of a broadcast, never looks at what came. What another
+rank has sent for a call lies unread on the connection then, and shows that the two made different
+calls: the watchdog compares it with this rank's own calls while they go on, and once more when this
+rank needs the connections no longer. At that time ranks compare how many calls each has made, too:
+each leaves that in the store, with who it is.
+
+Nothing here blames a rank that may still call: one that is ahead, a thread that the end of its
+program cuts off, or a call that is under way.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import contextlib
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from objcomm._failures.inquiry import is_single
+from objcomm._failures.liveness import GroupCalls, LaneCalls
+from objcomm._failures.verdict import FAREWELLS, Cause, Verdict
+from objcomm._observe.log import log
+from objcomm._wire.header import Header, check_same_call
+from objcomm.errors import DesyncError, Position, WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from objcomm._failures.mesh import Mesh
+    from objcomm._failures.noticeboard import Board
+    from objcomm._observe.history import CallRecord
+    from objcomm._transport.lane import Lane
+
+_UNMADE = "a call that not every rank made"
+
+#: What was found at an end and that this process has yet to raise, by the mesh's name.
+_found: dict[str, DesyncError] = {}
+
+_compared: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+def contradiction(mesh: Mesh) -> Verdict | None:
+    """What to say where a rank has sent something for a call that this rank has made otherwise.
+
+    Costs nothing where no message waits. A rank that is ahead contradicts nothing.
+    """
+    for lane, theirs in _unread(mesh):
+        mine = None if lane is None else _call(mesh, lane, theirs.sequence)
+        if mine is None:
+            continue
+        try:
+            check_same_call(mine.header, theirs, theirs.sender)
+        except DesyncError as error:
+            positions = mine.position(), theirs.position
+            return Verdict.of(Cause.DESYNC, reason=error.reason, positions=positions)
+        except WireError:
+            continue
+    return None
+
+
+def retire(mesh: Mesh, reason: str) -> None:
+    """Close connections that nothing uses any more, and note what came and was never asked for.
+
+    What comes later is refused, so its sender raises: no message can be lost between the two.
+
+    Args:
+        mesh: which; nothing is done where it joins two ranks, or has ended.
+        reason: why this rank needs it no longer.
+    """
+    link = mesh.link
+    if link is None or mesh.whole is not None:
+        return
+    if mesh.verdict is None:
+        link.refuse()
+        left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason, is_store_silent=True)
+        mesh.stop(left)
+        found = contradiction(mesh) or _unmade(mesh)
+    else:
+        found = mesh.verdict
+    if found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):
+        _note(mesh, found)
+
+
+def comparison(mesh: Mesh) -> Callable[[Board], None] | None:
+    """What tells this rank's calls, and holds them against those of ranks that have ended before.
+
+    Every rank that ends well does it; the lowest one is compared with all others. Each first tells
+    and then looks, so of two that end at the same time one sees the other.
+
+    Returns:
+        A job for the board's thread; None where there is nothing to compare, or once there was.
+    """
+    link = mesh.link
+    has_left = mesh.verdict is None or mesh.verdict.reason in FAREWELLS
+    is_one = link is not None and mesh.whole is None and has_left and mesh.lanes
+    if link is None or not is_one or mesh in _compared:
+        return None
+    _compared.add(mesh)
+    mine, is_any_closed = _calls(mesh), bool(link.closed())
+    lowest = mesh.members[0]
+    peers = mesh.others if mesh.rank == lowest else (lowest,)
+    ranks = [mesh.ranks[peer] for peer in peers]
+
+    def compare(board: Board) -> None:
+        told = board.look(mesh.nonce) if is_any_closed else None
+        if told is not None and told.reason not in FAREWELLS:
+            found = told if told.cause is Cause.DESYNC else None
+        else:
+            board.tell_calls(mine)
+            board.learn(ranks)
+            known = [mesh.board_thread.processes.of(rank) for rank in ranks]
+            theirs = [
+                each for one in known if one for each in one.calls if each.mesh == mesh.number
+            ]
+            found = next(filter(None, (difference(mine, each) for each in theirs)), None)
+        if found is not None:
+            _note(mesh, found)
+
+    return compare
+
+
+def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
+    """What to say where two ranks that have ended did not make the same calls."""
+    own, other = ({each.number: each for each in calls.lanes} for calls in (mine, theirs))
+    for number in sorted({*own, *other}):
+        here, there = own.get(number), other.get(number)
+        if here is None:
+            here = _unused(mine, number)
+        if there is None:
+            there = _unused(theirs, number)
+        if here.is_open or there.is_open or here[:3] == there[:3]:
+            continue
+        if here.calls != there.calls:
+            reason = f"rank {mine.rank} made {here.calls}, rank {theirs.rank} made {there.calls}"
+        else:
+            differing = next(at for at, own in enumerate(here.step) if own != there.step[at])
+            reason = ("other operations", "other roots", "other names")[differing]
+        return Verdict.of(Cause.DESYNC, reason=reason, positions=(here.last, there.last))
+    return None
+
+
+def taken() -> DesyncError | None:
+    """What was found at an end, which the caller raises; None where all calls went together."""
+    errors = list(_found.values())
+    _found.clear()
+    return errors[0] if errors else None
+
+
+def _unused(calls: GroupCalls, number: int) -> LaneCalls:
+    return LaneCalls(number, 0, (), _nowhere(calls.rank), is_open=not calls.is_single)
+
+
+def _note(mesh: Mesh, found: Verdict) -> None:
+    error = found.error("")
+    if not isinstance(error, DesyncError) or mesh.nonce in _found:
+        return
+    _found[mesh.nonce] = error
+    if threading.main_thread().is_alive():  # else the program ends, and says so
+        log.error("group %r: %s", mesh.name, error, extra=mesh.labels)
+
+
+def _unread(mesh: Mesh) -> Iterator[tuple[Lane | None, Header]]:
+    """Headers of first messages that have come and that no call has taken, with their lanes."""
+    if mesh.link is None or mesh.whole is not None:
+        return
+    lanes = {lane.number: lane for lane in tuple(mesh.lanes.values())}
+    heads = [head for lane in lanes.values() for head in lane.unread()]
+    for head in [*heads, *mesh.link.unread()]:
+        with contextlib.suppress(WireError):  # damaged, or being filled: its call will say so
+            header = Header.unpack(head)
+            if header.group == mesh.number:
+                yield lanes.get(header.lane), header
+
+
+def _call(mesh: Mesh, lane: Lane, sequence: int) -> CallRecord | None:
+    """This rank's call of that number, as far as it is remembered."""
+    for each in tuple(lane.past):
+        if each.header.sequence == sequence:
+            return each
+    if sequence >= lane.sequence:
+        return None
+    wanted = mesh.number, lane.number, sequence
+    for each in mesh.history.entries():
+        header = each.header
+        if (header.group, header.lane, header.sequence) == wanted:
+            return each
+    return None
+
+
+def _unmade(mesh: Mesh) -> Verdict | None:
+    """What to say where another rank has made a call that this rank never will."""
+    for lane, theirs in sorted(_unread(mesh), key=lambda each: each[1].sequence):
+        is_made = lane is not None and theirs.sequence < lane.sequence
+        if not is_made and not _is_open(lane):
+            positions = _last(mesh, lane), theirs.position
+            return Verdict.of(Cause.DESYNC, reason=_UNMADE, positions=positions)
+    return None
+
+
+def _calls(mesh: Mesh) -> GroupCalls:
+    lanes = [lane for lane in tuple(mesh.lanes.values()) if lane.past]
+    told = [
+        LaneCalls(lane.number, lane.sequence, _step(lane), _last(mesh, lane), _is_open(lane))
+        for lane in lanes
+    ]
+    return GroupCalls(mesh.number, mesh.rank, tuple(told), is_single())
+
+
+def _step(lane: Lane) -> tuple[int, ...]:
+    header = lane.past[-1].header
+    return header.operation, header.root, header.fingerprint
+
+
+def _is_open(lane: Lane | None) -> bool:
+    """Whether a thread may have been about to make the next call when the end cut it off."""
+    if lane is None:
+        return not is_single()
+    here = threading.main_thread(), threading.current_thread()
+    return lane.is_busy or (lane.owner not in here and lane.owner.is_alive())
+
+
+def _is_owed(mesh: Mesh) -> bool:
+    """Whether a thread that could has yet to raise what ended the mesh."""
+    main = threading.main_thread()  # not alive any more where the interpreter ends
+    lanes = tuple(mesh.lanes.values())
+    return not lanes or any(
+        lane.owes and (lane.owner is main or lane.owner.is_alive()) for lane in lanes
+    )
+
+
+def _last(mesh: Mesh, lane: Lane | None) -> Position:
+    if lane is None or not lane.past:
+        return _nowhere(mesh.rank)
+    return lane.past[-1].position()
+
+
+def _nowhere(rank: int) -> Position:
+    return Position(rank, "", 0, -1, "", is_over=True)

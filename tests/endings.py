@@ -1,0 +1,166 @@
+"""Runs many small programs of several ranks to their very end, and tells their exit statuses.
+
+``python -m tests.endings`` reads them from its standard input. It has imported torch before, and
+each rank is a fork of it that goes on as a program does: its last line is followed by the
+interpreter's own end, exit handlers included.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_AT_ONCE = 3
+# Only a hang takes so long.
+_LIMIT_S = 60.0
+
+#: What each program begins with.
+BEGIN = """
+import os, time
+import torch.distributed as dist
+import objcomm
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+objcomm.init("gloo", timeout=30)
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program.
+
+    Attributes:
+        ranks: what follows ``BEGIN``, for each rank.
+        environment: variables to set.
+        begin: in the place of ``BEGIN``.
+    """
+
+    ranks: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    begin: str = BEGIN
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank has ended.
+
+    Attributes:
+        status: its exit status.
+        seconds: from its last line to its end; 0 where it did not come there.
+        said: what it wrote.
+    """
+
+    status: int
+    seconds: float
+    said: str
+
+
+def run_to_the_end(programs: Sequence[Program]) -> list[list[Ending]]:
+    """How each rank of each program has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(  # our own interpreter, our own module
+            [sys.executable, "-m", "tests.endings", folder],
+            input=json.dumps([asdict(each) for each in programs]),
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[1],
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    return [[Ending(**each) for each in ranks] for ranks in json.loads(done.stdout)]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+    return port
+
+
+class _Run:
+    """One program under way."""
+
+    def __init__(self, program: Mapping[str, Any], number: int) -> None:
+        self.program = program
+        self.number = number
+        self.pids: list[int] = []
+        self.endings: dict[int, tuple[int, float]] = {}
+        self.until = 0.0
+
+    def begin(self) -> str | None:
+        """Start all ranks; in each of those returns what it is to do."""
+        self.until = time.monotonic() + _LIMIT_S
+        port = _free_port()
+        for rank, body in enumerate(self.program["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                said = os.open(self._path(rank, "said"), os.O_WRONLY | os.O_CREAT)
+                os.dup2(said, 1)
+                os.dup2(said, 2)
+                variables = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(len(self.program["ranks"])),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+                os.environ.update({**variables, **self.program["environment"]})
+                path = self._path(rank, "last")
+                last = f"import time; open({path!r}, 'w').write(str(time.monotonic()))"
+                return f"{self.program['begin']}\n{body}\n{last}\n"
+            self.pids.append(pid)
+        return None
+
+    def is_over(self) -> bool:
+        """Whether all ranks have ended; ends those that never would."""
+        if time.monotonic() > self.until:
+            for pid in set(self.pids) - set(self.endings):
+                os.kill(pid, 9)
+        for pid in set(self.pids) - set(self.endings):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self.endings[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
+        return len(self.endings) == len(self.pids)
+
+    def told(self) -> list[dict[str, Any]]:
+        """How they have ended."""
+        return [asdict(self._ending(rank, pid)) for rank, pid in enumerate(self.pids)]
+
+    def _ending(self, rank: int, pid: int) -> Ending:
+        status, ended = self.endings[pid]
+        last = Path(self._path(rank, "last"))
+        seconds = ended - float(last.read_text()) if last.exists() else 0.0
+        return Ending(status, seconds, Path(self._path(rank, "said")).read_text())
+
+    def _path(self, rank: int, name: str) -> str:
+        return f"{sys.argv[1]}/{name}-{self.number}-{rank}"
+
+
+def _serve() -> str:
+    """Run all programs, and write how they ended; in a rank returns what it is to do."""
+    runs = [_Run(each, number) for number, each in enumerate(json.load(sys.stdin))]
+    waiting, under_way = list(runs), list[_Run]()
+    while waiting or under_way:
+        while waiting and len(under_way) < _AT_ONCE:
+            under_way.append(waiting.pop(0))
+            body = under_way[-1].begin()
+            if body is not None:
+                return body
+        under_way = [each for each in under_way if not each.is_over()]
+        time.sleep(0.005)
+    json.dump([each.told() for each in runs], sys.stdout)
+    return ""
+
+
+if __name__ == "__main__":
+    import torch.distributed  # noqa: F401  # once for all
+
+    import objcomm
+
+    objcomm.is_initialized()
+    exec(compile(_serve(), "program.py", "exec"), {"__name__": "__main__"})  # noqa: S102  # our own

@@ -1,0 +1,164 @@
+"""No program ends as if all was well whose ranks made different calls, and every other one does."""
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.endings import BEGIN, Ending, Program, run_to_the_end
+
+_EACH = {
+    "nothing": "pass",
+    "barrier": "objcomm.barrier()",
+    "named barrier": "objcomm.barrier('epoch')",
+    "all_gather": "objcomm.all_gather(rank)",
+    "all_reduce": "objcomm.all_reduce(rank)",
+    "all_reduce of the largest": "objcomm.all_reduce(rank, 'max')",
+    "all_to_all": "objcomm.all_to_all([rank] * world)",
+    "scan": "objcomm.scan(rank)",
+    "exscan": "objcomm.exscan(rank)",
+    "reduce_scatter": "objcomm.reduce_scatter([rank] * world)",
+    "any_rank": "objcomm.any_rank(False)",
+    "agree": "objcomm.agree('same')",
+    "shared_seed": "objcomm.shared_seed()",
+    "reduce_and_broadcast": "objcomm.reduce_and_broadcast(lambda: 1, sum)",
+}
+_WITH_ROOT = {
+    "broadcast": "objcomm.broadcast('x', src={root})",
+    "large broadcast": "objcomm.broadcast(bytes(1 << 20), src={root})",
+    "gather": "objcomm.gather(rank, dst={root})",
+    "scatter": "objcomm.scatter([1] * world, src={root})",
+    "reduce": "objcomm.reduce(rank, dst={root})",
+    "run_on_main": "objcomm.run_on_main(int, rank={root})",
+}
+
+
+def _calls(world: int) -> dict[str, str]:
+    with_root = {
+        f"{name} {root}": text.format(root=root)
+        for name, text in _WITH_ROOT.items()
+        for root in range(world)
+    }
+    return {**_EACH, **with_root}
+
+
+def _differing(world: int) -> Iterator[tuple[str, list[str]]]:
+    """Every pair of calls, one of them made by each rank in turn and the other by all others."""
+    calls = _calls(world)
+    for (one, own), (other, theirs) in itertools.permutations(calls.items(), 2):
+        if one.removeprefix("large ") == other.removeprefix("large "):
+            continue  # what is sent is for its root to say
+        for rank in range(world):
+            if world == 2 and rank:  # the same as another pair
+                continue
+            bodies = [own if each == rank else theirs for each in range(world)]
+            yield f"rank {rank} of {world}: {one}, others: {other}", bodies
+
+
+def _check_bad(cases: list[tuple[str, list[str]]]) -> None:
+    endings = run_to_the_end([Program(bodies) for _, bodies in cases])
+    told = list(zip([name for name, _ in cases], endings, strict=True))
+    assert not [name for name, ranks in told if not any(_all(ranks))]
+    hung = [name for name, ranks in told if -9 in _all(ranks)]  # SIGKILL
+    assert not hung
+
+
+def _all(ranks: list[Ending]) -> list[int]:
+    return [each.status for each in ranks]
+
+
+def test_ranks_that_made_different_last_calls_do_not_all_end_well() -> None:
+    chosen = random.Random(46)  # any will do
+    cases = [each for world in (2, 3) for each in chosen.sample(list(_differing(world)), 5)]
+    bodies = [
+        "objcomm.broadcast('x', src=rank)",
+        "if rank == 0: objcomm.broadcast('x')",
+        "if rank == 1: objcomm.broadcast('x', src=1)",
+        "objcomm.broadcast('x') if objcomm.is_main() else objcomm.barrier('epoch 3')",
+        "objcomm.barrier()\nif rank == 0: objcomm.broadcast('x')\nobjcomm.shutdown()",
+        "objcomm.barrier()\nif rank: objcomm.gather(1)\ndist.destroy_process_group()",
+        "half = objcomm.dup()\nobjcomm.broadcast('x', src=rank, group=half)",
+    ]
+    _check_bad([*cases, *((body, [body, body]) for body in bodies)])
+
+
+def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
+    both = "objcomm.broadcast('x', src=rank)\ndist.barrier()"  # torch's: neither ends before
+    failing = "if rank == 0: objcomm.broadcast('x')\nelse: raise ValueError('its own')"
+    differing, failed = run_to_the_end([Program([both] * 2), Program([failing] * 2)])
+    assert _all(differing) == [120, 120]
+    for each in differing:
+        assert "DesyncError" in each.said
+        assert "with root 0 at program.py" in each.said
+        assert "with root 1 at program.py" in each.said
+    assert failed[1].status == 1
+    assert failed[1].said.rstrip().endswith("ValueError: its own")
+
+
+_UNDER_RUN = (
+    BEGIN
+    + """
+from objcomm.compat import program
+program.begin(is_first=False, has_report=False)
+"""
+)
+
+
+def test_under_run_each_rank_raises_where_torch_would() -> None:
+    bodies = [
+        "dist.broadcast_object_list([rank], src=rank)",
+        "dist.gather_object(rank, [0] * world, dst=rank)",
+        "dist.scatter_object_list([0], [0] * world, src=rank)",
+    ]
+    told = [f"{body}\nprint('returned')" for body in bodies]
+    programs = [Program([each] * 2, begin=_UNDER_RUN) for each in told]
+    for body, ranks in zip(bodies, run_to_the_end(programs), strict=True):
+        assert _all(ranks) == [1, 1], body
+        assert not [each.said for each in ranks if "returned" in each.said]
+    unchecked = Program([f"{told[0]}\ndist.barrier()"] * 2, {"OBJCOMM_CHECK": "0"}, _UNDER_RUN)
+    (ranks,) = run_to_the_end([unchecked])
+    assert _all(ranks) == [120, 120]
+    assert ["returned" in each.said for each in ranks] == [True, True]
+
+
+@pytest.mark.long
+@pytest.mark.lasting
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_pair_of_last_calls(world: int) -> None:
+    cases = list(_differing(world))
+    if world > 2:  # there are thousands of those
+        cases = random.Random(world).sample(cases, 100)  # any will do
+    _check_bad(cases)
+
+
+_LATE = "if rank == {late}: time.sleep(1.5)\n"
+_WELL = [
+    _LATE.format(late=1) + "objcomm.broadcast('x')",
+    _LATE.format(late=0) + "objcomm.broadcast('x', src=1)",
+    _LATE.format(late=0) + "objcomm.gather(rank)",
+    "objcomm.broadcast('x')\nobjcomm.shutdown()",
+    "objcomm.broadcast('x')\ndist.destroy_process_group()",
+    "for i in range(50): objcomm.broadcast(i)",
+    "objcomm.broadcast('x', async_op=True).wait()",
+    "half = objcomm.split(rank % 2)\nif rank % 2: objcomm.barrier(group=half)",
+    "import atexit\natexit.register(lambda: objcomm.broadcast('x'))",
+    "objcomm.send('x', 0) if rank else [objcomm.recv() for _ in range(1, world)]",
+]
+
+
+def _check_well(world: int, bodies: list[str]) -> None:
+    endings = run_to_the_end([Program([body] * world) for body in bodies])
+    for body, ranks in zip(bodies, endings, strict=True):
+        assert _all(ranks) == [0] * world, (body, [each.said for each in ranks])
+
+
+def test_ranks_that_made_the_same_calls_end_well() -> None:
+    _check_well(2, _WELL)
+
+
+@pytest.mark.long
+@pytest.mark.lasting
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_last_call_that_all_ranks_make_ends_well(world: int) -> None:
+    _check_well(world, [*_WELL, *_calls(world).values()])
