@@ -40,6 +40,9 @@ EVENTS = [
 #: With and without destroying the process group.
 ENDINGS = ["destroyed", "abandoned"]
 
+# In these rank 0 makes a call that no other rank makes, and the others may say so at their ends.
+_UNMATCHED = {"work in flight", "large work in flight"}
+
 _LIMIT_SECONDS = 60.0  # of a hang
 
 
@@ -62,7 +65,8 @@ def main(folder: Path, turns: int, events: Sequence[str] = EVENTS) -> None:
             pids.append(pid)
         for rank, pid in enumerate(pids):
             code, printed = _exit_code(pid), without_gloo(logs[rank].read_text(errors="replace"))
-            if (code, printed) != (0, ""):
+            is_told = event in _UNMATCHED and code == 120 and "DesyncError: " in printed
+            if not is_told and (code, printed) != (0, ""):
                 print(event, ending, f"rank {rank} of {world_size}:", code, printed)  # noqa: T201  # its answer
         count += 1
     print(count, "jobs ended")  # noqa: T201  # its answer
