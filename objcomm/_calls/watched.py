@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from objcomm._algorithms import routes
 from objcomm._algorithms.exchange import Exchange
-from objcomm._failures.mesh import Mesh, end_by_loss, local
+from objcomm._failures.losses import end_by_loss, local
+from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
 from objcomm._failures.watchdog import check_running, end_elsewhere, hurry, interruptible
 from objcomm._observe.tracing import Span, begun

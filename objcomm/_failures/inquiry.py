@@ -4,15 +4,15 @@ All of it runs on the board's thread, because it talks to the store.
 """
 
 import gc
-import random
 import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import TypeVar
 
+from objcomm._failures import losses
 from objcomm._failures.deadlock import (
     MEETING,
     Deadlock,
@@ -21,23 +21,13 @@ from objcomm._failures.deadlock import (
     WaitSnapshot,
     find_deadlock,
 )
-from objcomm._failures.mesh import (
-    LAST_BYTES_SECONDS,
-    Mesh,
-    by_name,
-    call_far,
-    loss_among,
-    loss_in,
-    lost_ranks,
-    missing_members,
-    needed,
-)
+from objcomm._failures.losses import loss_in
+from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log
 from objcomm._transport.lane import Lane
-from objcomm._transport.link import HOST_LOST, PEER_LOST
 from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
 from objcomm.errors import Position, whereabouts
@@ -193,12 +183,6 @@ Answers = dict[int, WaitSnapshot]
 
 # Ranks that are not waiting look three times a second whether they are asked.
 _ANSWERS_WITHIN_SECONDS = 0.4
-# After as long without an answer to the first question a death is told within 2 s.
-_SURELY_ANSWERED_SECONDS = 1.0
-# The store may have answered nobody for that long, so as many looks have found nothing, too.
-_LOOKS_IN_VAIN = 3
-# Linux waits no longer before it sends something again that was not answered (TCP_RTO_MAX).
-_LATE_AFTER_OUTAGE_SECONDS = 120.0
 _PAUSE_SECONDS = 0.02
 # Of more ranks one asks for all when they pass a limit together. Another one does where that has
 # found nothing in time, and the fifth at last with all that are left.
@@ -213,14 +197,6 @@ _BRIEF_SECONDS = 0.5
 _SHARE_OF_ANSWERS = 0.8
 # Under this one nobody would answer in time.
 _WORTH_ASKING_SECONDS = 0.1
-
-# Who uses objcomm has said who it is when its first call has lasted so long.
-_SURELY_TOLD_SECONDS = 1.0
-
-_NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
-
-# A thousand ranks that wait would keep the store busy with each other's names.
-_MOST_LEARNED = 8
 
 
 def first_of_each_kind(waiting: Sequence[Waiting]) -> list[Waiting]:
@@ -240,91 +216,17 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
     asked = board.ask()
     mine = board.publish(wait_snapshot(meshes, asked))
     for mesh in {id(mesh): mesh for mesh, _, _ in waiting}.values():
-        _tell_of_own_host(board, mesh)
+        losses.tell_of_own_host(board, mesh)
     for mesh, lane, entry in waiting:
         if mesh.verdict is not None or not lane.has_waiting(entry):
             continue
-        _learn(board, mesh, entry)
+        losses.learn(board, mesh, entry)
         if not entry.first_asked:
             entry.first_asked = asked
         if not (
-            _heed(board, mesh, entry)
-            or _is_deserted(board, mesh, meshes, entry, asked)
-            or _is_cut_off(board, mesh, lane, entry, asked)
+            _heed(board, mesh, entry) or losses.is_lost(board, (mesh, lane, entry), meshes, asked)
         ):
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
-
-
-def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Board) -> None:
-    """End meshes whose ranks have not met, if one of them can't come any more.
-
-    Args:
-        meshes: which; each is listened to.
-        missed: those of which the last look has found the same. What a rank sends before its end
-            may come a moment later than its end is known.
-        board: the store.
-    """
-    for mesh in _some(meshes):
-        ranks = [mesh.ranks[peer] for peer in mesh.others]
-        board.learn(rank for rank in ranks if not mesh.board_thread.processes.is_beside(rank))
-        _note_cut_off(mesh, mesh.others)
-    for mesh in meshes:
-        missing = missing_members(mesh, board)
-        if not missing:
-            missed.discard(mesh)
-        elif mesh not in missed:
-            missed.add(mesh)
-        else:
-            wanted = [mesh.ranks[peer] for peer in missing]
-            board.learn(wanted)
-            words = filter(None, map(mesh.board_thread.processes.end_of, wanted))
-            reason = next(words, _NEVER_CAME)
-            found = Verdict.of(Cause.LOST, ranks=missing, reason=reason, is_final=True)
-            mesh.settle_on(board, found)
-
-
-def _learn(board: Board, mesh: Mesh, entry: CallRecord) -> None:
-    """Ask who the processes are that a call waits for, and whether those elsewhere have ended."""
-    processes = mesh.board_thread.processes
-    unknown = [peer for peer in mesh.others if processes.of(mesh.ranks[peer]) is None]
-    awaited = [] if entry.awaits < 0 else [entry.awaits]
-    if len(mesh.others) == 1:  # one that waits for any rank awaits each, too
-        awaited = list(mesh.others)
-    asked_about = {*awaited, *_some(unknown)}
-    far = [peer for peer in mesh.others if not processes.is_beside(mesh.ranks[peer])]
-    board.learn({mesh.ranks[peer] for peer in {*asked_about, *_some(far)}.intersection(far)})
-    if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
-        _note_cut_off(mesh, asked_about)  # who meets needs all of them
-
-
-def _tell_of_own_host(board: Board, mesh: Mesh) -> None:
-    """Let ranks of other hosts know which processes of this one have ended.
-
-    They can't see it themselves, a child may keep the dead one's connections open, and who is
-    beside it need not await it.
-    """
-    processes = mesh.board_thread.processes
-    ranks = [mesh.ranks[peer] for peer in mesh.others]
-    if all(map(processes.is_beside, ranks)):
-        return
-    for rank in processes.some_of(filter(processes.is_beside, ranks)):
-        process, reason = processes.of(rank), processes.end_of(rank)
-        if reason and process is not None and not process.word:
-            board.tell_end(rank, reason)
-            board.learn([rank])
-
-
-def _some(each: Sequence[T]) -> list[T]:
-    """Those to ask about this time: a thousand at a time would keep the store busy."""
-    return random.sample(each, min(len(each), _MOST_LEARNED))
-
-
-def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
-    """Take in that ranks have ended that had not used objcomm, as torch's own connection tells."""
-    processes = mesh.board_thread.processes
-    for rank in [mesh.ranks[peer] for peer in awaited if mesh.link is None]:
-        if processes.of(rank) is None and mesh.board_thread.is_cut_off(rank):
-            processes.note_end(rank, "it died, or left its process group, before it came here")
 
 
 def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
@@ -343,105 +245,6 @@ def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
             if each.regions == entry.regions:
                 end(board, mesh, each, posted)
     return posted is not None
-
-
-def _is_deserted(
-    board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord, asked: int
-) -> bool:
-    """End a mesh whose ranks have not met, if one of them can't come any more."""
-    missing = missing_members(mesh, board) or _dead(board, mesh, meshes, entry, asked)
-    if missing:
-        found = Verdict.of(Cause.LOST, ranks=missing, reason=_NEVER_CAME, is_final=True)
-        mesh.settle_on(board, found)
-    return bool(missing)
-
-
-def _dead(
-    board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord, asked: int
-) -> tuple[int, ...]:
-    """Members whose connections with this rank in the world have ended, and who do not answer.
-
-    Either alone is no proof: a network may fail for a while, and a rank may be too busy to answer.
-    An outage does both, and that rank's answer may come long after it. Of a process of this host
-    the kernel tells.
-
-    Args:
-        board: to ask.
-        mesh: whose members.
-        meshes: all of this process.
-        entry: a call that waits for them; keeps what was found so far.
-        asked: the number of a question that was just asked: an older answer may be a dead rank's.
-    """
-    if mesh.link is not None:
-        return ()
-    processes, now = mesh.board_thread.processes, time.monotonic()
-    worlds = [world for world in meshes if world.is_world and world is not mesh]
-    was_cut_off: dict[int, bool] = {}
-    for world in worlds:
-        was_cut_off |= lost_ranks(world, board)
-    before, entry.unanswered = entry.unanswered or {}, {}
-    dead = []
-    asked_about = {entry.awaits, *_some(mesh.others)}
-    for peer, rank in ((peer, mesh.ranks[peer]) for peer in mesh.others):
-        if processes.is_beside(rank) or (rank not in was_cut_off and peer not in asked_about):
-            continue
-        first, since, looks = before.get(rank, (asked, now, 0))
-        if board.read(rank, first) is not None:
-            continue  # it is asked anew
-        entry.unanswered[rank] = first, since, looks + 1
-        if rank not in was_cut_off:
-            if looks:  # they may have no connection yet, whose end would tell
-                for world in worlds:
-                    call_far(world, [rank])
-            continue
-        patience = _LATE_AFTER_OUTAGE_SECONDS if was_cut_off[rank] else _SURELY_ANSWERED_SECONDS
-        if now - since > patience and looks >= _LOOKS_IN_VAIN:
-            dead.append(peer)
-    return tuple(dead)
-
-
-def _is_cut_off(board: Board, mesh: Mesh, lane: Lane, entry: CallRecord, asked: int) -> bool:
-    """End a mesh that has lost a rank of another host which a wait needs, but does not await.
-
-    The end of a connection wakes only a wait for that rank. Of this host's processes the kernel
-    tells; one of another host may have closed its connections when its program came to its end.
-    """
-    link, processes = mesh.link, mesh.board_thread.processes
-    if link is None:
-        return False
-    others = (peer for peer in needed(mesh, lane, entry) if peer != entry.awaits)
-    far = [peer for peer in others if not processes.is_beside(mesh.ranks[peer])]
-    since, now = entry.unanswered or {}, time.monotonic()
-    entry.unanswered = since
-    lost = []
-    for peer in [each for each in _some(far) if link.is_closed(each)]:
-        rank = mesh.ranks[peer]
-        board.learn([rank])
-        if processes.end_of(rank) and not processes.has_died(rank):
-            continue
-        _, at, _ = since.setdefault(rank, (asked, now, 0))
-        if link.is_out_of_reach(peer) or now - at >= LAST_BYTES_SECONDS:
-            lost.append(peer)
-    if lost:
-        is_outage = any(map(link.is_out_of_reach, lost))
-        ranks = tuple(link.beside(lost) if is_outage else sorted(lost))
-        reason = HOST_LOST if is_outage else PEER_LOST
-        found = Verdict.of(Cause.LOST, ranks=ranks, reason=reason, is_final=True)
-        mesh.settle_on(board, by_name(mesh, found, board))
-    return bool(lost)
-
-
-def _died_around(board: Board, meshes: Sequence[Mesh], conflict: Deadlock) -> bool:
-    """End the meshes of a circle that have lost a rank, which explains why others wait."""
-    groups = {state.group for _, state, _ in conflict.found}
-    found = False
-    for mesh in meshes:
-        if mesh.verdict is None and mesh.name in groups:
-            died = loss_among(mesh, mesh.others, patience_seconds=0.0)
-            found = found or died is not None
-            if died is not None:
-                mesh.settle_on(board, died._replace(is_final=True))
-    return found
 
 
 def _look_for_conflict(
@@ -464,7 +267,7 @@ def _look_for_conflict(
     )
     entry.suspicion = (mine.asked, calls) if calls else None
     if conflict is not None and is_sure and lane.has_waiting(entry):
-        if not conflict.is_of_one_lane and _died_around(board, meshes, conflict):
+        if not conflict.is_of_one_lane and losses.is_circle_of_the_dead(board, meshes, conflict):
             return
         verdict = _desync(mesh, conflict)
         if not conflict.is_of_one_lane:
@@ -627,7 +430,7 @@ def report(
             unheard = [rank for rank in lower if rank not in answers]
             # Nearly all find one in a few ranks: so that not each asks for a thousand answers.
             ask_few = lane.order is None and unheard and now < all_are_asked_at
-            ranks.update(_some(unheard) if ask_few else _ranks_of([(mesh, lane, entry)]))
+            ranks.update(losses.some(unheard) if ask_few else _ranks_of([(mesh, lane, entry)]))
         return ranks, now
 
     answers = _answers(board, meshes, asked, asked, wanted)

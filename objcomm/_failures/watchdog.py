@@ -37,7 +37,14 @@ import torch.distributed as dist
 from objcomm._failures import audit, inquiry
 from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._failures.inquiry import Waiting, investigate, wait_snapshot
-from objcomm._failures.mesh import Mesh, by_name, by_name_here, loss_among, loss_in
+from objcomm._failures.losses import (
+    by_name,
+    by_name_here,
+    look_for_senders,
+    loss_among,
+    loss_in,
+)
+from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import DESTROYED, FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
 from objcomm._observe.history import CallRecord
@@ -172,9 +179,7 @@ class Watchdog(threading.Thread):
         target, forward_to = self.target, self.forward_to
         if signal.SIGINT in numbers and target is not None:
             verdict = Verdict.of(Cause.LEFT, ranks=(target.rank,), reason="it was interrupted")
-            target.board_thread.submit(functools.partial(target.settle_on, proposal=verdict))
-            alone = verdict._replace(is_store_silent=True)
-            self._fall_back(_INTERRUPT_SECONDS, functools.partial(target.stop, alone))
+            self._end(target, verdict)
         if forward_to != -1 and (signals := numbers.replace(_NUDGE, b"")):
             with contextlib.suppress(OSError):  # its owner may have closed it
                 os.write(forward_to, signals)  # asyncio finds its signals there
@@ -233,7 +238,7 @@ class Watchdog(threading.Thread):
                 if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
                     mesh.stop(left._replace(is_store_silent=True))  # as if the group were collected
                 else:
-                    mesh.board_thread.submit(functools.partial(mesh.settle_on, proposal=left))
+                    self._end(mesh, left)
 
     def _leave_failed(self) -> None:
         """Tell who waits for the main thread that it has failed, where others keep its process."""
@@ -244,8 +249,7 @@ class Watchdog(threading.Thread):
         for mesh in self._all_meshes():
             is_its = any(lane.owner is main for lane in tuple(mesh.lanes.values()))
             if is_its and mesh.verdict is None and mesh.link is not None:
-                left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason)
-                mesh.board_thread.submit(functools.partial(mesh.settle_on, proposal=left))
+                self._end(mesh, Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason))
 
     def _look_for_the_dead_in_blocks(self) -> None:
         """Let those who poll in a block know that a rank has died in it: they are never overdue."""
@@ -278,9 +282,7 @@ class Watchdog(threading.Thread):
         verdict = audit.contradiction(mesh) if mesh.verdict is None else None
         if verdict is not None:
             log.error("group %r: %s", mesh.name, verdict.error(""), extra=mesh.labels)
-            mesh.board_thread.submit(functools.partial(mesh.settle_on, proposal=verdict))
-            alone = verdict._replace(is_store_silent=True)
-            self._fall_back(_INTERRUPT_SECONDS, functools.partial(mesh.stop, alone))
+            self._end(mesh, verdict)
 
     def _is_in_vain(
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]
@@ -299,7 +301,7 @@ class Watchdog(threading.Thread):
             blocks = {each.nonce: each.ranks for each in meshes}
             verdict = loss_in(mesh, lane, entry, blocks)
         if verdict is not None:
-            self._end_in_vain(mesh, verdict)
+            self._end(mesh, verdict)
         return verdict is not None
 
     def _look_for_senders(self) -> None:
@@ -316,25 +318,31 @@ class Watchdog(threading.Thread):
             if verdict is None:
                 unmet[mesh.board_thread].append(mesh)
             else:
-                self._end_in_vain(mesh, verdict)
+                self._end(mesh, verdict)
         for board_thread, meshes in unmet.items():
-            self._ask(
-                board_thread, functools.partial(inquiry.look_for_senders, meshes, self._missed)
-            )
+            self._ask(board_thread, functools.partial(look_for_senders, meshes, self._missed))
 
-    def _end_in_vain(self, mesh: Mesh, verdict: Verdict) -> None:
-        """End a mesh because of a process that has ended, by the reason that is known best."""
-        verdict = verdict._replace(is_final=True)
+    def _end(self, mesh: Mesh, verdict: Verdict) -> None:
+        """End a mesh by what this thread has found, or by what another rank has posted before.
+
+        Does not wait for the store, and if that says nothing in time, does without it. A process
+        that has ended is told to all, by the reason that is known best.
+        """
+        is_loss = verdict.cause is Cause.LOST
+        verdict = verdict._replace(is_final=is_loss)
 
         def job(board: Board) -> None:
-            told = by_name(mesh, verdict, board)
-            for rank in told.ranks:
+            told = by_name(mesh, verdict, board) if is_loss else verdict
+            for rank in told.ranks if is_loss else ():
                 board.tell_end(mesh.ranks[rank], told.reason)
             mesh.settle_on(board, told)
 
+        def end_alone() -> None:
+            alone = verdict._replace(is_store_silent=True)
+            mesh.stop(by_name_here(mesh, alone) if is_loss else alone)
+
         mesh.board_thread.submit(job)
-        alone = verdict._replace(is_store_silent=True)
-        self._fall_back(_INTERRUPT_SECONDS, lambda: mesh.stop(by_name_here(mesh, alone)))
+        self._fall_back(_INTERRUPT_SECONDS, end_alone)
 
     def _is_to_ask(self, waited: float, members: Sequence[int]) -> bool:
         often = _LONG_LOOKS if waited > _LONG_SECONDS else 1

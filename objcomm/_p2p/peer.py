@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._config import FOREVER_SECONDS, Settings, settings
-from objcomm._failures.mesh import Mesh, end_by_loss
+from objcomm._failures.losses import end_by_loss
 from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
 from objcomm._failures.watchdog import expect
 from objcomm._observe.history import CallRecord
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from objcomm._calls.group import Group
     from objcomm._failures.channel import Channel
+    from objcomm._failures.mesh import Mesh
 
 
 _LOOK_SECONDS = 0.5

@@ -36,7 +36,7 @@ import os, sys
 import torch.distributed as dist, objcomm
 jobs = ["kept", "dropped"]
 while jobs and (job := os.fork()):
-    assert os.waitpid(job, 0)[1] == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]) in {0, 120}  # see below
     print(jobs.pop(0), "ended", flush=True)
 if jobs:
     store = dist.FileStore(sys.argv[1] + jobs[0], 2)
@@ -47,7 +47,7 @@ if jobs:
         work = objcomm.all_gather(1, async_op=True)
     elif child:
         objcomm.all_gather(2, async_op=True)
-    if child:  # the other rank may say that it made no such call
+    if child:  # either rank may say that only one has made that call
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in {0, 120}, flush=True)
 """
 

@@ -20,7 +20,7 @@ import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DesyncError, TransportError, TransportTimeout
 from objcomm._algorithms import transfers
 from objcomm._calls.group import resolve
-from objcomm._failures import mesh, watchdog
+from objcomm._failures import losses, watchdog
 from objcomm._failures.mesh import Mesh
 from objcomm._transport import connect, rendezvous
 from tests.group.helpers import (
@@ -139,7 +139,7 @@ def counted(looks: threading.Semaphore) -> Callable[..., Any]:
     """``loss_in``, which counts its looks once rank 1 is known to have ended."""
 
     def look(meeting: Mesh, *args: Any) -> Any:
-        verdict = mesh.loss_in(meeting, *args)
+        verdict = losses.loss_in(meeting, *args)
         if meeting.board_thread.processes.end_of(1):
             looks.release()
         return verdict
@@ -165,7 +165,7 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(ho
     with (
         mock.patch.object(watchdog, "loss_in", counted(looks)),
         mock.patch.object(connect, "forget", slow_forget),
-        mock.patch.object(mesh, "LAST_BYTES_SECONDS", 60.0),
+        mock.patch.object(losses, "LAST_BYTES_SECONDS", 60.0),
     ):
         assert objcomm.broadcast(None, src=1) == "its last words"
     survivors: Any = dist.new_group([0, 2], use_local_synchronization=True)
@@ -211,7 +211,7 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(h
     when_main_thread_waits(lambda: say("rank 0 waits"))
     with (
         mock.patch.object(watchdog, "loss_in", counted(looks)),
-        mock.patch.object(mesh, "LAST_BYTES_SECONDS", 0.0),
+        mock.patch.object(losses, "LAST_BYTES_SECONDS", 0.0),
     ):
         with mock.patch.object(link, "_events", HeldUp(link._events, wait)):  # noqa: SLF001  # likewise
             assert objcomm.broadcast(None, src=1) == "all but"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
-from objcomm._failures import inquiry
+from objcomm._failures import losses, watchdog
 from tests.group.helpers import (
     assert_group_works,
     error_in,
@@ -68,13 +68,13 @@ def destroy_the_world() -> None:
 @contextlib.contextmanager
 def looking_when_said(topic: str) -> Iterator[None]:
     """Look whether a sender has gone only when it has said so: it may be late to tell why."""
-    look = inquiry.look_for_senders
+    look = losses.look_for_senders
 
     def look_if_said(*given: Any) -> None:
         if is_said(topic):
             look(*given)
 
-    with mock.patch.object(inquiry, "look_for_senders", look_if_said):
+    with mock.patch.object(watchdog, "look_for_senders", look_if_said):
         yield
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from objcomm._failures import inquiry
+from objcomm._failures import losses
 
 
 class _Waiting:
@@ -23,7 +23,7 @@ class _Waiting:
         self.is_lost, self.is_out_of_reach, self.answered = True, is_out_of_reach, 0
         self._asked = itertools.count(1)
         seconds = itertools.count(1000.0, 1.0)
-        monkeypatch.setattr(inquiry, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+        monkeypatch.setattr(losses, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
         self._board: Any = SimpleNamespace(
             look=lambda _: None, read=lambda _, asked: self.answered >= asked or None
         )
@@ -50,7 +50,7 @@ class _Waiting:
         meshes = [self._world, self._mesh]
         for look in range(1, looks + 1):
             asked = next(self._asked)
-            dead = inquiry._dead(self._board, self._mesh, meshes, self._entry, asked)  # noqa: SLF001  # needs no ranks
+            dead = losses._dead(self._board, self._mesh, meshes, self._entry, asked)  # noqa: SLF001  # needs no ranks
             if dead:
                 assert dead == (2,)
                 return look

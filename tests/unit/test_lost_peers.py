@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from objcomm._failures.liveness import Processes
-from objcomm._failures.mesh import by_name
+from objcomm._failures.losses import by_name
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._transport.link import LinkClosed
 from objcomm._wire.message import compose

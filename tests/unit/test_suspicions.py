@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from objcomm._failures import inquiry
+from objcomm._failures import inquiry, losses
 from objcomm._failures.deadlock import MEETING, LaneWait, WaitSnapshot
 from objcomm._failures.liveness import Process, Processes
 from objcomm._failures.verdict import Cause, Verdict
@@ -137,9 +137,9 @@ class Meeting:
 def test_who_has_lost_its_connections_gets_time_to_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(inquiry, "_SURELY_ANSWERED_SECONDS", 0.0)
+    monkeypatch.setattr(losses, "_SURELY_ANSWERED_SECONDS", 0.0)
     meeting = Meeting()
-    for _ in range(inquiry._LOOKS_IN_VAIN):  # noqa: SLF001  # however fast they follow
+    for _ in range(losses._LOOKS_IN_VAIN):  # noqa: SLF001  # however fast they follow
         assert not meeting.look()
     (told,) = meeting.look()
     assert (told.cause, told.ranks) == (Cause.LOST, (0,))
@@ -148,7 +148,7 @@ def test_who_has_lost_its_connections_gets_time_to_answer(
 def test_who_answers_lives_and_so_does_who_is_there_for_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(inquiry, "_SURELY_ANSWERED_SECONDS", 0.0)
+    monkeypatch.setattr(losses, "_SURELY_ANSWERED_SECONDS", 0.0)
     answers, is_beside = Meeting(), Meeting()
     answers.answer = WaitSnapshot(1, MAIN, ())
     is_beside.processes.note(0, Process.own())

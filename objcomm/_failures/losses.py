@@ -1,0 +1,549 @@
+"""Which ranks a wait needs, which of them are gone, and whom to name for it.
+
+There are three kinds of evidence. Of the processes of this host the kernel tells when they have
+ended, and of others the cards in the store, see ``liveness``: that is sure. A connection that ended
+says only that something has closed it, so the kernel and the store are asked why. Where there is no
+connection a rank that has lost the world's, and does not answer when asked, is gone as well.
+"""
+
+from __future__ import annotations  # torch may be built without distributed
+
+import contextlib
+import random
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from objcomm._failures.noticeboard import StoreSilentError
+from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, nonce_of
+from objcomm._transport.link import HOST_LOST, PEER_LOST, LinkClosed, LinkUnreachable
+from objcomm._transport.store import reason_of
+from objcomm._wire.header import Operation
+from objcomm.errors import TransportError, TransportTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, MutableSet, Sequence
+
+    from objcomm._failures.deadlock import Deadlock
+    from objcomm._failures.mesh import Mesh
+    from objcomm._failures.noticeboard import Board
+    from objcomm._observe.history import CallRecord
+    from objcomm._transport.lane import Lane
+
+T = TypeVar("T")
+
+#: What a process has sent before its end is read by then, also on a busy machine.
+LAST_BYTES_SECONDS = 1.0
+# A rank that loses one peer and a rank that loses all see it at the same time.
+_OTHERS_FIRST_SECONDS = 0.02
+# For how long a rank that can't connect waits for the word that tells who has died.
+_WORD_WITHIN_SECONDS = 1.0
+_WORD_PAUSE_SECONDS = 0.05
+# After as long without an answer to the first question a death is told within 2 s.
+_SURELY_ANSWERED_SECONDS = 1.0
+# The store may have answered nobody for that long, so as many looks have found nothing, too.
+_LOOKS_IN_VAIN = 3
+# Linux waits no longer before it sends something again that was not answered (TCP_RTO_MAX).
+_LATE_AFTER_OUTAGE_SECONDS = 120.0
+# Who uses objcomm has said who it is when its first call has lasted so long.
+_SURELY_TOLD_SECONDS = 1.0
+# A thousand ranks that wait would keep the store busy with each other's names.
+_MOST_LEARNED = 8
+
+_CLOSED = "it lives, and has destroyed its process group or given up after an error of its own"
+_ALONE = "all of its connections ended at once: it lost its network, or all others ended"
+_NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
+
+# Their receivers need the source alone: whoever else dies keeps nobody.
+_FROM_ONE = frozenset(
+    {
+        Operation.BROADCAST,
+        Operation.SCATTER,
+        Operation.RUN_ON_MAIN,
+        Operation.MAIN_PROCESS_ONLY,
+        Operation.COMPUTE_AND_BROADCAST,
+        Operation.SHARED_SEED,
+    }
+)
+# Their destination needs each rank until it has what that one gives.
+_TO_ONE = frozenset({Operation.GATHER, Operation.GATHER_SCALAR})
+
+
+def needed(mesh: Mesh, lane: Lane, entry: CallRecord) -> Collection[int]:
+    """The ranks without which a wait can't end, as ranks within the group.
+
+    Whichever of them dies, the wait is in vain, whomever it awaits just now. All operations need
+    all ranks, but for those that one rank gives to others, or others to one, and messages.
+
+    Args:
+        mesh: of the call.
+        lane: the one that waits.
+        entry: the call.
+    """
+    if mesh.link is None:
+        return mesh.others  # they meet
+    operation, awaited = entry.header.operation, () if entry.awaits < 0 else (entry.awaits,)
+    if mesh.whole is not None:
+        return awaited
+    if operation not in (_FROM_ONE | _TO_ONE) or entry.is_confirmed:
+        return mesh.others
+    if operation in _FROM_ONE:
+        return awaited
+    sequence = entry.header.sequence
+    return [
+        peer for peer in mesh.others if peer == entry.awaits or not lane.has_head_of(peer, sequence)
+    ]
+
+
+def loss_in(
+    mesh: Mesh,
+    lane: Lane,
+    entry: CallRecord,
+    blocks: Mapping[str, tuple[int, ...]],
+    patience_seconds: float | None = None,
+) -> Verdict | None:
+    """What to say of a wait that needs processes which have ended; None if there are none.
+
+    Of a rank that this one awaits just now any end counts, its program's included. Another one may
+    have made this call before it came to its end, so there only a death counts. In a
+    ``fail_together`` block a wait needs all ranks that are in it: they meet at its end.
+
+    Args:
+        mesh: of the call.
+        lane: the one that waits.
+        entry: the call.
+        blocks: the global ranks of the meshes in which the blocks around it began, by nonce.
+        patience_seconds: as for ``loss_among``; none where the ranks have yet to meet.
+    """
+    awaited = () if entry.awaits < 0 else (entry.awaits,)
+    needs = needed(mesh, lane, entry)
+    if mesh.link is None:
+        awaited, needs = (*awaited, *needs), ()
+    patience = patience_seconds if mesh.session else 0.0
+    found = loss_among(mesh, needs, awaited, patience)
+    if found is None and entry.regions:
+        inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}
+        peers = [peer for peer, rank in enumerate(mesh.ranks) if rank in inside]
+        found = loss_among(mesh, peers, patience_seconds=patience_seconds)
+    return found
+
+
+def loss_among(
+    mesh: Mesh,
+    needs: Iterable[int],
+    awaited: Iterable[int] = (),
+    patience_seconds: float | None = None,
+) -> Verdict | None:
+    """What to say of ranks of a mesh whose processes have ended, as the kernel and the cards tell.
+
+    A connected rank gets what another one has sent before its end: that is in this host's memory
+    by then, as good as always where it came from another host, and the link takes it out, also
+    where the thread that moves it gets no turn for long. Where all have met, the other rank may
+    have sent that while this one is about to use its own connections.
+
+    Args:
+        mesh: which.
+        needs: ranks within the group of which a death counts.
+        awaited: those of which any end counts, their program's included; the first is always asked
+            after, of many others only some at each look.
+        patience_seconds: for how long an end must have been known; as long as it may take to read
+            what they have sent if None.
+    """
+    processes, link = mesh.board_thread.processes, mesh.link
+    patience = LAST_BYTES_SECONDS if patience_seconds is None else patience_seconds
+    counts: dict[int, Callable[[int], object]] = dict.fromkeys(awaited, processes.end_of)
+    counts = counts | {peer: processes.has_died for peer in needs if peer not in counts}
+    of = {mesh.ranks[peer]: peer for peer in counts}
+    ends = {}
+    for rank in processes.some_of(of):
+        peer, reason = of[rank], processes.end_of(rank, patience)
+        if reason and counts[peer](rank) and not (link is not None and link.has_unread(peer)):
+            ends[peer] = reason
+    if not ends:
+        return None
+    return Verdict.of(Cause.LOST, ranks=tuple(sorted(ends)), reason=ends[min(ends)])
+
+
+def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict:
+    """A loss, as that of the rank that died, where that is known.
+
+    Who has only raised because of it may have closed connections, and its program may have ended.
+
+    Args:
+        mesh: of the call.
+        verdict: as the connections or the kernel tell it.
+        board: given on the board's own thread.
+    """
+    # Who ended by itself, or left its world, has left a word.
+    killed = mesh.board_thread.processes.killed()
+    wanted = {*killed, *(mesh.ranks[rank] for rank in verdict.ranks)}
+    if board is not None:
+        board.learn(wanted)
+    else:
+        with contextlib.suppress(StoreSilentError):
+            mesh.board_thread.call(lambda board: board.learn(wanted))
+    return by_name_here(mesh, verdict)
+
+
+def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
+    """``by_name``, as far as this process knows."""
+    processes = mesh.board_thread.processes
+    killed = processes.killed()
+    died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
+    if died:
+        # All that are known, whichever was noticed first: so all ranks name the same.
+        named = [rank for rank in verdict.ranks if rank in died]
+        why = next(iter(died.values()))
+        return verdict._replace(ranks=tuple(sorted(died)), reason=verdict.reason if named else why)
+    words = [processes.end_of(mesh.ranks[rank]) for rank in verdict.ranks]
+    if any(words):
+        return verdict._replace(reason=next(filter(None, words)))
+    are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
+    # Who leaves by itself says why; of one whose connections were closed nobody has said it.
+    is_said = verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED)
+    if not verdict.ranks or not are_beside or is_said:
+        return verdict
+    return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
+
+
+def is_circle_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlock) -> bool:
+    """End the meshes of a circle that have lost a rank, which explains why others wait."""
+    groups = {state.group for _, state, _ in conflict.found}
+    found = False
+    for mesh in meshes:
+        if mesh.verdict is None and mesh.name in groups:
+            died = loss_among(mesh, mesh.others, patience_seconds=0.0)
+            found = found or died is not None
+            if died is not None:
+                mesh.settle_on(board, died._replace(is_final=True))
+    return found
+
+
+def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
+    """End a mesh that has lost a peer; by that peer's doing, or by this rank's own.
+
+    With a host its other ranks are lost, though their connections may end a moment later. If all of
+    this rank's connections have ended, the others may have ended them, and told why.
+
+    Args:
+        mesh: which.
+        proposal: what this rank's wait has found.
+
+    Returns:
+        What holds.
+    """
+    if mesh.verdict is not None or mesh.link is None:
+        return mesh.settle(proposal)
+    if HOST_LOST in proposal.reason:
+        return mesh.settle(proposal._replace(ranks=tuple(mesh.link.beside(proposal.ranks))))
+    if _are_all_closed(mesh):
+        try:
+            standing = mesh.board_thread.call(lambda board: mesh.heard or board.look(mesh.nonce))
+        except StoreSilentError:  # then each rank may have closed its own
+            return mesh.settle(by_name(mesh, proposal))
+        if standing is not None:
+            # Not once more by ``settle``: the others may have read it by then, and removed it.
+            return mesh.stop(standing)
+        if not any(mesh.board_thread.processes.end_of(rank) for rank in mesh.ranks):
+            # Nobody is there to be told: the others have told each other, and cleared the store.
+            return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
+    return mesh.settle(by_name(mesh, proposal))
+
+
+def _are_all_closed(mesh: Mesh) -> bool:
+    """Whether all of several connections have ended."""
+    if mesh.link is None or len(mesh.others) == 1:
+        return False
+    time.sleep(_OTHERS_FIRST_SECONDS)
+    return mesh.link.has_lost_all()
+
+
+def unconnected(mesh: Mesh, error: BaseException) -> Verdict:
+    """End a mesh whose ranks could not all connect, by those that are to blame.
+
+    A rank that hears of a death closes its connections as a dead one does. So the store and the
+    kernel are asked first what another rank has posted and who has died, for a second at most.
+
+    Args:
+        mesh: which.
+        error: what connecting has raised here.
+
+    Returns:
+        What holds.
+    """
+    if not isinstance(error, LinkClosed | LinkUnreachable):
+        reason = f"it could not connect: {reason_of(error)}"
+        return mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason))
+    processes = mesh.board_thread.processes
+    apart = error.ranks if isinstance(error, LinkUnreachable) else ()
+    question = 0
+    answered: set[int] = set()
+
+    def look(board: Board) -> Verdict | None:
+        nonlocal question
+        board.learn(rank for rank in ranks.values() if not processes.is_beside(rank))
+        if apart:
+            question = question or board.ask()
+            mesh.board_thread.answer(board)  # which it would do only when it has nothing else to do
+            answered.update(each for each in apart if board.read(mesh.ranks[each], question))
+        return board.look(mesh.nonce)
+
+    ranks = {peer: mesh.ranks[peer] for peer in mesh.others}
+    until = time.monotonic() + _WORD_WITHIN_SECONDS
+    while mesh.verdict is None and time.monotonic() < until:
+        with contextlib.suppress(StoreSilentError):
+            standing = mesh.board_thread.call(look)
+            if standing is not None:
+                return mesh.stop(standing)  # not by ``settle``, see ``end_by_loss``
+        killed = processes.killed()
+        died = {peer: killed[rank] for peer, rank in ranks.items() if rank in killed}
+        if died:
+            return _end_by_deaths(mesh, died)
+        time.sleep(_WORD_PAUSE_SECONDS)
+    silent = tuple(each for each in apart if each not in answered)
+    cause, named = Cause.LOST, silent if isinstance(error, LinkUnreachable) else error.peers
+    if isinstance(error, LinkUnreachable) and len(silent) != 1:
+        cause, named = Cause.APART, apart
+    found = Verdict.of(cause, ranks=named, reason=error.reason, is_final=True)
+    return mesh.settle(by_name(mesh, found) if cause is Cause.LOST else found)
+
+
+def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> Verdict:
+    """End a mesh by the deaths of which the kernel has told this rank, and tell other hosts."""
+
+    def tell(board: Board) -> None:
+        for peer, reason in died.items():
+            board.tell_end(mesh.ranks[peer], reason)
+
+    mesh.board_thread.submit(tell)
+    reason = next(iter(died.values()))
+    return mesh.settle(Verdict.of(Cause.LOST, ranks=tuple(died), reason=reason, is_final=True))
+
+
+def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
+    """A verdict that no store confirmed, with what this rank's own connections tell."""
+    if not verdict.is_store_silent:
+        return verdict
+    if isinstance(error, TransportTimeout) and not verdict.silent:
+        return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *error.missing})))
+    if verdict.cause is Cause.LOST and mesh.link is not None:
+        ranks = tuple(sorted({*verdict.ranks, *mesh.link.closed_by()}))
+        return by_name(mesh, verdict._replace(ranks=ranks))
+    return verdict
+
+
+def tell_of_own_host(board: Board, mesh: Mesh) -> None:
+    """Let ranks of other hosts know which processes of this one have ended.
+
+    They can't see it themselves, a child may keep the dead one's connections open, and who is
+    beside it need not await it.
+    """
+    processes = mesh.board_thread.processes
+    ranks = [mesh.ranks[peer] for peer in mesh.others]
+    if all(map(processes.is_beside, ranks)):
+        return
+    for rank in processes.some_of(filter(processes.is_beside, ranks)):
+        process, reason = processes.of(rank), processes.end_of(rank)
+        if reason and process is not None and not process.word:
+            board.tell_end(rank, reason)
+            board.learn([rank])
+
+
+def learn(board: Board, mesh: Mesh, entry: CallRecord) -> None:
+    """Ask who the processes are that a call waits for, and whether those elsewhere have ended."""
+    processes = mesh.board_thread.processes
+    unknown = [peer for peer in mesh.others if processes.of(mesh.ranks[peer]) is None]
+    awaited = [] if entry.awaits < 0 else [entry.awaits]
+    if len(mesh.others) == 1:  # one that waits for any rank awaits each, too
+        awaited = list(mesh.others)
+    asked_about = {*awaited, *some(unknown)}
+    far = [peer for peer in mesh.others if not processes.is_beside(mesh.ranks[peer])]
+    board.learn({mesh.ranks[peer] for peer in {*asked_about, *some(far)}.intersection(far)})
+    if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
+        _note_cut_off(mesh, asked_about)  # who meets needs all of them
+
+
+def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
+    """Take in that ranks have ended that had not used objcomm, as torch's own connection tells."""
+    processes = mesh.board_thread.processes
+    for rank in [mesh.ranks[peer] for peer in awaited if mesh.link is None]:
+        if processes.of(rank) is None and mesh.board_thread.is_cut_off(rank):
+            processes.note_end(rank, "it died, or left its process group, before it came here")
+
+
+def some(each: Sequence[T]) -> list[T]:
+    """Those to ask about this time: a thousand at a time would keep the store busy."""
+    return random.sample(each, min(len(each), _MOST_LEARNED))
+
+
+def is_lost(
+    board: Board,
+    waiting: tuple[Mesh, Lane, CallRecord],
+    meshes: Sequence[Mesh],
+    asked: int,
+) -> bool:
+    """End a mesh that has lost a rank which a wait needs, as connections and silence tell.
+
+    Args:
+        board: to ask.
+        waiting: a call with its mesh and lane; it keeps what was found so far.
+        meshes: all of this process.
+        asked: the number of a question that was just asked: an older answer may be a dead rank's.
+    """
+    mesh, lane, entry = waiting
+    found = _cut_off(board, mesh, lane, entry, asked)
+    missing = missing_members(mesh, board) or _dead(board, mesh, meshes, entry, asked)
+    if missing:
+        found = Verdict.of(Cause.LOST, ranks=missing, reason=_NEVER_CAME, is_final=True)
+    if found is not None:
+        mesh.settle_on(board, found)
+    return found is not None
+
+
+def _dead(
+    board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord, asked: int
+) -> tuple[int, ...]:
+    """Members whose connections with this rank in the world have ended, and who do not answer.
+
+    Either alone is no proof: a network may fail for a while, and a rank may be too busy to answer.
+    An outage does both, and that rank's answer may come long after it. Of a process of this host
+    the kernel tells.
+    """
+    if mesh.link is not None:
+        return ()
+    processes, now = mesh.board_thread.processes, time.monotonic()
+    worlds = [world for world in meshes if world.is_world and world is not mesh]
+    was_cut_off: dict[int, bool] = {}
+    for world in worlds:
+        was_cut_off |= lost_ranks(world, board)
+    before, entry.unanswered = entry.unanswered or {}, {}
+    dead = []
+    asked_about = {entry.awaits, *some(mesh.others)}
+    for peer, rank in ((peer, mesh.ranks[peer]) for peer in mesh.others):
+        if processes.is_beside(rank) or (rank not in was_cut_off and peer not in asked_about):
+            continue
+        first, since, looks = before.get(rank, (asked, now, 0))
+        if board.read(rank, first) is not None:
+            continue  # it is asked anew
+        entry.unanswered[rank] = first, since, looks + 1
+        if rank not in was_cut_off:
+            if looks:  # they may have no connection yet, whose end would tell
+                for world in worlds:
+                    call_far(world, [rank])
+            continue
+        patience = _LATE_AFTER_OUTAGE_SECONDS if was_cut_off[rank] else _SURELY_ANSWERED_SECONDS
+        if now - since > patience and looks >= _LOOKS_IN_VAIN:
+            dead.append(peer)
+    return tuple(dead)
+
+
+def _cut_off(board: Board, mesh: Mesh, lane: Lane, entry: CallRecord, asked: int) -> Verdict | None:
+    """What to say of ranks of other hosts that a wait needs, but does not await.
+
+    The end of a connection wakes only a wait for that rank. Of this host's processes the kernel
+    tells; one of another host may have closed its connections when its program came to its end.
+    """
+    link, processes = mesh.link, mesh.board_thread.processes
+    if link is None:
+        return None
+    others = (peer for peer in needed(mesh, lane, entry) if peer != entry.awaits)
+    far = [peer for peer in others if not processes.is_beside(mesh.ranks[peer])]
+    entry.unanswered, now = entry.unanswered or {}, time.monotonic()
+    lost = []
+    for peer in [each for each in some(far) if link.is_closed(each)]:
+        rank = mesh.ranks[peer]
+        board.learn([rank])
+        if processes.end_of(rank) and not processes.has_died(rank):
+            continue
+        _, since, _ = entry.unanswered.setdefault(rank, (asked, now, 0))
+        if link.is_out_of_reach(peer) or now - since >= LAST_BYTES_SECONDS:
+            lost.append(peer)
+    if not lost:
+        return None
+    is_outage = any(map(link.is_out_of_reach, lost))
+    ranks = tuple(link.beside(lost) if is_outage else sorted(lost))
+    reason = HOST_LOST if is_outage else PEER_LOST
+    found = Verdict.of(Cause.LOST, ranks=ranks, reason=reason, is_final=True)
+    return by_name(mesh, found, board)
+
+
+def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Board) -> None:
+    """End meshes whose ranks have not met, if one of them can't come any more.
+
+    Args:
+        meshes: which; each is listened to.
+        missed: those of which the last look has found the same. What a rank sends before its end
+            may come a moment later than its end is known.
+        board: the store.
+    """
+    for mesh in some(meshes):
+        ranks = [mesh.ranks[peer] for peer in mesh.others]
+        board.learn(rank for rank in ranks if not mesh.board_thread.processes.is_beside(rank))
+        _note_cut_off(mesh, mesh.others)
+    for mesh in meshes:
+        missing = missing_members(mesh, board)
+        if not missing:
+            missed.discard(mesh)
+        elif mesh not in missed:
+            missed.add(mesh)
+        else:
+            wanted = [mesh.ranks[peer] for peer in missing]
+            board.learn(wanted)
+            words = filter(None, map(mesh.board_thread.processes.end_of, wanted))
+            reason = next(words, _NEVER_CAME)
+            found = Verdict.of(Cause.LOST, ranks=missing, reason=reason, is_final=True)
+            mesh.settle_on(board, found)
+
+
+def missing_members(mesh: Mesh, board: Board) -> tuple[int, ...]:
+    """The members that can't come to meet this rank, because the whole group has lost them.
+
+    Args:
+        mesh: whose members.
+        board: to ask whether the group's connections were closed for another reason.
+    """
+    whole = None if mesh.whole is None else mesh.whole()
+    if mesh.link is not None or whole is None:
+        return ()
+    call_far(whole, mesh.others)
+    gone = lost_ranks(whole, board)
+    return tuple(peer for peer in mesh.others if mesh.ranks[peer] in gone)
+
+
+def lost_ranks(mesh: Mesh, board: Board) -> dict[int, bool]:
+    """The global ranks whose connections of a mesh ended because they died, left or were cut off.
+
+    Args:
+        mesh: which.
+        board: to ask whether they were closed for another reason.
+
+    Returns:
+        Of each whether it was cut off: its host was out of reach, and may be there again.
+    """
+    link = mesh.link
+    if link is None:
+        return {}
+    verdict = mesh.verdict
+    if verdict is None:
+        gone = {
+            mesh.ranks[peer]: link.is_out_of_reach(peer)
+            for peer in mesh.others
+            if link.is_closed(peer)
+        }
+        verdict = board.look(mesh.nonce) if gone else None
+        if verdict is None:
+            return gone
+    is_loss = verdict.cause is Cause.LOST or verdict.reason in FAREWELLS
+    lost = verdict.ranks if is_loss else ()
+    return dict.fromkeys((mesh.ranks[peer] for peer in lost), HOST_LOST in verdict.reason)
+
+
+def call_far(mesh: Mesh, peers: Iterable[int]) -> None:
+    """Connect to ranks of other hosts with which this one may have had nothing to do yet.
+
+    The end of a connection tells of theirs. Of those on this host the kernel does.
+    """
+    if mesh.link is None or mesh.verdict is not None:
+        return
+    for peer in peers:
+        if not mesh.board_thread.processes.is_beside(mesh.ranks[peer]):
+            mesh.link.call(peer)
