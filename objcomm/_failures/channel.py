@@ -14,6 +14,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from objcomm._failures import audit
+from objcomm._failures.losses import end_unconnected
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, StoreSilentError
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict
@@ -274,6 +275,7 @@ class Channel:
             # Not by ``self``, which holds the mesh: a cycle would keep its connections open.
             whole=None if self._whole is None else functools.partial(_mesh_of, self._whole),
             is_destroyed=functools.partial(_is_destroyed, self._process_group),
+            end_unconnected=end_unconnected,
         )
         if ended is not None and ended.link is None:
             mesh.failed_meeting = ended.nonce

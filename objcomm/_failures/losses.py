@@ -257,7 +257,7 @@ def _are_all_closed(mesh: Mesh) -> bool:
     return mesh.link.has_lost_all()
 
 
-def unconnected(mesh: Mesh, error: BaseException) -> Verdict:
+def end_unconnected(mesh: Mesh, error: BaseException) -> Verdict:
     """End a mesh whose ranks could not all connect, by those that are to blame.
 
     A rank that hears of a death closes its connections as a dead one does. So the store and the

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from objcomm._failures.deadlock import MEETING
-from objcomm._failures.losses import unconnected
 from objcomm._failures.noticeboard import PATIENCE_SECONDS, Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
 from objcomm._observe.history import CallRecord
@@ -84,6 +83,7 @@ class Mesh:
         members: tuple[int, ...],
         whole: Callable[[], Mesh | None] | None,
         is_destroyed: Callable[[], bool],
+        end_unconnected: Callable[[Mesh, BaseException], object],
     ) -> None:
         self.name = name
         self.is_world = is_world
@@ -92,6 +92,7 @@ class Mesh:
         self.members = members
         self.whole = whole
         self.is_destroyed = is_destroyed
+        self._end_unconnected = end_unconnected  # by whom it lacks, see ``losses``
         self.history = history
         self.board_thread = board_thread
         self.lanes: dict[str, Lane] = {}
@@ -322,7 +323,7 @@ class Mesh:
     def _lose(self, error: BaseException) -> None:
         """End the mesh because its ranks could not all connect."""
         if self.verdict is None:
-            unconnected(self, error)
+            self._end_unconnected(self, error)
 
     def listen(self, now: float) -> None:
         """Hear what ends the mesh, for some seconds after this rank has lost a connection.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from objcomm._failures import inquiry
+from objcomm._failures import inquiry, losses
 from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._failures.liveness import Processes
 from objcomm._failures.mesh import Mesh
@@ -63,6 +63,7 @@ class Rank:
             members=tuple(range(size)),
             whole=None,
             is_destroyed=lambda: False,
+            end_unconnected=losses.end_unconnected,
         )
         self.mesh._meeting.nonce = _NONCE  # noqa: SLF001  # as when the ranks have met
         link: Any = SimpleNamespace(abort=lambda: None)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from objcomm._algorithms.device import DevicePath
 from objcomm._config import Settings
+from objcomm._failures import losses
 from objcomm._failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
 from objcomm._failures.liveness import Processes
 from objcomm._failures.mesh import Mesh
@@ -164,6 +165,7 @@ def _mesh_that_has_met(
         members=members,
         whole=None,
         is_destroyed=lambda: False,
+        end_unconnected=losses.end_unconnected,
     )
     mesh._meeting.nonce = "n"  # noqa: SLF001  # as when the ranks have met
     return mesh
