@@ -404,7 +404,9 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
             future = next(ended, None)
         if future is None:
             return
-        yield by_future.pop(future)
+        work = by_future.pop(future)
+        work._ended.wait()  # noqa: SLF001  # likewise; who has ended it is about to say so to all
+        yield work
 
 
 def _limit_of(name: str, timeout: Timeout) -> float | None:

@@ -317,12 +317,27 @@ def _refuse_inside(operation: str, lane: Lane | None) -> None:
         UsageError: it is.
     """
     caller = "" if lane is None else lane.caller
+    if lane is not None and caller and lane.entry is None and not _is_inside():
+        lane.begun_at = caller = ""  # Ctrl-C came before the call's block was entered
     if caller:
         raise UsageError(
             f"{operation}: a callback of {caller}, or a signal's handler or a destructor that has "
             "interrupted it, cannot use the group that waits for it; communicate before or after "
             "that call"
         )
+
+
+def _is_inside() -> bool:
+    """Whether what calls objcomm here has itself been called by a call of objcomm's."""
+    frame, has_left = sys._getframe(), False  # noqa: SLF001  # documented by CPython
+    while frame.f_back is not None:
+        frame = frame.f_back
+        module = frame.f_globals.get("__name__", "")
+        is_own = module.startswith("objcomm._") and not module.startswith("objcomm._bootstrap")
+        if is_own and has_left:
+            return True
+        has_left |= not is_own
+    return False
 
 
 def say_farewell(channels: Iterable[Channel]) -> None:

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import TypeVar
 
 from objcomm._failures import losses
 from objcomm._failures.deadlock import (
@@ -26,7 +25,7 @@ from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
-from objcomm._observe.log import log
+from objcomm._observe.log import log, logged
 from objcomm._transport.lane import Lane
 from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
@@ -172,8 +171,6 @@ def _step(entry: CallRecord) -> Step:
         header.name,
     )
 
-
-T = TypeVar("T")
 
 #: A call of one lane that waits for other ranks.
 Waiting = tuple[Mesh, Lane, CallRecord]
@@ -332,7 +329,7 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
     answers = _answers(board, meshes, asked, since, wanted)
     for mesh, lane, entry in waiting:
         known = _known(mesh, answers)
-        end_late(mesh, lane, entry, expiry_verdict(mesh, lane, entry, meshes, known), board)
+        end_late((mesh, lane, entry), meshes, known, board)
     turns.end()
 
 
@@ -363,20 +360,24 @@ class _Turns:
 
 
 def end_late(
-    mesh: Mesh, lane: Lane, entry: CallRecord, verdict: Verdict, board: Board | None = None
+    waiting: Waiting,
+    meshes: Sequence[Mesh],
+    answers: Answers | None,
+    board: Board | None = None,
 ) -> None:
     """End a call whose limit has passed, if the wait that passed it has not ended since.
 
     A call that succeeds meanwhile has harmed nobody, and its mesh serves others by then.
 
     Args:
-        mesh: whose.
-        lane: which waited.
-        entry: its call.
-        verdict: that the limit has passed.
+        waiting: the call, with its mesh and lane.
+        meshes: all of this process's.
+        answers: as ``timeout_verdict`` takes them.
         board: the store; None where it did not answer in time.
     """
-    # First: what follows the wait may have none. What has lost its other end is over as a whole.
+    mesh, lane, entry = waiting
+    verdict = expiry_verdict(waiting, meshes, answers, board)
+    # Read first: it may be cleared once the wait ends. After a loss nothing is withdrawn.
     withdraw = entry.withdraw if verdict.cause is Cause.TIMEOUT else None
     # A later wait of the same call has a limit that has yet to be seen to pass.
     if not lane.has_waiting(entry) or not entry.has_expired:
@@ -531,27 +532,26 @@ def _still_waits(mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
 
 
 def expiry_verdict(
-    mesh: Mesh,
-    lane: Lane,
-    entry: CallRecord,
-    meshes: Iterable[Mesh],
-    answers: Answers | None,
+    waiting: Waiting, meshes: Iterable[Mesh], answers: Answers | None, board: Board | None
 ) -> Verdict:
     """What to raise when a limit has passed: a loss that explains it, or who is late.
 
     Args:
-        mesh: whose.
-        lane: which waits.
-        entry: its call.
+        waiting: the call, with its mesh and lane.
         meshes: all of this process's.
         answers: as ``timeout_verdict`` takes them.
+        board: the store; None where it did not answer in time.
     """
+    mesh, lane, entry = waiting
+    loss = None
     if not is_brief(entry):  # who polls looks again, and is told then
-        blocks = {each.nonce: each.ranks for each in meshes}
-        loss = loss_in(mesh, lane, entry, blocks, patience_seconds=0.0)
-        loss = loss or mesh.apart()
-        if loss is not None:
-            return loss._replace(is_final=True, is_store_silent=answers is None)
+        with logged("whether a process has ended could not be found out"):  # the limit has passed
+            if board is not None:
+                losses.learn_ends(board, mesh)
+            blocks = {each.nonce: each.ranks for each in meshes}
+            loss = loss_in(mesh, lane, entry, blocks, patience_seconds=0.0) or mesh.apart()
+    if loss is not None:
+        return loss._replace(is_final=True, is_store_silent=answers is None)
     return timeout_verdict(mesh, lane, entry, answers)
 
 

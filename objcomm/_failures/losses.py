@@ -153,14 +153,24 @@ def loss_among(
     counts: dict[int, Callable[[int], object]] = dict.fromkeys(awaited, processes.end_of)
     counts = counts | {peer: processes.has_died for peer in needs if peer not in counts}
     of = {mesh.ranks[peer]: peer for peer in counts}
-    ends = {}
+    ends, noticed = {}, []
     for rank in processes.some_of(of):
         peer, reason = of[rank], processes.end_of(rank, patience)
+        if not reason and processes.end_of(rank):
+            noticed.append(rank)
         if reason and counts[peer](rank) and not (link is not None and link.has_unread(peer)):
             ends[peer] = reason
+    if noticed:  # until the patience is over, the store says whether they came to their ends
+        mesh.board_thread.submit(lambda board: board.learn(noticed))
     if not ends:
         return None
     return Verdict.of(Cause.LOST, ranks=tuple(sorted(ends)), reason=ends[min(ends)])
+
+
+def learn_ends(board: Board, mesh: Mesh) -> None:
+    """Take in whether the processes that the kernel says have ended came to their ends."""
+    killed = mesh.board_thread.processes.killed()
+    board.learn(rank for rank in mesh.ranks if rank in killed)
 
 
 def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict:
@@ -211,8 +221,9 @@ def is_circle_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlo
     found = False
     for mesh in meshes:
         if mesh.verdict is None and mesh.name in groups:
+            learn_ends(board, mesh)
             died = loss_among(mesh, mesh.others, patience_seconds=0.0)
-            found = found or died is not None
+            found |= died is not None
             if died is not None:
                 mesh.settle_on(board, died._replace(is_final=True))
     return found
@@ -257,8 +268,8 @@ def _are_all_closed(mesh: Mesh) -> bool:
     return mesh.link.has_lost_all()
 
 
-def end_unconnected(mesh: Mesh, error: BaseException) -> Verdict:
-    """End a mesh whose ranks could not all connect, by those that are to blame.
+def end_unconnected(mesh: Mesh, error: BaseException) -> None:
+    """End a mesh whose ranks could not all connect, and name the ranks that caused it.
 
     A rank that hears of a death closes its connections as a dead one does. So the store and the
     kernel are asked first what another rank has posted and who has died, for a second at most.
@@ -266,13 +277,11 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> Verdict:
     Args:
         mesh: which.
         error: what connecting has raised here.
-
-    Returns:
-        What holds.
     """
     if not isinstance(error, LinkClosed | LinkUnreachable):
         reason = f"it could not connect: {reason_of(error)}"
-        return mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason))
+        mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason))
+        return
     processes = mesh.board_thread.processes
     apart = error.ranks if isinstance(error, LinkUnreachable) else ()
     question = 0
@@ -293,21 +302,23 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> Verdict:
         with contextlib.suppress(StoreSilentError):
             standing = mesh.board_thread.call(look)
             if standing is not None:
-                return mesh.stop(standing)  # not by ``settle``, see ``end_by_loss``
+                mesh.stop(standing)  # not by ``settle``, see ``end_by_loss``
+                return
         killed = processes.killed()
         died = {peer: killed[rank] for peer, rank in ranks.items() if rank in killed}
         if died:
-            return _end_by_deaths(mesh, died)
+            _end_by_deaths(mesh, died)
+            return
         time.sleep(_WORD_PAUSE_SECONDS)
     silent = tuple(each for each in apart if each not in answered)
     cause, named = Cause.LOST, silent if isinstance(error, LinkUnreachable) else error.peers
     if isinstance(error, LinkUnreachable) and len(silent) != 1:
         cause, named = Cause.APART, apart
     found = Verdict.of(cause, ranks=named, reason=error.reason, is_final=True)
-    return mesh.settle(by_name(mesh, found) if cause is Cause.LOST else found)
+    mesh.settle(by_name(mesh, found) if cause is Cause.LOST else found)
 
 
-def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> Verdict:
+def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> None:
     """End a mesh by the deaths of which the kernel has told this rank, and tell other hosts."""
 
     def tell(board: Board) -> None:
@@ -316,7 +327,7 @@ def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> Verdict:
 
     mesh.board_thread.submit(tell)
     reason = next(iter(died.values()))
-    return mesh.settle(Verdict.of(Cause.LOST, ranks=tuple(died), reason=reason, is_final=True))
+    mesh.settle(Verdict.of(Cause.LOST, ranks=tuple(died), reason=reason, is_final=True))
 
 
 def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
@@ -454,7 +465,9 @@ def _cut_off(board: Board, mesh: Mesh, lane: Lane, entry: CallRecord, asked: int
         board.learn([rank])
         if processes.end_of(rank) and not processes.has_died(rank):
             continue
-        _, since, _ = entry.unanswered.setdefault(rank, (asked, now, 0))
+        first, since, _ = entry.unanswered.setdefault(rank, (asked, now, 0))
+        if board.read(rank, first) is not None:
+            continue  # it lives, and has left the group
         if link.is_out_of_reach(peer) or now - since >= LAST_BYTES_SECONDS:
             lost.append(peer)
     if not lost:

@@ -99,6 +99,7 @@ class Watchdog(threading.Thread):
         # Weak: a question that comes when the world has just gone is never asked, nor done with.
         self._investigating: weakref.WeakSet[BoardThread] = weakref.WeakSet()
         self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
+        self._contradicted: weakref.WeakSet[Mesh] = weakref.WeakSet()
         self._expiring = weakref.WeakKeyDictionary[BoardThread, deque[Waiting]]()
         self._looked_at = 0.0
         self._looks = 0
@@ -279,8 +280,10 @@ class Watchdog(threading.Thread):
 
         A rank that only sends hears of that nowhere else, and has nothing to wait for.
         """
-        verdict = audit.contradiction(mesh) if mesh.verdict is None else None
+        is_new = mesh.verdict is None and mesh not in self._contradicted
+        verdict = audit.contradiction(mesh) if is_new else None
         if verdict is not None:
+            self._contradicted.add(mesh)
             log.error("group %r: %s", mesh.name, verdict.error(""), extra=mesh.labels)
             self._end(mesh, verdict)
 
@@ -288,7 +291,7 @@ class Watchdog(threading.Thread):
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]
     ) -> bool:
         """``_has_ended_in_vain``, asked once for a thousand calls that wait for the same."""
-        kind = mesh, lane.order is None, entry.awaits, entry.regions
+        kind = lane, entry.header.operation, entry.is_confirmed, entry.awaits, entry.regions
         if kind not in known:
             known[kind] = self._has_ended_in_vain(mesh, lane, entry)
         return known[kind]
@@ -334,7 +337,8 @@ class Watchdog(threading.Thread):
         def job(board: Board) -> None:
             told = by_name(mesh, verdict, board) if is_loss else verdict
             for rank in told.ranks if is_loss else ():
-                board.tell_end(mesh.ranks[rank], told.reason)
+                why = mesh.board_thread.processes.end_of(mesh.ranks[rank])
+                board.tell_end(mesh.ranks[rank], why or told.reason)
             mesh.settle_on(board, told)
 
         def end_alone() -> None:
@@ -377,8 +381,7 @@ class Watchdog(threading.Thread):
             if inquiry.is_brief(entry):  # nobody else need know
                 here = here or wait_snapshot(meshes, 0)
                 seconds, answers = inquiry.patience(entry), {mesh.rank: here}
-            verdict = inquiry.expiry_verdict(mesh, lane, entry, meshes, answers)
-            end = functools.partial(inquiry.end_late, mesh, lane, entry, verdict)
+            end = functools.partial(inquiry.end_late, (mesh, lane, entry), meshes, answers)
             self._fall_back(seconds, end)
 
     def _report(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
@@ -426,7 +429,8 @@ class Watchdog(threading.Thread):
 
         def do_all(compares: Sequence[Callable[[Board], None]], board: Board) -> None:
             for compare in compares:
-                compare(board)
+                with logged("whether all ranks made the same calls could not be found out"):
+                    compare(board)
 
         for board_thread, compares in jobs.items():
             with contextlib.suppress(StoreSilentError, RuntimeError):  # the store may have ended

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.2
 # The same of ranks that have theirs.
 _PAUSE_SECONDS = 0.02
+_LONG_PAUSE_SECONDS = 0.25
 
 # So many ranks are all connected when they meet. More only make a tree then, which shows that all
 # can be; two others are connected when one of them first sends to the other, or waits for it. To
@@ -144,9 +145,15 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
     try:
         far = GlooLink(named, rank, members, met.hosts, deadline)
     except LinkClosed as error:
-        raise unreachable or error from error
+        if unreachable is None:
+            raise
+        raise unreachable from error
     if unreachable is not None:
-        _await_all(named, size, meeting)
+        try:
+            _await_all(named, size, meeting)
+        except GivenUpError:
+            far.abort()
+            raise
     left = [_FAILED, _CONNECTED, *keys_left(size)]
     forget(store, meeting.nonce, size, [f"objcomm/{meeting.nonce}/{key}" for key in left])
     return far
@@ -194,11 +201,12 @@ def _await_all(store: dist.Store, size: int, meeting: MeetingState) -> None:
     Raises:
         GivenUpError: nobody waits for them any more.
     """
-    connected = store.add(_CONNECTED, 1)
+    connected, pause = store.add(_CONNECTED, 1), _PAUSE_SECONDS
     while connected < size:
         if meeting.is_over:
             raise GivenUpError
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONG_PAUSE_SECONDS)  # one of a pair may wait for long
         connected = store.add(_CONNECTED, 0)
 
 

@@ -1556,7 +1556,8 @@ class StreamLink:
 def _has_bytes(end: socket.socket) -> bool:
     """Whether something can be read, or the end of all."""
     watched = select.poll()
-    watched.register(end, select.POLLIN)
+    with contextlib.suppress(ValueError):  # it was closed meanwhile
+        watched.register(end, select.POLLIN)
     return bool(watched.poll(0))
 
 

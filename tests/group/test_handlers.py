@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import objcomm
 from objcomm import UsageError
+from objcomm._calls.call import Call
 from objcomm._calls.group import resolve
 from tests.group.any_call import called
 from tests.group.helpers import assert_group_works
@@ -246,3 +248,14 @@ def test_a_handler_may_wait_for_a_thread_that_ends_the_work_it_has_interrupted()
             break
         assert (called, received.wait()) == (["second"], "first")
     assert line > 10
+
+
+@ranks(1, 2, disposable=True)
+def test_ctrl_c_before_a_calls_block_is_entered_does_not_refuse_the_next_call() -> None:
+    assert_group_works()
+    with (
+        mock.patch.object(Call, "__enter__", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        objcomm.all_gather(1)
+    assert_group_works()

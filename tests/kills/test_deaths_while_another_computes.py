@@ -2,13 +2,14 @@
 
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
 
 import objcomm
 from objcomm import TransportError, TransportTimeout
-from tests.group.helpers import error_in, hear, say, tell_all
+from tests.group.helpers import error_in, hear, say, tell_all, when_main_thread_waits
 from tests.kills.__main__ import side_by_side
 from tests.kills.plan import CALLS, FIRST_USE, GROUP, Trial, before_their_calls
 from tests.kills.run import carry_out
@@ -87,3 +88,28 @@ def test_a_survivor_that_has_heard_makes_a_group_and_is_no_desync(turn: int) -> 
     assert error.peers == (2,)
     group: Any = objcomm.new_group([0, 1], timeout=60)
     assert objcomm.all_gather(here().rank, group=group) == [0, 1]
+
+
+@pytest.mark.timed
+@ranks(3, expect_dead={2})
+def test_a_death_is_heard_of_on_one_lane_while_another_awaits_the_same_rank() -> None:
+    """A broadcast needs its source alone, the gather beside it the dead rank as well."""
+    objcomm.barrier()
+    heard: list[BaseException] = []
+
+    def collect() -> None:
+        with objcomm.lane("beside"):
+            heard.append(error_in(TransportError, lambda: objcomm.gather(1)))
+
+    if here().rank == 2:
+        hear("rank 0 waits")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if here().rank == 0:
+        collecting = threading.Thread(target=collect)
+        collecting.start()
+        when_main_thread_waits(lambda: say("rank 0 waits"))
+        error = error_in(TransportError, lambda: objcomm.broadcast(None, src=1))
+        collecting.join()
+        assert (error.peers, heard[0].peers) == ((2,), (2,))  # type: ignore[attr-defined]
+        say("rank 0 has heard")
+    hear("rank 0 has heard")
