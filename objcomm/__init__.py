@@ -44,7 +44,7 @@ else:
             said = f"module 'objcomm' has no attribute {name!r}{''.join(at)}"
             raise AttributeError(said) from None
 
-    @atexit.register  # now, and so after all handlers of a program that uses these names in one
+    @atexit.register  # registered at import, so it runs after the program's own exit handlers
     def _end() -> None:
         watchdog = sys.modules.get("objcomm._failures.watchdog")
         if watchdog is not None:

@@ -314,8 +314,9 @@ def shutdown() -> None:
     leaves that rank's groups alone.
 
     Raises:
-        DesyncError: another rank made other calls than this one, which only shows now that no more
-            will come. This rank, which has left all the same; not where another error is under way.
+        DesyncError: another rank made other calls than this one, which only becomes apparent now
+            that there will be no more calls. This rank, which has left all the same; not where
+            another error is under way.
 
     Examples:
         >>> import objcomm

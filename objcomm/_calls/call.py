@@ -331,7 +331,8 @@ class Call:
         link = mesh.connections_for(self.operation)
         if link.is_interrupted() and self._claim is None:
             raise UsageError(f"{self.operation}: {interrupted('a transfer of this group')}")
-        # Who interrupts this call on its thread is refused from here on: see ``Lane.caller``.
+        # From here on, a handler that interrupts this call on its thread is refused: see
+        # ``Lane.caller``.
         lane.begun_at = self.call_site
         try:
             path = self._group.device_path

@@ -47,7 +47,7 @@ Members: TypeAlias = tuple[int, ...]
 # All that travels here is plain data, and taken by ranks that refuse pickles, or all but pickles.
 _CODEC = "msgpack"
 
-# Torch may take so many times its limit before it is left behind: its own error says more.
+# How far torch may exceed its limit before we give up on it; its own error is more informative.
 _LONGER = 1.2
 
 # A name is the same on all members and says for whom it is; only objcomm makes names like it.

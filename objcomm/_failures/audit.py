@@ -1,4 +1,4 @@
-"""Whether the calls of all ranks go together, as seen by a rank that waits for none of them.
+"""Whether all ranks made matching calls, checked by ranks that are not waiting for each other.
 
 A rank that only sends, such as the source of a broadcast, never looks at what came. What another
 rank has sent for a call lies unread on the connection then, and shows that the two made different
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from objcomm._observe.history import CallRecord
     from objcomm._transport.lane import Lane
 
-_UNMADE = "a call that not every rank made"
+_UNMADE = "one rank made a call that another never made"
 
 #: What was found at an end and that this process has yet to raise, by the mesh's name.
 _found: dict[str, DesyncError] = {}
@@ -62,7 +62,8 @@ def contradiction(mesh: Mesh) -> Verdict | None:
 def retire(mesh: Mesh, reason: str) -> None:
     """Close connections that nothing uses any more, and note what came and was never asked for.
 
-    What comes later is refused, so its sender raises: no message can be lost between the two.
+    What comes later is refused, so its sender raises: no message is missed between the check and
+    the close.
 
     Args:
         mesh: which; nothing is done where it joins two ranks, or has ended.
@@ -83,13 +84,14 @@ def retire(mesh: Mesh, reason: str) -> None:
 
 
 def comparison(mesh: Mesh) -> Callable[[Board], None] | None:
-    """What tells this rank's calls, and holds them against those of ranks that have ended before.
+    """What publishes this rank's calls and compares them with those of ranks that ended before.
 
     Every rank that ends well does it; the lowest one is compared with all others. Each first tells
     and then looks, so of two that end at the same time one sees the other.
 
     Returns:
-        A job for the board's thread; None where there is nothing to compare, or once there was.
+        A job for the board's thread; None where there is nothing to compare, or this was done
+        before.
     """
     link = mesh.link
     has_left = mesh.verdict is None or mesh.verdict.reason in FAREWELLS
@@ -221,7 +223,7 @@ def _is_open(lane: Lane | None) -> bool:
 
 
 def _is_owed(mesh: Mesh) -> bool:
-    """Whether a thread that could has yet to raise what ended the mesh."""
+    """Whether some thread that still can raise what ended the mesh has yet to do so."""
     main = threading.main_thread()  # not alive any more where the interpreter ends
     lanes = tuple(mesh.lanes.values())
     return not lanes or any(

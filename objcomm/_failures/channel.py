@@ -322,8 +322,8 @@ def _refuse_inside(operation: str, lane: Lane | None) -> None:
     if caller:
         raise UsageError(
             f"{operation}: a callback of {caller}, or a signal's handler or a destructor that has "
-            "interrupted it, cannot use the group that waits for it; communicate before or after "
-            "that call"
+            "interrupted it, cannot use this group until that call has returned; communicate "
+            "before or after it"
         )
 
 

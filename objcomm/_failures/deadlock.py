@@ -121,8 +121,8 @@ class Deadlock(NamedTuple):
     def ends(self, rank: int, wait: LaneWait, there: "WaitSnapshot") -> bool:
         """Whether a wait of ``rank`` is about to end with those where this was found.
 
-        One that is younger is not. That process's own clock tells which is, where it knows of this;
-        else only how long each has lasted, which processes publish at different moments.
+        A wait that began later is not. That process's own clock tells which is, where it knows of
+        this; else only how long each has lasted, which processes publish at different moments.
         """
         is_recent = self.told_seconds <= min(wait.seconds, _HEARD_WITHIN_SECONDS)
         is_beside = any(wait.group == state.group for _, state, _ in self.found)

@@ -70,7 +70,7 @@ class Process(NamedTuple):
         pid: its number.
         born: when it began, as the kernel counts, because numbers are used again; 0 if unknown.
         word: why it has ended, or left its world; empty while it is there.
-        calls: what it has called, once it calls no more.
+        calls: the calls it made, published when it will make no more.
     """
 
     name: str

@@ -1,9 +1,10 @@
 """Which ranks a wait needs, which of them are gone, and whom to name for it.
 
-There are three kinds of evidence. Of the processes of this host the kernel tells when they have
-ended, and of others the cards in the store, see ``liveness``: that is sure. A connection that ended
-says only that something has closed it, so the kernel and the store are asked why. Where there is no
-connection a rank that has lost the world's, and does not answer when asked, is gone as well.
+There are three kinds of evidence. The kernel tells when a process of this host has ended, and the
+cards in the store tell of others (see ``liveness``); both are certain. A connection that ended
+says only that something has closed it, so the kernel and the store are asked why. Where ranks are
+not connected yet, one whose connection in the world has ended and that does not answer is gone as
+well.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -38,13 +39,13 @@ _OTHERS_FIRST_SECONDS = 0.02
 # For how long a rank that can't connect waits for the word that tells who has died.
 _WORD_WITHIN_SECONDS = 1.0
 _WORD_PAUSE_SECONDS = 0.05
-# After as long without an answer to the first question a death is told within 2 s.
+# With this patience, a death is still reported within 2 s.
 _SURELY_ANSWERED_SECONDS = 1.0
-# The store may have answered nobody for that long, so as many looks have found nothing, too.
+# The store itself may have been silent that long, so this many looks must also have found nothing.
 _LOOKS_IN_VAIN = 3
 # Linux waits no longer before it sends something again that was not answered (TCP_RTO_MAX).
 _LATE_AFTER_OUTAGE_SECONDS = 120.0
-# Who uses objcomm has said who it is when its first call has lasted so long.
+# A rank that uses objcomm has published its card by the time its first call has lasted this long.
 _SURELY_TOLD_SECONDS = 1.0
 # A thousand ranks that wait would keep the store busy with each other's names.
 _MOST_LEARNED = 8
@@ -53,7 +54,7 @@ _CLOSED = "it lives, and has destroyed its process group or given up after an er
 _ALONE = "all of its connections ended at once: it lost its network, or all others ended"
 _NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
 
-# Their receivers need the source alone: whoever else dies keeps nobody.
+# Their receivers need only the source: the death of any other rank delays nobody.
 _FROM_ONE = frozenset(
     {
         Operation.BROADCAST,
@@ -64,7 +65,7 @@ _FROM_ONE = frozenset(
         Operation.SHARED_SEED,
     }
 )
-# Their destination needs each rank until it has what that one gives.
+# Their destination needs each rank until that rank's contribution has arrived.
 _TO_ONE = frozenset({Operation.GATHER, Operation.GATHER_SCALAR})
 
 
@@ -145,8 +146,8 @@ def loss_among(
         needs: ranks within the group of which a death counts.
         awaited: those of which any end counts, their program's included; the first is always asked
             after, of many others only some at each look.
-        patience_seconds: for how long an end must have been known; as long as it may take to read
-            what they have sent if None.
+        patience_seconds: how long an end must have been known; if None, long enough to read what
+            the ranks had sent.
     """
     processes, link = mesh.board_thread.processes, mesh.link
     patience = LAST_BYTES_SECONDS if patience_seconds is None else patience_seconds

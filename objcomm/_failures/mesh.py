@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 _REPORT_SECONDS = 5.0
-# Others raise 2 s after a death at the latest where they wait.
+# A rank that waits raises within 2 s of a death.
 _LISTENS_SECONDS = 5.0
 
 
@@ -92,7 +92,7 @@ class Mesh:
         self.members = members
         self.whole = whole
         self.is_destroyed = is_destroyed
-        self._end_unconnected = end_unconnected  # by whom it lacks, see ``losses``
+        self._end_unconnected = end_unconnected  # names the missing ranks; see ``losses``
         self.history = history
         self.board_thread = board_thread
         self.lanes: dict[str, Lane] = {}
@@ -228,7 +228,7 @@ class Mesh:
         raise self.verdict.error(f"{operation} ({FIRST_USE})")
 
     def apart(self) -> Verdict | None:
-        """What to say of a limit that passes where two ranks could not reach each other."""
+        """The verdict for a limit that passed because two ranks could not reach each other."""
         found = None if self.link is not None else self._meeting.unreachable
         if found is None:
             return None

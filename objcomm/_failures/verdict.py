@@ -109,7 +109,7 @@ class Verdict(NamedTuple):
         here = tuple(each for each in self.ranks if each != rank)
         if self.cause is Cause.APART:
             return self._replace(ranks=here or there)
-        reason = f"this rank was cut off, and the others say of it: {self.reason}"
+        reason = f"this rank was cut off; the other ranks report: {self.reason}"
         return self._replace(ranks=there or here, reason=reason)
 
     def error(self, operation: str, own: Position | None = None) -> ObjcommError:

@@ -69,7 +69,7 @@ _RANKS_AT_EACH_LOOK = 250
 _EXPIRY_SECONDS = 0.9
 _INTERRUPT_SECONDS = 0.3
 _NUDGE = b"\0"  # no signal's number
-# For the store to say what the first rank that has ended told of its calls.
+# How long to wait for the store when calls are compared.
 _COMPARISON_SECONDS = 1.0
 # For all that was sent to other hosts to be there before the process ends.
 _DELIVERY_SECONDS = 0.5
@@ -486,7 +486,7 @@ class _Watchdogs:
         with self._lock:
             former = self._watchdog
             if former is not None and former.pid == os.getpid():
-                # One without a number is just being started, by who was interrupted there.
+                # No ident yet: this thread was interrupted while it was starting it.
                 if former.is_alive() or former.ident is None or sys.is_finalizing():
                     return former
                 made = Watchdog(former)
@@ -537,7 +537,7 @@ def close() -> None:
 
 @contextlib.contextmanager
 def audited() -> Iterator[None]:
-    """A block in which this rank leaves the world, and which ends by what shows then.
+    """Leave the world in this block, then raise any mismatch that this reveals.
 
     An error that is under way already is the one that is raised.
 

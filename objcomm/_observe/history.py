@@ -228,8 +228,9 @@ class OperationStats:
 class Counters:
     """The figures of one group, which several threads may add to.
 
-    No lock: a signal's handler, or a destructor, may come here while its own thread does. Each
-    thread has totals of its own, and nothing gets a turn between a number's reading and writing.
+    No lock: a signal's handler, or a destructor, may run here in the middle of its own thread's
+    call. Each thread has totals of its own, and nothing gets a turn between a number's reading and
+    writing.
     """
 
     def __init__(self) -> None:

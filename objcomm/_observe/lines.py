@@ -12,7 +12,7 @@ from objcomm._observe.log import log
 from objcomm._wire.header import Header
 from objcomm.errors import OTHER_LINES, DesyncError
 
-# A program has few such pairs, but another rank can send any text.
+# Programs have few such pairs, but the text comes from another rank and must be bounded.
 _PAIRS_MAX = 1000
 
 _known: set[frozenset[str]] = set()
@@ -52,8 +52,8 @@ def check_lines(mine: Header, theirs: Header, group: str, *, must_agree: bool) -
         return
     log.warning(
         "%s, but %s: values that do not belong together may have been paired. If the two lines "
-        "belong together, give both calls the same name=; if not, find out which rank makes a call "
-        "too many. objcomm.configure(check='lines') makes this a DesyncError. This pair of lines "
+        "belong together, give both calls the same name=; if not, find out which rank makes an "
+        "extra call. objcomm.configure(check='lines') makes this a DesyncError. This pair of lines "
         "is logged once.",
         *sorted((mine.position, theirs.position)),
         extra={"group": group},

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # How often a rank that waits for connections looks whether another one has none.
 _LOOK_SECONDS = 0.2
-# The same of ranks that have theirs.
+# The same, for ranks that are already connected.
 _PAUSE_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
 
@@ -52,7 +52,7 @@ _AT_ONCE_MAX = 16
 
 # What a rank says after its word, when all others have said theirs.
 _COMPLETE = b"!"
-# A rank that still connects gives up before those that wait for it to be complete.
+# Extra time for ranks that are already connected, so that one still connecting gives up first.
 _SAID_LATER_SECONDS = 1.0
 # The key that says that ranks can't be connected by streams, and why.
 _FAILED = "no streams"

@@ -90,7 +90,7 @@ class LinkUnreachable(LinkError):
     """Two ranks can't connect to each other, though both may be well.
 
     Attributes:
-        ranks: the two; or one, if it could not connect to several.
+        ranks: the two ranks; or only the one that could not connect to several others.
     """
 
     def __init__(self, reason: str, ranks: tuple[int, ...]) -> None:

@@ -4,8 +4,8 @@ Also who comes first, where several threads want one thing.
 
 A signal's handler, a destructor or a weak reference's callback runs on a thread that may be between
 any two steps of this package, locks held, and may call anything of it. So every lock is one that
-its thread may take twice, and what it guards is whole at each step at which a handler can run; or
-within it is ``Alone``, which refuses. An Event is neither: its own lock is held for moments.
+its thread may take twice, and what it guards is consistent wherever a handler can run, or an
+``Alone`` inside it refuses re-entry. An Event is not safe: a handler can find its own lock held.
 """
 
 import heapq
@@ -63,7 +63,7 @@ class Signal:
 class Alone:
     """A block that its thread can't enter twice; a context, within a lock that keeps others out.
 
-    It is for steps that leave nothing whole between them. A thread that tries is told, instead of
+    It is for steps between which the state is inconsistent. A thread that tries is told, instead of
     finding what a handler can't use.
     """
 
@@ -90,12 +90,12 @@ class Alone:
 def interrupted(what: str) -> str:
     """What to say to who would wait for something that it has interrupted on its own thread."""
     return (
-        f"a signal's handler or a destructor has interrupted {what} on this thread, which goes on "
-        "when that returns; let it set a flag, and communicate after the call"
+        f"a signal's handler or a destructor has interrupted {what} on this thread, which "
+        "resumes only when that returns; set a flag there and communicate after the call"
     )
 
 
-# Those that other threads need to get on with what somebody waits for.
+# Locks that other threads need in order to make progress.
 _guards: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
 #: How long a wait may take before it is worth asking whether it can end at all.

@@ -453,7 +453,7 @@ def _carry_out(
 
 
 class _Checking:
-    """Whether ranks meet in the calls from which some would else return before others come."""
+    """Whether ranks first meet in calls from which some could otherwise return too early."""
 
     is_on = False
 
@@ -462,7 +462,7 @@ _checking = _Checking()
 
 
 def check_calls(*, is_on: bool) -> None:
-    """Let every rank raise in the very call that another one makes otherwise, as torch's do.
+    """Make every rank raise in the very call that does not match another rank's, as torch does.
 
     Every rank must say the same. It costs a small call some hundred microseconds; ``objcomm.check``
     does it for objcomm's own calls.

@@ -127,7 +127,7 @@ def test_under_run_each_rank_raises_where_torch_would() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_pair_of_last_calls(world: int) -> None:
     seed = random.randrange(1 << 32)
-    cases = random.Random(seed).sample(list(_differing(world)), 60)  # there are thousands
+    cases = random.Random(seed).sample(list(_differing(world)), 40)  # there are thousands
     _check_bad(cases, f"seed {seed}")
 
 
