@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from objcomm._failures.inquiry import is_single
 from objcomm._failures.liveness import GroupCalls, LaneCalls
-from objcomm._failures.verdict import FAREWELLS, Cause, Verdict
+from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict
 from objcomm._observe.log import log
-from objcomm._wire.header import Header, check_same_call
+from objcomm._transport.link import LANE_BITS
+from objcomm._wire.header import Header, check_same_call, fingerprint
 from objcomm.errors import DesyncError, Position, WireError
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ def retire(mesh: Mesh, reason: str) -> None:
         link.refuse()
         left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason, is_store_silent=True)
         mesh.stop(left)
+        if reason == PROGRAM_ENDED:  # an exit handler from before objcomm was imported may call
+            for lane in tuple(mesh.lanes.values()):
+                lane.owes = False
         found = contradiction(mesh) or _unmade(mesh)
     else:
         found = mesh.verdict
@@ -95,8 +99,7 @@ def comparison(mesh: Mesh) -> Callable[[Board], None] | None:
     """
     link = mesh.link
     has_left = mesh.verdict is None or mesh.verdict.reason in FAREWELLS
-    is_one = link is not None and mesh.whole is None and has_left and mesh.lanes
-    if link is None or not is_one or mesh in _compared:
+    if link is None or mesh.whole is not None or not has_left or mesh in _compared:
         return None
     _compared.add(mesh)
     mine, is_any_closed = _calls(mesh), bool(link.closed())
@@ -150,7 +153,8 @@ def taken() -> DesyncError | None:
 
 
 def _unused(calls: GroupCalls, number: int) -> LaneCalls:
-    return LaneCalls(number, 0, (), _nowhere(calls.rank), is_open=not calls.is_single)
+    is_open = _may_be_begun(number) and not calls.is_single
+    return LaneCalls(number, 0, (), _nowhere(calls.rank), is_open)
 
 
 def _note(mesh: Mesh, found: Verdict) -> None:
@@ -194,7 +198,8 @@ def _unmade(mesh: Mesh) -> Verdict | None:
     """What to say where another rank has made a call that this rank never will."""
     for lane, theirs in sorted(_unread(mesh), key=lambda each: each[1].sequence):
         is_made = lane is not None and theirs.sequence < lane.sequence
-        if not is_made and not _is_open(lane):
+        is_open = _may_be_begun(theirs.lane) and not is_single() if lane is None else _is_open(lane)
+        if not is_made and not is_open:
             positions = _last(mesh, lane), theirs.position
             return Verdict.of(Cause.DESYNC, reason=_UNMADE, positions=positions)
     return None
@@ -214,10 +219,13 @@ def _step(lane: Lane) -> tuple[int, ...]:
     return header.operation, header.root, header.fingerprint
 
 
-def _is_open(lane: Lane | None) -> bool:
+def _may_be_begun(number: int) -> bool:
+    """Whether another thread than the main one may begin to use a lane: one that has a name."""
+    return number != fingerprint("") % (1 << LANE_BITS)
+
+
+def _is_open(lane: Lane) -> bool:
     """Whether a thread may have been about to make the next call when the end cut it off."""
-    if lane is None:
-        return not is_single()
     here = threading.main_thread(), threading.current_thread()
     return lane.is_busy or (lane.owner not in here and lane.owner.is_alive())
 

@@ -21,7 +21,14 @@ import torch.distributed as dist
 
 from objcomm._failures.deadlock import MEETING
 from objcomm._failures.noticeboard import PATIENCE_SECONDS, Board, BoardThread, StoreSilentError
-from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
+from objcomm._failures.verdict import (
+    FAREWELLS,
+    PROGRAM_ENDED,
+    Cause,
+    Verdict,
+    proposal_for,
+    regions,
+)
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log
 from objcomm._transport.connect import connect
@@ -142,6 +149,8 @@ class Mesh:
         if self.verdict is None:
             return False
         has_not_begun = self.link is None and not self.verdict.is_final
+        if self.verdict.ranks == (self.rank,) and self.verdict.reason == PROGRAM_ENDED:
+            return True  # this rank's exit handlers go on
         return self.verdict.is_recoverable or has_not_begun
 
     def connect(

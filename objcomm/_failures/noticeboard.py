@@ -41,6 +41,8 @@ R = TypeVar("R")
 IDLE_SECONDS = 0.3
 _LOOKS_PER_SECOND = 1000
 _CIRCLES = 4
+# A program that destroys groups one after another tells of the latest only.
+_MOST_GROUPS = 16
 #: How long a raising rank waits for the store.
 PATIENCE_SECONDS = 0.5
 
@@ -118,6 +120,8 @@ class Board:
 
     def tell_end(self, rank: int, word: str) -> None:
         """Say why a rank's process has ended, unless it was said or the rank has another one."""
+        if rank != self.rank:
+            self.learn([rank])  # it may have added to what is known here
         own = rank == self.rank
         process = self._processes.own if own else self._processes.of(rank)
         if process is not None and not process.word:
@@ -157,9 +161,8 @@ class Board:
 
     def tell_calls(self, calls: GroupCalls) -> None:
         """Add to who this process is what calls it has made, now that it makes no more."""
-        own = self._processes.own = self._processes.own._replace(
-            calls=(*self._processes.own.calls, calls)
-        )
+        told = (*self._processes.own.calls, calls)[-_MOST_GROUPS:]
+        own = self._processes.own = self._processes.own._replace(calls=told)
         self._store.set(f"process/{self.rank}", pack_record(own))
 
     def acknowledge(self, key: str, awaited: int) -> None:
