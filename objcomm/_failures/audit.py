@@ -77,14 +77,14 @@ def retire(mesh: Mesh, reason: str) -> None:
         link.refuse()
         left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason, is_store_silent=True)
         mesh.stop(left)
-        if reason == PROGRAM_ENDED:  # an exit handler from before objcomm was imported may call
-            for lane in tuple(mesh.lanes.values()):
-                lane.owes = False
         found = contradiction(mesh) or _unmade(mesh)
     else:
         found = mesh.verdict
     if found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):
         _note(mesh, found)
+    if reason == PROGRAM_ENDED:  # an exit handler from before objcomm was imported may call
+        for lane in tuple(mesh.lanes.values()):
+            lane.owes = False
 
 
 def comparison(mesh: Mesh) -> Callable[[Board], None] | None:

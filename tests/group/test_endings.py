@@ -3,9 +3,14 @@
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import objcomm
+from objcomm._calls.group import resolve
+from tests import ranks as on
 from tests.endings import BEGIN, Ending, Program, run_to_the_end
 
 _EACH = {
@@ -81,6 +86,14 @@ def test_ranks_that_made_different_last_calls_do_not_all_end_well() -> None:
         "half = objcomm.dup()\nobjcomm.broadcast('x', src=rank, group=half)",
     ]
     _check_bad([*cases, *((body, [body, body]) for body in bodies)])
+
+
+def test_a_thread_that_makes_no_calls_hides_no_call_that_was_forgotten() -> None:
+    idle = (
+        "import threading\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    body = f"{idle}if rank == 0: objcomm.broadcast('x')\nelse: time.sleep(0.5)"
+    _check_bad([("a forgotten broadcast beside an idle thread", [body, body])])
 
 
 def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
@@ -164,6 +177,45 @@ def test_a_rank_that_has_given_its_part_may_end_long_before_another_comes() -> N
     programs = [Program([late + body] * 3, link) for body in bodies for link in links]
     for program, ranks in zip(programs, run_to_the_end(programs), strict=True):
         assert _all(ranks) == [0] * 3, (program, [each.said for each in ranks])
+
+
+def test_an_exit_handler_from_before_the_import_may_call() -> None:
+    # The parent of all these programs has imported objcomm.
+    does = "unregister", "register", "register"
+    order = "objcomm._end", "lambda: last()", "objcomm._end"
+    steps = [f"atexit.{do}({what})" for do, what in zip(does, order, strict=True)]
+    begin = "\n".join(["import atexit, objcomm", *steps, BEGIN])
+    body = "def last(): print(objcomm.all_gather(rank, timeout=20))\nobjcomm.barrier()"
+    (ranks,) = run_to_the_end([Program([body] * 2, begin=begin)])
+    assert [(each.status, each.said) for each in ranks] == [(0, "[0, 1]\n")] * 2
+
+
+@pytest.mark.parametrize("link", [{}, {"OBJCOMM_LOCAL": "0"}], ids=["streams", "Gloo"])
+def test_a_rank_that_computes_names_the_dead_rank_though_another_has_ended(
+    link: dict[str, str],
+) -> None:
+    """Rank 0 ends by its error, and the store ends with it."""
+    body = """
+objcomm.barrier()
+if rank == 2: os.kill(os.getpid(), 9)
+if rank == 1: time.sleep(5)
+try: objcomm.barrier()
+except objcomm.TransportError as error: print(error.peers)
+"""
+    (ranks,) = run_to_the_end([Program([body] * 3, link)])
+    assert [each.said.splitlines()[-1:] for each in ranks] == [["(2,)"], ["(2,)"], []]
+
+
+@on.ranks(2, disposable=True)
+def test_what_is_told_of_groups_that_were_destroyed_is_bounded() -> None:
+    for _ in range(20):
+        group: Any = objcomm.dup()
+        objcomm.all_gather(1, group=group)
+        dist.destroy_process_group(group)
+    mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public has it
+    assert mesh is not None
+    told = mesh.board_thread.call(lambda _: mesh.board_thread.processes.own.calls, 20)
+    assert len(told) == 16
 
 
 @pytest.mark.long
