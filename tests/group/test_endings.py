@@ -140,7 +140,7 @@ def test_under_run_each_rank_raises_where_torch_would() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_pair_of_last_calls(world: int) -> None:
     seed = random.randrange(1 << 32)
-    cases = random.Random(seed).sample(list(_differing(world)), 40)  # there are thousands
+    cases = random.Random(seed).sample(list(_differing(world)), 20)  # there are thousands
     _check_bad(cases, f"seed {seed}")
 
 
@@ -222,4 +222,5 @@ def test_what_is_told_of_groups_that_were_destroyed_is_bounded() -> None:
 @pytest.mark.lasting
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_last_call_that_all_ranks_make_ends_well(world: int) -> None:
-    _check_well(world, [*_WELL, *_calls(world).values()])
+    bodies = [*_WELL, *_calls(world).values()]
+    _check_well(world, bodies if world == 2 else random.sample(bodies, 10))
