@@ -9,7 +9,7 @@ import pytest
 from tests.kills.__main__ import side_by_side
 from tests.kills.plan import CALLS, WHERE, Trial, before_their_calls, drawn, needs
 
-_SECONDS = 75.0
+_SECONDS = 40.0
 _BESIDE = 2
 
 
