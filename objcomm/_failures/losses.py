@@ -39,6 +39,8 @@ _OTHERS_FIRST_SECONDS = 0.02
 # For how long a rank that can't connect waits for the word that tells who has died.
 _WORD_WITHIN_SECONDS = 1.0
 _WORD_PAUSE_SECONDS = 0.05
+# With this patience with the store, too, a death is reported within 2 s.
+_NAMED_WITHIN_SECONDS = 1.0
 # With this patience, a death is still reported within 2 s.
 _SURELY_ANSWERED_SECONDS = 1.0
 # The store itself may have been silent that long, so this many looks must also have found nothing.
@@ -174,7 +176,7 @@ def learn_ends(board: Board, mesh: Mesh) -> None:
     board.learn(rank for rank in mesh.ranks if rank in killed)
 
 
-def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict:
+def by_name(mesh: Mesh, verdict: Verdict, board: Board) -> Verdict:
     """A loss, as that of the rank that died, where that is known.
 
     Who has only raised because of it may have closed connections, and its program may have ended.
@@ -182,16 +184,11 @@ def by_name(mesh: Mesh, verdict: Verdict, board: Board | None = None) -> Verdict
     Args:
         mesh: of the call.
         verdict: as the connections or the kernel tell it.
-        board: given on the board's own thread.
+        board: the store; this is called on its thread.
     """
     # Who ended by itself, or left its world, has left a word.
     killed = mesh.board_thread.processes.killed()
-    wanted = {*killed, *(mesh.ranks[rank] for rank in verdict.ranks)}
-    if board is not None:
-        board.learn(wanted)
-    else:
-        with contextlib.suppress(StoreSilentError):
-            mesh.board_thread.call(lambda board: board.learn(wanted))
+    board.learn({*killed, *(mesh.ranks[rank] for rank in verdict.ranks)})
     return by_name_here(mesh, verdict)
 
 
@@ -251,14 +248,31 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
         try:
             standing = mesh.board_thread.call(lambda board: mesh.heard or board.look(mesh.nonce))
         except StoreSilentError:  # then each rank may have closed its own
-            return mesh.settle(by_name(mesh, proposal))
+            return _settle_by_name(mesh, proposal)
         if standing is not None:
             # Not once more by ``settle``: the others may have read it by then, and removed it.
             return mesh.stop(standing)
         if not any(mesh.board_thread.processes.end_of(rank) for rank in mesh.ranks):
             # Nobody is there to be told: the others have told each other, and cleared the store.
             return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
-    return mesh.settle(by_name(mesh, proposal))
+    return _settle_by_name(mesh, proposal)
+
+
+def _settle_by_name(mesh: Mesh, loss: Verdict) -> Verdict:
+    """``Mesh.settle`` by a loss, once the store has told who died; one question for both.
+
+    A rank that has settled closes its connections. So on a busy machine one that gave up early
+    would name the rank that closed last, and not the one that died.
+    """
+    if mesh.verdict is not None:
+        return mesh.settle(loss)
+    try:
+        return mesh.board_thread.call(
+            lambda board: mesh.settle_on(board, by_name(mesh, loss, board)), _NAMED_WITHIN_SECONDS
+        )
+    except StoreSilentError:
+        silent = by_name_here(mesh, loss)._replace(is_store_silent=True)
+        return mesh.stop(mesh.heard or silent)
 
 
 def _are_all_closed(mesh: Mesh) -> bool:
@@ -316,7 +330,10 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> None:
     if isinstance(error, LinkUnreachable) and len(silent) != 1:
         cause, named = Cause.APART, apart
     found = Verdict.of(cause, ranks=named, reason=error.reason, is_final=True)
-    mesh.settle(by_name(mesh, found) if cause is Cause.LOST else found)
+    if cause is Cause.LOST:
+        _settle_by_name(mesh, found)
+    else:
+        mesh.settle(found)
 
 
 def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> None:
@@ -339,7 +356,7 @@ def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
         return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *error.missing})))
     if verdict.cause is Cause.LOST and mesh.link is not None:
         ranks = tuple(sorted({*verdict.ranks, *mesh.link.closed_by()}))
-        return by_name(mesh, verdict._replace(ranks=ranks))
+        return by_name_here(mesh, verdict._replace(ranks=ranks))
     return verdict
 
 

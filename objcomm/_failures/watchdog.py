@@ -709,9 +709,7 @@ def end_waits(look: _Look) -> bool:
         occupied |= {mesh for mesh, listener in listeners if listener.is_alive()}
         for mesh in occupied:
             leaves = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending())
-            # Who ends by an error because of another's death is not the one to be named.
-            leaves = leaves if leaves.reason in FAREWELLS else by_name(mesh, leaves)
-            tell = functools.partial(mesh.settle_on, proposal=leaves)
+            tell = functools.partial(_leave, mesh, leaves)
             with contextlib.suppress(StoreSilentError):
                 mesh.board_thread.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
             mesh.stop(leaves._replace(is_store_silent=True))  # if it was not told in time
@@ -719,6 +717,12 @@ def end_waits(look: _Look) -> bool:
         if not is_any_away or time.monotonic() > until:
             return not is_any_away
         time.sleep(_PAUSE_SECONDS)
+
+
+def _leave(mesh: Mesh, leaves: Verdict, board: Board) -> None:
+    # Who ends by an error because of another's death is not the one to be named.
+    told = leaves if leaves.reason in FAREWELLS else by_name(mesh, leaves, board)
+    mesh.settle_on(board, told)
 
 
 def _are_any_leaving() -> bool:
