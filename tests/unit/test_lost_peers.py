@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from objcomm._failures.liveness import Processes
-from objcomm._failures.losses import by_name
+from objcomm._failures.losses import by_name_here
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._transport.link import LinkClosed
 from objcomm._wire.message import compose
@@ -56,9 +56,8 @@ def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
     """That it lives, or has given up, is guessed of one whose connections were closed silently."""
     processes = Processes()
     processes.note(0, processes.own)
-    board_thread = SimpleNamespace(processes=processes, call=lambda _: None)
-    mesh: Any = SimpleNamespace(ranks=(0, 1), board_thread=board_thread)
+    mesh: Any = SimpleNamespace(ranks=(0, 1), board_thread=SimpleNamespace(processes=processes))
     reason = "its program ended by ValueError: boo"
-    told = by_name(mesh, Verdict.of(cause, ranks=(0,), reason=reason)).reason
+    told = by_name_here(mesh, Verdict.of(cause, ranks=(0,), reason=reason)).reason
     assert (told == reason) == (cause is Cause.LEFT)
     assert told.startswith("it lives") == (cause is Cause.LOST)
