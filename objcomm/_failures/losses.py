@@ -39,7 +39,7 @@ _OTHERS_FIRST_SECONDS = 0.02
 # For how long a rank that can't connect waits for the word that tells who has died.
 _WORD_WITHIN_SECONDS = 1.0
 _WORD_PAUSE_SECONDS = 0.05
-# With this patience with the store, too, a death is reported within 2 s.
+# For how long the store is asked who has died, before a rank names what its connections tell.
 _NAMED_WITHIN_SECONDS = 1.0
 # With this patience, a death is still reported within 2 s.
 _SURELY_ANSWERED_SECONDS = 1.0
@@ -248,31 +248,30 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
         try:
             standing = mesh.board_thread.call(lambda board: mesh.heard or board.look(mesh.nonce))
         except StoreSilentError:  # then each rank may have closed its own
-            return _settle_by_name(mesh, proposal)
+            return settle_by_name(mesh, proposal)
         if standing is not None:
             # Not once more by ``settle``: the others may have read it by then, and removed it.
             return mesh.stop(standing)
         if not any(mesh.board_thread.processes.end_of(rank) for rank in mesh.ranks):
             # Nobody is there to be told: the others have told each other, and cleared the store.
             return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
-    return _settle_by_name(mesh, proposal)
+    return settle_by_name(mesh, proposal)
 
 
-def _settle_by_name(mesh: Mesh, loss: Verdict) -> Verdict:
-    """``Mesh.settle`` by a loss, once the store has told who died; one question for both.
+def settle_by_name(mesh: Mesh, loss: Verdict, seconds: float = _NAMED_WITHIN_SECONDS) -> Verdict:
+    """``Mesh.settle``, under the name of the rank that died; the store is asked for both at once.
 
-    A rank that has settled closes its connections. So on a busy machine one that gave up early
-    would name the rank that closed last, and not the one that died.
+    A rank that settles closes its connections. One that does not wait for the store may see only
+    that, and would name a rank that lives.
     """
     if mesh.verdict is not None:
         return mesh.settle(loss)
-    try:
-        return mesh.board_thread.call(
-            lambda board: mesh.settle_on(board, by_name(mesh, loss, board)), _NAMED_WITHIN_SECONDS
-        )
-    except StoreSilentError:
-        silent = by_name_here(mesh, loss)._replace(is_store_silent=True)
-        return mesh.stop(mesh.heard or silent)
+
+    def settle_on(board: Board) -> Verdict:
+        return mesh.settle_on(board, by_name(mesh, loss, board))
+
+    told = mesh.posted(loss, settle_on, seconds)
+    return mesh.stop(by_name_here(mesh, told) if told.is_store_silent else told)
 
 
 def _are_all_closed(mesh: Mesh) -> bool:
@@ -331,7 +330,7 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> None:
         cause, named = Cause.APART, apart
     found = Verdict.of(cause, ranks=named, reason=error.reason, is_final=True)
     if cause is Cause.LOST:
-        _settle_by_name(mesh, found)
+        settle_by_name(mesh, found)
     else:
         mesh.settle(found)
 

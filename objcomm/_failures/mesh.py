@@ -343,16 +343,17 @@ class Mesh:
         if self.heard is None and now < self._listens_until:
             self.board_thread.submit(partial(_hear, weakref.ref(self)))
 
-    def settle(self, proposal: Verdict) -> Verdict:
+    def settle(self, proposal: Verdict, seconds: float = PATIENCE_SECONDS) -> Verdict:
         """End the mesh by ``proposal``, or by whatever another rank has posted before.
 
-        Waits for the store half a second at most. What it returns is what this rank raises.
+        Waits for the store for ``seconds`` at most. What it returns is what this rank raises.
         """
         if self.verdict is not None:
             return self.stop(self.verdict)
         if not self.nonce:
             return self.stop(proposal)
-        return self.stop(self._posted(proposal, lambda board: self.settle_on(board, proposal)))
+        told = self.posted(proposal, lambda board: self.settle_on(board, proposal), seconds)
+        return self.stop(told)
 
     def settle_on(self, board: Board, proposal: Verdict) -> Verdict:
         """``settle``, by the board's thread."""
@@ -394,14 +395,19 @@ class Mesh:
                 board.propose(self.nonce, winner)
             return winner
 
-        winner = self._posted(proposal, post)
+        winner = self.posted(proposal, post)
         self.stop(winner)
         return winner
 
-    def _posted(self, proposal: Verdict, post: Callable[[Board], Verdict]) -> Verdict:
+    def posted(
+        self,
+        proposal: Verdict,
+        post: Callable[[Board], Verdict],
+        seconds: float = PATIENCE_SECONDS,
+    ) -> Verdict:
         """The verdict that stands once ``post`` was done, or this rank's own without an answer."""
         try:
-            return self.board_thread.call(post)
+            return self.board_thread.call(post, seconds)
         except StoreSilentError:
             return self.heard or proposal._replace(is_store_silent=True)
 

@@ -44,6 +44,7 @@ from objcomm._failures.losses import (
     look_for_senders,
     loss_among,
     loss_in,
+    settle_by_name,
 )
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
@@ -709,20 +710,16 @@ def end_waits(look: _Look) -> bool:
         occupied |= {mesh for mesh, listener in listeners if listener.is_alive()}
         for mesh in occupied:
             leaves = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending())
-            tell = functools.partial(_leave, mesh, leaves)
-            with contextlib.suppress(StoreSilentError):
-                mesh.board_thread.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
-            mesh.stop(leaves._replace(is_store_silent=True))  # if it was not told in time
+            # A question may keep the store's thread for 1.2 s. Who ends by an error because of
+            # another's death is not the one to be named.
+            if leaves.reason in FAREWELLS:
+                mesh.settle(leaves, FAREWELL_SECONDS)
+            else:
+                settle_by_name(mesh, leaves, FAREWELL_SECONDS)
         is_any_away = bool(occupied) or are_workers_busy() or _are_any_leaving()
         if not is_any_away or time.monotonic() > until:
             return not is_any_away
         time.sleep(_PAUSE_SECONDS)
-
-
-def _leave(mesh: Mesh, leaves: Verdict, board: Board) -> None:
-    # Who ends by an error because of another's death is not the one to be named.
-    told = leaves if leaves.reason in FAREWELLS else by_name(mesh, leaves, board)
-    mesh.settle_on(board, told)
 
 
 def _are_any_leaving() -> bool:
