@@ -44,8 +44,11 @@ _SHOWN = {  # texts whose gaps hold more than names
     ),
     "unlike … it …; missing='skip' takes what there is": "unlike rank 0 it lacks 'loss'",
 }
-_LINKS = ("objcomm/_failures/", "objcomm/_transport/")  # where a reason is a TransportError's
-_AUDIT = "objcomm/_failures/audit.py"  # and where it is a DesyncError's
+_REASONS = {  # of which error a reason is, by the module that gives it
+    "objcomm/_failures/audit.py": "DesyncError",
+    "objcomm/_failures/": "TransportError",
+    "objcomm/_transport/": "TransportError",
+}
 
 # What stands for what differs, by the word before it. None of it is a word of the errors' own, as
 # a user's names are not.
@@ -141,9 +144,7 @@ def misses(site: Path, wanted: dict[str, set[str]]) -> list[str]:
 
 def as_shown(told: Told, text: str) -> str:
     """A text as an error of its class shows it: a reason stands within the error's own words."""
-    of = "TransportError" if told.where.startswith(_LINKS) else told.of
-    if told.where.startswith(_AUDIT):
-        of = "DesyncError"
+    of = next((of for where, of in _REASONS.items() if told.where.startswith(where)), told.of)
     error = copy.copy(_EXAMPLES[of]) if of in _EXAMPLES else None
     if error is None or text in str(error):
         return text

@@ -54,7 +54,8 @@ def test_all_that_wait_name_it_within_2_s_and_go_on_without_it(trial: Trial) -> 
 @pytest.mark.timed
 @pytest.mark.parametrize("operation", CALLS)
 def test_the_same_of_each_operation_with_any_two_ranks(operation: str) -> None:
-    assert not carry_out(random.choice(list(before_their_calls(operation))))
+    trial = random.choice(list(before_their_calls(operation)))
+    assert not carry_out(trial), str(trial)
 
 
 @pytest.mark.timed
