@@ -38,6 +38,7 @@ from objcomm._transport.rendezvous import (
     call_the_roll,
     meet,
 )
+from objcomm._transport.threads import done_within
 from objcomm._world import is_initialized, is_reachable, refuse_worker, store_of, timeout_of
 from objcomm.errors import StartError, UsageError, ranks_text
 
@@ -185,6 +186,8 @@ def current_device(device_type: str) -> torch.device:
 
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
 
+# How far torch may exceed its limit before we give up on it; its own error is more informative.
+_LONGER = 1.2
 # torch keeps time limits in milliseconds.
 _STORED_SECONDS = 1e-3
 
@@ -452,18 +455,24 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
     """
     from torch.distributed.constants import default_pg_timeout  # noqa: PLC0415  # needs distributed
 
-    try:
+    timeout = limit or default_pg_timeout
+
+    def make() -> dist.Store:
         return dist.TCPStore(
             place.host,
             place.port,
             place.world_size,
             is_master=place.rank == 0 and not is_agents,
-            timeout=limit or default_pg_timeout,
+            timeout=timeout,
             wait_for_workers=False,  # they are asked by name: torch only counts them
             multi_tenant=not is_agents,
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )
-    except RuntimeError as error:
+
+    try:
+        # Torch (2.13) waits without end for another program that listens there and says nothing.
+        return done_within(_LONGER * timeout.total_seconds(), make, lambda _: None)
+    except (RuntimeError, TimeoutError) as error:
         if place.rank == 0 or is_agents:
             raise
         reason = f"rank 0, which they meet at, has not come or can't be reached ({error})"

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -305,6 +306,24 @@ def test_ranks_that_do_not_come_are_an_error_with_the_address() -> None:
     assert (caught.value.rank, caught.value.world_size) == (1, 2)
     assert caught.value.address == f"127.0.0.1:{port}"
     assert "MASTER_PORT" in str(caught.value)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("is_agents", [False, True], ids=["rank 0's", "torchrun's"])
+@solo()
+def test_a_program_in_the_stores_place_that_says_nothing_is_an_error_too(
+    *, is_agents: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        os.environ.update(torchrun(1, 2), MASTER_PORT=str(port))
+        if is_agents:
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        with pytest.raises(StartError) as caught:
+            objcomm.init(timeout=1)
+    assert (caught.value.rank, caught.value.world_size) == (1, 2)
+    assert caught.value.missing == (() if is_agents else (0,))
+    assert f"127.0.0.1:{port}" in str(caught.value)
     assert not dist.is_initialized()
 
 
