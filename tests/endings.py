@@ -5,9 +5,11 @@ each rank is a fork of it that goes on as a program does: its last line is follo
 interpreter's own end, exit handlers included.
 """
 
+import faulthandler
 import json
+import math
 import os
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,9 +19,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.hosts import free_port
+
 _AT_ONCE = 3
-# Only a hang takes so long.
+# Only a hang takes so long; its ranks are ended so that they say where each thread is.
 _LIMIT_S = 60.0
+HUNG = -signal.SIGABRT
 
 #: What each program begins with.
 BEGIN = """
@@ -76,18 +81,13 @@ def run_to_the_end(programs: Sequence[Program]) -> list[list[Ending]]:
     return [[Ending(**each) for each in ranks] for ranks in json.loads(done.stdout)]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-    return port
-
-
 class _Run:
     """One program under way."""
 
-    def __init__(self, program: Mapping[str, Any], number: int) -> None:
+    def __init__(self, program: Mapping[str, Any], number: int, port: int) -> None:
         self.program = program
         self.number = number
+        self.port = port
         self.pids: list[int] = []
         self.endings: dict[int, tuple[int, float]] = {}
         self.until = 0.0
@@ -95,19 +95,19 @@ class _Run:
     def begin(self) -> str | None:
         """Start all ranks; in each of those returns what it is to do."""
         self.until = time.monotonic() + _LIMIT_S
-        port = _free_port()
         for rank, body in enumerate(self.program["ranks"]):
             pid = os.fork()
             if pid == 0:
                 said = os.open(self._path(rank, "said"), os.O_WRONLY | os.O_CREAT)
                 os.dup2(said, 1)
                 os.dup2(said, 2)
+                faulthandler.enable()
                 variables = {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(len(self.program["ranks"])),
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
+                    "MASTER_PORT": str(self.port),
                 }
                 os.environ.update({**variables, **self.program["environment"]})
                 path = self._path(rank, "last")
@@ -119,8 +119,9 @@ class _Run:
     def is_over(self) -> bool:
         """Whether all ranks have ended; ends those that never would."""
         if time.monotonic() > self.until:
+            self.until = math.inf  # a second signal would cut off what the first one makes them say
             for pid in set(self.pids) - set(self.endings):
-                os.kill(pid, 9)
+                os.kill(pid, signal.SIGABRT)
         for pid in set(self.pids) - set(self.endings):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -143,7 +144,11 @@ class _Run:
 
 def _serve() -> str:
     """Run all programs, and write how they ended; in a rank returns what it is to do."""
-    runs = [_Run(each, number) for number, each in enumerate(json.load(sys.stdin))]
+    programs = json.load(sys.stdin)
+    ports = set[int]()
+    while len(ports) < len(programs):  # nobody holds one until its program does
+        ports.add(free_port())
+    runs = [_Run(*each) for each in zip(programs, range(len(programs)), ports, strict=True)]
     waiting, under_way = list(runs), list[_Run]()
     while waiting or under_way:
         while waiting and len(under_way) < _AT_ONCE:

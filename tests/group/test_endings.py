@@ -11,7 +11,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm._calls.group import resolve
 from tests import ranks as on
-from tests.endings import BEGIN, Ending, Program, run_to_the_end
+from tests.endings import BEGIN, HUNG, Ending, Program, run_to_the_end
 
 _EACH = {
     "nothing": "pass",
@@ -65,7 +65,7 @@ def _check_bad(cases: list[tuple[str, list[str]]], drawn: str = "") -> None:
     endings = run_to_the_end([Program(bodies) for _, bodies in cases])
     told = list(zip([name for name, _ in cases], endings, strict=True))
     assert not [name for name, ranks in told if not any(_all(ranks))], drawn
-    hung = [name for name, ranks in told if -9 in _all(ranks)]  # SIGKILL
+    hung = {name: [each.said for each in ranks] for name, ranks in told if HUNG in _all(ranks)}
     assert not hung, drawn
 
 
