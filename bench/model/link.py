@@ -1,6 +1,6 @@
 """A link of the package's whose messages move in the model's time only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,11 +28,7 @@ class Costs:
 
 
 class ModelLink:
-    """See ``objcomm._transport.link.Link``; nothing is handed over in memory.
-
-    Attributes:
-        standing_nbytes: by peer, memory of the receive that stands ready for its first messages.
-    """
+    """See ``objcomm._transport.link.Link``; nothing is handed over in memory."""
 
     kind = "model"
     is_interruptible = True
@@ -50,17 +46,13 @@ class ModelLink:
         self.size = world.size
         self.hosts = world.hosts
         self.needs_last_byte_apart = False  # as that of streams
-        self.standing_nbytes: dict[int, int] = {}
+        self._expected: dict[tuple[int, int], Receive] = {}
         self._world = world
         self._costs = costs
 
     def sharing_with(self, peer: int) -> Sharing | None:  # noqa: ARG002  # nobody
         """See ``Link``."""
         return None
-
-    def over(self, raw: bytearray) -> Memory:
-        """See ``Link``."""
-        return memoryview(raw)
 
     def send(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``; it has left at once."""
@@ -70,28 +62,35 @@ class ModelLink:
 
     def recv(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``."""
-        if isinstance(flat, memoryview):  # what ``over`` gave: all else are tensors
-            self.standing_nbytes[peer] = flat.nbytes
         return self._world.recv(self.rank, peer, tag), flat
 
     def wait(self, pending: Pending, limit: timedelta) -> None:  # noqa: ARG002  # no real time passes
         """See ``Link``."""
         receive, flat = pending
         content = self._world.wait(self.rank, receive)
-        if isinstance(flat, torch.Tensor):
-            flat[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        else:
-            flat[: len(content)] = content
+        flat[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self._world.spend(self.rank, self._costs.recv)
 
-    def is_done(self, pending: Pending) -> bool:
+    def expect(self, peers: Sequence[int], tag: int) -> None:
         """See ``Link``."""
-        receive: Receive = pending[0]
-        return 0 <= receive.at <= self._world.clocks[self.rank]
+        for peer in peers:
+            if (peer, tag) not in self._expected:
+                self._expected[peer, tag] = self._world.recv(self.rank, peer, tag)
 
-    def has_arrived(self, pending: Pending) -> bool:
+    def take(self, peer: int, tag: int, until: float) -> bytes:  # noqa: ARG002  # no real time passes
         """See ``Link``."""
-        return self.is_done(pending)
+        self.expect([peer], tag)
+        content = self._world.wait(self.rank, self._expected.pop((peer, tag)))
+        self._world.spend(self.rank, self._costs.recv)
+        return bytes(content)
+
+    def has_come(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # nobody looks
+        """See ``Link``."""
+        return False
+
+    def came_late(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # nothing does
+        """See ``Link``."""
+        return False
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``; nothing can be stuck."""
@@ -103,10 +102,6 @@ class ModelLink:
     def is_interrupted(self) -> bool:
         """See ``Link``."""
         return False
-
-    def is_flowing(self) -> bool:
-        """See ``Link``."""
-        return True
 
     def abort(self) -> None:
         """Nobody does."""

@@ -108,8 +108,7 @@ _BUSIEST = """\
 ### The busiest rank
 
 What one rank sends and receives in a call, most of all ranks; with how many ranks it exchanges
-messages; the memory of receives that stand ready there; and what the busiest network card carries
-in the direction in which it carries more.
+messages; and what the busiest network card carries in the direction in which it carries more.
 """
 
 _CONNECTIONS = """\
@@ -356,11 +355,10 @@ def _busiest(results: Results) -> str:
                 f"{last.messages:,}",
                 amount(last.nbytes, _NBYTES),
                 f"{last.connections:,}",
-                amount(last.standing_nbytes, _NBYTES),
                 amount(last.card_nbytes, _NBYTES),
             ]
         )
-    head = ["call", "ranks", "messages", "bytes", "connections used", "memory", "busiest card"]
+    head = ["call", "ranks", "messages", "bytes", "connections used", "busiest card"]
     return table(head, rows)
 
 

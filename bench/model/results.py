@@ -28,7 +28,6 @@ class Modelled:
         nbytes: likewise.
         card_nbytes: of the busiest card.
         connections: of the rank that has most.
-        standing_nbytes: of receives that stand ready there.
     """
 
     peer: str
@@ -41,7 +40,6 @@ class Modelled:
     nbytes: int
     card_nbytes: int
     connections: int
-    standing_nbytes: int
 
     @classmethod
     def of(  # noqa: PLR0917  # each is of another kind

@@ -131,4 +131,4 @@ def run_torch(
         TORCH_OPERATIONS[operation](rank, nbytes)
         return rank.rounds
 
-    return world.outcome(max(world.run(on_rank)), standing_nbytes=0)
+    return world.outcome(max(world.run(on_rank)))

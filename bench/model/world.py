@@ -55,7 +55,6 @@ class Outcome:
         nbytes: likewise.
         card_nbytes: of the busiest network card, in the direction in which it carried more.
         connections: of the rank that has most, to ranks with which it has exchanged messages.
-        standing_nbytes: memory of the receives that stand ready there.
         mean_messages: as ``messages``, of all ranks.
         mean_opened: objects that a rank has read out of messages.
         sends: of each rank to whom it sent, and how many bytes, in order.
@@ -67,7 +66,6 @@ class Outcome:
     nbytes: int
     card_nbytes: int
     connections: int
-    standing_nbytes: int
     mean_messages: float
     mean_opened: float
     sends: list[list[tuple[int, int]]]
@@ -255,7 +253,7 @@ class World:
         self.clocks[rank] = max(self.clocks[rank], receive.at)
         return receive.came
 
-    def outcome(self, rounds: int, standing_nbytes: int) -> Outcome:
+    def outcome(self, rounds: int) -> Outcome:
         """What has been taken so far."""
         cards = self.cards.values()
         messages = [each.sent + each.received for each in self.ranks]
@@ -266,7 +264,6 @@ class World:
             nbytes=max(each.sent_nbytes + each.received_nbytes for each in self.ranks),
             card_nbytes=max((max(c.sent_nbytes, c.received_nbytes) for c in cards), default=0),
             connections=max(map(len, self.peers)),
-            standing_nbytes=standing_nbytes,
             mean_messages=sum(messages) / self.size,
             mean_opened=sum(self.opened) / self.size,
             sends=self.sends,

@@ -15,6 +15,7 @@ from objcomm._algorithms import topology
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.transfers import (
     MAPPED_MIN_NBYTES,
+    NOBODY,
     Meter,
     Transfers,
     Unit,
@@ -27,13 +28,13 @@ from objcomm._algorithms.transfers import (
 from objcomm._codecs.buffers import empty, view
 from objcomm._observe.history import CallRecord
 from objcomm._observe.lines import check_lines
-from objcomm._transport.lane import Lane, StandingReceive, absent
-from objcomm._transport.link import Deadline, Link, LinkError, head_tag
+from objcomm._transport.lane import Lane
+from objcomm._transport.link import Deadline, Link, LinkError
 from objcomm._transport.share import Share
 from objcomm._transport.workspace import Workspace, part_nbytes
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import EVERYONE, Header, check_same_call
-from objcomm._wire.message import Message, head_alone, open_body
+from objcomm._wire.message import Message, head_of, open_body
 
 #: From so many bytes on large members are not sent but handed over, where the link can.
 SHARED_MIN_NBYTES = 1 << 20
@@ -84,22 +85,22 @@ class Exchange(Transfers):
                 nobody wants to know.
             group: its name, for the log.
         """
-        super().__init__(link, lane.number, entry, deadline, meter)
+        self.entry = entry
         self.header = entry.header
         self.device = device
+        self.gate = gate
         self.rank = link.rank
         self.size = link.size
-        self.is_interruptible = link.is_interruptible
         self.hosts = link.hosts
-        self.rounds = 0
+        self.is_interruptible = link.is_interruptible
+        self._link = link
         self._lane = lane
-        self.gate = gate
+        self._deadline = deadline
+        self._meter = NOBODY if meter is None else meter
         self._group = group
-        self._head_tag = head_tag(lane.number)
-        self._heads_left = 0  # of those sent, so many were not over at once
-        self._heads_to: dict[int, int] = {}
-        self._heads_from: dict[int, int] = {}
-        self._asked: set[int] = set()
+        self._sends = []
+
+    rounds = 0
 
     @property
     def cost(self) -> tuple[int, int, int]:
@@ -110,20 +111,16 @@ class Exchange(Transfers):
         self, message: Message, peers: Iterable[int], destination: int = EVERYONE
     ) -> None:
         """Begin to send the first part of ``message`` to some ranks, or for one rank alone."""
-        flat = self._link.over(self.gate.head_of(message, destination))
-        before = len(self._sends)
+        head = self.gate.head_of(message, destination)
+        link, tag = self._link, self._lane.tag
         for peer in peers:
-            self._send(flat, peer, self._head_tag, message)
-            self._heads_to[peer] = self._heads_to.get(peer, 0) + 1
-            if peer in self._lane.asking:
-                self._lane.asking.discard(peer)
-                self._asked.add(peer)
-        self._heads_left += len(self._sends) - before
-
-    def finish(self) -> None:
-        """See ``Transfers``."""
-        super().finish()
-        self._lane.answering.update(self._heads_to)
+            try:
+                pending = link.send(head, peer, tag)
+            except LinkError as error:
+                raise self._naming(error, (peer,)) from error
+            self.sent_nbytes += len(head)
+            if pending is not None:
+                self._sends.append((pending, peer, head, message))
 
     def accelerators(self) -> DevicePath:
         """The way between accelerators, once the peers have all that was sent over the link.
@@ -145,17 +142,6 @@ class Exchange(Transfers):
                 self.give_word(peer)
             are_ready()
             self.rounds += 1
-
-    def are_asked_for(self) -> bool:
-        """See ``Transfers``."""
-        # Each rank posts the receive for a rank's next first message when it has taken one, so that
-        # the link hears of that before its own next first message.
-        are_heads = len(self._sends) == self._heads_left
-        return (are_heads and not self._has_handed_over) and all(
-            (count == 1 and peer in self._asked)
-            or (count <= self._heads_from.get(peer, 0) and peer in self._lane.answering)
-            for peer, count in self._heads_to.items()
-        )
 
     def branch(self, root: int) -> topology.Branch:
         """Where this rank is in the tree for small messages that begins at ``root``."""
@@ -185,62 +171,59 @@ class Exchange(Transfers):
             TransportTimeout: the limit passed; names all that are missing.
             TransportError: a peer is gone.
         """
-        standing = [self._standing(peer) for peer in peers]
+        link, entry, lane, mine = self._link, self.entry, self._lane, self.header
+        until = self._deadline.gives_up_at
+        if len(peers) > 1:
+            link.expect(peers, lane.tag)
         messages = []
-        for at, (peer, each) in enumerate(zip(peers, standing, strict=True)):
-            self.entry.awaits = peer
+        for at, peer in enumerate(peers):
+            entry.awaits = peer
             try:
-                each.wait(self._deadline.left())
+                raw = link.take(peer, lane.tag, until)
             except LinkError as error:
-                is_late = self._has_timed_out(error)
-                missing = absent(peers, standing, at) if is_late else (peer,)
+                late = peers[at + 1 :] if self._has_timed_out(error) else ()
+                missing = peer, *(each for each in late if not link.came_late(each, lane.tag))
                 raise self._naming(error, missing) from error
-            self._heads_from[peer] = self._heads_from.get(peer, 0) + 1
-            if peer not in self._heads_to and peer in self._lane.answering:
-                self._lane.asking.add(peer)
             if peer in unread:
-                message = self._open_unread(each.raw, peer)
+                message = self._open_unread(raw, peer)
             else:
                 most = heads_max if isinstance(heads_max, int) else heads_max[at]
-                message = self.open(each.raw, peer if made_by is None else made_by, most)
-            each.taken_in = self.header.sequence
-            each.renew()
+                message = self.open(raw, peer if made_by is None else made_by, most)
+            lane.taken_of[peer] = mine.sequence
             self.received_nbytes += message.header.head_nbytes
             messages.append(message)
         self.rounds += 1
         return messages
 
-    def _standing(self, peer: int) -> StandingReceive:
-        try:
-            return self._lane.standing(self._link, peer)
-        except LinkError as error:
-            raise self._naming(error, (peer,)) from error
-
-    def open(self, raw: bytearray | memoryview, sender: int, heads_max: int = 1) -> Message:
+    def open(self, raw: bytes | memoryview, sender: int, heads_max: int = 1) -> Message:
         """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
-        header = self.gate.header_in(raw, sender)
         mine = self.header
-        self.gate.check_call(mine, header, sender)
+        message = self.gate.open(raw, mine, sender, heads_max)
         # A name says which calls belong together. A header has the end of a long path only.
-        if not mine.name and not mine.call_site.endswith(header.call_site):
+        theirs = message.header
+        if not mine.name and not mine.call_site.endswith(theirs.call_site):
             must_agree = self.gate.settings.lines_must_agree
-            check_lines(mine, header, self._group, must_agree=must_agree)
-        return self.adopt(raw, header, heads_max)
+            check_lines(mine, theirs, self._group, must_agree=must_agree)
+        if not message.is_open:
+            self._open_all_head(message)
+        return message
 
-    def _open_unread(self, raw: bytearray, sender: int) -> Message:
+    def _open_unread(self, raw: bytes, sender: int) -> Message:
         """The same of one that is passed on; who reads it looks whether it is an old one."""
         header = self.gate.header_in(raw, sender)
         check_same_call(self.header, header, sender)
-        return head_alone(raw, header)
+        return head_of(raw, header)
 
-    def adopt(
-        self, raw: bytes | bytearray | memoryview, header: Header, heads_max: int = 1
-    ) -> Message:
+    def adopt(self, raw: bytes, header: Header) -> Message:
         """Take in a first message that was checked when it arrived."""
-        message = self.gate.take_in(raw, header, heads_max)
-        if header.is_all_head and message.refusal is None:
-            open_body(message, self.device.devices)
+        message = self.gate.take_in(raw, header)
+        if not message.is_open:
+            self._open_all_head(message)
         return message
+
+    def _open_all_head(self, message: Message) -> None:
+        if message.is_all_head and message.refusal is None:
+            open_body(message, self.device.devices)
 
     def send_rest(self, message: Message, peers: Sequence[int]) -> None:
         """Begin to send what follows the head, to some ranks."""

@@ -13,7 +13,7 @@ import torch
 from objcomm._algorithms import shared_relay, topology
 from objcomm._algorithms.exchange import Exchange
 from objcomm._wire.header import Status
-from objcomm._wire.message import Message, compose, head_alone
+from objcomm._wire.message import Message, compose, head_of
 from objcomm.errors import WireError
 
 #: The rank through which every rank's small messages reach all ranks.
@@ -205,7 +205,7 @@ def _swap_heads(exchange: Exchange, message: Message) -> list[Message]:
     return messages
 
 
-def compose_bundle(exchange: Exchange, heads: Sequence[bytearray | memoryview]) -> Message:
+def compose_bundle(exchange: Exchange, heads: Sequence[bytes | memoryview]) -> Message:
     """One message made of several heads, or of what other bundles hold."""
     return compose(exchange.header, bytearray().join(heads), status=Status.BUNDLE, codec="")
 
@@ -290,7 +290,7 @@ def _recv_scattered(
         heads, rest = _cut(exchange, rest, [root] * len(ranks))
         if len(ranks) == 1:
             head = exchange.gate.header_in(heads, root)
-            exchange.send_head(head_alone(heads, head), [child])
+            exchange.send_head(head_of(heads, head), [child])
         else:
             _send_bundle(exchange, compose_bundle(exchange, [heads]), child)
     return _with_rest(exchange, message, root, gives_word=True)

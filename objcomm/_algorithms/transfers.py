@@ -31,6 +31,7 @@ from objcomm._transport.link import (
     receipt_tag,
     result_tag,
 )
+from objcomm._transport.lane import Lane
 from objcomm._transport.share import Place, Share, places
 from objcomm._wire.header import Flag
 from objcomm._wire.message import Message
@@ -129,42 +130,29 @@ class Transfers:
         received_nbytes: bytes received over the link so far.
     """
 
-    def __init__(
-        self, link: Link, lane: int, entry: CallRecord, deadline: Deadline, meter: Meter | None
-    ) -> None:
-        """Begin.
-
-        Args:
-            link: joins the ranks.
-            lane: whose turn it is, as a number.
-            entry: the call, whose number tags are made of.
-            deadline: for all waits together.
-            meter: is told of the bytes that follow heads, if anybody is.
-        """
-        self.entry = entry
-        self.sent_nbytes = 0
-        self.received_nbytes = 0
-        self._link = link
-        self._deadline = deadline
-        self._meter = NOBODY if meter is None else meter
-        self._lane_number = lane
-        self._sends: list[tuple[Pending, int, Memory, object]] = []
-        self._milestones: list[list[_Milestone]] = []
-        self._has_handed_over = False
+    entry: CallRecord
+    sent_nbytes = 0
+    received_nbytes = 0
+    _link: Link
+    _lane: Lane
+    _deadline: Deadline
+    _meter: Meter
+    _sends: list[tuple[Pending, int, Memory, object]]
+    _milestones: Sequence[list[_Milestone]] = ()
 
     # What is small needs none of these.
 
     @property
     def _payload_tag(self) -> int:
-        return payload_tag(self._lane_number, self.entry.header.sequence)
+        return payload_tag(self._lane.number, self.entry.header.sequence)
 
     @property
     def _receipt_tag(self) -> int:
-        return receipt_tag(self._lane_number, self.entry.header.sequence)
+        return receipt_tag(self._lane.number, self.entry.header.sequence)
 
     @property
     def _result_tag(self) -> int:
-        return result_tag(self._lane_number, self.entry.header.sequence)
+        return result_tag(self._lane.number, self.entry.header.sequence)
 
     def ended(self, pieces: list[torch.Tensor]) -> Unit:
         """The same bytes, cut so that who waits for them hears of a peer's end.
@@ -338,8 +326,7 @@ class Transfers:
         """Wait until everything that was sent has been taken; receipts come before what they tell.
 
         A link need not wake who waits for a send when the connection closes. So each wait is one
-        that can be abandoned, by a thread of the link's, unless what was sent is certain to have
-        been handed to the system.
+        that can be abandoned, by a thread of the link's where that is so.
         """
         if self._milestones:
             for row in itertools.zip_longest(*self._milestones):
@@ -347,25 +334,18 @@ class Transfers:
                     for pending, peer, _ in milestone.receipts:
                         self._wait(pending, peer)
                     self._meter.moved(milestone.nbytes)
-            self._milestones.clear()
-        self.hand_over()
+            self._milestones = ()
+        if self._sends:
+            self.hand_over()
 
     def hand_over(self) -> None:
         """Wait until the peers have all that was sent, before this rank waits elsewhere."""
         if self._sends:
-            if self.are_asked_for() and self._link.is_flowing():
-                self._await_sends()
-            else:
-                try:
-                    self._link.wait_apart(self._await_sends)
-                except LinkError as error:  # given up
-                    raise self._naming(error, (self.entry.awaits,)) from error
+            try:
+                self._link.wait_apart(self._await_sends)
+            except LinkError as error:  # given up
+                raise self._naming(error, (self.entry.awaits,)) from error
             self._sends.clear()
-        self._has_handed_over = True
-
-    def are_asked_for(self) -> bool:
-        """Whether the link is certain to know that the peers take all that was sent."""
-        return False
 
     def _await_sends(self) -> None:
         for pending, peer, _, _ in reversed(self._sends):
@@ -386,7 +366,7 @@ class Transfers:
                 flat = empty(1)
                 receipts.append((self._post(peer, flat, self._receipt_tag), peer, flat))
             column.append(_Milestone(nbytes_of([unit]) if is_counted else 0, receipts))
-        self._milestones.append(column)
+        self._milestones = [*self._milestones, column]
 
     def _stream(self, units: Sequence[Unit], peer: int, *, is_paced: bool) -> Iterator[Unit]:
         """Begin to receive what ``peer`` sends; the iterator waits for one unit after another."""
@@ -410,12 +390,12 @@ class Transfers:
         self._wait_backwards(pendings, peer)
         self._meter.moved(nbytes_of([unit]))
 
-    def _send(self, flat: Memory, peer: int, tag: int, owner: object) -> None:
+    def _send(self, flat: torch.Tensor, peer: int, tag: int, owner: object) -> None:
         try:
             pending = self._link.send(flat, peer, tag)
         except LinkError as error:
             raise self._naming(error, (peer,)) from error
-        self.sent_nbytes += 0 if tag & RECEIPT else flat.nbytes
+        self.sent_nbytes += 0 if tag & RECEIPT else flat.numel()
         if pending is not None:
             # The memory must outlive the transfer, so its owner is kept beside it.
             self._sends.append((pending, peer, flat, owner))

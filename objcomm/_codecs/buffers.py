@@ -203,7 +203,7 @@ def from_bytes(kind: int, packed: memoryview, devices: Sequence[torch.device] = 
     """A buffer of its own for bytes that lie in a message's body."""
     buffer = allocate(kind, len(packed), devices)
     if len(packed):
-        buffer.flat.copy_(torch.frombuffer(packed, dtype=torch.uint8))
+        buffer.flat.copy_(view(packed))
     return buffer
 
 

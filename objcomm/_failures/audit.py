@@ -171,8 +171,7 @@ def _unread(mesh: Mesh) -> Iterator[tuple[Lane | None, Header]]:
     if mesh.link is None or mesh.whole is not None:
         return
     lanes = {lane.number: lane for lane in tuple(mesh.lanes.values())}
-    heads = [head for lane in lanes.values() for head in lane.unread()]
-    for head in [*heads, *mesh.link.unread()]:
+    for head in mesh.link.unread():
         with contextlib.suppress(WireError):  # damaged, or being filled: its call will say so
             header = Header.unpack(head)
             if header.group == mesh.number:

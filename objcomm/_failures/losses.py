@@ -93,7 +93,7 @@ def needed(mesh: Mesh, lane: Lane, entry: CallRecord) -> Collection[int]:
         return awaited
     sequence = entry.header.sequence
     return [
-        peer for peer in mesh.others if peer == entry.awaits or not lane.has_head_of(peer, sequence)
+        peer for peer in mesh.others if peer == entry.awaits or not lane.has_head_of(mesh.link, peer, sequence)
     ]
 
 

@@ -8,10 +8,10 @@ neither a probe nor a receive from any source.
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
+import math
 import threading
 import weakref
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -205,15 +205,11 @@ class Offers:
         """Until all that was offered is taken, or the connection has ended."""
         with _ends_settled(self.mesh, self.peer):
             link = self.mesh.connections_for("send")
-            standing = self._lane.standing(link, self.peer)
             while self._is_any_offered():
-                standing.wait(timedelta(seconds=FOREVER_SECONDS))
-                header = _judged(
-                    self.mesh, self._lane, self.peer, standing.raw, self._settings, _WORDS
-                )
+                raw = link.take(self.peer, self._lane.tag, math.inf)
+                header = _judged(self.mesh, self._lane, self.peer, raw, self._settings, _WORDS)
                 self._lane.taken += 1
                 self._end([(header.operation, header.tag)], is_said=True)
-                standing.renew()  # the other one may have left after this word
         if self.mesh.verdict is not None:
             with self._lock:
                 self._is_heard = False
@@ -516,20 +512,16 @@ def _listen(  # noqa: PLR0917  # a thread's arguments
             for entry in lane.waits():
                 if entry.withdraw is not None and set(blocks) & set(entry.regions):
                     entry.withdraw(told)
-        standing = lane.standing(link, peer)
         former.join()  # what came over the last connection comes first
         while True:  # until no more comes
             mailbox.await_room(peer, lambda: mesh.verdict is not None, _LOOK_SECONDS)
-            standing.wait(timedelta(seconds=FOREVER_SECONDS))
-            header = _judged(mesh, lane, peer, standing.raw, chosen, (Operation.SEND,))
-            raw = bytes(memoryview(standing.raw)[: header.head_nbytes])
+            raw = link.take(peer, lane.tag, math.inf)
+            header = _judged(mesh, lane, peer, raw, chosen, (Operation.SEND,))
+            raw = raw[: header.head_nbytes]
             nbytes = header.head_nbytes + header.payload_nbytes
             nbytes += 0 if header.is_inline else header.body_nbytes
-            try:
-                standing.post()
-            finally:  # the peer may have left after this message: its right
-                lane.taken += 1
-                mailbox.deliver(Arrived(peer, header.tag, nbytes, header, raw, mesh, lane))
+            lane.taken += 1
+            mailbox.deliver(Arrived(peer, header.tag, nbytes, header, raw, mesh, lane))
     if mesh.verdict is not None:
         _fail(mailbox, peer, mesh, mesh.verdict)
 
@@ -552,7 +544,7 @@ def _judged(  # noqa: PLR0917  # as above
     mesh: Mesh,
     lane: Lane,
     peer: int,
-    raw: bytearray,
+    raw: bytes,
     chosen: Settings,
     operations: tuple[Operation, ...],
 ) -> Header:

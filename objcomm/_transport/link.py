@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from objcomm._config import FOREVER_SECONDS, settings
+from objcomm._config import FOREVER_SECONDS, Settings, settings
 from objcomm._observe.history import CallRecord
 from objcomm._transport.share import Share
 
@@ -26,6 +26,9 @@ _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
 RECEIPT = _PAYLOAD << 1
 _RESULT = _PAYLOAD << 2
 _LEAST_SECONDS = 0.01
+# The watchdog ends a wait whose limit has passed, and tells the other ranks before the connections
+# close. A link's own limit closes them at once: it comes so much later, for the case that the
+# watchdog's thread gets no turn.
 _GRACE_SECONDS = 2.0
 
 
@@ -102,8 +105,8 @@ class LinkUnreachable(LinkError):
 #: one that is over.
 Pending = Any
 
-#: What a link moves: a flat ``uint8`` tensor, or what ``Link.over`` has made of bytes.
-Memory = torch.Tensor | memoryview
+#: What a link moves: a flat ``uint8`` tensor; or, out only, bytes.
+Memory = torch.Tensor | bytes | bytearray
 
 
 class Link(Protocol):
@@ -148,9 +151,6 @@ class Link(Protocol):
         None where it is not; a pair's two ranks, and all that a link joins on one host, say alike.
         """
 
-    def over(self, raw: bytearray) -> Memory:
-        """Bytes in the form that costs this link the least; the two share their memory."""
-
     def send(self, flat: Memory, peer: int, tag: int) -> Pending:
         """Begin to send; returns at once, whether or not the peer has asked for it.
 
@@ -170,6 +170,43 @@ class Link(Protocol):
             LinkClosed: as ``send``.
         """
 
+    def expect(self, peers: Sequence[int], tag: int) -> None:
+        """Be ready for the next first messages of some peers, before ``take`` waits for them in turn.
+
+        What can't be is left for ``take`` to raise.
+        """
+
+    def take(self, peer: int, tag: int, until: float) -> bytes:
+        """Wait for a peer's next first message; by one thread at a time for each peer and tag.
+
+        A link may keep memory ready for it from the first use of a tag on.
+
+        Args:
+            peer: who sends it.
+            tag: of ``head_tag``.
+            until: when to give up, in seconds of ``time.monotonic``; what has come is given out
+                however late it is.
+
+        Returns:
+            The message; there may be bytes behind its end, to the length of a window.
+
+        Raises:
+            LinkTimeout: as ``wait``. The next call goes on waiting for the same message.
+            LinkClosed: as ``wait``.
+        """
+
+    def has_come(self, peer: int, tag: int) -> bool:
+        """Whether ``take`` would not wait, as any thread may ask at any time; moves nothing.
+
+        False is always right.
+        """
+
+    def came_late(self, peer: int, tag: int) -> bool:
+        """The same, for the thread that takes them after a wait has raised; returns soon.
+
+        To ask may close the link, and counts as the one wait.
+        """
+
     def wait(self, pending: Pending, limit: timedelta) -> None:
         """Block until the memory of a transfer may be used again; once for each transfer.
 
@@ -181,21 +218,9 @@ class Link(Protocol):
             limit: how long; a millisecond at least.
 
         Raises:
-            LinkTimeout: the limit passed first. Nothing that has arrived is lost, see
-                ``is_done``; but the link may have closed itself, and is of no more use.
+            LinkTimeout: the limit passed first. Nothing that has arrived is lost; but the link may
+                have closed itself, and is of no more use.
             LinkClosed: the connection ended first.
-        """
-
-    def is_done(self, pending: Pending) -> bool:
-        """Whether a transfer is over for which nobody has waited; returns soon.
-
-        For a link that is of no more use: to ask may close it, and counts as the one wait.
-        """
-
-    def has_arrived(self, pending: Pending) -> bool:
-        """Whether a receive has ended well, as any thread may ask at any time; moves nothing.
-
-        False is always right.
         """
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
@@ -218,13 +243,6 @@ class Link(Protocol):
         """Move what can be moved just now, and return; for a rank that waits elsewhere.
 
         Nothing is to be done where a thread of the link's own does so.
-        """
-
-    def is_flowing(self) -> bool:
-        """Whether every connection is known to stand and to take more bytes at once.
-
-        What the peers have asked for then leaves this rank at once, and ``wait_apart`` may be
-        saved. False is always right.
         """
 
     def abort(self) -> None:
@@ -357,23 +375,29 @@ class Deadline:
     Attributes:
         seconds: how long it is.
         settings: the options in force, for the connections that this operation has to make.
+        remaining: how much of it is left between two waits.
+        until: when the wait that counts now has to end, in seconds of ``time.monotonic``.
+        gives_up_at: when a link ends it by itself: see ``_GRACE_SECONDS``.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = min(seconds, FOREVER_SECONDS)
-        self.settings = settings()
-        self._left = self._end = 0.0
-        self.restart()
+    __slots__ = ("gives_up_at", "remaining", "seconds", "settings", "until")
+
+    def __init__(self, seconds: float, chosen: Settings | None = None) -> None:
+        self.seconds = self.remaining = min(seconds, FOREVER_SECONDS)
+        self.settings = settings() if chosen is None else chosen
+        self.until = time.monotonic() + self.remaining
+        self.gives_up_at = self.until + _GRACE_SECONDS
 
     def restart(self) -> None:
         """Count from now, all of it."""
-        self._left = self.seconds
-        self._end = time.monotonic() + self._left
+        self.remaining = self.seconds
+        self.until = time.monotonic() + self.remaining
+        self.gives_up_at = self.until + _GRACE_SECONDS
 
     def leave(self, seconds: float) -> None:
         """Let the next wait have so much at least, and say so if it does not do."""
         self.seconds = max(self.seconds, seconds)
-        self._left = max(self._left, seconds)
+        self.remaining = max(self.remaining, seconds)
 
     def apply(self, entry: CallRecord) -> float:
         """Count what is left, and let the watchdog know that ``entry`` waits, and until when.
@@ -382,31 +406,27 @@ class Deadline:
             How many seconds that are.
         """
         now = entry.waits_since = time.monotonic()
-        self._end = entry.waits_until = now + self._left
+        self.until = entry.waits_until = now + self.remaining
+        self.gives_up_at = self.until + _GRACE_SECONDS
         entry.limit_seconds = self.seconds
         entry.report_at = now + self.settings.report_after
         entry.has_expired = False  # that was an earlier wait of the same call
-        return self._left
+        return self.remaining
 
     def pause(self) -> None:
         """End a wait that ``apply`` began; the next one has what is left."""
-        self._left = max(0.0, self._end - time.monotonic())
+        self.remaining = max(0.0, self.until - time.monotonic())
 
     @property
     def has_passed(self) -> bool:
         """Whether nothing is left."""
-        return time.monotonic() >= self._end
+        return time.monotonic() >= self.until
 
     @property
     def seconds_left(self) -> float:
         """How much is left, for a part of the operation that has a limit of its own; never 0."""
-        return max(_LEAST_SECONDS, self._end - time.monotonic())
+        return max(_LEAST_SECONDS, self.until - time.monotonic())
 
     def left(self) -> timedelta:
-        """How long a link may wait.
-
-        Two seconds more than is left: the watchdog ends a wait whose limit has passed, and tells
-        the other ranks before the connections close. The link's own limit closes them at once, and
-        is there for the case that the watchdog's thread gets no turn.
-        """
-        return timedelta(seconds=max(0.0, self._end - time.monotonic()) + _GRACE_SECONDS)
+        """How long a link may wait: see ``_GRACE_SECONDS``."""
+        return timedelta(seconds=max(0.0, self.until - time.monotonic()) + _GRACE_SECONDS)

@@ -33,9 +33,6 @@ _OUTAGES = [
     )
 ]
 
-# To ask for more takes as long as what it saves.
-_FLOWS_MAX = 16
-
 # Of Linux' struct tcp_info: how often the oldest packet was sent again, how many questions were
 # asked in vain; how many packets are not answered; milliseconds since something was sent, and since
 # the last answer; and how many bytes were not sent yet.
@@ -117,49 +114,6 @@ def connected(before: Collection[int], port: int = 0) -> dict[int, int]:
         if inode not in before and port in {0, address[1]}
     }
     return {inode: descriptor for inode, descriptor in open_sockets().items() if inode in new}
-
-
-class Flow:
-    """Whether some connections stand, and take more bytes at once."""
-
-    def __init__(self, sockets: dict[int, int]) -> None:
-        """Begin.
-
-        Args:
-            sockets: descriptors by inode.
-        """
-        self._sockets = sockets
-        self._lock = threading.RLock()  # a poll serves one thread at a time
-        self._poll = select.poll()
-        for descriptor in sockets.values():
-            self._poll.register(descriptor, select.POLLOUT | select.POLLRDHUP)
-
-    def is_free(self) -> bool:
-        """Ask the system, which takes 2 µs for each."""
-        try:
-            with self._lock:
-                found = self._poll.poll(0)
-        except RuntimeError:  # it serves the call that a handler has interrupted
-            return False
-        if len(found) < len(self._sockets) or any(event != select.POLLOUT for _, event in found):
-            return False
-        try:  # a number may be another one's by now
-            return all(os.fstat(each).st_ino == inode for inode, each in self._sockets.items())
-        except OSError:  # closed since
-            return False
-
-
-def flow(before: Collection[int], count: int) -> Flow | None:
-    """That of new connections of this process; None where they are too many, or can't be told.
-
-    Args:
-        before: inodes of sockets that are not new.
-        count: how many connections there are at least.
-    """
-    if count > _FLOWS_MAX:
-        return None
-    sockets = connected(before)
-    return Flow(sockets) if len(sockets) >= count else None
 
 
 class Silence:

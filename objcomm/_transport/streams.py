@@ -131,6 +131,9 @@ class Kind(IntEnum):
     HELD = 7
 
 
+_MESSAGE = int(Kind.MESSAGE)  # an enumeration's members take longer to find, and to compare
+
+
 class _Caller:
     """A connection of which it is not known yet which rank is at its end."""
 
@@ -152,9 +155,9 @@ class _Transfer:
 
     __slots__ = ("flat", "is_over", "reason", "turn", "view")
 
-    def __init__(self, flat: Memory) -> None:
+    def __init__(self, flat: Memory, view: memoryview | None = None) -> None:
         self.flat = flat
-        self.view = flat if isinstance(flat, memoryview) else writable(flat)
+        self.view = _view_of(flat) if view is None else view
         self.is_over = False
         self.reason = ""
         self.turn: threading.Lock | None = None
@@ -230,6 +233,10 @@ class _Borrowed(_Transfer):
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+def _view_of(memory: Memory) -> memoryview:
+    return writable(memory) if isinstance(memory, torch.Tensor) else memoryview(memory)
+
+
 class _Connection:
     """One peer: its socket, what has come of it, and what has yet to go there.
 
@@ -246,6 +253,7 @@ class _Connection:
         failed: why nothing more can be sent, though what came before may lie unread.
         silence: how long its host has answered nothing; None for this host.
         arrived: by tag: what came before it was asked for, as bytes, or as an offer's number.
+        bells: by tag: what a thread waits for that takes first messages; over when there is one.
         posted: by tag: the receives for which nothing has come.
         outgoing: what the system had no room for, in order; with the transfer that it ends, and
             what is handed over with its first byte.
@@ -268,6 +276,7 @@ class _Connection:
     __slots__ = (
         "ahead",
         "arrived",
+        "bells",
         "called",
         "descriptors",
         "ended",
@@ -312,6 +321,7 @@ class _Connection:
         self.failed = ""
         self.silence: Silence | None = None
         self.arrived: dict[int, deque[bytes | bytearray | int]] = {}
+        self.bells: dict[int, _Transfer] = {}
         self.posted: dict[int, deque[_Transfer]] = {}
         self.outgoing: deque[tuple[memoryview, _Transfer | None, Share | None]] = deque()
         self.offered: dict[int, tuple[_Transfer, int]] = {}
@@ -460,17 +470,77 @@ class StreamLink:
             if hasattr(self, name):
                 getattr(self, name).close()
 
-    def over(self, raw: bytearray) -> memoryview:
-        """See ``Link``."""
-        return memoryview(raw)
-
     def send(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``."""
-        transfer = _Transfer(flat)
-        if transfer.view.nbytes > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
-            raise ValueError(f"a first message of {transfer.view.nbytes} bytes")
-        self._begin(self._send, self._connections.get(peer) or self._opened(peer), transfer, tag)
-        return None if transfer.is_over and not transfer.reason else transfer
+        if self.is_interrupted():
+            raise LinkError(_IN_A_HANDLER)
+        connection = self._connections.get(peer) or self._opened(peer)
+        view = _view_of(flat)
+        nbytes, is_head = view.nbytes, not tag >> LANE_BITS
+        if nbytes > UNASKED_MAX_NBYTES and is_head:
+            raise ValueError(f"a first message of {nbytes} bytes")
+        with self._lock:
+            if connection.ended:
+                raise LinkClosed(connection.ended)
+            try:
+                if nbytes > _WORD_MAX_NBYTES and not is_head:
+                    pending = _Transfer(flat, view)
+                    number = self._offered(connection, pending, tag)
+                    self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))
+                elif is_head and connection.ahead.get(tag, 0) >= AHEAD_MAX:
+                    pending = _Transfer(flat, view)
+                    connection.held.setdefault(tag, deque()).append(pending)
+                else:
+                    pending = self._put(connection, flat, view, tag)
+            except BaseException:  # whole or not at all: a signal's handler may raise at any step
+                self._end(connection, _TORN)
+                raise
+            if self._moved_for is not None:
+                self._wake_mover()
+        return pending
+
+    def expect(self, peers: Sequence[int], tag: int) -> None:  # noqa: ARG002  # the system keeps them
+        """See ``Link``: who waits for a rank has a connection that tells of its end."""
+        if len(self._connections) < self.size - 1:
+            for peer in peers:
+                self.call(peer)
+
+    def take(self, peer: int, tag: int, until: float) -> bytes:
+        """See ``Link``."""
+        if self.is_interrupted():
+            raise LinkError(_IN_A_HANDLER)
+        connection = self._connections.get(peer) or self._opened(peer)
+        while True:
+            with self._lock:
+                arrived = connection.arrived.get(tag)
+                if arrived:
+                    try:
+                        message = arrived.popleft()
+                        untold = connection.untold.get(tag, 0) + 1
+                        connection.untold[tag] = untold
+                        if untold >= _TOLD_EACH:
+                            self._tell_taken(connection, tag)
+                    except BaseException:  # as in ``send``
+                        self._end(connection, _TORN)
+                        raise
+                    return message  # type: ignore[return-value]  # no first message is offered
+                if connection.ended:
+                    raise LinkClosed(connection.ended)
+                bell = connection.bells.get(tag)
+                if bell is None:
+                    bell = connection.bells[tag] = _Transfer(_NOTHING)
+                bell.is_over = False
+            self._await(bell, until)
+
+    def has_come(self, peer: int, tag: int) -> bool:
+        """See ``Link``."""
+        connection = self._connections.get(peer)
+        return connection is not None and bool(connection.arrived.get(tag))
+
+    def came_late(self, peer: int, tag: int) -> bool:
+        """See ``Link``."""
+        self._move_what_is_there()
+        return self.has_come(peer, tag)
 
     def recv(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``."""
@@ -533,18 +603,6 @@ class StreamLink:
         if pending.reason:
             raise LinkClosed(pending.reason)
 
-    def is_done(self, pending: Pending) -> bool:
-        """See ``Link``."""
-        if pending is None:
-            return True
-        if not pending.is_over:
-            self._move_what_is_there()
-        return pending.is_over and not pending.reason
-
-    def has_arrived(self, pending: Pending) -> bool:
-        """See ``Link``."""
-        return pending is None or (pending.is_over and not pending.reason)
-
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``: ``abort`` ends any wait here."""
         wait()
@@ -577,11 +635,6 @@ class StreamLink:
             self._read(connection, is_ending=True)  # what has come is here
             connection.was_ended_there = True
             self._end(connection, f"{HOST_LOST} (it answers nothing)")
-
-    def is_flowing(self) -> bool:
-        """See ``Link``."""
-        standing = tuple(self._connections.values())
-        return not any(each.ended or each.outgoing or not each.is_open for each in standing)
 
     def abort(self) -> None:
         """See ``Link``. A forked process lets go of its copies only: the link is its parent's.
@@ -739,41 +792,51 @@ class StreamLink:
     # ------------------------------------------------------------------ who moves
 
     def _await(self, transfer: _Transfer, until: float) -> None:
-        while not self._has_ended_by_turn(transfer, until):
+        """Move all until a transfer is over, or sleep until the thread that moves has ended it."""
+        if self.is_interrupted():
+            raise LinkError(_IN_A_HANDLER)
+        me = threading.get_ident()
+        while True:
+            turn = None
+            with self._lock:
+                if transfer.is_over:
+                    return
+                if self._mover not in (0, me):
+                    turn = transfer.turn = threading.Lock()
+                    turn.acquire()
+                    self._waiting.append(transfer)
+                else:
+                    # The mover is this thread already if a signal's handler has interrupted its
+                    # sleep.
+                    before = self._mover, self._moved_for
+                    self._mover, self._moved_for = me, transfer
+            if turn is None:
+                try:
+                    while not transfer.is_over and not self._is_aborted:
+                        left = until - time.monotonic()
+                        if left <= 0:
+                            break
+                        self._move_once(min(left, _SLEEP_MAX_SECONDS))
+                finally:
+                    with self._lock:
+                        self._mover, self._moved_for = before
+                        if before[0]:
+                            self._wake_mover()  # it sleeps on, whatever was moved meanwhile
+                        elif self._waiting:
+                            self._wake_one()
+            else:
+                try:
+                    left = until - time.monotonic()
+                    turn.acquire(timeout=min(max(0.0, left), _SLEEP_MAX_SECONDS))
+                finally:
+                    self._take_back(transfer)
+            if transfer.is_over:
+                return
             if self._is_aborted:  # a signal may have struck between its table and its end
                 self.abort()
                 raise LinkClosed(_OWN_DOING)
             if time.monotonic() >= until:
                 raise LinkTimeout("timeout")
-
-    def _has_ended_by_turn(self, transfer: _Transfer, until: float) -> bool:
-        """Move all until a transfer is over, or sleep until the one who moves has something."""
-        if self.is_interrupted():
-            raise LinkError(_IN_A_HANDLER)
-        turn, me = None, threading.get_ident()
-        with self._lock:
-            if transfer.is_over:
-                return True
-            if self._mover not in (0, me):
-                turn = transfer.turn = threading.Lock()
-                turn.acquire()
-                self._waiting.append(transfer)
-            else:
-                # The mover is this thread already if a signal's handler has interrupted its sleep.
-                before = self._mover, self._moved_for
-                self._mover, self._moved_for = me, transfer
-        if turn is None:
-            try:
-                self._move(transfer, until)
-            finally:
-                self._pass_on(*before)
-        else:
-            try:
-                left = until - time.monotonic()
-                turn.acquire(timeout=min(max(0.0, left), _SLEEP_MAX_SECONDS))
-            finally:
-                self._take_back(transfer)
-        return transfer.is_over
 
     def _wake_mover(self) -> None:
         """Wake who moves, if another thread has ended what it waits for."""
@@ -791,15 +854,6 @@ class StreamLink:
             if transfer in self._waiting:
                 self._waiting.remove(transfer)
             elif not self._mover:
-                self._wake_one()
-
-    def _pass_on(self, mover: int, moved_for: _Transfer | None) -> None:
-        """Move no longer; the next one does, or what a signal's handler has interrupted goes on."""
-        with self._lock:
-            self._mover, self._moved_for = mover, moved_for
-            if mover:
-                self._wake_mover()  # it sleeps on, whatever was moved meanwhile
-            else:
                 self._wake_one()
 
     def _wake_one(self) -> None:
@@ -826,14 +880,12 @@ class StreamLink:
         try:
             self._move_once(0.0)
         finally:
-            self._pass_on(*before)
-
-    def _move(self, transfer: _Transfer, until: float) -> None:
-        while not transfer.is_over and not self._is_aborted:
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            self._move_once(min(left, _SLEEP_MAX_SECONDS))
+            with self._lock:  # as in ``_await``
+                self._mover, self._moved_for = before
+                if before[0]:
+                    self._wake_mover()
+                else:
+                    self._wake_one()
 
     def _move_once(self, seconds: float) -> None:
         events = self._events.poll(seconds)
@@ -1103,18 +1155,6 @@ class StreamLink:
 
     # ------------------------------------------------------------------ out
 
-    def _send(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
-        nbytes = transfer.view.nbytes
-        if connection.ended:
-            raise LinkClosed(connection.ended)
-        if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
-            number = self._offered(connection, transfer, tag)
-            self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))
-        elif tag >> LANE_BITS == 0 and connection.ahead.get(tag, 0) >= AHEAD_MAX:
-            connection.held.setdefault(tag, deque()).append(transfer)
-        else:
-            self._send_at_once(connection, transfer, tag)
-
     def _lend(self, connection: _Connection, transfer: _Lent, tag: int) -> None:
         if connection.ended:
             raise LinkClosed(connection.ended)
@@ -1132,30 +1172,49 @@ class StreamLink:
         connection.offered[number] = transfer, tag
         return number
 
-    def _send_at_once(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
+    def _put(
+        self,
+        connection: _Connection,
+        flat: Memory,
+        view: memoryview,
+        tag: int,
+        held: _Transfer | None = None,
+    ) -> _Transfer | None:
+        """Send a message unasked.
+
+        Args:
+            connection: to its receiver.
+            flat: the message.
+            view: the same as the system takes it.
+            tag: its tag.
+            held: the transfer, if it has waited until the receiver had taken others.
+
+        Returns:
+            The transfer; None if the system has taken all of it.
+        """
         taken = 0
-        if tag >> LANE_BITS == 0:
+        if not tag >> LANE_BITS:
             connection.ahead[tag] = connection.ahead.get(tag, 0) + 1
             taken = connection.untold.pop(tag, 0)
-        view = transfer.view
-        head = _HEADER.pack(Kind.MESSAGE, tag, view.nbytes, taken)
+        head = _HEADER.pack(_MESSAGE, tag, view.nbytes, taken)
         sent = 0
         if connection.is_open and not connection.outgoing and not connection.own_word:
             try:
                 sent = connection.socket.sendmsg((head, view), (), socket.MSG_NOSIGNAL)
             except OSError as error:
                 self._has_no_room(connection, error)
-                if connection.ended:
-                    transfer.end(connection.ended)
-                    return
             if sent == _HEADER_NBYTES + view.nbytes:
-                transfer.is_over = True
-                return
+                return None
+        transfer = held or _Transfer(flat, view)
+        if connection.ended:
+            transfer.end(connection.ended)
+            return transfer
         if sent < _HEADER_NBYTES:
             connection.outgoing.append((memoryview(head)[sent:], None, None))
             sent = _HEADER_NBYTES
         connection.outgoing.append((view[sent - _HEADER_NBYTES :], transfer, None))
         self._watch(connection)
+        return transfer
 
     def _push(
         self, connection: _Connection, frame: bytes, transfer: _Transfer | None = None
@@ -1235,23 +1294,28 @@ class StreamLink:
 
     def _read(self, connection: _Connection, *, is_ending: bool) -> None:
         left = _TURN_NBYTES
-        receive = (connection.inlet or connection.socket).recv_into
+        end = connection.inlet or connection.socket
+        receive, receive_rights = end.recv_into, end.recvmsg_into
         try:
             while left > 0 and not connection.ended:
                 filling = connection.filling
-                if filling is None:
-                    into = connection.view[connection.used :]
-                    count = self._read_frames(connection, into)
-                else:
+                if filling is not None:
                     into = filling
                     count = receive(into)
+                elif connection.word and not self._has_heard_word(connection):
+                    return
+                else:
+                    into = connection.view[connection.used :]
+                    count, rights, flags, _ = receive_rights(
+                        (into,), _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC
+                    )
+                    if rights or flags & _TRUNCATED:  # what follows them is not read with them
+                        files = [n for *_, each in rights for (n,) in _DESCRIPTOR.iter_unpack(each)]
+                        share = Share(files)
+                        connection.descriptors.append(None if flags & _TRUNCATED else share)
                 left -= count
-                if not count and connection.is_hung_up:
-                    self._end(connection, _OWN_DOING)
-                elif not count:
-                    connection.was_ended_there = True
-                    closed = f"{PEER_LOST} (its end of the stream is closed)"
-                    self._end(connection, connection.failed or closed)
+                if not count:
+                    self._hear_end(connection)
                 elif filling is None:
                     connection.used += count
                     self._parse(connection)
@@ -1266,25 +1330,30 @@ class StreamLink:
         except OSError as error:
             self._lose(connection, error)
 
-    def _read_frames(self, connection: _Connection, into: memoryview) -> int:
-        """Read bytes, and the descriptors that may come with them, and then are the last bytes."""
+    def _hear_end(self, connection: _Connection) -> None:
+        """Nothing more will come."""
+        if connection.is_hung_up:
+            self._end(connection, _OWN_DOING)
+            return
+        connection.was_ended_there = True
+        closed = f"{PEER_LOST} (its end of the stream is closed)"
+        self._end(connection, connection.failed or closed)
+
+    def _has_heard_word(self, connection: _Connection) -> bool:
+        """Read what the peer has to say before all else; False if the connection has ended."""
         end = connection.inlet or connection.socket
         while connection.word:
             said = end.recv(len(connection.word))
             if not said:
-                return 0
+                self._hear_end(connection)
+                return False
             if not connection.word.startswith(said):
                 self._refuse(connection, "another word than its own")
-                return len(said)
+                return False
             connection.word = connection.word[len(said) :]
             if not connection.word and not connection.is_open:
                 self._open(connection)
-        count, rights, flags, _ = end.recvmsg_into((into,), _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC)
-        if rights or flags & _TRUNCATED:
-            files = [each for *_, some in rights for (each,) in _DESCRIPTOR.iter_unpack(some)]
-            share = Share(files)
-            connection.descriptors.append(None if flags & _TRUNCATED else share)
-        return count
+        return not connection.ended
 
     def _parse(self, connection: _Connection) -> None:
         """Take the frames out of what was read; what is left of the last one goes to the front."""
@@ -1292,10 +1361,24 @@ class StreamLink:
         while end - at >= _HEADER_NBYTES and not connection.ended:
             kind, tag, nbytes, number = _HEADER.unpack_from(raw, at)
             at += _HEADER_NBYTES
-            if kind == Kind.MESSAGE:
+            if kind == _MESSAGE:
                 if number:
                     self._credit(connection, tag, number)
-                at = self._begin_message(connection, tag, nbytes, at, end)
+                    if connection.ended:
+                        break
+                most = _WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES
+                if nbytes > most:
+                    self._refuse(connection, f"a message of {nbytes} bytes unasked")
+                elif end - at >= nbytes:
+                    self._arrive(connection, tag, connection.view[at : at + nbytes])
+                    at += nbytes
+                elif not connection.ended:
+                    # What is left of it is read to where it belongs.
+                    content = bytearray(nbytes)
+                    content[: end - at] = raw[at:end]
+                    connection.filling = memoryview(content)[end - at :]
+                    connection.filled = tag, content
+                    at = end
             elif kind == Kind.CONTENT:
                 at = self._begin_content(connection, number, at, end)
             elif kind in (Kind.OFFER, Kind.SHARE):
@@ -1323,6 +1406,9 @@ class StreamLink:
                 self._refuse(connection, "more first messages than it may be ahead")
                 return
             arrived.append(bytes(content))
+            bell = connection.bells.get(tag)
+            if bell is not None and not bell.is_over:
+                bell.end()
             return
         transfer = posted.popleft()
         if not posted:
@@ -1344,14 +1430,13 @@ class StreamLink:
         transfer.view[:nbytes] = content
         transfer.end()
         if tag >> LANE_BITS == 0:
-            self._tell_taken(connection, tag)
+            untold = connection.untold[tag] = connection.untold.get(tag, 0) + 1
+            if untold >= _TOLD_EACH:
+                self._tell_taken(connection, tag)
 
     def _tell_taken(self, connection: _Connection, tag: int) -> None:
-        untold = connection.untold.get(tag, 0) + 1
-        if untold >= _TOLD_EACH:
-            self._push(connection, _HEADER.pack(Kind.CREDIT, tag, 0, untold))
-            untold = 0
-        connection.untold[tag] = untold
+        untold = connection.untold.pop(tag, 0)
+        self._push(connection, _HEADER.pack(Kind.CREDIT, tag, 0, untold))
 
     def _post(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
         """A receive gets what has come, or waits for it."""
@@ -1381,24 +1466,6 @@ class StreamLink:
             self._take(connection, transfer, found)
         else:
             self._deliver(connection, transfer, tag, found)
-
-    def _begin_message(
-        self, connection: _Connection, tag: int, nbytes: int, at: int, end: int
-    ) -> int:
-        """A message has come; what is left of it is read to where it belongs."""
-        if nbytes > (_WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES):
-            self._refuse(connection, f"a message of {nbytes} bytes unasked")
-        if connection.ended:
-            return at
-        if end - at >= nbytes:
-            self._arrive(connection, tag, connection.view[at : at + nbytes])
-            return at + nbytes
-        content = bytearray(nbytes)
-        came = end - at
-        content[:came] = connection.raw[at:end]
-        connection.filling = memoryview(content)[came:]
-        connection.filled = tag, content
-        return end
 
     def _offer(
         self,
@@ -1509,9 +1576,8 @@ class StreamLink:
         held = connection.held.get(tag)
         while held and connection.ahead[tag] < AHEAD_MAX and not connection.ended:
             transfer = held.popleft()
-            self._send_at_once(connection, transfer, tag)
-            if transfer.is_over:
-                transfer.end(transfer.reason)
+            if self._put(connection, transfer.flat, transfer.view, tag, transfer) is None:
+                transfer.end()
         if not held:
             connection.held.pop(tag, None)
 
@@ -1540,6 +1606,7 @@ class StreamLink:
         left += [each for held in connection.held.values() for each in held]
         left += [each for posted in connection.posted.values() for each in posted]
         left += connection.taken.values()
+        left += [each for each in connection.bells.values() if not each.is_over]
         if isinstance(connection.filled, _Transfer):
             left.append(connection.filled)
         for table in (connection.offered, connection.held, connection.posted, connection.taken):

@@ -15,7 +15,8 @@ from objcomm._wire.header import (
     check_same_call,
     signed_part,
 )
-from objcomm._wire.message import Message, open_head
+from objcomm._codecs.buffers import room
+from objcomm._wire.message import Message, head_of, open_body
 from objcomm._wire.signing import Newest, environment_secret, signer_for
 from objcomm.errors import (
     AuthenticationError,
@@ -64,21 +65,43 @@ class Gate:
             self._sent = 0
             self._seen: set[tuple[int, int]] = set()
 
-    def head_of(self, message: Message, destination: int = EVERYONE) -> bytearray:
+    def head_of(self, message: Message, destination: int = EVERYONE) -> bytes | memoryview:
         """The bytes of a message's head: signed, if there is a key and this rank made it.
 
         Args:
             message: to send; one that arrived is passed on as it came.
             destination: the only rank that may take it.
         """
-        if self.signer is None or message.arrived is not None:
-            return message.head
+        if message.arrived is not None:
+            return message.arrived
+        if self.signer is None:
+            return message.head_with(message.header.pack())
         self._sent += 1
         if message.header.digest == BLANK:
             digest = self.signer.digest(message.content())
             message.header = message.header._replace(digest=digest)
         header = message.header._replace(destination=destination, number=self._sent)
         return message.head_with(header.pack(self.signer.sign))
+
+    def open(
+        self, raw: bytes | memoryview, mine: Header, sender: int, heads_max: int = 1
+    ) -> Message:
+        """Take in the next message of a call, if it is that.
+
+        Args:
+            raw: what arrived.
+            mine: what this rank would have sent.
+            sender: who must have made it.
+            heads_max: how many heads a bundle may hold.
+
+        Raises:
+            ObjcommError: as ``header_in``, ``check_call`` and ``take_in``.
+        """
+        header = self.header_in(raw, sender)
+        # What must agree stands together, the sender in its midst. With a key there is more to see.
+        if self.signer is not None or header[2:10] != (mine[2], sender, *mine[4:10]):
+            self.check_call(mine, header, sender)
+        return self.take_in(raw, header, heads_max)
 
     def header_in(self, raw: bytes | bytearray | memoryview, sender: int | None = None) -> Header:
         """The header of a message that arrived, once its origin is proved.
@@ -160,9 +183,7 @@ class Gate:
         if self.signer is not None and header.destination != self._rank:
             raise AuthenticationError(f"{header.position} did not send this to one rank")
 
-    def take_in(
-        self, raw: bytes | bytearray | memoryview, header: Header, heads_max: int = 1
-    ) -> Message:
+    def take_in(self, raw: bytes | memoryview, header: Header, heads_max: int = 1) -> Message:
         """Begin to take a message in, if this rank's options let it pass.
 
         One that came whole with its head is only marked where they do not, for nobody waits for
@@ -175,16 +196,21 @@ class Gate:
 
         Raises:
             DecodeError: its codec is not accepted here; nothing was allocated for it.
-            WireError: it is larger than a limit; the same.
+            WireError: it is larger than a limit; the same. Or it is damaged.
         """
-        refusal = self.refusal(header, heads_max)
-        if isinstance(refusal, DecodeError):
-            sent_at(refusal, header.position)
-        if refusal is not None and not header.is_all_head:
-            raise refusal
-        message = open_head(raw, header)
-        message.refusal = refusal
+        message = head_of(raw, header)
         message.signer = self.signer
+        refusal = self.refusal(header, heads_max)
+        if refusal is not None:
+            if isinstance(refusal, DecodeError):
+                sent_at(refusal, header.position)
+            if not message.is_all_head:
+                raise refusal
+            message.refusal = refusal
+        elif not header.is_inline:
+            message.body = room(header.body_nbytes)
+        elif not header.buffer_count:
+            open_body(message)
         return message
 
     def refusal(self, header: Header, heads_max: int = 1) -> ObjcommError | None:

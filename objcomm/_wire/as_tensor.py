@@ -106,7 +106,8 @@ def from_tensor(
     body, payload = flat[HEADER_NBYTES:].tensor_split([header.body_nbytes])
     if _checksum([payload]) != header.tag:
         raise WireError("the payload's checksum is wrong: the message was damaged")
-    message = Message(header, bytearray(to_bytes(body)), signer=gate.signer)
+    message = Message(header, bytearray(to_bytes(body)))
+    message.signer = gate.signer
     open_body(message)
     for large in message.following_on_host:
         large.copy_(payload[: large.numel()])

@@ -13,7 +13,6 @@ A message moves in at most three steps, each known from the one before::
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,19 +30,22 @@ from objcomm._codecs.buffers import (
 from objcomm._wire.header import (
     HEADER_NBYTES,
     ROW_NBYTES,
+    WINDOW_NBYTES,
     Header,
     SizeRow,
+    made,
     pack_table,
     unpack_table,
 )
 from objcomm._wire.signing import Signer
 from objcomm.errors import AuthenticationError, ObjcommError, WireError
 
+_INLINE_NBYTES = WINDOW_NBYTES - HEADER_NBYTES
+
 # The others own their memory, or lie elsewhere.
 _MAPPABLE = frozenset({BufferKind.TENSOR, BufferKind.MEMORY})
 
 
-@dataclass(slots=True)
 class Message:
     """A message to send, or one that arrives.
 
@@ -55,33 +57,50 @@ class Message:
         arrived: the head as it came, on a receiver.
         signer: what its content is to be held against, on a receiver with a key.
         refusal: why this rank will not decode it.
-        is_open: whether ``open_body`` was called.
+        is_open: whether its body was read.
+        is_all_head: whether nothing follows the head.
     """
 
-    header: Header
-    body: bytearray | memoryview
-    buffers: Sequence[Buffer] = ()
-    large: Sequence[Buffer] = ()
-    arrived: bytearray | None = None
-    signer: Signer | None = None
-    refusal: ObjcommError | None = None
-    is_open: bool = False
+    __slots__ = (
+        "arrived",
+        "body",
+        "buffers",
+        "header",
+        "is_all_head",
+        "is_open",
+        "large",
+        "refusal",
+        "signer",
+    )
+
+    def __init__(
+        self,
+        header: Header,
+        body: bytes | bytearray | memoryview,
+        buffers: Sequence[Buffer] = (),
+        large: Sequence[Buffer] = (),
+        arrived: bytes | memoryview | None = None,
+    ) -> None:
+        self.header = header
+        self.body = body
+        self.buffers = buffers
+        self.large = large
+        self.arrived = arrived
+        self.signer: Signer | None = None
+        self.refusal: ObjcommError | None = None
+        self.is_open = False
+        self.is_all_head = header.body_nbytes <= _INLINE_NBYTES and not header.payload_nbytes
 
     @property
-    def head(self) -> bytearray:
+    def head(self) -> bytes | memoryview:
         """What is sent first; a message that arrived is passed on as it came."""
         if self.arrived is not None:
             return self.arrived
         return self.head_with(self.header.pack())
 
-    def head_with(self, header: bytes) -> bytearray:
+    def head_with(self, header: bytes) -> bytes:
         """The head under a header that was packed for one sending."""
-        return bytearray(header) + (self.body if self.header.is_inline else b"")
-
-    @property
-    def is_all_head(self) -> bool:
-        """Whether nothing follows the head."""
-        return self.header.is_all_head
+        return header + self.body if len(self.body) <= _INLINE_NBYTES else header
 
     def content(self) -> Iterator[Any]:
         """All bytes behind the header, piece by piece, as objects with the buffer protocol."""
@@ -161,8 +180,8 @@ def compose(
         WireError: a buffer lies on another type of device.
     """
     if not buffers:
-        body = bytearray(meta)
-        large: list[Buffer] = []
+        body: bytes | bytearray = bytes(meta)  # no copy, of bytes
+        large: Sequence[Buffer] = ()
         payload_nbytes = 0
     else:
         kinds = [
@@ -180,11 +199,21 @@ def compose(
         body = bytearray().join([pack_table(rows), meta, *small])
         large = _large(rows, buffers)
         payload_nbytes = sum(row.nbytes for row in rows if not row.is_packed)
-    complete = header.with_content(
-        header.status if status is None else status,
-        header.codec if codec is None else codec,
-        (len(buffers), len(meta), len(body), payload_nbytes),
-        zlib.crc32(body),
+    complete: Header = made(
+        Header,
+        (
+            header.status if status is None else status,
+            *header[1:10],
+            header.codec if codec is None else codec,
+            header.call_site,
+            len(buffers),
+            len(meta),
+            len(body),
+            payload_nbytes,
+            *header[16:21],
+            zlib.crc32(body),
+            header.name,
+        ),
     )
     return Message(complete, body, buffers, large)
 
@@ -197,42 +226,24 @@ def _row_kind(buffer: Buffer, device_types: str) -> int:
     return buffer.kind + types.index(found)
 
 
-def open_head(raw: bytes | bytearray | memoryview, header: Header) -> Message:
-    """Begin to take a message in, after its header was judged.
+def head_of(raw: bytes | memoryview, header: Header) -> Message:
+    """A message of which only the head is here: its body, if that came with it, is not read yet.
 
     Args:
-        raw: the first message that arrived; what lies behind its end is ignored.
+        raw: what arrived; what lies behind the head is ignored.
         header: what ``Header.unpack(raw)`` gave, checked by the caller.
-
-    Returns:
-        A message whose body came with the head, or has the memory to receive it.
-
-    Raises:
-        WireError: it was cut off, or there is no memory for it.
-    """
-    message = head_alone(raw, header)
-    if header.is_inline:
-        message.body = memoryview(message.head)[HEADER_NBYTES:]
-    else:
-        message.body = room(header.body_nbytes)
-    return message
-
-
-def head_alone(raw: bytes | bytearray | memoryview, header: Header) -> Message:
-    """A message whose head this rank passes on; the rest of it never comes here, and has no memory.
-
-    Args:
-        raw: the first message that arrived; what lies behind its end is ignored.
-        header: what ``Header.unpack(raw)`` gave.
 
     Raises:
         WireError: it was cut off.
     """
-    head_nbytes = header.head_nbytes
-    if len(raw) < head_nbytes:  # one of several heads in a bundle
-        raise WireError(f"{header.position} sent a message that was cut off")
-    # A copy, and the only one: the memory that it arrived in is used again.
-    return Message(header, bytearray(), arrived=bytearray(memoryview(raw)[:head_nbytes]))
+    head_nbytes = HEADER_NBYTES
+    if header.body_nbytes <= _INLINE_NBYTES:
+        head_nbytes += header.body_nbytes
+    if len(raw) != head_nbytes:
+        if len(raw) < head_nbytes:  # one of several heads in a bundle
+            raise WireError(f"{header.position} sent a message that was cut off")
+        raw = raw[:head_nbytes]
+    return Message(header, memoryview(raw)[HEADER_NBYTES:], arrived=raw)
 
 
 def open_body(

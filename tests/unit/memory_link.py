@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -24,7 +25,7 @@ from objcomm._transport.link import (
 )
 from objcomm._transport.share import Share
 from objcomm._wire.admission import Gate
-from objcomm._wire.header import BLANK, EVERYONE, Header, Operation
+from objcomm._wire.header import BLANK, EVERYONE, WINDOW_NBYTES, Header, Operation
 
 JOIN_SECONDS = 120.0  # only a hang takes so long
 
@@ -179,12 +180,11 @@ class MemoryLink:
         self.sent: list[tuple[int, int]] = []  # bytes and tag of each transfer
         self.crossed_nbytes = 0  # of those to other hosts
         self._wires = wires
-
-    def over(self, raw: bytearray) -> torch.Tensor:
-        """See ``Link``."""
-        return torch.frombuffer(raw, dtype=torch.uint8)
+        self._standing: dict[tuple[int, int], tuple[torch.Tensor, Arrival]] = {}
 
     def send(self, flat: Any, peer: int, tag: int = -1) -> Departure:
+        if not isinstance(flat, torch.Tensor):
+            flat = torch.frombuffer(bytearray(flat), dtype=torch.uint8)
         assert flat.numel() > 0 or self.may_send_nothing, "a message without need"
         self._check(peer)
         self.sent.append((flat.numel(), tag))
@@ -231,16 +231,35 @@ class MemoryLink:
         """See ``Link``."""
         pending.wait(limit)
 
-    def is_done(self, pending: Arrival | Departure) -> bool:
+    def expect(self, peers: Sequence[int], tag: int) -> None:
         """See ``Link``."""
-        return pending.is_done()
+        for peer in peers:
+            if (peer, tag) not in self._standing and not self.is_closed(peer):
+                room = torch.zeros(WINDOW_NBYTES, dtype=torch.uint8)
+                self._standing[peer, tag] = room, self.recv(room, peer, tag)
+
+    def take(self, peer: int, tag: int, until: float) -> bytes:
+        """See ``Link``."""
+        self.expect([peer], tag)
+        if (peer, tag) not in self._standing:
+            raise LinkClosed(PEER_LOST)
+        room, arrival = self._standing[peer, tag]
+        left = min(until - time.monotonic(), JOIN_SECONDS)
+        arrival.wait(timedelta(seconds=max(0.0, left)))
+        del self._standing[peer, tag]
+        return room.numpy().tobytes()
+
+    def has_come(self, peer: int, tag: int) -> bool:
+        """See ``Link``."""
+        standing = self._standing.get((peer, tag))
+        return standing is not None and standing[1].is_done()
+
+    def came_late(self, peer: int, tag: int) -> bool:
+        """See ``Link``."""
+        return self.has_come(peer, tag)
 
     def move(self) -> None:
         """It moves by itself."""
-
-    def is_flowing(self) -> bool:
-        """See ``Link``."""
-        return not self.closed()
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
         """See ``Link``; there is nothing that could be stuck."""
@@ -286,10 +305,6 @@ class MemoryLink:
     def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # what was sent has come
         """See ``Connections``."""
         return False
-
-    def has_arrived(self, pending: Arrival | Departure) -> bool:
-        """See ``Link``."""
-        return pending.is_done()
 
     def unread(self) -> list[bytes]:
         """See ``Connections``: what comes stays on its wire until it is asked for."""
@@ -399,8 +414,10 @@ def on_every_rank(size: int, body: Callable[[int], Any]) -> list[Any]:
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(JOIN_SECONDS)
+    until = time.monotonic() + JOIN_SECONDS
+    while not errors and any(thread.is_alive() for thread in threads) and time.monotonic() < until:
+        for thread in threads:
+            thread.join(0.05)
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a rank still waits"

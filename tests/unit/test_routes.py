@@ -48,7 +48,7 @@ def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
     class Link(MemoryLink):
         may_send_nothing = True
 
-    wires = [Wires(3) for _ in range(3)]
+    wires = [Wires(3) for _ in range(4)]
 
     def check(rank: int) -> None:
         links = [Link(each, rank) for each in wires]
@@ -304,7 +304,7 @@ def test_who_only_passes_a_head_on_has_no_memory_for_the_rest(route: str) -> Non
             mine = [message_of(0, "body") for _ in range(size)]
             routes.scatter(exchange, mine if exchange.rank == 0 else None, 0)
 
-    with mock.patch("objcomm._wire.message.room", room):
+    with mock.patch("objcomm._wire.admission.room", room):
         run(size, body)
     assert rooms.count(len(made[0].body)) == size - 1  # what each other rank's content needs, once
 

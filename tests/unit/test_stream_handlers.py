@@ -11,6 +11,7 @@ import pytest
 
 from objcomm._transport.link import LinkClosed, LinkError
 from objcomm._transport.streams import StreamLink
+from tests.contracts import is_over
 from tests.unit.stream_links import LIMIT, TAG, filled, joined, room
 from tests.waits import wait_until
 
@@ -60,7 +61,7 @@ def test_a_handler_can_not_use_what_it_has_interrupted_and_is_told() -> None:
             with pytest.raises(LinkError) as caught:
                 use()
             told.append(caught.value.reason)
-        assert not link.is_done(second)
+        assert not is_over(link, second)
         assert not link.is_closed(1)
         link.move()
 

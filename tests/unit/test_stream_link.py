@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from objcomm._transport.link import LinkClosed, LinkTimeout, head_tag
 from objcomm._transport.streams import AHEAD_MAX, UNASKED_MAX_NBYTES, Kind, StreamLink
-from tests.contracts import check_link
+from tests.contracts import check_link, is_over
 from tests.unit.stream_links import (
     HEAD,
     HEADER,
@@ -54,7 +54,7 @@ def test_threads_keep_the_contract_of_links(
     make: Callable[..., AbstractContextManager[list[StreamLink]]], *, across: bool
 ) -> None:
     with ExitStack() as stack:
-        check_links(*(stack.enter_context(make(3, across=across)) for _ in range(3)))
+        check_links(*(stack.enter_context(make(3, across=across)) for _ in range(4)))
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_a_sender_is_a_few_first_messages_ahead_and_no_more() -> None:
     with joined() as (sender, receiver):
         sent = [sender.send(filled(1, value), 1, HEAD) for value in range(AHEAD_MAX + 2)]
         elsewhere = sender.send(filled(1), 1, head_tag(4))
-        assert [sender.is_done(each) for each in sent] == [True] * AHEAD_MAX + [False] * 2
-        assert sender.is_done(elsewhere)
+        assert [is_over(sender, each) for each in sent] == [True] * AHEAD_MAX + [False] * 2
+        assert is_over(sender, elsewhere)
         with pytest.raises(LinkTimeout):
             sender.wait(sent[-1], _SOON)
         into = [room(1) for _ in sent]
@@ -189,8 +189,8 @@ def test_what_was_held_back_and_cannot_go_any_more_says_so() -> None:
             receiver.wait(receiver.recv(room(1), 0, HEAD), LIMIT)
         with pytest.raises(LinkClosed, match="Cannot allocate memory"):
             sender.wait(sent[-1], LIMIT)
-        assert not sender.is_done(sent[-1])
-        assert all(map(sender.is_done, sent[:-1]))
+        assert not is_over(sender, sent[-1])
+        assert all(is_over(sender, each) for each in sent[:-1])
 
 
 def test_an_answer_says_what_was_taken() -> None:
@@ -209,7 +209,7 @@ def test_what_nobody_takes_needs_little_memory_there() -> None:
         sent = [link.send(filled(30_000), 1, HEAD)]
         sent += [link.send(piece, 1, TAG) for _ in range(1000)]
         link.abort()
-        assert [link.is_done(each) for each in sent] == [True] + [False] * 1000
+        assert [is_over(link, each) for each in sent] == [True] + [False] * 1000
         came = b"".join(iter(lambda: other.recv(1 << 20), b""))
     messages, at = 0, 0
     while at < len(came):
@@ -304,7 +304,7 @@ def test_what_had_come_before_an_abort_is_not_lost() -> None:
         pending = link.recv(into, 1, TAG)
         other.send(filled(1), 0, TAG)
         link.abort()
-        assert link.is_done(pending)
+        assert is_over(link, pending)
         assert int(into) == 7
 
 

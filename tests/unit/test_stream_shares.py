@@ -17,6 +17,7 @@ import torch
 from objcomm._transport.link import LinkClosed
 from objcomm._transport.share import Share, places
 from objcomm._transport.streams import LENT_FILES_MAX, Kind
+from tests.contracts import is_over
 from tests.open_files import open_files
 from tests.scripts import run_python
 from tests.unit.stream_links import (
@@ -40,7 +41,7 @@ def test_what_is_shared_is_mapped_and_its_sender_told() -> None:
     flats = members(100_000, 5)
     with joined() as (sender, receiver):
         sent = sender.send_share(Share.of(flats), flats, 1, TAG)
-        assert not sender.is_done(sent)
+        assert not is_over(sender, sent)
         borrowed = receiver.recv_share(100_005, 0, TAG)
         receiver.wait(borrowed, LIMIT)
         sender.wait(sent, LIMIT)
