@@ -123,12 +123,12 @@ class Settings:
     @property
     def is_checked(self) -> bool:
         """Whether ranks agree on each operation before it."""
-        return (_environment_check() if self.check is None else self.check) is True
+        return (environment_check() if self.check is None else self.check) is True
 
     @property
     def lines_must_agree(self) -> bool:
         """Whether ranks must make a call that has no name on the same line."""
-        return (_environment_check() if self.check is None else self.check) == LINES
+        return (environment_check() if self.check is None else self.check) == LINES
 
     @property
     def is_local(self) -> bool:
@@ -166,7 +166,7 @@ def settings_with(
         UsageError: one of them is no list of such names; or ``allow`` names what does not exist,
             or what can't be admitted safely.
     """
-    before = settings()
+    before = _own.get() or _Process.settings
     if accept is None and allow is None:
         return before
     return replace(
@@ -187,7 +187,7 @@ _decoding = _Decoding()
 
 def decoding_settings() -> Settings:
     """The options that hold for what is decoded here."""
-    return _decoding.settings or settings()
+    return _decoding.settings or _own.get() or _Process.settings
 
 
 class using:  # noqa: N801  # as ``configure``; a generator would cost four times as much
@@ -351,7 +351,8 @@ def check(*, everywhere: bool = False) -> configure:
 
 
 @functools.cache
-def _environment_check() -> Check:
+def environment_check() -> Check:
+    """What OBJCOMM_CHECK says, for a program that never says ``configure(check=)``."""
     value = os.environ.get("OBJCOMM_CHECK", "")
     return LINES if value == LINES else value not in {"", "0"}
 

@@ -66,10 +66,13 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+#: What ``dist.GroupMember.WORLD`` asks, in three calls of Python.
+_world: Any = dist.distributed_c10d._world if dist.is_available() else None  # noqa: SLF001  # see above
+
+
 def default_group() -> Any:
     """The group of all ranks; None before ``init_process_group``, and where torch has none."""
-    members = getattr(dist, "GroupMember", None)
-    return None if members is None else members.WORLD
+    return None if _world is None else _world.default_pg
 
 
 def is_nobody(group: GroupLike) -> bool:

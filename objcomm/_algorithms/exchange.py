@@ -60,6 +60,8 @@ class Exchange(Transfers):
         received_nbytes: bytes received over the link so far.
     """
 
+    rounds = 0
+
     def __init__(  # all of them are facts of one call, named by the caller
         self,
         *,
@@ -98,9 +100,7 @@ class Exchange(Transfers):
         self._deadline = deadline
         self._meter = NOBODY if meter is None else meter
         self._group = group
-        self._sends = []
-
-    rounds = 0
+        self.sends = []
 
     @property
     def cost(self) -> tuple[int, int, int]:
@@ -120,7 +120,7 @@ class Exchange(Transfers):
                 raise self._naming(error, (peer,)) from error
             self.sent_nbytes += len(head)
             if pending is not None:
-                self._sends.append((pending, peer, head, message))
+                self.sends.append((pending, peer, head, message))
 
     def accelerators(self) -> DevicePath:
         """The way between accelerators, once the peers have all that was sent over the link.
@@ -142,10 +142,6 @@ class Exchange(Transfers):
                 self.give_word(peer)
             are_ready()
             self.rounds += 1
-
-    def branch(self, root: int) -> topology.Branch:
-        """Where this rank is in the tree for small messages that begins at ``root``."""
-        return topology.tree(self.rank, root, self.hosts)
 
     def recv_heads(
         self,
@@ -184,13 +180,13 @@ class Exchange(Transfers):
                 late = peers[at + 1 :] if self._has_timed_out(error) else ()
                 missing = peer, *(each for each in late if not link.came_late(each, lane.tag))
                 raise self._naming(error, missing) from error
+            lane.taken_of[peer] = mine.sequence
             if peer in unread:
                 message = self._open_unread(raw, peer)
             else:
                 most = heads_max if isinstance(heads_max, int) else heads_max[at]
                 message = self.open(raw, peer if made_by is None else made_by, most)
-            lane.taken_of[peer] = mine.sequence
-            self.received_nbytes += message.header.head_nbytes
+            self.received_nbytes += len(message.arrived or b"")
             messages.append(message)
         self.rounds += 1
         return messages

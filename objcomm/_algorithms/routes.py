@@ -20,6 +20,7 @@ from objcomm.errors import WireError
 HUB = 0
 
 _PAIR = 2
+_FAILURE = int(Status.FAILURE)
 
 
 def broadcast(
@@ -36,14 +37,15 @@ def broadcast(
     Returns:
         The message: ``root``'s own there, what arrived elsewhere.
     """
-    parent, children, _ = exchange.branch(root)
+    parent, children, _ = topology.tree(exchange.rank, root, exchange.hosts)
     if parent is not None:
         (message,) = exchange.recv_heads([parent], made_by=root, heads_max=heads_max)
     elif message is None:
         raise WireError("the root of a broadcast has no message")  # a fault of the caller's
     else:
         exchange.rounds += 1
-    exchange.send_head(message, children)
+    if children:
+        exchange.send_head(message, children)
     if not message.is_all_head:
         exchange.relay_rest(message, root)
         if exchange.device.carries(message):
@@ -66,12 +68,21 @@ def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Messag
 
     A rank that has others below it in the tree sends theirs with its own, as one, and reads none.
     """
-    parent, children, below = exchange.branch(root)
+    parent, children, below = topology.tree(exchange.rank, root, exchange.hosts)
+    if not children:
+        if parent is not None:
+            exchange.rounds += 1
+            exchange.send_head(message, [parent])
+            return None
+        return [message]
+    if parent is None and len(children) == exchange.size - 1:  # nobody has others below
+        gathered = [message] * exchange.size
+        for child, each in zip(children, exchange.recv_heads(children), strict=True):
+            gathered[child] = each
+        return gathered
     ends = [child for child, ranks in zip(children, below, strict=True) if len(ranks) == 1]
-    came = []
-    if children:
-        unread = ends if parent is not None else ()
-        came = exchange.recv_heads(children, unread=unread, heads_max=[*map(len, below)])
+    unread = ends if parent is not None else ()
+    came = exchange.recv_heads(children, unread=unread, heads_max=[*map(len, below)])
     arriving = zip(children, came, strict=True)
     exchange.recv_rest([(child, each) for child, each in arriving if child not in ends])
     if parent is None:
@@ -80,10 +91,6 @@ def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Messag
             opened = [each] if len(ranks) == 1 else open_bundle(exchange, each, ranks)
             messages.update(zip(ranks, opened, strict=True))
         return [messages[rank] for rank in range(exchange.size)]
-    if not children:
-        exchange.rounds += 1
-        exchange.send_head(message, [parent])
-        return None
     heads = [
         each.head if len(ranks) == 1 else contents_of(each)
         for each, ranks in zip(came, below, strict=True)
@@ -106,16 +113,17 @@ def gather(
     """
     messages = gather_heads(exchange, message, root)
     if messages is None:
-        if message.header.nbytes <= max_nbytes:
+        if not message.is_all_head and message.header.nbytes <= max_nbytes:
             exchange.send_rest(message, [root])
             exchange.swap_words([root] if exchange.device.carries(message) else [])
             exchange.accelerators().send(message, root)
         return None
-    arriving = [
-        (peer, each)
-        for peer, each in enumerate(messages)
-        if peer != root and each.header.nbytes <= max_nbytes
-    ]
+    arriving = []
+    for peer, each in enumerate(messages):
+        if not each.is_all_head and peer != root and each.header.nbytes <= max_nbytes:
+            arriving.append((peer, each))
+    if not arriving:
+        return messages
     exchange.recv_rest(arriving)
     exchange.swap_words([peer for peer, each in arriving if exchange.device.carries(each)])
     for peer, each in arriving:
@@ -131,7 +139,12 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
     all ranks see the failure in the heads.
     """
     messages = all_gather_heads(exchange, message)
-    if any(each.header.status == Status.FAILURE for each in messages):
+    is_over = True
+    for each in messages:
+        if each.header.status == _FAILURE:
+            return messages
+        is_over &= each.is_all_head
+    if is_over:
         return messages
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
     if len({each.is_all_head for each in messages}) > 1:
@@ -249,7 +262,7 @@ def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -
     What follows the heads goes from ``root`` to each rank, when all for which there is more have
     given their word that they take theirs.
     """
-    parent, children, below = exchange.branch(root)
+    parent, children, below = topology.tree(exchange.rank, root, exchange.hosts)
     if messages is None:
         if parent is None:
             raise WireError("the root of a scatter has no messages")  # a fault of the caller's
@@ -454,7 +467,7 @@ def all_meet(exchange: Exchange, message: Message) -> None:
     if exchange.size == _PAIR:
         _swap_heads(exchange, message)
         return
-    parent, children, _ = exchange.branch(HUB)
+    parent, children, _ = topology.tree(exchange.rank, HUB, exchange.hosts)
     if children:
         exchange.recv_heads(children)
     if parent is not None:

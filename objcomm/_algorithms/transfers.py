@@ -17,6 +17,7 @@ import torch
 
 from objcomm._codecs.buffers import Buffer, allocate, empty, over
 from objcomm._observe.history import CallRecord
+from objcomm._transport.lane import Lane
 from objcomm._transport.link import (
     RECEIPT,
     Borrowed,
@@ -31,7 +32,6 @@ from objcomm._transport.link import (
     receipt_tag,
     result_tag,
 )
-from objcomm._transport.lane import Lane
 from objcomm._transport.share import Place, Share, places
 from objcomm._wire.header import Flag
 from objcomm._wire.message import Message
@@ -128,6 +128,8 @@ class Transfers:
         entry: the call on this rank.
         sent_nbytes: bytes sent over the link so far, to all ranks together.
         received_nbytes: bytes received over the link so far.
+        sends: those that are not over, with their peers, their memory, and what owns that.
+        milestones: receipts that ``finish`` waits for.
     """
 
     entry: CallRecord
@@ -137,8 +139,8 @@ class Transfers:
     _lane: Lane
     _deadline: Deadline
     _meter: Meter
-    _sends: list[tuple[Pending, int, Memory, object]]
-    _milestones: Sequence[list[_Milestone]] = ()
+    sends: list[tuple[Pending, int, Memory, object]]
+    milestones: Sequence[list[_Milestone]] = ()
 
     # What is small needs none of these.
 
@@ -203,7 +205,7 @@ class Transfers:
             self._send(empty(1), peer, self._receipt_tag, None)
         for peer in sent_to:
             flat = empty(1)
-            self._sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
+            self.sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
 
     def words_of(self, peers: Iterable[int]) -> Callable[[], None]:
         """Expect a word of some ranks that they take what follows; what comes back waits for it.
@@ -238,7 +240,7 @@ class Transfers:
                 pending = self._sharing(peer).send_share(share, flats, peer, self._payload_tag)
             except LinkError as error:
                 raise self._naming(error, (peer,)) from error
-            self._sends.append((pending, peer, flats[0], flats))
+            self.sends.append((pending, peer, flats[0], flats))
             self.sent_nbytes += nbytes_of([list(flats)])
 
     def borrow(self, buffers: Sequence[Buffer], peer: int) -> "Loan | None":
@@ -328,27 +330,27 @@ class Transfers:
         A link need not wake who waits for a send when the connection closes. So each wait is one
         that can be abandoned, by a thread of the link's where that is so.
         """
-        if self._milestones:
-            for row in itertools.zip_longest(*self._milestones):
+        if self.milestones:
+            for row in itertools.zip_longest(*self.milestones):
                 for milestone in filter(None, row):
                     for pending, peer, _ in milestone.receipts:
                         self._wait(pending, peer)
                     self._meter.moved(milestone.nbytes)
-            self._milestones = ()
-        if self._sends:
+            self.milestones = ()
+        if self.sends:
             self.hand_over()
 
     def hand_over(self) -> None:
         """Wait until the peers have all that was sent, before this rank waits elsewhere."""
-        if self._sends:
+        if self.sends:
             try:
                 self._link.wait_apart(self._await_sends)
             except LinkError as error:  # given up
                 raise self._naming(error, (self.entry.awaits,)) from error
-            self._sends.clear()
+            self.sends.clear()
 
     def _await_sends(self) -> None:
-        for pending, peer, _, _ in reversed(self._sends):
+        for pending, peer, _, _ in reversed(self.sends):
             self._wait(pending, peer)
 
     def _expect_receipts(
@@ -366,7 +368,7 @@ class Transfers:
                 flat = empty(1)
                 receipts.append((self._post(peer, flat, self._receipt_tag), peer, flat))
             column.append(_Milestone(nbytes_of([unit]) if is_counted else 0, receipts))
-        self._milestones = [*self._milestones, column]
+        self.milestones = [*self.milestones, column]
 
     def _stream(self, units: Sequence[Unit], peer: int, *, is_paced: bool) -> Iterator[Unit]:
         """Begin to receive what ``peer`` sends; the iterator waits for one unit after another."""
@@ -398,7 +400,7 @@ class Transfers:
         self.sent_nbytes += 0 if tag & RECEIPT else flat.numel()
         if pending is not None:
             # The memory must outlive the transfer, so its owner is kept beside it.
-            self._sends.append((pending, peer, flat, owner))
+            self.sends.append((pending, peer, flat, owner))
 
     def _post(self, peer: int, flat: torch.Tensor, tag: int) -> Pending:
         self.received_nbytes += 0 if tag & RECEIPT else flat.numel()

@@ -54,8 +54,9 @@ class Region(NamedTuple):
         return self.earlier | self.later
 
 
-# A new thread starts without any: it is not part of what its maker is doing.
-_regions: ContextVar[tuple[Region, ...]] = ContextVar("objcomm_absence", default=())
+#: The regions that this rank is in. A new thread starts without any: it is not part of what its
+#: maker is doing.
+around: ContextVar[tuple[Region, ...]] = ContextVar("objcomm_absence", default=())
 
 
 class inside:  # noqa: N801  # used as a function, like contextlib's
@@ -65,7 +66,7 @@ class inside:  # noqa: N801  # used as a function, like contextlib's
         self._region = region
 
     def __enter__(self) -> None:
-        _regions.set((*_regions.get(), self._region))
+        around.set((*around.get(), self._region))
 
     def __exit__(
         self,
@@ -74,12 +75,12 @@ class inside:  # noqa: N801  # used as a function, like contextlib's
         traceback: TracebackType | None,
     ) -> None:
         # Not by a token: generators leave regions in any order, and in other contexts.
-        _regions.set(tuple(each for each in _regions.get() if each is not self._region))
+        around.set(tuple(each for each in around.get() if each is not self._region))
 
 
 def is_confined() -> bool:
     """Whether this rank is in any region whose calls act locally."""
-    return any(region.is_local for region in _regions.get())
+    return any(region.is_local for region in around.get())
 
 
 def acts_alone(operation: str, ranks: Sequence[int], rank: int) -> bool:
@@ -93,7 +94,7 @@ def acts_alone(operation: str, ranks: Sequence[int], rank: int) -> bool:
     Raises:
         UsageError: it would wait for ranks that make no call meanwhile.
     """
-    for region in reversed(_regions.get()):
+    for region in reversed(around.get()):
         missing = region.absent.intersection(ranks)
         # In a world of one, too: what went wrong is told once, by the outermost.
         if (missing or len(ranks) == 1) and region.is_local and operation in _LOCAL:
@@ -116,7 +117,7 @@ def is_in_order(operation: str, ranks: Sequence[int], rank: int, first: int = 0)
         UsageError: as ``acts_alone``.
     """
     main = ranks[first]
-    for region in reversed(_regions.get()):
+    for region in reversed(around.get()):
         missing = region.absent.intersection(ranks)
         if len(ranks) == 1:
             return True

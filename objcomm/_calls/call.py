@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from objcomm._algorithms import routes
 from objcomm._algorithms.exchange import Exchange
-from objcomm._calls.absence import acts_alone
+from objcomm._calls.absence import acts_alone, around
 from objcomm._calls.group import resolve, solo_group
 from objcomm._calls.watched import Watched
 from objcomm._calls.work import Work
-from objcomm._codecs.base import codec_named, copy, decode, encode
+from objcomm._codecs.base import codec_named, copy, decode, encode, registry
 from objcomm._codecs.buffers import readable
 from objcomm._config import (
     Allowed,
@@ -27,13 +27,18 @@ from objcomm._config import (
     GroupLike,
     Timeout,
     check_name,
+    decoding_settings,
+    environment_check,
     parse_device,
+    seconds_of,
+    settings,
     settings_with,
     using,
 )
 from objcomm._observe.history import CallRecord, call_site
 from objcomm._observe.progress import bar_for
-from objcomm._observe.tracing import Span, begun, span
+from objcomm._observe.tracing import Span, begun, profiler, span
+from objcomm._transport.link import Deadline
 from objcomm._transport.threads import SerialExecutor, interrupted
 from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import (
@@ -45,15 +50,19 @@ from objcomm._wire.failure_message import (
     raise_together,
 )
 from objcomm._wire.header import (
+    BLANK,
+    EVERYONE,
+    NAMES,
     Flag,
     Header,
     Operation,
     Status,
     fingerprint,
-    operation_name,
+    made,
     shown,
 )
 from objcomm._wire.message import Message, compose
+from objcomm._wire.signing import environment_secret
 from objcomm.errors import (
     CollectiveError,
     DecodeError,
@@ -69,17 +78,24 @@ if TYPE_CHECKING:
 
 _DIGEST_NBYTES = 32
 
+# An enumeration's members take longer to find than all else that is done with them.
+_VALUE, _FAILURE = int(Status.VALUE), int(Status.FAILURE)
+
 
 class Coding:
     """How one call encodes its objects and decodes what arrives: codec, options and device.
 
     Attributes:
         settings: the options that hold for the call.
-        codec_name: of the codec that encodes.
+        codec: encodes.
+        codec_name: its name.
         device: where tensors shall arrive, if the caller said so.
     """
 
-    __slots__ = ("_codec", "codec_name", "device", "settings")
+    __slots__ = ("codec", "codec_name", "device", "settings")
+
+    #: What the last call had that said nothing of all this; replaced as a whole.
+    _latest: ClassVar["Coding | None"] = None
 
     def __init__(
         self,
@@ -95,24 +111,34 @@ class Coding:
             UsageError: one of them is wrong.
         """
         self.settings = settings_with(accept, allow, operation)
-        self._codec = codec_named(codec or self.settings.codec, operation)
-        self.codec_name = self._codec.name
-        self.device = parse_device(device, operation)
+        self.codec = codec_named(codec or self.settings.codec, operation)
+        self.codec_name = self.codec.name
+        self.device = None if device is None else parse_device(device, operation)
 
-    def message(
-        self, header: Header, produce: Callable[[], object], device_type: str | None = None
-    ) -> Message:
-        """What ``produce`` returns, as a message; what it raises passes through.
+    @classmethod
+    def usual(cls, operation: str) -> "Coding":
+        """That of a call which says nothing of it: made once for the options in force."""
+        latest, chosen = cls._latest, settings()
+        if (
+            latest is None
+            or latest.settings is not chosen
+            or latest.codec is not registry.codecs.get(chosen.codec)
+        ):
+            latest = cls._latest = cls(None, None, None, None, operation)
+        return latest
+
+    def message(self, header: Header, obj: object, device_type: str | None = None) -> Message:
+        """An object as a message; what a codec raises passes through.
 
         Args:
             header: of the message, but for its sizes.
-            produce: gives the object.
+            obj: the object.
             device_type: the types of memory that travel over device links, joined by commas; None
                 if there are none.
         """
-        obj = produce()
-        with span("encode"):
-            encoded = encode(self._codec, obj, device_type=device_type)
+        shown = begun("encode") if profiler._is_profiler_enabled else None  # noqa: SLF001
+        try:
+            encoded = encode(self.codec, obj, device_type=device_type)
             return compose(
                 header,
                 encoded.meta,
@@ -120,11 +146,14 @@ class Coding:
                 codec=self.codec_name,
                 device_types=device_type or "",
             )
+        finally:
+            if shown is not None:
+                shown.__exit__(None, None, None)
 
     def digest(self, obj: object) -> bytes:
         """Equal for two objects only if they would be sent as the same bytes."""
         with span("encode"):
-            encoded = encode(self._codec, obj)
+            encoded = encode(self.codec, obj)
             digest = hashlib.blake2b(self.codec_name.encode(), digest_size=_DIGEST_NBYTES)
             for part in (encoded.meta, *(readable(each.flat) for each in encoded.buffers)):
                 digest.update(len(part).to_bytes(8, "little"))
@@ -133,7 +162,7 @@ class Coding:
 
     def copy(self, obj: object) -> Any:
         """An independent copy of an object."""
-        return copy(self._codec, obj)
+        return copy(self.codec, obj)
 
     def decode(self, message: Message) -> Any:
         """The object in a message that carries one.
@@ -142,51 +171,31 @@ class Coding:
             DecodeError: it can't be rebuilt here; it says whose it is.
             WireError: it carries none, or what its sender did not sign.
         """
-        message.check()
-        if message.header.status != Status.VALUE:
-            raise WireError(f"{message.header.position} sent status {message.header.status}")
-        owners = [buffer.owner for buffer in message.buffers]
+        header = message.header
+        if message.refusal is not None or message.signer is not None:
+            message.check()
+        if header.status != _VALUE:
+            raise WireError(f"{header.position} sent status {header.status}")
+        owners = [buffer.owner for buffer in message.buffers] if message.buffers else ()
+        meta = message.meta if header.buffer_count else memoryview(message.body)
+        shown = begun("decode") if profiler._is_profiler_enabled else None  # noqa: SLF001
         try:
-            with span("decode"), using(self.settings):
-                return decode(message.header.codec, message.meta, owners, device=self.device)
+            chosen, device = self.settings, self.device
+            if chosen is decoding_settings():
+                return decode(header.codec, meta, owners, device=device, chosen=chosen)
+            with using(chosen):
+                return decode(header.codec, meta, owners, device=device, chosen=chosen)
         except DecodeError as error:
-            sent_at(error, message.header.position)
+            sent_at(error, header.position)
             raise
+        finally:
+            if shown is not None:
+                shown.__exit__(None, None, None)
 
 
 R = TypeVar("R")
 
 _PAIR = 2  # so many swap what they have to tell, more let one of them tell all
-
-
-class _Confirmation:
-    """What ``Call.confirmation`` gives."""
-
-    __slots__ = ("_acknowledge",)
-
-    def __init__(self, acknowledge: Callable[[BaseException | None], None] | None) -> None:
-        """Begin.
-
-        Args:
-            acknowledge: is given the block's error, if there is one, and raises what any rank's
-                calls for; None where no rank waits to hear.
-        """
-        self._acknowledge = acknowledge
-
-    def __enter__(self) -> None:
-        """Nothing is to be done before."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._acknowledge is not None:
-            self._acknowledge(error)
-
-
-_UNCONFIRMED = _Confirmation(None)
 
 
 class Call:
@@ -208,10 +217,15 @@ class Call:
         size: number of ranks.
         ranks: the global ranks of the group.
         root: group rank of source or destination; 0 where the operation has none.
+        is_alone: whether there is no other rank, and so no traffic.
+        is_root: whether this rank is the source or destination.
+        traffic: the part of the call during which ranks wait for each other; a context that gives
+            the exchange, and there is none in a world of one.
+        decode: gives the object in a message that carries one, as ``Coding.decode`` does.
         device: where tensors shall arrive; None for where they were.
     """
 
-    def __init__(  # an operation's own keywords, handed on
+    def __init__(  # noqa: PLR0915  # the steps of a call's beginning, one after another
         self,
         operation: Operation,
         *,
@@ -267,133 +281,113 @@ class Call:
             MissingDependencyError: there is nothing to show progress with.
         """
         self._began = time.perf_counter()
-        self._called_at = time.time()
-        self.call_site = call_site()
-        self.operation = called or operation_name(operation)
+        called_at = time.time()
+        self.call_site = place = call_site()
+        self.operation = called = called or NAMES[operation]
         if not isinstance(name, str):
-            check_name(name, self.operation)
-        whole = resolve(group, self.operation)
-        self.root = whole.root(self.operation, global_root, group_root, root_argument)
-        self._coding = Coding(codec, device, accept, allow, self.operation)
-        self.device = self._coding.device
-        self.ranks, self._deadline = whole.ranks, whole.deadline(self.operation, timeout)
-        self._is_confined = acts_alone(self.operation, whole.ranks, whole.rank)
+            check_name(name, called)
+        whole = resolve(group, called)
+        root = 0
+        if global_root is not None or group_root is not None:
+            root = whole.root(called, global_root, group_root, root_argument)
+        self.root = root
+        if codec is device is accept is allow is None:
+            self._coding = coding = Coding.usual(called)
+        else:
+            self._coding = coding = Coding(codec, device, accept, allow, called)
+        self.decode, self.device, chosen = coding.decode, coding.device, coding.settings
+        seconds = whole.timeout_seconds if timeout is None else seconds_of(called, timeout)
+        self._deadline = deadline = Deadline(seconds, chosen)
+        self.ranks = whole.ranks
+        self._is_confined = bool(around.get()) and acts_alone(called, whole.ranks, whole.rank)
         self._group = solo_group() if self._is_confined else whole
         self.rank, self.size = self._group.rank, self._group.size
-        self._bar = bar_for(self.operation, self.rank) if progress else None
-        self._own_error: BaseException | None = None
-        self._turn: Watched | None = None
-        self._lane: Lane | None = None
-        self._span: Span | None = None
+        self.is_root = self.rank == root
+        self._bar = bar_for(called, self.rank) if progress else None
         # Of an asynchronous call. Where Ctrl-C comes while the rest is handed over, both threads
         # have it, and the first to take this concludes it.
         self._claim = threading.Lock() if async_op else None
-        root = self.root if has_root else -1
-        if self.size > 1:
-            is_met = is_met or self._coding.settings.is_checked
-            must_agree += "\0confirm" * confirm + "\0check" * is_met
-            self._turn = self._begin(
-                operation,
-                root,
-                name,
-                f"{name}\0{must_agree}" if must_agree else name,
-                is_paced=progress,
-                is_met=is_met,
-                raises_later=async_op or raises_later,
+        recorder = self._group.recorder
+        if self.size == 1:
+            self.is_alone = True
+            header = Header(
+                operation=operation,
+                root=root if has_root else -1,
+                sequence=recorder.history.next_number(),
+                call_site=place,
             )
-            self._turn.is_confirmed = confirm
-            self._entry.is_confirmed = confirm or is_met
-        else:
-            number, place = self._group.recorder.history.next_number(), self.call_site
-            header = Header(operation=operation, root=root, sequence=number, call_site=place)
-            self._record(CallRecord(header, self.operation, self._coding.codec_name))
-
-    def _begin(
-        self,
-        operation: Operation,
-        root: int,
-        name: str,
-        must_agree: str,
-        *,
-        is_paced: bool,
-        is_met: bool,
-        raises_later: bool,
-    ) -> Watched:
-        """Take the next number on this thread's lane, last of all that can go wrong."""
+            self._entry = entry = CallRecord(header, called, coding.codec_name)
+            entry.began = called_at
+            recorder.history.add(entry)
+            return
+        is_met |= (environment_check() if chosen.check is None else chosen.check) is True
+        if must_agree or confirm or is_met:
+            must_agree = f"{name}\0{must_agree}" + "\0confirm" * confirm + "\0check" * is_met
+        # Last of all that can go wrong, this call takes the next number on this thread's lane.
         try:
-            mesh, lane = self._group.enter(
-                self.operation, self._deadline, self.call_site, raises_later=raises_later
-            )
+            mesh, lane = whole.enter(called, deadline, place, raises_later=async_op or raises_later)
         except ObjcommError as error:
-            self._group.recorder.attach(error)
+            recorder.attach(error)
             raise
-        self._lane = lane
-        link = mesh.connections_for(self.operation)
+        link = mesh.link or mesh.connections_for(called)
         if link.is_interrupted() and self._claim is None:
-            raise UsageError(f"{self.operation}: {interrupted('a transfer of this group')}")
+            raise UsageError(f"{called}: {interrupted('a transfer of this group')}")
+        self._lane = lane
         # From here on, a handler that interrupts this call on its thread is refused: see
         # ``Lane.caller``.
-        lane.begun_at = self.call_site
+        lane.begun_at = place
         try:
-            path = self._group.device_path
-            is_staged = self.device is not None and self.device.type == path.staging
-            header = Header(
-                status=Status.VALUE,
-                flags=Flag.STAGED * is_staged | Flag.PACED * is_paced,
-                operation=operation,
-                sender=self.rank,
-                root=root,
-                lane=lane.number,
-                group=mesh.number,
-                sequence=lane.sequence,
-                fingerprint=fingerprint(must_agree),
-                call_site=self.call_site,
-                name=shown(name) if name else "",
+            path = whole.device_path
+            flags = Flag.PACED if progress else 0
+            if coding.device is not None and coding.device.type == path.staging:
+                flags |= Flag.STAGED
+            agreed = must_agree or name
+            fields = (
+                *(_VALUE, flags, operation, self.rank, root if has_root else -1, lane.number, 0),
+                *(mesh.number, lane.sequence, fingerprint(agreed) if agreed else 0),
+                *("", place, 0, 0, 0, 0, 0, EVERYONE, 0, BLANK, BLANK, 0),
+                shown(name) if name else "",
             )
-            entry = CallRecord(header, self.operation, self._coding.codec_name, lane.name)
+            header = made(Header, fields)
+            self._entry = entry = CallRecord(header, called, coding.codec_name, lane.name)
+            entry.began = called_at  # a first call has waited for the ranks since
+            entry.is_confirmed = confirm or is_met
+            has_key = chosen.secret is not None or environment_secret() is not None
             exchange = Exchange(
                 link=link,
                 lane=lane,
                 entry=entry,
-                deadline=self._deadline,
-                gate=Gate(self._coding.settings, mesh.session, self.rank),
+                deadline=deadline,
+                gate=Gate(chosen, mesh.session if has_key else "", self.rank),
                 device=path,
                 meter=self._bar,
                 group=mesh.name,
             )
+            meeting = compose(header, b"") if is_met else None
+            self.traffic = Watched(mesh, lane, exchange, deadline, meeting, is_confirmed=confirm)
             lane.sequence += 1
             lane.past.append(entry)
-            self._record(entry)
-            meeting = compose(header, b"") if is_met else None
-            return Watched(mesh, lane, exchange, self._deadline, meeting)
+            recorder.history.add(entry)
         except BaseException:
             lane.begun_at = ""
             raise
 
-    def _record(self, entry: CallRecord) -> None:
-        self._entry = entry
-        entry.began = self._called_at  # a first call has waited for the ranks since
-        self._group.recorder.history.add(entry)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other rank, and so no traffic."""
-        return self._turn is None
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank is the source or destination."""
-        return self.rank == self.root
+    is_alone = False
+    traffic: Watched
+    decode: Callable[[Message], Any]
+    _lane: "Lane | None" = None
+    _own_error: BaseException | None = None
+    _span: Span | None = None
 
     @property
     def place(self) -> str:
         """A name of this call that is the same on every rank and means no other call."""
-        return "" if self._turn is None else self._turn.place
+        return "" if self.is_alone else self.traffic.place
 
     @property
     def exchange(self) -> Exchange:
         """The traffic."""
-        return self.traffic().exchange
+        return self.traffic.exchange
 
     def message(self, produce: Callable[[], object], among: Sequence[Message] = ()) -> Message:
         """Encode what ``produce`` returns; an error of either becomes a failure message.
@@ -406,8 +400,8 @@ class Call:
             among: the messages of all ranks, if it looks whether these agree.
         """
         try:
-            exchange = self.exchange
-            return self._coding.message(exchange.header, produce, exchange.device.linked or None)
+            exchange = self.traffic.exchange
+            return self._coding.message(exchange.header, produce(), exchange.device.linked or None)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error, among)
 
@@ -458,7 +452,7 @@ class Call:
 
     def announcement(self, status: Status) -> Message:
         """A message that says all with its status."""
-        return compose(self.exchange.header, b"", status=status)
+        return compose(self.traffic.exchange.header, b"", status=status)
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
         """Raise what some messages, or this rank's own error, call for.
@@ -472,15 +466,6 @@ class Call:
             failures = {self.rank: failure_of(own, self.rank, self.call_site)}
         if failures:
             raise_together(self.operation, failures, own, self.rank)
-
-    def decode(self, message: Message) -> Any:
-        """The object in a message that carries one.
-
-        Raises:
-            DecodeError: it can't be rebuilt here.
-            WireError: it carries none, or what its sender did not sign.
-        """
-        return self._coding.decode(message)
 
     def decode_as(self, message: Message, fits: Callable[[Any], bool], what: str) -> Any:
         """The object in a message of objcomm's own, which can be of one kind only.
@@ -501,18 +486,39 @@ class Call:
         return plain
 
     def confirm(self) -> None:
-        """Let ``confirmation`` do as if the caller had said ``confirm=True``.
+        """Let ``result`` do as if the caller had said ``confirm=True``.
 
         Every rank calls this in its traffic, or none.
         """
-        self.traffic().is_confirmed = self._entry.is_confirmed = True
+        self.traffic.is_confirmed = self._entry.is_confirmed = True
 
-    def confirmation(self) -> _Confirmation:
-        """A block that raises or decodes; with ``confirm=True`` its errors become everybody's.
+    def result(self, messages: Sequence[Message], read: Callable[[], R]) -> R:
+        """What ``read`` returns, unless a rank has failed; every rank calls this after the traffic.
 
-        Every rank enters it after the traffic.
+        With ``confirm=True`` what is raised here is raised on all ranks.
+
+        Args:
+            messages: tell of failures.
+            read: makes the call's result, as of these messages.
+
+        Raises:
+            CollectiveError: at least one rank failed.
         """
-        return _Confirmation(self._acknowledge) if self.traffic().is_confirmed else _UNCONFIRMED
+        if self.traffic.is_confirmed:
+            try:
+                self.raise_failures(messages)
+                result = read()
+            except BaseException as error:
+                self._acknowledge(error)
+                raise
+            self._acknowledge(None)
+            return result
+        if self._own_error is not None:
+            self.raise_failures(messages)
+        for each in messages:
+            if each.header.status == _FAILURE:
+                self.raise_failures(messages)
+        return read()
 
     def _acknowledge(self, error: BaseException | None) -> None:
         """Tell all ranks how this one's block has ended, and hear how theirs have.
@@ -526,7 +532,7 @@ class Call:
         # Of what a CollectiveError tells the ranks that failed say so themselves.
         if error is not None and not isinstance(error, CollectiveError):
             self._own_error = error
-        own, turn = self._own_error, self.traffic()
+        own, turn = self._own_error, self.traffic
         header = turn.exchange.header
         turn.exchange.header = header._replace(flags=header.flags | Flag.ACKNOWLEDGEMENT)
         mine = self.announcement(Status.VALUE) if own is None else self.failure(own)
@@ -559,7 +565,7 @@ class Call:
             return Work[R](self.operation, self.call_site).carry_out_here(body)
         if lane.line is None:
             lane.line = SerialExecutor(f"objcomm-line {lane.name}".strip())
-        work: Work[R] = Work(self.operation, self.call_site, lane, on_error=self.traffic().hear)
+        work: Work[R] = Work(self.operation, self.call_site, lane, on_error=self.traffic.hear)
         work.carry_out_on(lane.line, body)
         return work
 
@@ -580,12 +586,6 @@ class Call:
         """Whether this thread is the one to conclude the call, as the first that asks is."""
         return self._claim is None or self._claim.acquire(blocking=False)
 
-    def traffic(self) -> Watched:
-        """The part of a call during which ranks wait for each other; a context that gives it."""
-        if self._turn is None:
-            raise WireError(f"{self.operation}: a world of one has no traffic")
-        return self._turn
-
     def __enter__(self) -> Self:
         if self._claim is not None:
             return self  # its turn comes on the lane's thread
@@ -595,7 +595,8 @@ class Call:
             except BaseException as error:  # Ctrl-C: the others wait for a call of this number
                 self.__exit__(type(error), error, None)
                 raise
-        self._span = begun(self.operation)
+        if profiler._is_profiler_enabled:  # noqa: SLF001  # see ``tracing``
+            self._span = begun(self.operation)
         return self
 
     def __exit__(
@@ -612,14 +613,15 @@ class Call:
                 self._lane.begun_at = ""
 
     def _conclude(self, error: BaseException | None) -> None:
-        turn = self._turn
         self._own_error = None  # its traceback holds this call, and so the caller's object
         if self._span is not None:
             self._span.__exit__(None, None, None)
         if self._bar is not None:
             self._bar.close()
-        if turn is not None and error is not None:
-            turn.give_up(error)
-        exchange = None if turn is None else turn.exchange
-        cost = (0, 0, 0) if exchange is None else exchange.cost
+        cost = 0, 0, 0
+        if not self.is_alone:
+            if error is not None:
+                self.traffic.give_up(error)
+            exchange = self.traffic.exchange
+            cost = exchange.rounds, exchange.sent_nbytes, exchange.received_nbytes
         self._group.recorder.conclude(self._entry, error, self._began, cost)

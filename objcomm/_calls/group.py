@@ -6,6 +6,7 @@ The global ranks that a user gives become group ranks here. Knows nothing of ope
 import contextlib
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,7 +53,9 @@ class Group:
         rank: this process's.
         size: number of ranks.
         ranks: their global ranks, in group order.
+        places: the ranks within the group by global rank.
         recorder: what this rank did last on it, and what it cost.
+        timeout_seconds: the limit of a call that has none of its own.
         hosts: where each rank runs, once ``node_group`` has asked; empty before.
     """
 
@@ -73,12 +76,13 @@ class Group:
         self._own: Callable[[], Any]
         if process_group is None:
             self._own = functools.partial(_living, _nothing)
-            self._timeout_seconds = TIMEOUT_SECONDS
+            self.timeout_seconds = TIMEOUT_SECONDS
         else:
             # Weak, or the state of a destroyed group would live as long as the process.
             self._own = functools.partial(_living, weakref.ref(process_group))
-            self._timeout_seconds = timeout_of(process_group)
+            self.timeout_seconds = timeout_of(process_group)
         self.size = len(self.ranks)
+        self.places = {rank: place for place, rank in enumerate(self.ranks)}
         # A group that is first used in a fork is its parent's no less.
         self._pid = -1 if inheritance.has(world) else os.getpid()
         self._lock = threading.RLock()
@@ -126,6 +130,8 @@ class Group:
         Raises:
             UsageError: both were given, or there is no such rank in this group.
         """
+        if group_rank is None and type(global_rank) is int and global_rank in self.places:
+            return self.places[global_rank]
         if group_rank is None and global_rank is None:
             return 0
         if global_rank is not None and group_rank is not None:
@@ -142,12 +148,12 @@ class Group:
                 )
             return rank
         rank = _index(operation, argument, global_rank)
-        if rank not in self.ranks:
+        if rank not in self.places:
             raise UsageError(
                 f"{operation}: {argument}={rank} is not in this group, whose global ranks are "
                 f"{ranges_text(self.ranks)}; give a rank within the group as group_{argument}="
             )
-        return self.ranks.index(rank)
+        return self.places[rank]
 
     def deadline(self, operation: str, timeout: Timeout) -> Deadline:
         """The time limit of one call.
@@ -155,9 +161,7 @@ class Group:
         Raises:
             UsageError: it is not a positive time.
         """
-        if timeout is None:
-            return Deadline(self._timeout_seconds)
-        return Deadline(seconds_of(operation, timeout))
+        return Deadline(self.timeout_seconds if timeout is None else seconds_of(operation, timeout))
 
     def enter(
         self, operation: str, deadline: Deadline, call_site: str, *, raises_later: bool = False
@@ -174,10 +178,10 @@ class Group:
                 it and waits for a callback.
             TransportTimeout: not every rank came.
         """
-        self.check_process(operation)
-        lane_name = _lane_name.get()
+        if self._pid != os.getpid() or sys.is_finalizing():
+            self.check_process(operation)
         return self._whole.enter(
-            operation, deadline, call_site, lane_name, raises_later=raises_later
+            operation, deadline, call_site, _lane_name.get(), raises_later=raises_later
         )
 
     def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
@@ -377,8 +381,8 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
     threads do meanwhile. The first thread to use a group needs no lane.
 
     Args:
-        name: the same on every rank. Use few names, again and again: each keeps 32 KiB for every
-            peer, and of some hundred names two may collide, which raises UsageError.
+        name: the same on every rank. Use few names, again and again: over Gloo each keeps 32 KiB
+            for every peer, and of some hundred names two may collide, which raises UsageError.
 
     Examples:
         >>> import objcomm
@@ -413,6 +417,9 @@ class _Groups:
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
         self.solo = Group()
+        #: The one that was asked for last, behind its process group; replaced as a whole. Both are
+        #: weak: what is kept here must not outlive the process group.
+        self.latest: tuple[Callable[[], Any], Callable[[], Group | None]] = _nothing, _nothing
 
     def of(self, process_group: Any) -> Group:
         found = self._known.get(process_group)
@@ -421,6 +428,7 @@ class _Groups:
             found = self._known.setdefault(process_group, made)
             if found is not made:  # a handler, or another thread, came first
                 made.let_go()
+        self.latest = weakref.ref(process_group), weakref.ref(found)
         return found
 
     def all(self) -> list[Group]:
@@ -461,6 +469,11 @@ def resolve(group: GroupLike | Group, operation: str = "") -> Group:
         return group
     # Whoever has a world is in it, so there is nothing to ask.
     process_group = default_group() if group is None else None
+    of, latest = _groups.latest
+    if process_group is not None and of() is process_group:
+        found = latest()
+        if found is not None:
+            return found
     if process_group is None:
         process_group = group_for_call(group, operation)
     if process_group is None:

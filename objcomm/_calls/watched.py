@@ -4,17 +4,19 @@ After an error in it nobody knows what the other ranks wait for, so all are told
 connection is closed: they raise too, instead of waiting.
 """
 
+import sys
 import threading
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from objcomm._algorithms import routes
 from objcomm._algorithms.exchange import Exchange
+from objcomm._failures import watchdog
 from objcomm._failures.losses import end_by_loss, local
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
 from objcomm._failures.watchdog import check_running, end_elsewhere, hurry, interruptible
-from objcomm._observe.tracing import Span, begun
+from objcomm._observe.tracing import Span, begun, profiler
 from objcomm._transport.lane import Lane
 from objcomm._transport.link import Deadline
 from objcomm._wire.failure_message import failure_of
@@ -40,6 +42,8 @@ class Watched:
         exchange: Exchange,
         deadline: Deadline,
         meeting: "Message | None" = None,
+        *,
+        is_confirmed: bool = False,
     ) -> None:
         """Begin.
 
@@ -50,9 +54,10 @@ class Watched:
             deadline: for all waits together; it counts in turns only, because a limit is for
                 waiting, not for encoding or callbacks.
             meeting: any small message, if all ranks are to agree on the call before it begins.
+            is_confirmed: see the attribute.
         """
         self.exchange = exchange
-        self.is_confirmed = False
+        self.is_confirmed = is_confirmed
         self.is_over = False
         self._meeting = meeting
         self._mesh = mesh
@@ -71,20 +76,23 @@ class Watched:
         return f"{self._mesh.nonce}/{header.lane}/{header.sequence}"
 
     def __enter__(self) -> Exchange:
-        lane, entry, verdict = self._lane, self._entry, self._mesh.verdict
-        check_running(entry.operation)
+        lane, entry, deadline, verdict = self._lane, self._entry, self._deadline, self._mesh.verdict
+        if sys.is_finalizing():
+            check_running(entry.operation)
         if verdict is not None:  # while this call waited for those before it
             self._absolve()
             self._end_elsewhere(verdict)
             raise verdict.error(entry.operation, self.exchange.header.position)
         entry.regions = regions.get()
-        seconds = self._deadline.apply(entry)
-        lane.begin(entry)
+        seconds = deadline.apply(entry)
         try:
-            hurry(seconds)
+            lane.begin(entry)
+            if seconds < watchdog.TICK_SECONDS:
+                hurry(seconds)
             if self._interruptible is not None:
                 self._interruptible.__enter__()
-            self._span = begun("transfer")
+            if profiler._is_profiler_enabled:  # noqa: SLF001  # see ``tracing``
+                self._span = begun("transfer")
             if self._meeting is not None:
                 routes.all_meet(self.exchange, self._meeting)
                 self._meeting = None
@@ -100,12 +108,20 @@ class Watched:
         traceback: TracebackType | None,
     ) -> None:
         if error is None:
-            try:
-                self.exchange.finish()
-            except BaseException as failure:
-                self._leave(failure)
-                raise
+            exchange = self.exchange
+            if exchange.sends or exchange.milestones:
+                try:
+                    exchange.finish()
+                except BaseException as failure:
+                    self._leave(failure)
+                    raise
             self.is_over = not self.is_confirmed
+            if self._span is None and self._interruptible is None:
+                try:
+                    self._deadline.pause()
+                finally:
+                    self._lane.end(self._entry)
+                return
         self._leave(error)
 
     def give_up(self, error: BaseException) -> None:
@@ -155,22 +171,19 @@ class Watched:
         """Wait no more, whatever fails meanwhile: Ctrl-C may come at any of these steps."""
         try:
             try:
-                self._stop_waiting()
+                shown, self._span = self._span, None
+                try:
+                    if shown is not None:
+                        shown.__exit__(None, None, None)
+                finally:
+                    if self._interruptible is not None:
+                        self._interruptible.__exit__(None, None, None)
+                    self._deadline.pause()
             finally:
                 if error is not None:
                     self._raise_verdict(error)
         finally:
             self._lane.end(self._entry)
-
-    def _stop_waiting(self) -> None:
-        shown, self._span = self._span, None
-        try:
-            if shown is not None:
-                shown.__exit__(None, None, None)
-        finally:
-            if self._interruptible is not None:
-                self._interruptible.__exit__(None, None, None)
-            self._deadline.pause()
 
     def _raise_verdict(self, error: BaseException) -> None:
         """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""

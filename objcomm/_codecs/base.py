@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from objcomm._codecs.buffers import Buffer, duplicate
-from objcomm._config import decoding_settings
+from objcomm._config import Settings, decoding_settings
 from objcomm.errors import DecodeError, EncodeError, UsageError, name_of, not_accepted, text_of
 
 #: Members of this size or more leave a codec's bytes and become buffers.
@@ -81,20 +81,18 @@ class _Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._codecs: dict[str, Codec] = {}
+        self.codecs: dict[str, Codec] = {}
 
     def add(self, codec: Codec) -> None:
         with self._lock:
-            self._codecs = {**self._codecs, codec.name: codec}
-
-    def get(self, name: str) -> Codec | None:
-        return self._codecs.get(name)
+            self.codecs = {**self.codecs, codec.name: codec}
 
     def names(self) -> list[str]:
-        return sorted(self._codecs)
+        return sorted(self.codecs)
 
 
-_registry = _Registry()
+#: Those of this process.
+registry = _Registry()
 
 
 def register_codec(codec: Codec) -> None:
@@ -124,7 +122,7 @@ def register_codec(codec: Codec) -> None:
         raise UsageError(f"register_codec: codec={codec!r} must have a name, encode and decode")
     if not (name.isascii() and name.isprintable() and 0 < len(name) <= _NAME_MAX_NBYTES):
         raise UsageError(f"a codec's name has 1 to {_NAME_MAX_NBYTES} ASCII letters, not {name!r}")
-    _registry.add(codec)
+    registry.add(codec)
 
 
 def codec_named(name: object, operation: str = "") -> Codec:
@@ -137,11 +135,11 @@ def codec_named(name: object, operation: str = "") -> Codec:
     Raises:
         UsageError: there is none of that name.
     """
-    codec = _registry.get(name) if isinstance(name, str) else None  # a list has no hash
+    codec = registry.codecs.get(name) if isinstance(name, str) else None  # a list has no hash
     if codec is None:
         said_by = f"{operation}: " if operation else ""
         raise UsageError(
-            f"{said_by}codec={name!r} must be one of {', '.join(_registry.names())}; register "
+            f"{said_by}codec={name!r} must be one of {', '.join(registry.names())}; register "
             "another one with objcomm.codecs.register_codec"
         )
     return codec
@@ -168,36 +166,46 @@ def encode(codec: Codec, obj: object, *, device_type: str | None = None) -> Enco
 
 
 def decode(
-    name: str, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+    name: str,
+    meta: memoryview,
+    buffers: Sequence[Any],
+    *,
+    device: torch.device | None = None,
+    chosen: Settings | None = None,
 ) -> Any:
     """Decode what a message carries, by the codec that it names; whatever it raises is one error.
+
+    Args:
+        name: the codec's.
+        meta: see ``Codec.decode``, as for what follows.
+        buffers: their owners.
+        device: where tensors are to lie.
+        chosen: the options in force, for a caller that has them.
 
     Raises:
         DecodeError: this process has no such codec, or does not accept it, or it failed.
     """
-    accepted = decoding_settings().accept
+    accepted = (decoding_settings() if chosen is None else chosen).accept
     if accepted is not None and name not in accepted:
         raise not_accepted(name, accepted)
-    codec = _registry.get(name)
+    codec = registry.codecs.get(name)
     if codec is None:
-        known = ", ".join(_registry.names())
+        known = ", ".join(registry.names())
         raise DecodeError(name, f"it is not registered on this rank, which has {known}")
-    return _decode_by(codec, meta, buffers, device)
-
-
-def _decode_by(
-    codec: Codec, meta: memoryview, buffers: Sequence[Any], device: torch.device | None = None
-) -> Any:
     try:
         return codec.decode(meta, buffers, device=device)
     except DecodeError:
         raise
-    except MemoryError as error:  # there may be none for its text either
-        raise DecodeError(codec.name, "there is no memory for it") from error
     except Exception as error:
-        lacking = _lacking(error)
-        advice = "" if lacking else "; see that all ranks have the same version of its class"
-        raise DecodeError(codec.name, f"{text_of(error)}{advice}", lacking) from error
+        raise _undecodable(codec, error) from error
+
+
+def _undecodable(codec: Codec, error: Exception) -> DecodeError:
+    if isinstance(error, MemoryError):  # there may be none for its text either
+        return DecodeError(codec.name, "there is no memory for it")
+    lacking = _lacking(error)
+    advice = "" if lacking else "; see that all ranks have the same version of its class"
+    return DecodeError(codec.name, f"{text_of(error)}{advice}", lacking)
 
 
 # As pickle says it, and as Python itself does.
@@ -234,7 +242,12 @@ def copy(codec: Codec, obj: object) -> Any:
     encoded = encode(codec, obj)
     owners = [duplicate(buffer).owner for buffer in encoded.buffers]
     # Not by ``decode``: what this rank accepts is said of other ranks' messages.
-    return _decode_by(codec, memoryview(encoded.meta), owners)
+    try:
+        return codec.decode(memoryview(encoded.meta), owners)
+    except DecodeError:
+        raise
+    except Exception as error:
+        raise _undecodable(codec, error) from error
 
 
 # Deep enough for any object that a person can read a path into; a cycle ends here too.

@@ -80,13 +80,17 @@ class PickleCodec:
     def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
         """Pickle ``obj``; what can't be pickled is named with its path."""
         sink = _Sink()
+        sink.buffers = []
+        # No ``__init__`` of its own: that would cost as much as a small object does.
+        pickler = _Pickler(sink, 5, buffer_callback=sink.take)
+        pickler.sink, pickler.device_type = sink, device_type
         try:
-            _Pickler(sink, device_type).dump(obj)
+            pickler.dump(obj)
         except Exception as error:
             path, culprit = blame(obj, _can_pickle)
             kind = name_of(type(culprit), "__qualname__")
             raise EncodeError(_NAME, kind, path, text_of(error)) from error
-        return Encoded(b"".join(sink.parts), sink.buffers)
+        return Encoded(sink[0] if len(sink) == 1 else b"".join(sink), sink.buffers)
 
     def copy(self, obj: object) -> Any:
         """An independent copy of ``obj`` for this process itself.
@@ -96,12 +100,15 @@ class PickleCodec:
         """
         kept: list[Any] = []
         sink = _Sink()
-        _Pickler(sink, None, kept).dump(obj)
+        sink.buffers = []
+        pickler = _Pickler(sink, 5, buffer_callback=sink.take)
+        pickler.sink, pickler.kept = sink, kept
+        pickler.dump(obj)
         before, _copying.kept = _copying.kept, kept
         try:
             with tensors.landing(None):
                 owners = [duplicate(buffer).owner for buffer in sink.buffers]
-                return pickle.loads(b"".join(sink.parts), buffers=owners)  # noqa: S301  # its own
+                return pickle.loads(b"".join(sink), buffers=owners)  # noqa: S301  # its own
         finally:
             _copying.kept = before
 
@@ -110,10 +117,13 @@ class PickleCodec:
     ) -> Any:
         """Unpickle; an error of any ``__setstate__`` comes out as it is."""
         in_force = decoding_settings()
-        with tensors.landing(device):
-            if in_force.allow is not None:
+        if in_force.allow is not None:
+            with tensors.landing(device):
                 return restricted.loads(meta, buffers, in_force.allow, in_force.max_depth)
-            return pickle.loads(meta, buffers=buffers)  # noqa: S301  # what this codec is for
+        if not buffers:  # and so nothing that could land anywhere
+            return pickle.loads(meta)  # noqa: S301  # what this codec is for
+        with tensors.landing(device):
+            return pickle.loads(meta, buffers=buffers)  # noqa: S301  # likewise
 
 
 class _Copying(threading.local):
@@ -129,14 +139,12 @@ def _kept_at(position: int) -> Any:
     return _copying.kept[position]
 
 
-class _Sink:
+class _Sink(list[bytes]):
     """The pickler's file: keeps the stream's parts, and large objects as buffers beside it."""
 
-    __slots__ = ("buffers", "parts")
+    __slots__ = ("buffers",)
 
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.buffers: list[Buffer] = []
+    buffers: list[Buffer]
 
     def write(self, chunk: Any) -> None:
         """Take the next part of the stream.
@@ -147,17 +155,17 @@ class _Sink:
         kind = type(chunk)
         if kind not in _LARGE_OBJECT:
             chunk = bytes(chunk)  # a view of a string's encoding, which ends with this call
-        elif len(chunk) >= OUT_OF_BAND_FROM_NBYTES and self.parts and not _is_frame(chunk):
-            before = self.parts[-1]
+        elif len(chunk) >= OUT_OF_BAND_FROM_NBYTES and self and not _is_frame(chunk):
+            before = self[-1]
             for opcode, length in _LARGE_OBJECT[kind]:
                 announced = opcode + length.pack(len(chunk)) if _fits(length, chunk) else None
                 if announced and before.endswith(announced):
-                    self.parts[-1] = before[: -len(announced)] + _NEXT_BUFFER
+                    self[-1] = before[: -len(announced)] + _NEXT_BUFFER
                     made = BufferKind.BYTES if kind is bytes else BufferKind.BYTEARRAY
                     locked = memoryview(chunk)  # nobody can resize a bytearray meanwhile
                     self.buffers.append(Buffer(made, locked, view(locked)))
                     return
-        self.parts.append(chunk)
+        self.append(chunk)
 
     def take(self, buffer: pickle.PickleBuffer) -> None:
         """Take the next member that pickles out of band."""
@@ -197,13 +205,11 @@ class _Carrier(bytearray):
 class _Pickler(pickle.Pickler):
     """Decides member by member; see the module."""
 
-    def __init__(self, sink: _Sink, device_type: str | None, kept: list[Any] | None = None) -> None:
-        super().__init__(sink, protocol=5, buffer_callback=sink.take)
-        self._kept = kept
-        self._sink = sink
-        self._device_type = device_type
-        self._memories: dict[tuple[Any, ...], _Memory] = {}
-        self._by_value: Any = None
+    sink: _Sink
+    memories: dict[tuple[Any, ...], _Memory] | None = None
+    kept: list[Any] | None = None
+    device_type: str | None = None
+    _by_value: Any = None
 
     def reducer_override(self, obj: Any) -> Any:
         """Called for every member that is not of a builtin container or scalar type."""
@@ -244,7 +250,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented  # quantised, nested, compressed and other subclasses: torch's own way
 
     def _described(self, tensor: torch.Tensor) -> tuple[tensors.Dense, _Memory]:
-        about, flat = tensors.describe(tensor, self._device_type)
+        about, flat = tensors.describe(tensor, self.device_type)
         kind = BufferKind.TENSOR if flat.device.type == "cpu" else BufferKind.DEVICE
         return about, self._memory(Buffer(kind, flat, flat), tensor)
 
@@ -256,16 +262,18 @@ class _Pickler(pickle.Pickler):
     def _memory(self, buffer: Buffer, source: torch.Tensor) -> _Memory:
         """One ``_Memory`` for all members over exactly the same bytes; pickle keeps the members."""
         key = tensors.memory_key(source, buffer.flat) or (id(buffer),)
-        return self._memories.setdefault(key, _Memory(buffer))
+        if self.memories is None:
+            self.memories = {}
+        return self.memories.setdefault(key, _Memory(buffer))
 
     def _reduce_by_value(self, obj: Any) -> Any:
-        if self._kept is not None:
-            self._kept.append(obj)
-            return _kept_at, (len(self._kept) - 1,)
+        if self.kept is not None:
+            self.kept.append(obj)
+            return _kept_at, (len(self.kept) - 1,)
         if self._by_value is None:
             import cloudpickle  # noqa: PLC0415  # most streams never need it
 
-            self._by_value = cloudpickle.Pickler(self._sink)
+            self._by_value = cloudpickle.Pickler(self.sink)
         reduced = self._by_value.reducer_override(obj)
         if reduced is NotImplemented:
             reducer = self._by_value.dispatch_table.get(type(obj))
@@ -326,8 +334,12 @@ def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 
 def _can_pickle(obj: object) -> bool:
+    sink = _Sink()
+    sink.buffers = []
+    pickler = _Pickler(sink, 5, buffer_callback=sink.take)
+    pickler.sink = sink
     try:
-        _Pickler(_Sink(), None).dump(obj)
+        pickler.dump(obj)
     except Exception:  # noqa: BLE001  # the question is only whether; the caller reports it
         return False
     return True

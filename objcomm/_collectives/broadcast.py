@@ -145,7 +145,7 @@ def broadcast(
         return call.run(broadcast_in(call, obj))  # type: ignore[arg-type]  # None is not shared
 
 
-def broadcast_in(call: Call, obj: T, check: Callable[[T], T] = lambda obj: obj) -> Callable[[], T]:
+def broadcast_in(call: Call, obj: T, check: Callable[[T], T] | None = None) -> Callable[[], T]:
     """``broadcast`` for a call that was already begun.
 
     Args:
@@ -153,16 +153,21 @@ def broadcast_in(call: Call, obj: T, check: Callable[[T], T] = lambda obj: obj) 
         obj: what the source shares.
         check: returns it, or raises, on the source; an error travels as that rank's failure.
     """
+
+    def checked() -> T:
+        return obj if check is None else check(obj)
+
     if call.is_alone:
-        return partial(call.alone, lambda: check(obj))
-    mine = call.message(lambda: check(obj)) if call.is_root else None
+        return partial(call.alone, checked)
+    mine = call.message(checked) if call.is_root else None
 
     def rest() -> T:
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             message = routes.broadcast(exchange, mine, call.root)
-        with call.confirmation():
-            call.raise_failures([message])
-            return obj if call.is_root else call.decode(message)
+        if call.is_root:
+            return call.result([message], lambda: obj)
+        result: T = call.result([message], partial(call.decode, message))
+        return result
 
     return rest
 
@@ -228,7 +233,7 @@ def _barrier(call: Call) -> Callable[[], None]:
     mine = call.announcement(Status.VALUE)
 
     def rest() -> None:
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             routes.all_meet(exchange, mine)
 
     return rest

@@ -6,7 +6,7 @@ it returns is the second, to be called on the spot or given to ``call.run``. Oth
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 from objcomm._algorithms import routes
 from objcomm._algorithms.exchange import Exchange
@@ -222,19 +222,20 @@ def gather_in(call: Call, produce: Callable[[], T]) -> Callable[[], list[T] | No
 
     Args:
         call: the call.
-        produce: gives this rank's contribution; an error travels as this rank's failure.
+        produce: gives this rank's contribution; an error travels as this rank's failure. A function
+            of the user's goes through ``call.aside``.
     """
     if call.is_alone:
         return lambda: [call.alone(produce)]
     own: list[T] = []
-    mine = call.message(lambda: kept(own, call.aside(produce)))
+    mine = call.message(lambda: kept(own, produce()))
 
     def rest() -> list[T] | None:
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             messages = routes.gather(exchange, mine, call.root)
-        with call.confirmation():
-            call.raise_failures(messages or ())
-            return None if messages is None else decode_others(call, messages, *own)
+        if messages is None:
+            return call.result((), lambda: None)
+        return call.result(messages, lambda: decode_others(call, messages, *own))
 
     return rest
 
@@ -245,17 +246,13 @@ def kept(place: list[T], value: T) -> T:
     return value
 
 
-def _is_any(_: object) -> bool:
-    return True
-
-
 def decide_in(
     call: Call,
     produce: Callable[[], A],
     decide: Callable[[list[A]], B],
     *,
-    is_part: Callable[[Any], bool] = _is_any,
-    is_answer: Callable[[Any], bool] = _is_any,
+    is_part: Callable[[Any], bool] | None = None,
+    is_answer: Callable[[Any], bool] | None = None,
 ) -> Callable[[], B]:
     """Let one rank compute something of all ranks' contributions, for all.
 
@@ -278,11 +275,14 @@ def decide_in(
         return kept(shared, decide(decode_others(call, messages, *own, is_part=is_part)))
 
     def rest() -> B:
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             message = answered(call, exchange, mine, answer)
         call.raise_failures([message])
-        result: B = shared[0] if shared else call.decode_as(message, is_answer, "such answer")
-        return result
+        if shared:
+            return shared[0]
+        if is_answer is None:
+            return cast("B", call.decode(message))
+        return cast("B", call.decode_as(message, is_answer, "such answer"))
 
     return rest
 
@@ -317,17 +317,22 @@ def decode_others(
     messages: Sequence[Message],
     own: T,
     *,
-    is_part: Callable[[Any], bool] = _is_any,
+    is_part: Callable[[Any], bool] | None = None,
 ) -> list[T]:
     """The objects of all ranks, this rank's own being the identical one."""
-    return [
-        own if rank == call.rank else call.decode_as(message, is_part, "such part")
-        for rank, message in enumerate(messages)
-    ]
+    objs = []
+    for rank, message in enumerate(messages):
+        if rank == call.rank:
+            objs.append(own)
+        elif is_part is None:
+            objs.append(call.decode(message))
+        else:
+            objs.append(call.decode_as(message, is_part, "such part"))
+    return objs
 
 
 def all_gather_in(
-    call: Call, obj: T, check: Callable[[T], T] = lambda obj: obj
+    call: Call, obj: T, check: Callable[[T], T] | None = None
 ) -> Callable[[], list[T]]:
     """``all_gather`` for a call that was already begun.
 
@@ -336,15 +341,17 @@ def all_gather_in(
         obj: this rank's contribution.
         check: returns it, or raises; an error travels as this rank's failure.
     """
+
+    def checked() -> T:
+        return obj if check is None else check(obj)
+
     if call.is_alone:
-        return lambda: [call.alone(lambda: check(obj))]
-    mine = call.message(lambda: check(obj))
+        return lambda: [call.alone(checked)]
+    mine = call.message(checked)
 
     def rest() -> list[T]:
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             messages = routes.all_gather(exchange, mine)
-        with call.confirmation():
-            call.raise_failures(messages)
-            return decode_others(call, messages, obj)
+        return call.result(messages, lambda: decode_others(call, messages, obj))
 
     return rest

@@ -136,12 +136,12 @@ def scatter_in(call: Call, produce: Callable[[], Iterable[T] | None]) -> Callabl
     messages = _encode_each(call, produce, own) if call.is_root else None
 
     def rest() -> T:
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             message = routes.scatter(exchange, messages, call.root)
-        with call.confirmation():
-            call.raise_failures([message])
-            mine: T = own[0] if call.is_root else call.decode(message)
-            return mine
+        if call.is_root:
+            return call.result([message], lambda: own[0])
+        result: T = call.result([message], functools.partial(call.decode, message))
+        return result
 
     return rest
 
@@ -231,14 +231,15 @@ def _all_to_all(call: Call, objs: Iterable[T]) -> Callable[[], list[T]]:
     messages = _encode_each(call, lambda: objs, own)
 
     def rest() -> list[T]:
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             arrived = routes.all_to_all(exchange, messages)
-        with call.confirmation():
-            call.raise_failures(arrived)
-            return [
+        return call.result(
+            arrived,
+            lambda: [
                 own[0] if peer == call.rank else call.decode(message)
                 for peer, message in enumerate(arrived)
-            ]
+            ],
+        )
 
     return rest
 
@@ -363,17 +364,15 @@ def _reduce_scatter(call: Call, operator: Operator, objs: Iterable[T]) -> Callab
     messages = _encode_each(call, lambda: objs, own, operator)
 
     def rest() -> T:
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             arrived = routes.all_to_all(exchange, messages)
             can_fold = not any(each.header.status == Status.FAILURE for each in arrived)
             folded: Any = None
             if can_fold:
                 folded = _folded(call, operator, arrived, own[0])
                 call.confirm()
-        with call.confirmation():
-            call.raise_failures(arrived)
-            result: T = folded
-            return result
+        result: T = call.result(arrived, lambda: folded)
+        return result
 
     return rest
 

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from objcomm._transport.threads import TicketQueue
 
 
+# What ``threading.current_thread`` gives, without a call.
+_here = threading.local()
+
+
 class Channel:
     """See the module; every method may be called from any thread.
 
@@ -110,7 +114,20 @@ class Channel:
                 waits for a callback.
             TransportTimeout: not every member came.
         """
-        mesh, lane = self.admit(operation, lane_name, raises_later=raises_later)
+        mesh = self._mesh
+        lane = None if mesh is None else mesh.lanes.get(lane_name)
+        if (
+            mesh is None
+            or lane is None
+            or lane.owner is not getattr(_here, "thread", None)
+            or mesh.verdict is not None
+            or self._owed
+            or lane.begun_at
+            or lane.entry is not None
+            or lane.line is not None
+        ):
+            _here.thread = threading.current_thread()
+            mesh, lane = self.admit(operation, lane_name, raises_later=raises_later)
         if mesh.link is None:
             self.connect(mesh, lane, operation, deadline, call_site)
         return mesh, lane

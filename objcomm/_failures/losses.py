@@ -91,9 +91,11 @@ def needed(mesh: Mesh, lane: Lane, entry: CallRecord) -> Collection[int]:
         return mesh.others
     if operation in _FROM_ONE:
         return awaited
-    sequence = entry.header.sequence
+    link, sequence = mesh.link, entry.header.sequence
     return [
-        peer for peer in mesh.others if peer == entry.awaits or not lane.has_head_of(mesh.link, peer, sequence)
+        peer
+        for peer in mesh.others
+        if peer == entry.awaits or not lane.has_head_of(link, peer, sequence)
     ]
 
 

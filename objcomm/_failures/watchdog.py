@@ -59,7 +59,7 @@ from objcomm._transport.threads import Alone, are_workers_busy
 from objcomm._world import store_of
 from objcomm.errors import UsageError, text_of
 
-_TICK_SECONDS = 0.25
+TICK_SECONDS = 0.25
 #: A wait of this length is no surprise; a longer one is investigated.
 OVERDUE_SECONDS = 0.5
 # A wait this long will be longer still: every fourth look does.
@@ -163,7 +163,7 @@ class Watchdog(threading.Thread):
         with selectors.PollSelector() as selector:  # select() knows no descriptor above 1,023
             selector.register(self._receiving, selectors.EVENT_READ)
             while not self._is_closing:
-                pause: float | None = _TICK_SECONDS
+                pause: float | None = TICK_SECONDS
                 with logged("the watchdog could not look how long it may sleep"):
                     pause = self._pause()
                 if selector.select(pause):
@@ -177,7 +177,7 @@ class Watchdog(threading.Thread):
             return None
         dues = [entry.waits_until for _, _, entry in self._waiting() if not entry.has_expired]
         dues += [due for due, _ in self._fallbacks]
-        return max(0.0, min([self._looked_at + _TICK_SECONDS, *dues]) - time.monotonic())
+        return max(0.0, min([self._looked_at + TICK_SECONDS, *dues]) - time.monotonic())
 
     def _heed_signals(self, numbers: bytes) -> None:
         target, forward_to = self.target, self.forward_to
@@ -194,7 +194,7 @@ class Watchdog(threading.Thread):
 
     def _tick(self, now: float) -> None:
         """Do what is due; who polls wakes the thread often, and not each time is a look around."""
-        is_look = now >= self._looked_at + _TICK_SECONDS
+        is_look = now >= self._looked_at + TICK_SECONDS
         self._looked_at = now if is_look else self._looked_at
         self._looks += is_look
         overdue: defaultdict[BoardThread, list[Waiting]] = defaultdict(list)
@@ -593,7 +593,7 @@ def watch(mesh: Mesh) -> None:
 
 def hurry(seconds: float) -> None:
     """Let a wait that has begun end after so long, though the watchdog may sleep for longer."""
-    if seconds < _TICK_SECONDS:
+    if seconds < TICK_SECONDS:
         _watchdogs.watchdog()._nudge()  # noqa: SLF001  # its own module's
 
 

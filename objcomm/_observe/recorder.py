@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from objcomm._config import GroupLike, settings
-from objcomm._observe.history import DUMP_VERSION, LENGTH, CallRecord, Counters, History
+from objcomm._observe.history import DUMP_VERSION, LENGTH, RETURNED, CallRecord, Counters, History
 from objcomm._observe.log import log
 from objcomm._world import (
     group_for_call,
@@ -104,17 +104,14 @@ class Recorder:
             cost: its rounds of messages, the bytes sent, to all ranks together, and those received.
         """
         seconds = time.perf_counter() - began
-        exchanges, entry.sent_nbytes, entry.received_nbytes = cost
-        entry.end(error, seconds)
-        if isinstance(error, ObjcommError):
-            self.attach(error)
-        self.counters.add(
-            entry.operation,
-            exchanges=exchanges,
-            sent_nbytes=entry.sent_nbytes,
-            received_nbytes=entry.received_nbytes,
-            seconds=seconds,
-        )
+        _, entry.sent_nbytes, entry.received_nbytes = cost
+        if error is None:
+            entry.outcome, entry.seconds = RETURNED, seconds
+        else:
+            entry.end(error, seconds)
+            if isinstance(error, ObjcommError):
+                self.attach(error)
+        self.counters.add(entry.operation, cost, seconds)
         for listen in listeners:
             listen(entry)
 

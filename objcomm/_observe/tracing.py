@@ -12,7 +12,8 @@ from typing import Any
 
 import torch.autograd.profiler
 
-_profiler = torch.autograd.profiler
+#: Of which a call asks ``_is_profiler_enabled``, as torch.optim does: 0.01 µs.
+profiler = torch.autograd.profiler
 
 #: What ``span`` gives.
 Span = contextlib.AbstractContextManager[object]
@@ -22,17 +23,17 @@ _NOBODY_LOOKS: Span = contextlib.nullcontext()
 
 def span(name: str) -> Span:
     """A block that ``torch.profiler`` shows as ``objcomm::name``, if it looks."""
-    # A span costs 6 µs even if nobody looks; asking whether anybody does costs 0.01.
-    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
+    # A span costs 6 µs even if nobody looks.
+    if not profiler._is_profiler_enabled:  # noqa: SLF001  # see above
         return _NOBODY_LOOKS
-    return _profiler.record_function(f"objcomm::{name}")
+    return profiler.record_function(f"objcomm::{name}")
 
 
 def begun(name: str) -> Span | None:
     """The same, entered; None where nobody looks, so that there is nothing to leave."""
-    made = span(name)
-    if made is _NOBODY_LOOKS:
+    if not profiler._is_profiler_enabled:  # noqa: SLF001  # see above
         return None
+    made = profiler.record_function(f"objcomm::{name}")
     made.__enter__()
     return made
 

@@ -572,7 +572,7 @@ class Send(P2PCall):
         """Encode; an error becomes a failure message, and is raised when that was sent."""
         try:
             types = self._device_types(pair)
-            return self._coding.message(self.entry.header, lambda: obj, types or None)
+            return self._coding.message(self.entry.header, obj, types or None)
         except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
             self._own_error = error
             return failure_message(self.entry.header, [self._failure_of(error)])

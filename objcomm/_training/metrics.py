@@ -7,6 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -270,7 +271,7 @@ def gather_from_all_ranks(
         accept=accept,
         allow=allow,
     ) as call:
-        rest = gather_in(call, fn)
+        rest = gather_in(call, partial(call.aside, fn))
         return rest()
 
 
@@ -320,7 +321,7 @@ def gather_scalar_from_all_ranks(
         has_root=True,
         confirm=True,
     ) as call:
-        rest = gather_in(call, produce)
+        rest = gather_in(call, partial(call.aside, produce))
         return rest()
 
 

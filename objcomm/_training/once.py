@@ -91,12 +91,9 @@ def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> R:
     if call.is_root:
         with inside(region):
             mine = call.message(lambda: kept(own, produce()))
-    with call.traffic() as exchange:
+    with call.traffic as exchange:
         message = routes.broadcast(exchange, mine, call.root)
-    with call.confirmation():
-        call.raise_failures([message])
-        result: R = own[0] if own else call.decode(message)
-        return result
+    return call.result([message], lambda: own[0] if own else call.decode(message))
 
 
 def share_outcome(
@@ -126,7 +123,7 @@ def share_outcome(
                 raise_together(call.operation, {0: failure}, error, 0)
             return
         mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             messages = routes.all_gather(exchange, mine)
         call.raise_failures(messages)
 

@@ -136,4 +136,3 @@ class Lane:
 
 def _name_of(entry: CallRecord) -> str:
     return f"{entry.operation} at {entry.header.call_site}"
-

@@ -106,7 +106,7 @@ class LinkUnreachable(LinkError):
 Pending = Any
 
 #: What a link moves: a flat ``uint8`` tensor; or, out only, bytes.
-Memory = torch.Tensor | bytes | bytearray
+Memory = torch.Tensor | bytes | bytearray | memoryview
 
 
 class Link(Protocol):
@@ -171,7 +171,7 @@ class Link(Protocol):
         """
 
     def expect(self, peers: Sequence[int], tag: int) -> None:
-        """Be ready for the next first messages of some peers, before ``take`` waits for them in turn.
+        """Be ready for some peers' next first messages, before ``take`` waits for them in turn.
 
         What can't be is left for ``take`` to raise.
         """

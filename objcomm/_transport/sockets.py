@@ -14,7 +14,6 @@ import select
 import socket
 import stat
 import struct
-import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path

@@ -475,7 +475,8 @@ class StreamLink:
         if self.is_interrupted():
             raise LinkError(_IN_A_HANDLER)
         connection = self._connections.get(peer) or self._opened(peer)
-        view = _view_of(flat)
+        view = writable(flat) if isinstance(flat, torch.Tensor) else memoryview(flat)
+        pending: _Transfer | None
         nbytes, is_head = view.nbytes, not tag >> LANE_BITS
         if nbytes > UNASKED_MAX_NBYTES and is_head:
             raise ValueError(f"a first message of {nbytes} bytes")
@@ -791,7 +792,9 @@ class StreamLink:
 
     # ------------------------------------------------------------------ who moves
 
-    def _await(self, transfer: _Transfer, until: float) -> None:
+    def _await(  # noqa: C901, PLR0912  # one loop, of which each step by itself would cost a call
+        self, transfer: _Transfer, until: float
+    ) -> None:
         """Move all until a transfer is over, or sleep until the thread that moves has ended it."""
         if self.is_interrupted():
             raise LinkError(_IN_A_HANDLER)
@@ -812,11 +815,10 @@ class StreamLink:
                     self._mover, self._moved_for = me, transfer
             if turn is None:
                 try:
-                    while not transfer.is_over and not self._is_aborted:
-                        left = until - time.monotonic()
-                        if left <= 0:
-                            break
+                    while (left := until - time.monotonic()) > 0 and not self._is_aborted:
                         self._move_once(min(left, _SLEEP_MAX_SECONDS))
+                        if transfer.is_over:
+                            break
                 finally:
                     with self._lock:
                         self._mover, self._moved_for = before
@@ -1292,7 +1294,9 @@ class StreamLink:
 
     # ------------------------------------------------------------------ in
 
-    def _read(self, connection: _Connection, *, is_ending: bool) -> None:
+    def _read(  # noqa: C901  # likewise
+        self, connection: _Connection, *, is_ending: bool
+    ) -> None:
         left = _TURN_NBYTES
         end = connection.inlet or connection.socket
         receive, receive_rights = end.recv_into, end.recvmsg_into
@@ -1355,7 +1359,7 @@ class StreamLink:
                 self._open(connection)
         return not connection.ended
 
-    def _parse(self, connection: _Connection) -> None:
+    def _parse(self, connection: _Connection) -> None:  # noqa: C901, PLR0912  # likewise
         """Take the frames out of what was read; what is left of the last one goes to the front."""
         raw, at, end = connection.raw, 0, connection.used
         while end - at >= _HEADER_NBYTES and not connection.ended:
@@ -1363,9 +1367,13 @@ class StreamLink:
             at += _HEADER_NBYTES
             if kind == _MESSAGE:
                 if number:
-                    self._credit(connection, tag, number)
-                    if connection.ended:
-                        break
+                    ahead = connection.ahead.get(tag, 0) - number
+                    if ahead >= 0 and tag not in connection.held:
+                        connection.ahead[tag] = ahead
+                    else:
+                        self._credit(connection, tag, number)
+                        if connection.ended:
+                            break
                 most = _WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES
                 if nbytes > most:
                     self._refuse(connection, f"a message of {nbytes} bytes unasked")
@@ -1407,8 +1415,10 @@ class StreamLink:
                 return
             arrived.append(bytes(content))
             bell = connection.bells.get(tag)
-            if bell is not None and not bell.is_over:
-                bell.end()
+            if bell is not None:
+                bell.is_over = True
+                if bell.turn is not None:
+                    bell.end()
             return
         transfer = posted.popleft()
         if not posted:
@@ -1606,7 +1616,7 @@ class StreamLink:
         left += [each for held in connection.held.values() for each in held]
         left += [each for posted in connection.posted.values() for each in posted]
         left += connection.taken.values()
-        left += [each for each in connection.bells.values() if not each.is_over]
+        left += connection.bells.values()
         if isinstance(connection.filled, _Transfer):
             left.append(connection.filled)
         for table in (connection.offered, connection.held, connection.posted, connection.taken):

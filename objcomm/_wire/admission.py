@@ -4,6 +4,7 @@ Everything here happens before a byte is allocated for a message, and before one
 headers; knows nothing of links or of what messages mean.
 """
 
+from objcomm._codecs.buffers import room
 from objcomm._config import Settings
 from objcomm._wire.header import (
     BLANK,
@@ -15,7 +16,6 @@ from objcomm._wire.header import (
     check_same_call,
     signed_part,
 )
-from objcomm._codecs.buffers import room
 from objcomm._wire.message import Message, head_of, open_body
 from objcomm._wire.signing import Newest, environment_secret, signer_for
 from objcomm.errors import (
@@ -41,7 +41,7 @@ class Gate:
         signer: signs and checks; None without a key.
     """
 
-    __slots__ = ("_nbytes", "_rank", "_seen", "_sent", "settings", "signer")
+    __slots__ = ("_freely_nbytes", "_nbytes", "_rank", "_seen", "_sent", "settings", "signer")
 
     def __init__(self, chosen: Settings, purpose: str, rank: int = EVERYONE) -> None:
         """Begin.
@@ -58,10 +58,14 @@ class Gate:
         self.settings = chosen
         self._rank = rank
         self._nbytes = 0
+        self._freely_nbytes = min(chosen.max_nbytes, chosen.max_operation_nbytes)
+        if chosen.accept is not None:
+            self._freely_nbytes = -1
         self.signer = None
         secret = chosen.secret or environment_secret()
         if secret is not None:
             self.signer = signer_for(secret, purpose)
+            self._freely_nbytes = -1
             self._sent = 0
             self._seen: set[tuple[int, int]] = set()
 
@@ -75,7 +79,8 @@ class Gate:
         if message.arrived is not None:
             return message.arrived
         if self.signer is None:
-            return message.head_with(message.header.pack())
+            head = message.header.pack()
+            return head + message.body if message.is_all_head or message.header.is_inline else head
         self._sent += 1
         if message.header.digest == BLANK:
             digest = self.signer.digest(message.content())
@@ -97,10 +102,19 @@ class Gate:
         Raises:
             ObjcommError: as ``header_in``, ``check_call`` and ``take_in``.
         """
-        header = self.header_in(raw, sender)
-        # What must agree stands together, the sender in its midst. With a key there is more to see.
-        if self.signer is not None or header[2:10] != (mine[2], sender, *mine[4:10]):
+        if self.signer is not None:
+            header = self.header_in(raw, sender)
             self.check_call(mine, header, sender)
+            return self.take_in(raw, header, heads_max)
+        try:
+            header = Header.unpack(raw)
+        except WireError:
+            header = self.header_in(raw, sender)  # raises, and says whose it is
+        if header.signature != BLANK:
+            header = self.header_in(raw, sender)  # raises
+        # What must agree stands together, the sender in its midst.
+        if header[2:10] != (mine[2], sender, *mine[4:10]):
+            check_same_call(mine, header, sender)
         return self.take_in(raw, header, heads_max)
 
     def header_in(self, raw: bytes | bytearray | memoryview, sender: int | None = None) -> Header:
@@ -199,6 +213,13 @@ class Gate:
             WireError: it is larger than a limit; the same. Or it is damaged.
         """
         message = head_of(raw, header)
+        if header.status == _VALUE and message.is_all_head and not header.buffer_count:
+            # Nearly all are so, and small: no option but these concerns them.
+            nbytes = self._nbytes + header.body_nbytes
+            if nbytes <= self._freely_nbytes:
+                self._nbytes = nbytes
+                open_body(message)
+                return message
         message.signer = self.signer
         refusal = self.refusal(header, heads_max)
         if refusal is not None:

@@ -98,8 +98,8 @@ class Operation(IntEnum):
     START = 50  # the sender begins to send that
 
 
-# To ask a member for its name, and make it small, takes ten times as long.
-_NAMES = {int(operation): operation.name.lower() for operation in Operation}
+#: By number: to ask a member for its name, and make it small, takes ten times as long.
+NAMES = {int(operation): operation.name.lower() for operation in Operation}
 
 
 class Status(IntEnum):
@@ -195,8 +195,8 @@ class Header(NamedTuple):
             place = _named_place(self.call_site, self.name)
         else:  # the end of a path tells more than its beginning
             place = self.call_site.encode("utf-8", "replace")[-_PLACE_NBYTES:]
-        packed = _HEADER.pack(MAGIC, VERSION, *self[:10], self.codec.encode(), place, *self[12:22], 0)
-        packed = packed[:_SIGNED_NBYTES]
+        fields = *self[:10], self.codec.encode(), place, *self[12:22]
+        packed = _HEADER.pack(MAGIC, VERSION, *fields, 0)[:_SIGNED_NBYTES]
         if sign is not None:
             packed = signed_part(packed)
             packed = packed[:_SIGNATURE_FROM] + sign(packed) + packed[_SIGNATURE_UNTIL:]
@@ -298,7 +298,7 @@ def _named_place(call_site: str, name: str) -> bytes:
 
 def operation_name(operation: int) -> str:
     """The public name of an operation's number."""
-    return _NAMES.get(operation) or f"operation {operation}"
+    return NAMES.get(operation) or f"operation {operation}"
 
 
 def check_same_call(mine: Header, theirs: Header, sender: int) -> None:

@@ -13,7 +13,7 @@ A message moves in at most three steps, each known from the one before::
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,6 @@ from objcomm._codecs.buffers import (
     allocate,
     from_bytes,
     readable,
-    room,
     to_bytes,
     without_memory,
 )
@@ -37,10 +36,13 @@ from objcomm._wire.header import (
     pack_table,
     unpack_table,
 )
-from objcomm._wire.signing import Signer
 from objcomm.errors import AuthenticationError, ObjcommError, WireError
 
-_INLINE_NBYTES = WINDOW_NBYTES - HEADER_NBYTES
+if TYPE_CHECKING:
+    from objcomm._wire.signing import Signer
+
+#: A body of so many bytes at most comes with its header.
+INLINE_NBYTES = WINDOW_NBYTES - HEADER_NBYTES
 
 # The others own their memory, or lie elsewhere.
 _MAPPABLE = frozenset({BufferKind.TENSOR, BufferKind.MEMORY})
@@ -89,7 +91,7 @@ class Message:
         self.signer: Signer | None = None
         self.refusal: ObjcommError | None = None
         self.is_open = False
-        self.is_all_head = header.body_nbytes <= _INLINE_NBYTES and not header.payload_nbytes
+        self.is_all_head = header.body_nbytes <= INLINE_NBYTES and not header.payload_nbytes
 
     @property
     def head(self) -> bytes | memoryview:
@@ -100,7 +102,7 @@ class Message:
 
     def head_with(self, header: bytes) -> bytes:
         """The head under a header that was packed for one sending."""
-        return header + self.body if len(self.body) <= _INLINE_NBYTES else header
+        return header + self.body if len(self.body) <= INLINE_NBYTES else header
 
     def content(self) -> Iterator[Any]:
         """All bytes behind the header, piece by piece, as objects with the buffer protocol."""
@@ -237,7 +239,7 @@ def head_of(raw: bytes | memoryview, header: Header) -> Message:
         WireError: it was cut off.
     """
     head_nbytes = HEADER_NBYTES
-    if header.body_nbytes <= _INLINE_NBYTES:
+    if header.body_nbytes <= INLINE_NBYTES:
         head_nbytes += header.body_nbytes
     if len(raw) != head_nbytes:
         if len(raw) < head_nbytes:  # one of several heads in a bundle

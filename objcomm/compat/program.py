@@ -72,13 +72,7 @@ class Report:
         self._place = rank(), world_size()  # known now; the group may be gone later
         line = f"{_line() or call.header.call_site}  {call.operation}"
         for counters, name in ((self._functions, call.operation), (self._lines, line)):
-            counters.add(
-                name,
-                exchanges=0,
-                sent_nbytes=call.sent_nbytes,
-                received_nbytes=call.received_nbytes,
-                seconds=call.seconds,
-            )
+            counters.add(name, (0, call.sent_nbytes, call.received_nbytes), call.seconds)
 
     def tell(self, *, is_asked: bool) -> None:
         """Write it, in one piece; not in a process that has forked from the one that it is of.

@@ -58,7 +58,7 @@ def message(raw: bytes) -> Message:
     opened = gate.take_in(raw, gate.header_in(raw))
     arrived = raw[HEADER_NBYTES : HEADER_NBYTES + len(opened.body)]
     if not opened.header.is_inline:
-        opened.body[: len(arrived)] = arrived
+        memoryview(opened.body)[: len(arrived)] = arrived
     open_body(opened)
     nbytes = sum(buffer.flat.numel() for buffer in opened.buffers)
     assert nbytes <= LIMIT_NBYTES, f"{nbytes} bytes were allocated"

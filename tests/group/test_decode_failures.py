@@ -127,13 +127,44 @@ class Odd:
 
 
 @contextlib.contextmanager
-def registered(*codecs: Odd) -> Iterator[None]:
+def registered(*codecs: base.Codec) -> Iterator[None]:
     """Let codecs be known in this block, and by no later test."""
-    known = base._registry  # noqa: SLF001  # a program never takes one back
-    with mock.patch.object(known, "_codecs", known._codecs):  # noqa: SLF001  # likewise
+    known = base.registry
+    with mock.patch.object(known, "codecs", known.codecs):  # a program never takes one back
         for codec in codecs:
             objcomm.codecs.register_codec(codec)
         yield
+
+
+class Marked:
+    """A codec that marks what it carries."""
+
+    name = "marked"
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
+        del device_type
+        return Encoded(f"{obj} by {self.mark}".encode())
+
+    def decode(
+        self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
+    ) -> Any:
+        del buffers, device
+        return bytes(meta).decode()
+
+
+@ranks(2)
+def test_a_codec_that_takes_the_place_of_another_is_the_next_calls() -> None:
+    other = 1 - objcomm.rank()
+    with registered(Marked("one")), objcomm.configure(codec="marked"):
+        for mark in ("two", "three"):
+            former = objcomm.all_gather("said")[other]
+            objcomm.codecs.register_codec(Marked(mark))
+            assert objcomm.all_gather("said")[other] == f"said by {mark}" != former
+        assert objcomm.all_gather("said", codec="msgpack") == ["said"] * 2
+    assert objcomm.all_gather("said") == ["said"] * 2
 
 
 @ranks(2)

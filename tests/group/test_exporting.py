@@ -75,7 +75,7 @@ def test_prometheus_reads_labels_of_any_content() -> None:
     odd = 'a "quoted" back\\slash\nand {braces}, \\n too'
     recorder = Recorder()
     recorder.name = odd
-    recorder.counters.add("b", exchanges=1, sent_nbytes=2**60, received_nbytes=0, seconds=1e-7)
+    recorder.counters.add("b", (1, 2**60, 0), 1e-7)
     with only(recorder):
         found = parsed(objcomm.exporters.stats_to_prometheus({"job": odd, "empty": ""}))
     key = ("b", odd, "0", odd, "")
@@ -87,7 +87,7 @@ def test_groups_of_one_name_make_one_sample() -> None:
     recorders = [Recorder(), Recorder()]
     for recorder in recorders:
         recorder.name = "0"
-        recorder.counters.add("b", exchanges=1, sent_nbytes=5, received_nbytes=6, seconds=0.5)
+        recorder.counters.add("b", (1, 5, 6), 0.5)
     with only(*recorders):
         found = parsed(objcomm.exporters.stats_to_prometheus())
     assert [found[metric]["b", "0", "0"] for metric in FIELDS] == [2, 2, 10, 12, 1.0]

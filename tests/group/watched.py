@@ -28,7 +28,7 @@ def closely() -> Iterator[None]:
     """Investigate each wait after a tenth of the time, a dozen times as often, and answer so."""
     with (
         mock.patch.object(watchdog, "OVERDUE_SECONDS", _OVERDUE_S),
-        mock.patch.object(watchdog, "_TICK_SECONDS", _TICK_S),
+        mock.patch.object(watchdog, "TICK_SECONDS", _TICK_S),
         answering_every(_TICK_S),
     ):
         watchdog._watchdogs.watchdog()._nudge()  # noqa: SLF001  # or it sleeps out its old pause

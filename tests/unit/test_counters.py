@@ -9,14 +9,8 @@ from objcomm._wire.header import Header
 def test_figures_of_all_calls_are_added_up() -> None:
     counters = Counters()
     for times in (1, 10):
-        counters.add(
-            "gather",
-            exchanges=times,
-            sent_nbytes=2 * times,
-            received_nbytes=3 * times,
-            seconds=0.5 * times,
-        )
-    counters.add("barrier", exchanges=1, sent_nbytes=0, received_nbytes=0, seconds=0.0)
+        counters.add("gather", (times, 2 * times, 3 * times), 0.5 * times)
+    counters.add("barrier", (1, 0, 0), 0.0)
     assert counters.snapshot() == {
         "gather": OperationStats(2, 11, 22, 33, 5.5),
         "barrier": OperationStats(1, 1, 0, 0, 0.0),

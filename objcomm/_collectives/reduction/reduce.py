@@ -547,10 +547,9 @@ def _reduced(
         reduction = Folding(call, operator, obj)
 
     def rest() -> Any:
-        with call.traffic() as exchange:
+        with call.traffic as exchange:
             answer = reduction.run(exchange, root)
-        with call.confirmation():
-            return reduction.value(answer)
+        return call.result((), lambda: reduction.value(answer))
 
     return rest
 
