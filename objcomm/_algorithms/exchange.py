@@ -200,8 +200,7 @@ class Exchange(Transfers):
         if not mine.name and not mine.call_site.endswith(theirs.call_site):
             must_agree = self.gate.settings.lines_must_agree
             check_lines(mine, theirs, self._group, must_agree=must_agree)
-        if not message.is_open:
-            self._open_all_head(message)
+        self._open_all_head(message)
         return message
 
     def _open_unread(self, raw: bytes, sender: int) -> Message:
@@ -213,8 +212,7 @@ class Exchange(Transfers):
     def adopt(self, raw: bytes, header: Header) -> Message:
         """Take in a first message that was checked when it arrived."""
         message = self.gate.take_in(raw, header)
-        if not message.is_open:
-            self._open_all_head(message)
+        self._open_all_head(message)
         return message
 
     def _open_all_head(self, message: Message) -> None:

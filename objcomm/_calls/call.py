@@ -136,7 +136,7 @@ class Coding:
             device_type: the types of memory that travel over device links, joined by commas; None
                 if there are none.
         """
-        shown = begun("encode") if profiler._is_profiler_enabled else None  # noqa: SLF001
+        shown = begun("encode") if profiler._is_profiler_enabled else None  # noqa: SLF001  # see ``tracing``
         try:
             encoded = encode(self.codec, obj, device_type=device_type)
             return compose(
@@ -178,7 +178,7 @@ class Coding:
             raise WireError(f"{header.position} sent status {header.status}")
         owners = [buffer.owner for buffer in message.buffers] if message.buffers else ()
         meta = message.meta if header.buffer_count else memoryview(message.body)
-        shown = begun("decode") if profiler._is_profiler_enabled else None  # noqa: SLF001
+        shown = begun("decode") if profiler._is_profiler_enabled else None  # noqa: SLF001  # see ``tracing``
         try:
             chosen, device = self.settings, self.device
             if chosen is decoding_settings():
@@ -622,6 +622,5 @@ class Call:
         if not self.is_alone:
             if error is not None:
                 self.traffic.give_up(error)
-            exchange = self.traffic.exchange
-            cost = exchange.rounds, exchange.sent_nbytes, exchange.received_nbytes
+            cost = self.traffic.exchange.cost
         self._group.recorder.conclude(self._entry, error, self._began, cost)

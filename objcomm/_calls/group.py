@@ -417,18 +417,22 @@ class _Groups:
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
         self.solo = Group()
-        #: The one that was asked for last, behind its process group; replaced as a whole. Both are
-        #: weak: what is kept here must not outlive the process group.
-        self.latest: tuple[Callable[[], Any], Callable[[], Group | None]] = _nothing, _nothing
+        # The one that was asked for last, behind its process group; replaced as a whole. Both are
+        # weak: what is kept here must not outlive the process group.
+        self._latest: tuple[Callable[[], Any], Callable[[], Group | None]] = _nothing, _nothing
 
     def of(self, process_group: Any) -> Group:
+        reference, latest = self._latest
+        found = latest() if reference() is process_group else None
+        if found is not None:
+            return found
         found = self._known.get(process_group)
         if found is None:
             made = Group(process_group, dist.GroupMember.WORLD)
             found = self._known.setdefault(process_group, made)
             if found is not made:  # a handler, or another thread, came first
                 made.let_go()
-        self.latest = weakref.ref(process_group), weakref.ref(found)
+        self._latest = weakref.ref(process_group), weakref.ref(found)
         return found
 
     def all(self) -> list[Group]:
@@ -469,11 +473,6 @@ def resolve(group: GroupLike | Group, operation: str = "") -> Group:
         return group
     # Whoever has a world is in it, so there is nothing to ask.
     process_group = default_group() if group is None else None
-    of, latest = _groups.latest
-    if process_group is not None and of() is process_group:
-        found = latest()
-        if found is not None:
-            return found
     if process_group is None:
         process_group = group_for_call(group, operation)
     if process_group is None:

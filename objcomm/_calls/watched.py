@@ -116,12 +116,6 @@ class Watched:
                     self._leave(failure)
                     raise
             self.is_over = not self.is_confirmed
-            if self._span is None and self._interruptible is None:
-                try:
-                    self._deadline.pause()
-                finally:
-                    self._lane.end(self._entry)
-                return
         self._leave(error)
 
     def give_up(self, error: BaseException) -> None:

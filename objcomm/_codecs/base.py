@@ -192,20 +192,22 @@ def decode(
     if codec is None:
         known = ", ".join(registry.names())
         raise DecodeError(name, f"it is not registered on this rank, which has {known}")
+    return _decode_by(codec, meta, buffers, device)
+
+
+def _decode_by(
+    codec: Codec, meta: memoryview, buffers: Sequence[Any], device: torch.device | None = None
+) -> Any:
     try:
         return codec.decode(meta, buffers, device=device)
     except DecodeError:
         raise
+    except MemoryError as error:  # there may be none for its text either
+        raise DecodeError(codec.name, "there is no memory for it") from error
     except Exception as error:
-        raise _undecodable(codec, error) from error
-
-
-def _undecodable(codec: Codec, error: Exception) -> DecodeError:
-    if isinstance(error, MemoryError):  # there may be none for its text either
-        return DecodeError(codec.name, "there is no memory for it")
-    lacking = _lacking(error)
-    advice = "" if lacking else "; see that all ranks have the same version of its class"
-    return DecodeError(codec.name, f"{text_of(error)}{advice}", lacking)
+        lacking = _lacking(error)
+        advice = "" if lacking else "; see that all ranks have the same version of its class"
+        raise DecodeError(codec.name, f"{text_of(error)}{advice}", lacking) from error
 
 
 # As pickle says it, and as Python itself does.
@@ -242,12 +244,7 @@ def copy(codec: Codec, obj: object) -> Any:
     encoded = encode(codec, obj)
     owners = [duplicate(buffer).owner for buffer in encoded.buffers]
     # Not by ``decode``: what this rank accepts is said of other ranks' messages.
-    try:
-        return codec.decode(memoryview(encoded.meta), owners)
-    except DecodeError:
-        raise
-    except Exception as error:
-        raise _undecodable(codec, error) from error
+    return _decode_by(codec, memoryview(encoded.meta), owners)
 
 
 # Deep enough for any object that a person can read a path into; a cycle ends here too.

@@ -79,17 +79,15 @@ class PickleCodec:
 
     def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
         """Pickle ``obj``; what can't be pickled is named with its path."""
-        sink = _Sink()
-        sink.buffers = []
-        # No ``__init__`` of its own: that would cost as much as a small object does.
-        pickler = _Pickler(sink, 5, buffer_callback=sink.take)
-        pickler.sink, pickler.device_type = sink, device_type
+        pickler = _pickler()
+        pickler.device_type = device_type
         try:
             pickler.dump(obj)
         except Exception as error:
             path, culprit = blame(obj, _can_pickle)
             kind = name_of(type(culprit), "__qualname__")
             raise EncodeError(_NAME, kind, path, text_of(error)) from error
+        sink = pickler.sink
         return Encoded(sink[0] if len(sink) == 1 else b"".join(sink), sink.buffers)
 
     def copy(self, obj: object) -> Any:
@@ -99,10 +97,8 @@ class PickleCodec:
         process that has it would write over its attributes.
         """
         kept: list[Any] = []
-        sink = _Sink()
-        sink.buffers = []
-        pickler = _Pickler(sink, 5, buffer_callback=sink.take)
-        pickler.sink, pickler.kept = sink, kept
+        pickler = _pickler()
+        sink, pickler.kept = pickler.sink, kept
         pickler.dump(obj)
         before, _copying.kept = _copying.kept, kept
         try:
@@ -281,6 +277,15 @@ class _Pickler(pickle.Pickler):
         return reduced
 
 
+def _pickler() -> _Pickler:
+    # Not by an ``__init__`` of its own, which would cost as much as a small object does.
+    sink = _Sink()
+    sink.buffers = []
+    pickler = _Pickler(sink, 5, buffer_callback=sink.take)
+    pickler.sink = sink
+    return pickler
+
+
 def _is_importable(obj: Any) -> bool:
     """Whether a receiver that imports the same modules finds the very same object by its name."""
     if obj in _SINGLETON_TYPES:
@@ -334,12 +339,8 @@ def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 
 def _can_pickle(obj: object) -> bool:
-    sink = _Sink()
-    sink.buffers = []
-    pickler = _Pickler(sink, 5, buffer_callback=sink.take)
-    pickler.sink = sink
     try:
-        pickler.dump(obj)
+        _pickler().dump(obj)
     except Exception:  # noqa: BLE001  # the question is only whether; the caller reports it
         return False
     return True

@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from objcomm._transport.threads import TicketQueue
 
 
-# What ``threading.current_thread`` gives, without a call.
-_here = threading.local()
-
-
 class Channel:
     """See the module; every method may be called from any thread.
 
@@ -114,20 +110,7 @@ class Channel:
                 waits for a callback.
             TransportTimeout: not every member came.
         """
-        mesh = self._mesh
-        lane = None if mesh is None else mesh.lanes.get(lane_name)
-        if (
-            mesh is None
-            or lane is None
-            or lane.owner is not getattr(_here, "thread", None)
-            or mesh.verdict is not None
-            or self._owed
-            or lane.begun_at
-            or lane.entry is not None
-            or lane.line is not None
-        ):
-            _here.thread = threading.current_thread()
-            mesh, lane = self.admit(operation, lane_name, raises_later=raises_later)
+        mesh, lane = self.admit(operation, lane_name, raises_later=raises_later)
         if mesh.link is None:
             self.connect(mesh, lane, operation, deadline, call_site)
         return mesh, lane
@@ -170,7 +153,9 @@ class Channel:
         lane = mesh.lanes.get(lane_name)
         if order is not None:
             return mesh, lane or self._taken(operation, mesh, lane_name, order)
-        _refuse_inside(operation, lane)
+        # One on which nothing is under way is nobody's to refuse.
+        if lane is None or lane.begun_at or lane.entry is not None or lane.line is not None:
+            _refuse_inside(operation, lane)
         if lane is None or lane.owner is not threading.current_thread():
             lane = self._taken(operation, mesh, lane_name)
         return mesh, lane

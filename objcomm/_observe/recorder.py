@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from objcomm._config import GroupLike, settings
-from objcomm._observe.history import DUMP_VERSION, LENGTH, RETURNED, CallRecord, Counters, History
+from objcomm._observe.history import DUMP_VERSION, LENGTH, CallRecord, Counters, History
 from objcomm._observe.log import log
 from objcomm._world import (
     group_for_call,
@@ -105,12 +105,9 @@ class Recorder:
         """
         seconds = time.perf_counter() - began
         _, entry.sent_nbytes, entry.received_nbytes = cost
-        if error is None:
-            entry.outcome, entry.seconds = RETURNED, seconds
-        else:
-            entry.end(error, seconds)
-            if isinstance(error, ObjcommError):
-                self.attach(error)
+        entry.end(error, seconds)
+        if isinstance(error, ObjcommError):
+            self.attach(error)
         self.counters.add(entry.operation, cost, seconds)
         for listen in listeners:
             listen(entry)

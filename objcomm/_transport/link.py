@@ -377,22 +377,19 @@ class Deadline:
         settings: the options in force, for the connections that this operation has to make.
         remaining: how much of it is left between two waits.
         until: when the wait that counts now has to end, in seconds of ``time.monotonic``.
-        gives_up_at: when a link ends it by itself: see ``_GRACE_SECONDS``.
     """
 
-    __slots__ = ("gives_up_at", "remaining", "seconds", "settings", "until")
+    __slots__ = ("remaining", "seconds", "settings", "until")
 
     def __init__(self, seconds: float, chosen: Settings | None = None) -> None:
         self.seconds = self.remaining = min(seconds, FOREVER_SECONDS)
         self.settings = settings() if chosen is None else chosen
         self.until = time.monotonic() + self.remaining
-        self.gives_up_at = self.until + _GRACE_SECONDS
 
     def restart(self) -> None:
         """Count from now, all of it."""
         self.remaining = self.seconds
         self.until = time.monotonic() + self.remaining
-        self.gives_up_at = self.until + _GRACE_SECONDS
 
     def leave(self, seconds: float) -> None:
         """Let the next wait have so much at least, and say so if it does not do."""
@@ -407,7 +404,6 @@ class Deadline:
         """
         now = entry.waits_since = time.monotonic()
         self.until = entry.waits_until = now + self.remaining
-        self.gives_up_at = self.until + _GRACE_SECONDS
         entry.limit_seconds = self.seconds
         entry.report_at = now + self.settings.report_after
         entry.has_expired = False  # that was an earlier wait of the same call
@@ -426,6 +422,11 @@ class Deadline:
     def seconds_left(self) -> float:
         """How much is left, for a part of the operation that has a limit of its own; never 0."""
         return max(_LEAST_SECONDS, self.until - time.monotonic())
+
+    @property
+    def gives_up_at(self) -> float:
+        """When a link ends a wait by itself (``time.monotonic``); see ``_GRACE_SECONDS``."""
+        return self.until + _GRACE_SECONDS
 
     def left(self) -> timedelta:
         """How long a link may wait: see ``_GRACE_SECONDS``."""

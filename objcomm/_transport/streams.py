@@ -501,7 +501,7 @@ class StreamLink:
         return pending
 
     def expect(self, peers: Sequence[int], tag: int) -> None:  # noqa: ARG002  # the system keeps them
-        """See ``Link``: who waits for a rank has a connection that tells of its end."""
+        """See ``Link``: a rank that waits for another needs a connection, to hear of its end."""
         if len(self._connections) < self.size - 1:
             for peer in peers:
                 self.call(peer)

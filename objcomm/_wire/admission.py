@@ -16,7 +16,7 @@ from objcomm._wire.header import (
     check_same_call,
     signed_part,
 )
-from objcomm._wire.message import Message, head_of, open_body
+from objcomm._wire.message import Message, head_of
 from objcomm._wire.signing import Newest, environment_secret, signer_for
 from objcomm.errors import (
     AuthenticationError,
@@ -41,7 +41,7 @@ class Gate:
         signer: signs and checks; None without a key.
     """
 
-    __slots__ = ("_freely_nbytes", "_nbytes", "_rank", "_seen", "_sent", "settings", "signer")
+    __slots__ = ("_nbytes", "_rank", "_seen", "_sent", "settings", "signer")
 
     def __init__(self, chosen: Settings, purpose: str, rank: int = EVERYONE) -> None:
         """Begin.
@@ -58,14 +58,10 @@ class Gate:
         self.settings = chosen
         self._rank = rank
         self._nbytes = 0
-        self._freely_nbytes = min(chosen.max_nbytes, chosen.max_operation_nbytes)
-        if chosen.accept is not None:
-            self._freely_nbytes = -1
         self.signer = None
         secret = chosen.secret or environment_secret()
         if secret is not None:
             self.signer = signer_for(secret, purpose)
-            self._freely_nbytes = -1
             self._sent = 0
             self._seen: set[tuple[int, int]] = set()
 
@@ -79,8 +75,7 @@ class Gate:
         if message.arrived is not None:
             return message.arrived
         if self.signer is None:
-            head = message.header.pack()
-            return head + message.body if message.is_all_head or message.header.is_inline else head
+            return message.head_with(message.header.pack())
         self._sent += 1
         if message.header.digest == BLANK:
             digest = self.signer.digest(message.content())
@@ -210,16 +205,9 @@ class Gate:
 
         Raises:
             DecodeError: its codec is not accepted here; nothing was allocated for it.
-            WireError: it is larger than a limit; the same. Or it is damaged.
+            WireError: it is larger than a limit; the same. Or it was cut off.
         """
         message = head_of(raw, header)
-        if header.status == _VALUE and message.is_all_head and not header.buffer_count:
-            # Nearly all are so, and small: no option but these concerns them.
-            nbytes = self._nbytes + header.body_nbytes
-            if nbytes <= self._freely_nbytes:
-                self._nbytes = nbytes
-                open_body(message)
-                return message
         message.signer = self.signer
         refusal = self.refusal(header, heads_max)
         if refusal is not None:
@@ -228,10 +216,8 @@ class Gate:
             if not message.is_all_head:
                 raise refusal
             message.refusal = refusal
-        elif not header.is_inline:
+        elif len(message.body) < header.body_nbytes:
             message.body = room(header.body_nbytes)
-        elif not header.buffer_count:
-            open_body(message)
         return message
 
     def refusal(self, header: Header, heads_max: int = 1) -> ObjcommError | None:
