@@ -416,7 +416,9 @@ def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
         hear("it is told")
         error = error_in(DesyncError, lambda: objcomm.all_gather("next"))
     assert error.reason == "other roots"
-    assert {each.root for each in error.positions.values()} == {0, 1}
+    roots = {rank: each.root for rank, each in error.positions.items()}
+    assert roots[0] == 0
+    assert 1 in roots.values()  # and -1 of a third rank that was in its next call when it heard
     assert HERE in error.positions[0].call_site
     if me == 0:
         assert all(HERE in each for each in log.texts(logging.ERROR))
