@@ -177,38 +177,24 @@ def settings_with(
 
 
 class _Decoding(threading.local):
-    """The options of the call whose message this thread decodes."""
+    """The options of the message that this thread decodes; None while it decodes none.
+
+    Not a ContextVar. Python 3.11 may run the collector inside ``ContextVar.set``, and a destructor
+    that it finds may make a call that sets a variable, too. Then one of the two is lost, ``reset``
+    raises LookupError, or memory is read that was freed. So no call sets one; what the user's own
+    blocks have set they set back, without a token.
+    """
 
     settings: Settings | None = None
 
 
-_decoding = _Decoding()
+#: Set by whoever lets a codec decode.
+decoding = _Decoding()
 
 
 def decoding_settings() -> Settings:
     """The options that hold for what is decoded here."""
-    return _decoding.settings or _own.get() or _Process.settings
-
-
-class using:  # noqa: N801  # as ``configure``; a generator would cost four times as much
-    """Let ``decoding_settings()`` be ``chosen`` for a ``with`` block.
-
-    Not by a ContextVar. Python 3.11 may run the collector inside of ``ContextVar.set``, and a
-    destructor that it finds may make a call that sets a variable, too. Then one of the two is lost,
-    ``reset`` raises LookupError, or memory is read that was freed. So no call sets one; what the
-    user's own blocks have set they set back, and do not reset by a token.
-    """
-
-    __slots__ = ("_before", "_chosen")
-
-    def __init__(self, chosen: Settings) -> None:
-        self._chosen = chosen
-
-    def __enter__(self) -> None:
-        self._before, _decoding.settings = _decoding.settings, self._chosen
-
-    def __exit__(self, *raised: object) -> None:
-        _decoding.settings = self._before
+    return decoding.settings or _own.get() or _Process.settings
 
 
 class configure:  # noqa: N801  # used as a function and as a context
@@ -318,7 +304,7 @@ class configure:  # noqa: N801  # used as a function and as a context
         traceback: TracebackType | None,
     ) -> None:
         if self._is_set:
-            _own.set(self._former)  # as in ``using``
+            _own.set(self._former)  # see ``_Decoding``
             self._is_set = False
         if self._before is not None:
             _Process.settings = self._before

@@ -52,9 +52,10 @@ class _ReducingCall:
         self.is_root = self.rank == self.root
         self._mine = mine
 
-    def message(self, produce: Callable[[], object]) -> Message:
+    def message(self, obj: Any, make: Callable[[Any], object] | None = None) -> Message:
         """As long as any."""
-        produce()
+        if make is not None:
+            make(obj)
         return compose(self.exchange.header, bytes(self._mine.body))
 
     def announcement(self, status: Status) -> Message:
@@ -141,7 +142,7 @@ def run(
         own = 0 if number == Operation.BARRIER else nbytes
         body(exchange, compose(header, bytes(own)))
         exchange.finish()
-        return exchange.rounds
+        return exchange.entry.rounds
 
     found = world.run(on_rank)
     if world.left_over():

@@ -33,7 +33,7 @@ from objcomm._transport.link import Deadline, Link, LinkError
 from objcomm._transport.share import Share
 from objcomm._transport.workspace import Workspace, part_nbytes
 from objcomm._wire.admission import Gate
-from objcomm._wire.header import EVERYONE, Header, check_same_call
+from objcomm._wire.header import EVERYONE, check_same_call
 from objcomm._wire.message import Message, head_of, open_body
 
 #: From so many bytes on large members are not sent but handed over, where the link can.
@@ -55,12 +55,7 @@ class Exchange(Transfers):
         size: number of ranks.
         is_interruptible: whether a signal ends a wait by itself.
         hosts: of each rank, as a number.
-        rounds: how often this rank had to wait for what depended on an earlier message.
-        sent_nbytes: bytes sent over the link so far, to all ranks together.
-        received_nbytes: bytes received over the link so far.
     """
-
-    rounds = 0
 
     def __init__(  # all of them are facts of one call, named by the caller
         self,
@@ -102,11 +97,6 @@ class Exchange(Transfers):
         self._group = group
         self.sends = []
 
-    @property
-    def cost(self) -> tuple[int, int, int]:
-        """Its rounds of messages, and the bytes sent and received so far."""
-        return self.rounds, self.sent_nbytes, self.received_nbytes
-
     def send_head(
         self, message: Message, peers: Iterable[int], destination: int = EVERYONE
     ) -> None:
@@ -118,7 +108,7 @@ class Exchange(Transfers):
                 pending = link.send(head, peer, tag)
             except LinkError as error:
                 raise self._naming(error, (peer,)) from error
-            self.sent_nbytes += len(head)
+            self.entry.sent_nbytes += len(head)
             if pending is not None:
                 self.sends.append((pending, peer, head, message))
 
@@ -141,7 +131,7 @@ class Exchange(Transfers):
             for peer in peers:
                 self.give_word(peer)
             are_ready()
-            self.rounds += 1
+            self.entry.rounds += 1
 
     def recv_heads(
         self,
@@ -186,21 +176,32 @@ class Exchange(Transfers):
             else:
                 most = heads_max if isinstance(heads_max, int) else heads_max[at]
                 message = self.open(raw, peer if made_by is None else made_by, most)
-            self.received_nbytes += len(message.arrived or b"")
+            entry.received_nbytes += len(message.arrived or b"")
             messages.append(message)
-        self.rounds += 1
+        entry.rounds += 1
         return messages
 
     def open(self, raw: bytes | memoryview, sender: int, heads_max: int = 1) -> Message:
-        """Check ``sender``'s first message, with whose bytes ``raw`` begins, and take it in."""
-        mine = self.header
-        message = self.gate.open(raw, mine, sender, heads_max)
+        """Check the first message that ``sender`` must have made, and take it in.
+
+        Args:
+            raw: it begins with it.
+            sender: a rank.
+            heads_max: how many heads a bundle may hold.
+
+        Raises:
+            ObjcommError: as ``recv_heads``.
+        """
+        gate, mine = self.gate, self.header
+        theirs = gate.header_in(raw, sender)
+        # From the operation to the fingerprint stands what must agree, the sender in its midst.
+        if gate.signer is not None or theirs[2:10] != (mine[2], sender, *mine[4:10]):
+            gate.check_call(mine, theirs, sender)
+        message = gate.take_in(raw, theirs, heads_max)
         # A name says which calls belong together. A header has the end of a long path only.
-        theirs = message.header
         if not mine.name and not mine.call_site.endswith(theirs.call_site):
             must_agree = self.gate.settings.lines_must_agree
             check_lines(mine, theirs, self._group, must_agree=must_agree)
-        self._open_all_head(message)
         return message
 
     def _open_unread(self, raw: bytes, sender: int) -> Message:
@@ -208,16 +209,6 @@ class Exchange(Transfers):
         header = self.gate.header_in(raw, sender)
         check_same_call(self.header, header, sender)
         return head_of(raw, header)
-
-    def adopt(self, raw: bytes, header: Header) -> Message:
-        """Take in a first message that was checked when it arrived."""
-        message = self.gate.take_in(raw, header)
-        self._open_all_head(message)
-        return message
-
-    def _open_all_head(self, message: Message) -> None:
-        if message.is_all_head and message.refusal is None:
-            open_body(message, self.device.devices)
 
     def send_rest(self, message: Message, peers: Sequence[int]) -> None:
         """Begin to send what follows the head, to some ranks."""
@@ -253,7 +244,7 @@ class Exchange(Transfers):
         ]
         copied = itertools.compress(arriving, (not each for each in are_shared))
         self._wait_for([(*each, self._payload_units(each[1])) for each in copied])
-        self.rounds += bool(loans)
+        self.entry.rounds += bool(loans)
         for message, loan in loans:
             message.replace(message.on_host, self.lent(loan))
         noticed = [each for each in arriving if not is_paced(each[1])]
@@ -308,7 +299,7 @@ class Exchange(Transfers):
                 self._take(unit, pendings, left)
                 for piece in unit if message is not next_own else ():
                     self._send(piece, right, self._payload_tag, message)
-            self.rounds += bool(rest)
+            self.entry.rounds += bool(rest)
             for message in coming if cut == self._body_pieces else ():
                 if not message.is_all_head:
                     self._open(message, is_shared=False)
@@ -399,7 +390,7 @@ class Exchange(Transfers):
         """
         parent, children, chunk_nbytes = place
         first = topology.firsts(self.hosts, root)[self.hosts[self.rank]]
-        self.rounds += 1
+        self.entry.rounds += 1
         if self.rank != first:
             loan = self.borrow(message.on_host, first)
             self.give_word(first)
@@ -493,7 +484,7 @@ class Exchange(Transfers):
             are_all_ready: waits until those are that get them from this rank; None if more will
                 follow.
         """
-        self.rounds += bool(pieces)
+        self.entry.rounds += bool(pieces)
         parent, children, _ = place
         has_receipts = isinstance(owner, Message) and is_paced(owner)
         relayed = [self.ended([piece]) for piece in pieces]
@@ -515,7 +506,7 @@ class Exchange(Transfers):
     def _wait_for(self, arriving: Sequence[tuple[int, Message, list[Unit]]]) -> None:
         if not any(rest for _, _, rest in arriving):
             return
-        self.rounds += 1
+        self.entry.rounds += 1
         streams = [
             self._stream(rest, peer, is_paced=is_paced(message)) for peer, message, rest in arriving
         ]

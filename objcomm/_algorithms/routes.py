@@ -43,7 +43,7 @@ def broadcast(
     elif message is None:
         raise WireError("the root of a broadcast has no message")  # a fault of the caller's
     else:
-        exchange.rounds += 1
+        exchange.entry.rounds += 1
     if children:
         exchange.send_head(message, children)
     if not message.is_all_head:
@@ -71,7 +71,7 @@ def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Messag
     parent, children, below = topology.tree(exchange.rank, root, exchange.hosts)
     if not children:
         if parent is not None:
-            exchange.rounds += 1
+            exchange.entry.rounds += 1
             exchange.send_head(message, [parent])
             return None
         return [message]
@@ -92,7 +92,7 @@ def gather_heads(exchange: Exchange, message: Message, root: int) -> list[Messag
             messages.update(zip(ranks, opened, strict=True))
         return [messages[rank] for rank in range(exchange.size)]
     heads = [
-        each.head if len(ranks) == 1 else contents_of(each)
+        exchange.gate.head_of(each) if len(ranks) == 1 else contents_of(each)
         for each, ranks in zip(came, below, strict=True)
     ]
     bundle = compose_bundle(exchange, [exchange.gate.head_of(message), *heads])
@@ -267,7 +267,7 @@ def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -
         if parent is None:
             raise WireError("the root of a scatter has no messages")  # a fault of the caller's
         return _recv_scattered(exchange, parent, children, below, root)
-    exchange.rounds += 1
+    exchange.entry.rounds += 1
     others = [peer for peer in range(exchange.size) if peer != root]
     are_all_ready = exchange.words_of(peer for peer in others if not messages[peer].is_all_head)
     for child, ranks in zip(children, below, strict=True):
@@ -427,7 +427,7 @@ def _recv_bundles(
 
 def send(exchange: Exchange, message: Message, peer: int) -> None:
     """A message to one rank, which calls ``recv``."""
-    exchange.rounds += 1
+    exchange.entry.rounds += 1
     exchange.send_head(message, [peer], destination=peer)
     exchange.send_rest(message, [peer])
     exchange.swap_words([peer] if exchange.device.carries(message) else [])

@@ -75,7 +75,7 @@ class _Run:
                 is_read_there = batch.owner != self._rank or piece.operand is None
                 if is_read_there and self._rank in piece.about.present:
                     piece.pack(place)
-                    self._exchange.sent_nbytes += piece.operand_nbytes
+                    self._exchange.entry.sent_nbytes += piece.operand_nbytes
 
     def meet(self) -> None:
         """Wait until all ranks have done what comes before this."""
@@ -107,7 +107,7 @@ class _Run:
                 about.combine(operands, result)
                 if self._is_taker:
                     piece.unpack(result)
-                self._exchange.received_nbytes += piece.operand_nbytes * len(about.present)
+                self._exchange.entry.received_nbytes += piece.operand_nbytes * len(about.present)
 
     def take(self, turn: _Turn) -> None:
         """Copy the results of other ranks' batches to where they belong."""
@@ -116,7 +116,7 @@ class _Run:
                 slot = self._workspace.result(turn.number, batch.owner)
                 for piece, place in _placed(batch, slot):
                     piece.unpack(place[: piece.result_nbytes].view(piece.about.result_dtype))
-                    self._exchange.received_nbytes += piece.result_nbytes
+                    self._exchange.entry.received_nbytes += piece.result_nbytes
 
     def end(self) -> None:
         """Let no rank use the workspace in another call before all have done with it in this."""

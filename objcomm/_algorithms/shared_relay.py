@@ -47,8 +47,8 @@ def relay(
             for flat, span in piece:
                 copy(place[span], flat)
         nbytes = sum(flat.nbytes for flat, _ in piece)
-        exchange.sent_nbytes += nbytes * len(peers) * (exchange.rank == root)
-        exchange.received_nbytes += nbytes * (exchange.rank != root)
+        exchange.entry.sent_nbytes += nbytes * len(peers) * (exchange.rank == root)
+        exchange.entry.received_nbytes += nbytes * (exchange.rank != root)
         for peer in peers:
             exchange.send_flat(empty(1), peer, is_ended=False)
     for coming in taken[-TURNS:]:

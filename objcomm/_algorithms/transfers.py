@@ -125,16 +125,12 @@ class Transfers:
     """See the module; sends are begun, ``finish`` ends them.
 
     Attributes:
-        entry: the call on this rank.
-        sent_nbytes: bytes sent over the link so far, to all ranks together.
-        received_nbytes: bytes received over the link so far.
+        entry: the call on this rank, which counts what moves over the link.
         sends: those that are not over, with their peers, their memory, and what owns that.
         milestones: receipts that ``finish`` waits for.
     """
 
     entry: CallRecord
-    sent_nbytes = 0
-    received_nbytes = 0
     _link: Link
     _lane: Lane
     _deadline: Deadline
@@ -241,7 +237,7 @@ class Transfers:
             except LinkError as error:
                 raise self._naming(error, (peer,)) from error
             self.sends.append((pending, peer, flats[0], flats))
-            self.sent_nbytes += nbytes_of([list(flats)])
+            self.entry.sent_nbytes += nbytes_of([list(flats)])
 
     def borrow(self, buffers: Sequence[Buffer], peer: int) -> "Loan | None":
         """Begin to receive what ``peer`` hands over by ``share``; None if that is nothing.
@@ -253,7 +249,7 @@ class Transfers:
         if not buffers:
             return None
         nbytes = sum(each.flat.numel() for each in buffers)
-        self.received_nbytes += nbytes
+        self.entry.received_nbytes += nbytes
         self._meter.expect(nbytes)
         try:
             borrowed = self._sharing(peer).recv_share(nbytes, peer, self._payload_tag)
@@ -397,13 +393,13 @@ class Transfers:
             pending = self._link.send(flat, peer, tag)
         except LinkError as error:
             raise self._naming(error, (peer,)) from error
-        self.sent_nbytes += 0 if tag & RECEIPT else flat.numel()
+        self.entry.sent_nbytes += 0 if tag & RECEIPT else flat.numel()
         if pending is not None:
             # The memory must outlive the transfer, so its owner is kept beside it.
             self.sends.append((pending, peer, flat, owner))
 
     def _post(self, peer: int, flat: torch.Tensor, tag: int) -> Pending:
-        self.received_nbytes += 0 if tag & RECEIPT else flat.numel()
+        self.entry.received_nbytes += 0 if tag & RECEIPT else flat.numel()
         try:
             return self._link.recv(flat, peer, tag)
         except LinkError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, overload
 
 from objcomm._algorithms import routes
 from objcomm._algorithms.exchange import Exchange
@@ -27,13 +27,11 @@ from objcomm._config import (
     GroupLike,
     Timeout,
     check_name,
-    decoding_settings,
     environment_check,
     parse_device,
     seconds_of,
     settings,
     settings_with,
-    using,
 )
 from objcomm._observe.history import CallRecord, call_site
 from objcomm._observe.progress import bar_for
@@ -180,11 +178,7 @@ class Coding:
         meta = message.meta if header.buffer_count else memoryview(message.body)
         shown = begun("decode") if profiler._is_profiler_enabled else None  # noqa: SLF001  # see ``tracing``
         try:
-            chosen, device = self.settings, self.device
-            if chosen is decoding_settings():
-                return decode(header.codec, meta, owners, device=device, chosen=chosen)
-            with using(chosen):
-                return decode(header.codec, meta, owners, device=device, chosen=chosen)
+            return decode(header.codec, meta, owners, device=self.device, chosen=self.settings)
         except DecodeError as error:
             sent_at(error, header.position)
             raise
@@ -193,7 +187,9 @@ class Coding:
                 shown.__exit__(None, None, None)
 
 
+A = TypeVar("A")
 R = TypeVar("R")
+P = ParamSpec("P")
 
 _PAIR = 2  # so many swap what they have to tell, more let one of them tell all
 
@@ -206,9 +202,9 @@ class Call:
     after that is told to the others: see ``Watched.give_up``.
 
     When it is entered it waits for the lane's earlier calls, and when it is left it is concluded,
-    whatever has happened. An operation takes two steps in between: it encodes, on the caller's
-    thread, and then ``run`` does the rest. An asynchronous call waits for earlier ones, and is
-    concluded, where the rest is done: on the lane's thread.
+    whatever has happened. An operation takes two steps in between: it encodes, and does the rest,
+    both on the caller's thread. An asynchronous call gives the rest to ``later``; it waits for
+    earlier ones, and is concluded, where the rest is done: on the lane's thread.
 
     Attributes:
         call_site: the user's ``file:line``.
@@ -267,7 +263,7 @@ class Call:
             progress: whether to show how far it has come.
             name: of this call, the same on all ranks; empty for a call that is known by its line.
             called: the user's function, where it is named otherwise than the operation.
-            async_op: whether ``run`` returns before the rest is done.
+            async_op: whether the rest is given to ``later``.
             raises_later: whether it leaves to the next call what an asynchronous one leaves to its
                 work: what has ended the connections, and this thread has yet to raise.
             is_met: whether all ranks meet first, as with ``objcomm.check``; alike on all of them.
@@ -358,7 +354,7 @@ class Call:
                 lane=lane,
                 entry=entry,
                 deadline=deadline,
-                gate=Gate(chosen, mesh.session if has_key else "", self.rank),
+                gate=Gate(chosen, mesh.session if has_key else "", self.rank, path.devices),
                 device=path,
                 meter=self._bar,
                 group=mesh.name,
@@ -389,19 +385,26 @@ class Call:
         """The traffic."""
         return self.traffic.exchange
 
-    def message(self, produce: Callable[[], object], among: Sequence[Message] = ()) -> Message:
-        """Encode what ``produce`` returns; an error of either becomes a failure message.
+    def message(
+        self,
+        obj: A,
+        make: Callable[[A], object] | None = None,
+        among: Sequence[Message] = (),
+    ) -> Message:
+        """Encode an object; an error becomes a failure message.
 
         Any exception is caught, KeyboardInterrupt included: this rank still takes part, and raises
         afterwards.
 
         Args:
-            produce: gives the object.
+            obj: what to encode.
+            make: makes of ``obj`` what to encode instead, or refuses it.
             among: the messages of all ranks, if it looks whether these agree.
         """
         try:
             exchange = self.traffic.exchange
-            return self._coding.message(exchange.header, produce(), exchange.device.linked or None)
+            made = obj if make is None else make(obj)
+            return self._coding.message(exchange.header, made, exchange.device.linked or None)
         except BaseException as error:  # noqa: BLE001  # see above
             return self.failure(error, among)
 
@@ -492,14 +495,33 @@ class Call:
         """
         self.traffic.is_confirmed = self._entry.is_confirmed = True
 
-    def result(self, messages: Sequence[Message], read: Callable[[], R]) -> R:
+    @overload
+    def result(self, messages: Sequence[Message]) -> None: ...
+    @overload
+    def result(
+        self,
+        messages: Sequence[Message],
+        read: Callable[P, R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R: ...
+    def result(
+        self,
+        messages: Sequence[Message],
+        read: Callable[..., R] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> R | None:
         """What ``read`` returns, unless a rank has failed; every rank calls this after the traffic.
 
         With ``confirm=True`` what is raised here is raised on all ranks.
 
         Args:
             messages: tell of failures.
-            read: makes the call's result, as of these messages.
+            read: makes the call's result, as of these messages; None where there is nothing to
+                read, and so no error of this rank's own.
+            args: for ``read``.
+            kwargs: likewise.
 
         Raises:
             CollectiveError: at least one rank failed.
@@ -507,7 +529,7 @@ class Call:
         if self.traffic.is_confirmed:
             try:
                 self.raise_failures(messages)
-                result = read()
+                result = None if read is None else read(*args, **kwargs)
             except BaseException as error:
                 self._acknowledge(error)
                 raise
@@ -518,7 +540,7 @@ class Call:
         for each in messages:
             if each.header.status == _FAILURE:
                 self.raise_failures(messages)
-        return read()
+        return None if read is None else read(*args, **kwargs)
 
     def _acknowledge(self, error: BaseException | None) -> None:
         """Tell all ranks how this one's block has ended, and hear how theirs have.
@@ -547,17 +569,15 @@ class Call:
                 told = [routes.broadcast(exchange, answer, routes.HUB)]
         self.raise_failures(told)
 
-    def run(self, rest: Callable[[], R]) -> R | Work[R]:
-        """Do the rest of the operation: here, or on the lane's thread if it is asynchronous.
+    def later(self, rest: Callable[[], R]) -> Work[R]:
+        """Let the lane's thread do the rest of an asynchronous operation.
 
         Args:
             rest: all that follows after what the caller may change was encoded.
 
         Returns:
-            What ``rest`` returns, or a work that will.
+            A work that will return what ``rest`` returns.
         """
-        if self._claim is None:
-            return rest()
         # In a list, which is emptied: whoever hears that the work has ended finds the caller's
         # object let go.
         body, lane = partial(self._go_on, [rest]), self._lane
@@ -618,9 +638,6 @@ class Call:
             self._span.__exit__(None, None, None)
         if self._bar is not None:
             self._bar.close()
-        cost = 0, 0, 0
-        if not self.is_alone:
-            if error is not None:
-                self.traffic.give_up(error)
-            cost = self.traffic.exchange.cost
-        self._group.recorder.conclude(self._entry, error, self._began, cost)
+        if error is not None and not self.is_alone:
+            self.traffic.give_up(error)
+        self._group.recorder.conclude(self._entry, error, self._began)

@@ -180,9 +180,11 @@ class Group:
         """
         if self._pid != os.getpid() or sys.is_finalizing():
             self.check_process(operation)
-        return self._whole.enter(
-            operation, deadline, call_site, _lane_name.get(), raises_later=raises_later
-        )
+        whole = self._whole
+        mesh, lane = whole.admit(operation, _lane_name.get(), raises_later=raises_later)
+        if mesh.link is None:
+            whole.connect(mesh, lane, operation, deadline, call_site)
+        return mesh, lane
 
     def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
         """Make all ranks meet now; every one must call this, and any thread may use the group next.
@@ -208,7 +210,7 @@ class Group:
             try:
                 yield
             finally:
-                _lane_name.set("")  # no token: see ``using``
+                _lane_name.set("")  # no token: see ``_config``
 
     @property
     def near(self) -> Any:
@@ -408,7 +410,7 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _lane_name.set(self._former.pop())  # no token: see ``using``
+        _lane_name.set(self._former.pop())  # no token: see ``_config``
 
 
 class _Groups:
@@ -419,20 +421,16 @@ class _Groups:
         self.solo = Group()
         # The one that was asked for last, behind its process group; replaced as a whole. Both are
         # weak: what is kept here must not outlive the process group.
-        self._latest: tuple[Callable[[], Any], Callable[[], Group | None]] = _nothing, _nothing
+        self.latest: tuple[Callable[[], Any], Callable[[], Group | None]] = _nothing, _nothing
 
     def of(self, process_group: Any) -> Group:
-        reference, latest = self._latest
-        found = latest() if reference() is process_group else None
-        if found is not None:
-            return found
         found = self._known.get(process_group)
         if found is None:
             made = Group(process_group, dist.GroupMember.WORLD)
             found = self._known.setdefault(process_group, made)
             if found is not made:  # a handler, or another thread, came first
                 made.let_go()
-        self._latest = weakref.ref(process_group), weakref.ref(found)
+        self.latest = weakref.ref(process_group), weakref.ref(found)
         return found
 
     def all(self) -> list[Group]:
@@ -478,7 +476,9 @@ def resolve(group: GroupLike | Group, operation: str = "") -> Group:
     if process_group is None:
         forget_world()
         return _groups.solo
-    return _groups.of(process_group)
+    reference, latest = _groups.latest
+    found = latest() if reference() is process_group else None
+    return _groups.of(process_group) if found is None else found
 
 
 def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world") -> bool:

@@ -84,11 +84,10 @@ class Watched:
             self._end_elsewhere(verdict)
             raise verdict.error(entry.operation, self.exchange.header.position)
         entry.regions = regions.get()
-        seconds = deadline.apply(entry)
         try:
-            lane.begin(entry)
-            if seconds < watchdog.TICK_SECONDS:
-                hurry(seconds)
+            lane.begin(entry, deadline)
+            if deadline.remaining < watchdog.TICK_SECONDS:
+                hurry(deadline.remaining)
             if self._interruptible is not None:
                 self._interruptible.__enter__()
             if profiler._is_profiler_enabled:  # noqa: SLF001  # see ``tracing``
@@ -97,7 +96,7 @@ class Watched:
                 routes.all_meet(self.exchange, self._meeting)
                 self._meeting = None
         except BaseException as error:
-            self._leave(error)
+            self.__exit__(type(error), error, None)
             raise
         return self.exchange
 
@@ -107,16 +106,31 @@ class Watched:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            exchange = self.exchange
-            if exchange.sends or exchange.milestones:
-                try:
+        """Wait no more, whatever fails meanwhile: Ctrl-C may come at any of these steps."""
+        exchange = self.exchange
+        try:
+            try:
+                if error is None and (exchange.sends or exchange.milestones):
                     exchange.finish()
-                except BaseException as failure:
-                    self._leave(failure)
-                    raise
-            self.is_over = not self.is_confirmed
-        self._leave(error)
+                self.is_over = error is None and not self.is_confirmed
+            except BaseException as failure:
+                error = failure
+                raise
+            finally:
+                shown, self._span = self._span, None
+                try:
+                    if shown is not None:
+                        shown.__exit__(None, None, None)
+                finally:
+                    if self._interruptible is not None:
+                        self._interruptible.__exit__(None, None, None)
+        finally:
+            try:
+                if error is not None:
+                    self._raise_verdict(error)
+            finally:
+                self._lane.end(self._entry, self._deadline)
+                error = None  # this frame is in its traceback
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others of an error outside of the traffic, if they wait for this call."""
@@ -160,24 +174,6 @@ class Watched:
         """End what else a verdict names; the thread that called raises it for all of that."""
         owner = None if self._lane.order else self._lane.owner
         end_elsewhere(verdict, owner, is_raised=not self._is_raised_later)
-
-    def _leave(self, error: BaseException | None) -> None:
-        """Wait no more, whatever fails meanwhile: Ctrl-C may come at any of these steps."""
-        try:
-            try:
-                shown, self._span = self._span, None
-                try:
-                    if shown is not None:
-                        shown.__exit__(None, None, None)
-                finally:
-                    if self._interruptible is not None:
-                        self._interruptible.__exit__(None, None, None)
-                    self._deadline.pause()
-            finally:
-                if error is not None:
-                    self._raise_verdict(error)
-        finally:
-            self._lane.end(self._entry)
 
     def _raise_verdict(self, error: BaseException) -> None:
         """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""

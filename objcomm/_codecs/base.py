@@ -9,13 +9,12 @@ import re
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from objcomm._codecs.buffers import Buffer, duplicate
-from objcomm._config import Settings, decoding_settings
+from objcomm._config import Settings, decoding, decoding_settings, settings
 from objcomm.errors import DecodeError, EncodeError, UsageError, name_of, not_accepted, text_of
 
 #: Members of this size or more leave a codec's bytes and become buffers.
@@ -24,8 +23,7 @@ OUT_OF_BAND_FROM_NBYTES = 64 * 1024
 _NAME_MAX_NBYTES = 16  # the header's field
 
 
-@dataclass(slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """One object, split.
 
     Attributes:
@@ -34,7 +32,7 @@ class Encoded:
     """
 
     meta: bytes | bytearray
-    buffers: list[Buffer] = field(default_factory=list)
+    buffers: Sequence[Buffer] = ()
 
 
 @runtime_checkable
@@ -180,34 +178,32 @@ def decode(
         meta: see ``Codec.decode``, as for what follows.
         buffers: their owners.
         device: where tensors are to lie.
-        chosen: the options in force, for a caller that has them.
+        chosen: the options that hold for it; those in force here if None.
 
     Raises:
         DecodeError: this process has no such codec, or does not accept it, or it failed.
     """
-    accepted = (decoding_settings() if chosen is None else chosen).accept
+    chosen = chosen or decoding_settings()
+    accepted = chosen.accept
     if accepted is not None and name not in accepted:
         raise not_accepted(name, accepted)
     codec = registry.codecs.get(name)
     if codec is None:
         known = ", ".join(registry.names())
         raise DecodeError(name, f"it is not registered on this rank, which has {known}")
-    return _decode_by(codec, meta, buffers, device)
-
-
-def _decode_by(
-    codec: Codec, meta: memoryview, buffers: Sequence[Any], device: torch.device | None = None
-) -> Any:
+    before, decoding.settings = decoding.settings, chosen
     try:
         return codec.decode(meta, buffers, device=device)
     except DecodeError:
         raise
     except MemoryError as error:  # there may be none for its text either
-        raise DecodeError(codec.name, "there is no memory for it") from error
+        raise DecodeError(name, "there is no memory for it") from error
     except Exception as error:
         lacking = _lacking(error)
         advice = "" if lacking else "; see that all ranks have the same version of its class"
-        raise DecodeError(codec.name, f"{text_of(error)}{advice}", lacking) from error
+        raise DecodeError(name, f"{text_of(error)}{advice}", lacking) from error
+    finally:
+        decoding.settings = before
 
 
 # As pickle says it, and as Python itself does.
@@ -243,8 +239,9 @@ def copy(codec: Codec, obj: object) -> Any:
             raise DecodeError(codec.name, text_of(error)) from error
     encoded = encode(codec, obj)
     owners = [duplicate(buffer).owner for buffer in encoded.buffers]
-    # Not by ``decode``: what this rank accepts is said of other ranks' messages.
-    return _decode_by(codec, memoryview(encoded.meta), owners)
+    # What this rank accepts is said of other ranks' messages.
+    chosen = dataclasses.replace(settings(), accept=None)
+    return decode(codec.name, memoryview(encoded.meta), owners, chosen=chosen)
 
 
 # Deep enough for any object that a person can read a path into; a cycle ends here too.

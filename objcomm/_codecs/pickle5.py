@@ -88,7 +88,9 @@ class PickleCodec:
             kind = name_of(type(culprit), "__qualname__")
             raise EncodeError(_NAME, kind, path, text_of(error)) from error
         sink = pickler.sink
-        return Encoded(sink[0] if len(sink) == 1 else b"".join(sink), sink.buffers)
+        # By name it would be a call of Python's, as everything here that is one.
+        made = sink[0] if len(sink) == 1 else b"".join(sink), sink.buffers
+        return tuple.__new__(Encoded, made)
 
     def copy(self, obj: object) -> Any:
         """An independent copy of ``obj`` for this process itself.

@@ -60,7 +60,7 @@ class Landing:
 class _Decoding(threading.local):
     """The landing of the message that this thread decodes."""
 
-    # Not a ContextVar, which the collector may find half set: see ``_config.using``.
+    # Not a ContextVar, which the collector may find half set: see ``_config``.
     landing: Landing | None = None
 
 

@@ -1,7 +1,7 @@
 """From one rank to all: ``broadcast``; and none goes on before all have come: ``barrier``.
 
 A function whose name ends in ``_in`` is the first step of a call that was entered: it encodes. What
-it returns is the second, to be called on the spot or given to ``call.run``. Others build on it.
+it returns is the second, to be called at once or given to ``call.later``. Others build on it.
 """
 
 from collections.abc import Callable, Iterable
@@ -142,7 +142,8 @@ def broadcast(
         progress=progress,
         async_op=async_op,
     ) as call:
-        return call.run(broadcast_in(call, obj))  # type: ignore[arg-type]  # None is not shared
+        rest: Callable[[], T] = broadcast_in(call, obj)  # type: ignore[arg-type]  # None is not shared
+        return call.later(rest) if async_op else rest()
 
 
 def broadcast_in(call: Call, obj: T, check: Callable[[T], T] | None = None) -> Callable[[], T]:
@@ -153,20 +154,17 @@ def broadcast_in(call: Call, obj: T, check: Callable[[T], T] | None = None) -> C
         obj: what the source shares.
         check: returns it, or raises, on the source; an error travels as that rank's failure.
     """
-
-    def checked() -> T:
-        return obj if check is None else check(obj)
-
     if call.is_alone:
-        return partial(call.alone, checked)
-    mine = call.message(checked) if call.is_root else None
+        return partial(call.alone, lambda: obj if check is None else check(obj))
+    mine = call.message(obj, check) if call.is_root else None
 
     def rest() -> T:
         with call.traffic as exchange:
             message = routes.broadcast(exchange, mine, call.root)
         if call.is_root:
-            return call.result([message], lambda: obj)
-        result: T = call.result([message], partial(call.decode, message))
+            call.result([message])
+            return obj
+        result: T = call.result([message], call.decode, message)
         return result
 
     return rest
@@ -224,7 +222,8 @@ def barrier(
     with Call(
         Operation.BARRIER, name=name, group=group, timeout=timeout, async_op=async_op
     ) as call:
-        return call.run(_barrier(call))
+        rest = _barrier(call)
+        return call.later(rest) if async_op else rest()
 
 
 def _barrier(call: Call) -> Callable[[], None]:

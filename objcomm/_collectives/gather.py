@@ -1,7 +1,7 @@
 """From all ranks to one, or to all, and what one rank makes of it: ``gather``, ``all_gather``.
 
 A function whose name ends in ``_in`` is the first step of a call that was entered: it encodes. What
-it returns is the second, to be called on the spot or given to ``call.run``. Others build on it.
+it returns is the second, to be called at once or given to ``call.later``. Others build on it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -124,7 +124,8 @@ def gather(
         progress=progress,
         async_op=async_op,
     ) as call:
-        return call.run(gather_in(call, lambda: obj))
+        rest: Callable[[], list[T] | None] = gather_in(call, obj)
+        return call.later(rest) if async_op else rest()
 
 
 @overload
@@ -214,28 +215,38 @@ def all_gather(
         progress=progress,
         async_op=async_op,
     ) as call:
-        return call.run(all_gather_in(call, obj))
+        rest = all_gather_in(call, obj)
+        return call.later(rest) if async_op else rest()
 
 
-def gather_in(call: Call, produce: Callable[[], T]) -> Callable[[], list[T] | None]:
+def gather_in(
+    call: Call, given: A, make: Callable[[A], T] | None = None
+) -> Callable[[], list[T] | None]:
     """``gather`` for a call that was already begun.
 
     Args:
         call: the call.
-        produce: gives this rank's contribution; an error travels as this rank's failure. A function
-            of the user's goes through ``call.aside``.
+        given: this rank's contribution, or what ``make`` makes it of.
+        make: called once; an error travels as this rank's failure. A function of the user's goes
+            through ``call.aside``.
     """
+    own: Any = given
+
+    def made(given: A) -> T:
+        nonlocal own
+        own = given if make is None else make(given)
+        return cast("T", own)
+
     if call.is_alone:
-        return lambda: [call.alone(produce)]
-    own: list[T] = []
-    mine = call.message(lambda: kept(own, produce()))
+        return lambda: [call.alone(partial(made, given))]
+    mine = call.message(given, None if make is None else made)
 
     def rest() -> list[T] | None:
         with call.traffic as exchange:
             messages = routes.gather(exchange, mine, call.root)
         if messages is None:
-            return call.result((), lambda: None)
-        return call.result(messages, lambda: decode_others(call, messages, *own))
+            return call.result(())
+        return call.result(messages, decode_others, call, messages, cast("T", own))
 
     return rest
 
@@ -269,7 +280,7 @@ def decide_in(
         return partial(call.alone, lambda: decide([produce()]))
     own: list[A] = []
     shared: list[B] = []
-    mine = call.message(lambda: kept(own, call.aside(produce)))
+    mine = call.message(produce, lambda produce: kept(own, call.aside(produce)))
 
     def answer(messages: list[Message]) -> B:
         return kept(shared, decide(decode_others(call, messages, *own, is_part=is_part)))
@@ -308,7 +319,7 @@ def answered(
     messages = routes.gather(exchange, mine, hub)
     answer = None
     if messages is not None:
-        answer = call.failures(messages) or call.message(lambda: decide(messages), messages)
+        answer = call.failures(messages) or call.message(messages, decide, messages)
     return routes.broadcast(exchange, answer, hub)
 
 
@@ -341,17 +352,13 @@ def all_gather_in(
         obj: this rank's contribution.
         check: returns it, or raises; an error travels as this rank's failure.
     """
-
-    def checked() -> T:
-        return obj if check is None else check(obj)
-
     if call.is_alone:
-        return lambda: [call.alone(checked)]
-    mine = call.message(checked)
+        return lambda: [call.alone(lambda: obj if check is None else check(obj))]
+    mine = call.message(obj, check)
 
     def rest() -> list[T]:
         with call.traffic as exchange:
             messages = routes.all_gather(exchange, mine)
-        return call.result(messages, lambda: decode_others(call, messages, obj))
+        return call.result(messages, decode_others, call, messages, obj)
 
     return rest

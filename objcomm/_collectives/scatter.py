@@ -1,6 +1,5 @@
 """Something else for each rank: from one, from every rank, or from every rank and combined."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, TypeVar, Unpack, overload
@@ -120,7 +119,8 @@ def scatter(
         progress=progress,
         async_op=async_op,
     ) as call:
-        return call.run(scatter_in(call, lambda: objs))
+        rest = scatter_in(call, lambda: objs)
+        return call.later(rest) if async_op else rest()
 
 
 def scatter_in(call: Call, produce: Callable[[], Iterable[T] | None]) -> Callable[[], T]:
@@ -139,8 +139,9 @@ def scatter_in(call: Call, produce: Callable[[], Iterable[T] | None]) -> Callabl
         with call.traffic as exchange:
             message = routes.scatter(exchange, messages, call.root)
         if call.is_root:
-            return call.result([message], lambda: own[0])
-        result: T = call.result([message], functools.partial(call.decode, message))
+            call.result([message])
+            return own[0]
+        result: T = call.result([message], call.decode, message)
         return result
 
     return rest
@@ -221,7 +222,8 @@ def all_to_all(
         allow=allow,
         async_op=async_op,
     ) as call:
-        return call.run(_all_to_all(call, objs))
+        rest = _all_to_all(call, objs)
+        return call.later(rest) if async_op else rest()
 
 
 def _all_to_all(call: Call, objs: Iterable[T]) -> Callable[[], list[T]]:
@@ -354,7 +356,8 @@ def reduce_scatter(
         allow=allow,
         async_op=async_op,
     ) as call:
-        return call.run(_reduce_scatter(call, operator, objs))
+        rest = _reduce_scatter(call, operator, objs)
+        return call.later(rest) if async_op else rest()
 
 
 def _reduce_scatter(call: Call, operator: Operator, objs: Iterable[T]) -> Callable[[], T]:
@@ -466,7 +469,7 @@ def _encode_each(
                 message = call.announcement(Status.VALUE)
             else:
                 prepared = obj if operator is None else operator.prepare(obj, call.rank)
-                message = call.message(functools.partial(_itself, prepared))
+                message = call.message(prepared)
             if message.header.status == Status.FAILURE:
                 return [message] * call.size
             messages.append(message)
@@ -476,7 +479,3 @@ def _encode_each(
     except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
         return [call.failure(error)] * call.size
     return messages
-
-
-def _itself(obj: T) -> T:
-    return obj

@@ -474,7 +474,7 @@ def _told(call: Call, word: _Word) -> list[_Word]:
     """What each rank says, in the first call."""
     if call.is_alone:
         return [word]
-    mine = call.message(lambda: tuple(word))
+    mine = call.message(word, tuple)
     with call.traffic as exchange:
         messages = routes.all_gather(exchange, mine)
     call.raise_failures(messages)

@@ -83,44 +83,14 @@ class Channel:
         # Those that were replaced while a thread had yet to raise what ended them.
         self._owed: list[Mesh] = []
 
-    def enter(
-        self,
-        operation: str,
-        deadline: Deadline,
-        call_site: str,
-        lane_name: str,
-        *,
-        raises_later: bool = False,
-    ) -> tuple[Mesh, Lane]:
-        """The connections and the calling thread's lane; the first call connects.
-
-        Args:
-            operation: for an error's text.
-            deadline: the call's.
-            call_site: the user's line.
-            lane_name: of the calling thread's lane.
-            raises_later: whether the call leaves what its thread has yet to raise to its work, or
-                to the next call.
-
-        Raises:
-            BrokenGroupError: an earlier error has closed the connections for good.
-            ObjcommError: what has closed them since this thread's last call; the next is served.
-                With ``raises_later`` the thread gets them as they are.
-            UsageError: the group is destroyed, another thread has the lane, or this one has it and
-                waits for a callback.
-            TransportTimeout: not every member came.
-        """
-        mesh, lane = self.admit(operation, lane_name, raises_later=raises_later)
-        if mesh.link is None:
-            self.connect(mesh, lane, operation, deadline, call_site)
-        return mesh, lane
-
     def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
         """Connect now what the first call would connect; every member must call this.
 
-        As ``enter``, with its errors, but no thread has taken a lane afterwards.
+        As ``admit`` and ``connect``, with their errors, but no thread has taken a lane afterwards.
         """
-        mesh, lane = self.enter(operation, deadline, call_site, "")
+        mesh, lane = self.admit(operation, "")
+        if mesh.link is None:
+            self.connect(mesh, lane, operation, deadline, call_site)
         with self._lock:
             if mesh.lanes.get(lane.name) is lane:
                 del mesh.lanes[lane.name]
@@ -133,17 +103,24 @@ class Channel:
         *,
         raises_later: bool = False,
     ) -> tuple[Mesh, Lane]:
-        """As ``enter``, without connecting.
+        """The connections, to be made by ``connect`` if there are none yet, and the thread's lane.
 
         Args:
             operation: for an error's text.
             lane_name: of the calling thread's lane.
             order: given if any thread may use the lane.
-            raises_later: as for ``enter``.
+            raises_later: whether the call leaves what its thread has yet to raise to its work, or
+                to the next call.
 
         Returns:
             A mesh and a lane. With ``raises_later`` the mesh has ended if the thread has yet to
             raise why: on another rank the call of the same place may have begun before.
+
+        Raises:
+            BrokenGroupError: an earlier error has closed the connections for good.
+            ObjcommError: what has closed them since this thread's last call; the next is served.
+            UsageError: the group is destroyed, another thread has the lane, or this one has it and
+                waits for a callback.
         """
         mesh = self._mesh
         if mesh is None or mesh.verdict is not None or self._owed:

@@ -184,13 +184,12 @@ class Mesh:
         entry = CallRecord(header, operation, lane=lane.name)
         entry.caller = caller
         self.history.add_meeting(entry)
-        deadline.apply(entry)
-        if not math.isinf(entry.report_at):  # most who wait here for long have forgotten a rank
-            entry.report_at = min(entry.report_at, entry.waits_since + _REPORT_SECONDS)
         self._meeting.watch(entry)
         entry.regions = regions.get()
         entry.waiter = threading.get_ident()
-        lane.begin(entry)  # last: the watchdog reads all the rest of it
+        lane.begin(entry, deadline)
+        if not math.isinf(entry.report_at):  # most that wait here for long have forgotten a rank
+            entry.report_at = min(entry.report_at, entry.waits_since + _REPORT_SECONDS)
         try:
             try:
                 self.begin_meeting(store, deadline)
@@ -212,8 +211,7 @@ class Mesh:
             entry.end(error, time.time() - entry.began)
             raise
         finally:
-            deadline.pause()
-            lane.end(entry)
+            lane.end(entry, deadline)
         entry.header = header._replace(group=self.number)
         entry.end(None, time.time() - entry.began)
         return link

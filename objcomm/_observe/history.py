@@ -50,6 +50,7 @@ class CallRecord:
         seconds: how long it took, negative while it is under way.
         sent_nbytes: bytes sent, to all ranks together.
         received_nbytes: bytes received.
+        rounds: how often it had to wait for what depended on an earlier message.
         outcome: ``"returned"``, or the type of the error that it raised.
         waits_since: when it began to wait for other ranks, in seconds of ``time.monotonic``.
         waits_until: when its time limit passes.
@@ -74,6 +75,7 @@ class CallRecord:
     seconds = -1.0
     sent_nbytes = 0
     received_nbytes = 0
+    rounds = 0
     outcome = ""
     waits_since = 0.0
     waits_until = 0.0

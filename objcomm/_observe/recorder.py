@@ -88,26 +88,19 @@ class Recorder:
         _recorders.add(part)
         return part
 
-    def conclude(
-        self,
-        entry: CallRecord,
-        error: BaseException | None,
-        began: float,
-        cost: tuple[int, int, int],
-    ) -> None:
-        """Note how a call has ended, and what it cost.
+    def conclude(self, entry: CallRecord, error: BaseException | None, began: float) -> None:
+        """Note how a call has ended.
 
         Args:
             entry: the call.
             error: what it raises; one of objcomm's own gets the latest calls as its ``recent``.
             began: when it was called, in seconds of ``time.perf_counter``.
-            cost: its rounds of messages, the bytes sent, to all ranks together, and those received.
         """
         seconds = time.perf_counter() - began
-        _, entry.sent_nbytes, entry.received_nbytes = cost
         entry.end(error, seconds)
         if isinstance(error, ObjcommError):
             self.attach(error)
+        cost = entry.rounds, entry.sent_nbytes, entry.received_nbytes
         self.counters.add(entry.operation, cost, seconds)
         for listen in listeners:
             listen(entry)

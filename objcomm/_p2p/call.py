@@ -128,7 +128,6 @@ class P2PCall:
         self.entry.awaits = header.root
         # No limit at all (``inf``) is cut to one of 115 days: nobody polls so.
         self.entry.has_own_limit = timeout is not None and self._deadline.seconds < FOREVER_SECONDS
-        self._exchange: Exchange | None = None
         self._own_error: BaseException | None = None
         self._ended_by: BaseException | None = None
         self.envelopes: list[Envelope] = []
@@ -160,8 +159,7 @@ class P2PCall:
         """Note how it has ended."""
         # The traceback of one holds the caller's object, and of the other this call.
         self._own_error = self._ended_by = None
-        cost = (0, 0, 0) if self._exchange is None else self._exchange.cost
-        self.group.recorder.conclude(self.entry, error, self._began, cost)
+        self.group.recorder.conclude(self.entry, error, self._began)
 
     def _finish(self, error: BaseException | None) -> None:
         """Do the rest of a work on this thread; if there is an error, it is what the work raises.
@@ -206,15 +204,15 @@ class P2PCall:
         self.entry.header = self.entry.header._replace(
             lane=lane.number, group=mesh.number, sequence=sequence
         )
-        self._exchange = Exchange(
+        path, chosen = self._device_path, self._coding.settings
+        return Exchange(
             link=mesh.connections_for(self.entry.operation),
             lane=lane,
             entry=self.entry,
             deadline=self._deadline,
-            gate=Gate(self._coding.settings, mesh.session, self.group.rank),
-            device=self._device_path,
+            gate=Gate(chosen, mesh.session, self.group.rank, path.devices),
+            device=path,
         )
-        return self._exchange
 
     def _move_on_device(
         self, pair: Pair, exchange: Exchange, turn: DeviceTurn, transfer: Callable[[], None]
@@ -257,7 +255,7 @@ class P2PCall:
     def _say(self, word: Operation, offers: Offers, number: int, exchange: Exchange) -> None:
         """Tell the other rank a word on a message."""
         said = offers.say(word, number, self.entry, self._deadline, exchange.gate)
-        exchange.sent_nbytes += said.sent_nbytes
+        self.entry.sent_nbytes += said.entry.sent_nbytes
         said.finish()
 
 
@@ -473,8 +471,7 @@ class Send(P2PCall):
                 if message.is_all_head:  # nothing has begun that others would miss
                     end = functools.partial(self._withdraw, pair, offers, number)
                     self.entry.withdraw = end
-                self._deadline.apply(self.entry)
-                lane.begin(self.entry)
+                lane.begin(self.entry, self._deadline)
         except BaseException as error:  # noqa: BLE001  # raised where somebody waits
             self._ended_by = error.with_traceback(None)
             if not is_awaited or offers.withdraw(number):
@@ -507,8 +504,7 @@ class Send(P2PCall):
     def _go_on_offered(self, pair: Pair, place: Ticket, message: Message) -> None:
         offered, self._offered = self._offered, None
         if offered is not None:
-            self._deadline.pause()
-            offered[1].end(self.entry)
+            offered[1].end(self.entry, self._deadline)
             self.entry.withdraw = None
         turn = self._device_turn
         with self, place, turn or contextlib.nullcontext():
@@ -612,7 +608,7 @@ class Send(P2PCall):
         message.header = message.header._replace(
             lane=header.lane, group=header.group, sequence=header.sequence
         )
-        exchange.rounds += 1
+        self.entry.rounds += 1
         exchange.send_head(message, [peer], destination=peer)
 
 
@@ -780,13 +776,12 @@ class Receive(P2PCall):
             return
         admitted = self._admitted()
         self._heed(admitted)
-        self._deadline.apply(self.entry)
         self.entry.regions = regions.get()
         self.entry.withdraw = functools.partial(self._withdraw, request)
         self._lanes = [lane for _, _, lane in admitted]
         request.among = frozenset(pair.peer for pair, _, _ in admitted)
         for lane in self._lanes:
-            lane.begin(self.entry)
+            lane.begin(self.entry, self._deadline)
         hurry(self._deadline.seconds)
         mailbox.ask(request)  # from now on the wait may be over, on another thread
         if not admitted:  # from this rank itself: no lane, no watchdog
@@ -825,7 +820,7 @@ class Receive(P2PCall):
         # The history keeps the entry, and this would keep the message.
         self.entry.withdraw = _ignore
         for lane in self._lanes:
-            lane.end(self.entry)
+            lane.end(self.entry, self._deadline)
 
     def _found(self, request: RecvRequest) -> Arrived:
         """What a request that has ended found.
@@ -866,8 +861,8 @@ class Receive(P2PCall):
                 raise
         self.entry.header = self.entry.header._replace(root=arrival.peer, tag=arrival.tag)
         exchange = self._joined(mesh, lane, header.sequence)
-        exchange.rounds += 1
-        exchange.received_nbytes += len(arrival.raw)
+        self.entry.rounds += 1
+        self.entry.received_nbytes += len(arrival.raw)
         if header.is_all_head:
             # Before anything else can fail: its sender waits for no more than this.
             if is_offered and mesh.verdict is None:
@@ -879,7 +874,7 @@ class Receive(P2PCall):
                     Watched(mesh, lane, exchange, self._deadline),
                 ):
                     self._tell_taken(arrival.peer, mesh, exchange)
-            message = exchange.adopt(arrival.raw, header)
+            message = exchange.gate.take_in(arrival.raw, header)
         else:
             self.entry.is_served = True
             self.entry.withdraw = None  # the sender waits, too: only both can end this
@@ -888,7 +883,7 @@ class Receive(P2PCall):
             # Memory for what arrives belongs to that stream, so it waits for no other one.
             place = contextlib.nullcontext() if stream is None else DevicePlace(stream)
             with place, Watched(mesh, lane, exchange, self._deadline):
-                message = exchange.adopt(arrival.raw, header)
+                message = exchange.gate.take_in(arrival.raw, header)
                 if header.flags & _ON_DEVICE:
                     self._recv_on_device(arrival.peer, mesh, exchange, message, stream)
                 else:

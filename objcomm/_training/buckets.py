@@ -285,7 +285,7 @@ class _Agreement:
         self.kinds: Sequence[TensorGroup] = ()
         self._call = call
         self._manifest = Manifest((), b"", "")
-        self._mine = call.message(lambda: self._describe(call.aside(make)))
+        self._mine = call.message(make, lambda make: self._describe(call.aside(make)))
 
     def _describe(self, bundles: Sequence[Bundle]) -> bytes:
         self.bundles = bundles
@@ -304,7 +304,7 @@ class _Agreement:
         digests = {call.decode_as(message, _is_digest, "digest") for message in messages}
         if len(digests) == 1:
             return (), mine
-        described = call.message(lambda: (list(mine.lines), mine.present, mine.linked))
+        described = call.message((list(mine.lines), mine.present, mine.linked))
         message = answered(call, exchange, described, self._merged)
         if call.failures([message]) is not None:
             return [message], None
@@ -500,13 +500,13 @@ class _Moving:
     def _in_messages(self, rule: Rule, flat: torch.Tensor) -> None:
         call = self._call
         if rule is Rule.SHARE:
-            mine = call.message(lambda: flat) if call.is_root else None
+            mine = call.message(flat) if call.is_root else None
             message = routes.broadcast(self._exchange, mine, call.root)
             if not call.is_root:
                 flat.copy_(call.decode_as(message, partial(_is_like, flat), "such tensor"))
             return
         # A copy, because the means take the place of what is still being sent.
-        messages = routes.all_gather(self._exchange, call.message(flat.clone))
+        messages = routes.all_gather(self._exchange, call.message(flat, torch.Tensor.clone))
         operands = [
             flat
             if rank == call.rank

@@ -7,7 +7,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -121,7 +120,8 @@ def gather_scalar(
         has_root=True,
         async_op=async_op,
     ) as call:
-        return call.run(gather_in(call, lambda: _check_scalar(value)))
+        rest = gather_in(call, value, _check_scalar)
+        return call.later(rest) if async_op else rest()
 
 
 @overload
@@ -186,7 +186,8 @@ def all_gather_scalar(
         codec=_codec_for(value),
         async_op=async_op,
     ) as call:
-        return call.run(all_gather_in(call, value, check=_check_scalar))
+        rest = all_gather_in(call, value, check=_check_scalar)
+        return call.later(rest) if async_op else rest()
 
 
 def _codec_for(value: object) -> str:
@@ -271,7 +272,7 @@ def gather_from_all_ranks(
         accept=accept,
         allow=allow,
     ) as call:
-        rest = gather_in(call, partial(call.aside, fn))
+        rest = gather_in(call, fn, call.aside)
         return rest()
 
 
@@ -321,7 +322,7 @@ def gather_scalar_from_all_ranks(
         has_root=True,
         confirm=True,
     ) as call:
-        rest = gather_in(call, partial(call.aside, produce))
+        rest = gather_in(call, produce, call.aside)
         return rest()
 
 
@@ -423,7 +424,8 @@ def reduce_and_broadcast(
         allow=allow,
         async_op=async_op,
     ) as call:
-        return call.run(decide_in(call, fn1, fn2))
+        rest = decide_in(call, fn1, fn2)
+        return call.later(rest) if async_op else rest()
 
 
 _Number: TypeAlias = int | float

@@ -90,7 +90,7 @@ def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> R:
     mine = None
     if call.is_root:
         with inside(region):
-            mine = call.message(lambda: kept(own, produce()))
+            mine = call.message(produce, lambda produce: kept(own, produce()))
     with call.traffic as exchange:
         message = routes.broadcast(exchange, mine, call.root)
     return call.result([message], lambda: own[0] if own else call.decode(message))

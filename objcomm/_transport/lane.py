@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from objcomm._transport.link import Link, head_tag
 
 if TYPE_CHECKING:
     from objcomm._observe.history import CallRecord
+    from objcomm._transport.link import Deadline
     from objcomm._transport.threads import SerialExecutor, TicketQueue
     from objcomm._transport.workspace import Workspace
 
@@ -68,16 +70,22 @@ class Lane:
         self.has_asked = False
         self.past: deque[CallRecord] = deque(maxlen=_PAST)
 
-    def begin(self, entry: CallRecord) -> None:
-        """The calling thread begins to wait in ``entry``, for whoever watches."""
+    def begin(self, entry: CallRecord, deadline: Deadline) -> None:
+        """The calling thread begins to wait in ``entry``, for whoever watches; its limit counts."""
+        now = entry.waits_since = time.monotonic()
+        deadline.until = entry.waits_until = now + deadline.remaining
+        entry.limit_seconds = deadline.seconds
+        entry.report_at = now + deadline.settings.report_after
+        entry.has_expired = False  # that was an earlier wait of the same call
         if self.order is None:
             self.runner = threading.get_ident()
             self.entry = entry
         else:
             self.p2p_calls.add(entry)
 
-    def end(self, entry: CallRecord) -> None:
-        """The wait is over."""
+    def end(self, entry: CallRecord, deadline: Deadline) -> None:
+        """The wait is over; the next one has what is left of the limit."""
+        deadline.remaining = max(0.0, deadline.until - time.monotonic())
         if self.order is None:
             self.entry = None
         else:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 
 from objcomm._config import FOREVER_SECONDS, Settings, settings
-from objcomm._observe.history import CallRecord
 from objcomm._transport.share import Share
 
 # Tags have 31 bits. First messages of a lane share one tag, so that mismatched operations meet
@@ -372,6 +371,8 @@ class Connections(Link, Protocol):
 class Deadline:
     """A time limit that all waits of one operation share; between them it does not count.
 
+    ``Lane.begin`` and ``Lane.end`` say when it does.
+
     Attributes:
         seconds: how long it is.
         settings: the options in force, for the connections that this operation has to make.
@@ -395,23 +396,6 @@ class Deadline:
         """Let the next wait have so much at least, and say so if it does not do."""
         self.seconds = max(self.seconds, seconds)
         self.remaining = max(self.remaining, seconds)
-
-    def apply(self, entry: CallRecord) -> float:
-        """Count what is left, and let the watchdog know that ``entry`` waits, and until when.
-
-        Returns:
-            How many seconds that are.
-        """
-        now = entry.waits_since = time.monotonic()
-        self.until = entry.waits_until = now + self.remaining
-        entry.limit_seconds = self.seconds
-        entry.report_at = now + self.settings.report_after
-        entry.has_expired = False  # that was an earlier wait of the same call
-        return self.remaining
-
-    def pause(self) -> None:
-        """End a wait that ``apply`` began; the next one has what is left."""
-        self.remaining = max(0.0, self.until - time.monotonic())
 
     @property
     def has_passed(self) -> bool:

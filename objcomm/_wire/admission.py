@@ -4,6 +4,10 @@ Everything here happens before a byte is allocated for a message, and before one
 headers; knows nothing of links or of what messages mean.
 """
 
+from collections.abc import Sequence
+
+import torch
+
 from objcomm._codecs.buffers import room
 from objcomm._config import Settings
 from objcomm._wire.header import (
@@ -16,7 +20,7 @@ from objcomm._wire.header import (
     check_same_call,
     signed_part,
 )
-from objcomm._wire.message import Message, head_of
+from objcomm._wire.message import INLINE_NBYTES, Message, head_of, open_body
 from objcomm._wire.signing import Newest, environment_secret, signer_for
 from objcomm.errors import (
     AuthenticationError,
@@ -41,9 +45,15 @@ class Gate:
         signer: signs and checks; None without a key.
     """
 
-    __slots__ = ("_nbytes", "_rank", "_seen", "_sent", "settings", "signer")
+    __slots__ = ("_devices", "_nbytes", "_rank", "_seen", "_sent", "settings", "signer")
 
-    def __init__(self, chosen: Settings, purpose: str, rank: int = EVERYONE) -> None:
+    def __init__(
+        self,
+        chosen: Settings,
+        purpose: str,
+        rank: int = EVERYONE,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
         """Begin.
 
         Args:
@@ -51,12 +61,14 @@ class Gate:
             purpose: what signatures are bound to: the session of this mesh, in whose name each of
                 its ranks has a fresh number.
             rank: this rank, within the group.
+            devices: where ``BufferKind.DEVICE`` buffers are to lie, as ``open_body`` takes them.
 
         Raises:
             UsageError: the environment names a key file that does not serve.
         """
         self.settings = chosen
         self._rank = rank
+        self._devices = devices
         self._nbytes = 0
         self.signer = None
         secret = chosen.secret or environment_secret()
@@ -74,43 +86,17 @@ class Gate:
         """
         if message.arrived is not None:
             return message.arrived
-        if self.signer is None:
-            return message.head_with(message.header.pack())
-        self._sent += 1
-        if message.header.digest == BLANK:
-            digest = self.signer.digest(message.content())
-            message.header = message.header._replace(digest=digest)
-        header = message.header._replace(destination=destination, number=self._sent)
-        return message.head_with(header.pack(self.signer.sign))
-
-    def open(
-        self, raw: bytes | memoryview, mine: Header, sender: int, heads_max: int = 1
-    ) -> Message:
-        """Take in the next message of a call, if it is that.
-
-        Args:
-            raw: what arrived.
-            mine: what this rank would have sent.
-            sender: who must have made it.
-            heads_max: how many heads a bundle may hold.
-
-        Raises:
-            ObjcommError: as ``header_in``, ``check_call`` and ``take_in``.
-        """
-        if self.signer is not None:
-            header = self.header_in(raw, sender)
-            self.check_call(mine, header, sender)
-            return self.take_in(raw, header, heads_max)
-        try:
-            header = Header.unpack(raw)
-        except WireError:
-            header = self.header_in(raw, sender)  # raises, and says whose it is
-        if header.signature != BLANK:
-            header = self.header_in(raw, sender)  # raises
-        # What must agree stands together, the sender in its midst.
-        if header[2:10] != (mine[2], sender, *mine[4:10]):
-            check_same_call(mine, header, sender)
-        return self.take_in(raw, header, heads_max)
+        signer, body = self.signer, message.body
+        if signer is None:
+            packed = message.header.pack()
+        else:
+            self._sent += 1
+            if message.header.digest == BLANK:
+                digest = signer.digest(message.content())
+                message.header = message.header._replace(digest=digest)
+            header = message.header._replace(destination=destination, number=self._sent)
+            packed = header.pack(signer.sign)
+        return packed + body if len(body) <= INLINE_NBYTES else packed
 
     def header_in(self, raw: bytes | bytearray | memoryview, sender: int | None = None) -> Header:
         """The header of a message that arrived, once its origin is proved.
@@ -193,10 +179,10 @@ class Gate:
             raise AuthenticationError(f"{header.position} did not send this to one rank")
 
     def take_in(self, raw: bytes | memoryview, header: Header, heads_max: int = 1) -> Message:
-        """Begin to take a message in, if this rank's options let it pass.
+        """Take a message in, or begin to, if this rank's options let it pass.
 
-        One that came whole with its head is only marked where they do not, for nobody waits for
-        the rest of it: it is ``Message.check`` that raises then.
+        One that came whole with its head is opened. Where the options refuse it, it is only marked,
+        for nobody waits for the rest of it: ``Message.check`` raises then.
 
         Args:
             raw: what arrived; bytes behind the head are ignored.
@@ -205,7 +191,7 @@ class Gate:
 
         Raises:
             DecodeError: its codec is not accepted here; nothing was allocated for it.
-            WireError: it is larger than a limit; the same. Or it was cut off.
+            WireError: it is larger than a limit; the same. Or it was cut off, or damaged.
         """
         message = head_of(raw, header)
         message.signer = self.signer
@@ -216,7 +202,9 @@ class Gate:
             if not message.is_all_head:
                 raise refusal
             message.refusal = refusal
-        elif len(message.body) < header.body_nbytes:
+        elif message.is_all_head:
+            open_body(message, self._devices)
+        elif not header.is_inline:
             message.body = room(header.body_nbytes)
         return message
 

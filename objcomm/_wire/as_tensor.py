@@ -8,7 +8,7 @@ import torch
 
 from objcomm._codecs.base import codec_named, decode, encode
 from objcomm._codecs.buffers import readable, to_bytes, view
-from objcomm._config import Allowed, DeviceLike, parse_device, settings, settings_with, using
+from objcomm._config import Allowed, DeviceLike, parse_device, settings, settings_with
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import HEADER_NBYTES, Header, Operation, Status
 from objcomm._wire.message import Message, compose, open_body
@@ -114,8 +114,7 @@ def from_tensor(
         payload = payload[large.numel() :]
     message.check()
     owners = [buffer.owner for buffer in message.buffers]
-    with using(chosen):
-        return decode(header.codec, message.meta, owners, device=target)
+    return decode(header.codec, message.meta, owners, device=target, chosen=chosen)
 
 
 def _checksum(flats: Sequence[torch.Tensor]) -> int:

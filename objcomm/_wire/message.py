@@ -93,17 +93,6 @@ class Message:
         self.is_open = False
         self.is_all_head = header.body_nbytes <= INLINE_NBYTES and not header.payload_nbytes
 
-    @property
-    def head(self) -> bytes | memoryview:
-        """What is sent first; a message that arrived is passed on as it came."""
-        if self.arrived is not None:
-            return self.arrived
-        return self.head_with(self.header.pack())
-
-    def head_with(self, header: bytes) -> bytes:
-        """The head under a header that was packed for one sending."""
-        return header + self.body if len(self.body) <= INLINE_NBYTES else header
-
     def content(self) -> Iterator[Any]:
         """All bytes behind the header, piece by piece, as objects with the buffer protocol."""
         yield self.body
@@ -265,10 +254,12 @@ def open_body(
         WireError: the body is damaged or disagrees with the header, or there is no memory.
     """
     header, body = message.header, memoryview(message.body)
-    rows = unpack_table(header, body)
+    if zlib.crc32(body) != header.body_checksum:
+        raise WireError("the body's checksum is wrong: the message was damaged")
     message.is_open = True
-    if not rows:
+    if not (header.buffer_count or header.payload_nbytes) and len(body) == header.meta_nbytes:
         return
+    rows = unpack_table(header, body)
     at = header.buffer_count * ROW_NBYTES + header.meta_nbytes
     buffers = []
     for row in rows:

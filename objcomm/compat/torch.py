@@ -239,11 +239,11 @@ def gather_object(  # noqa: PLR0917  # torch's signature
     name = "gather_object"
 
     def body(call: Call) -> None:
-        def produce() -> object:
+        def check(obj: object) -> object:
             _check_gather_list(call, object_gather_list)
             return obj
 
-        objects = gather_in(call, produce)()
+        objects = gather_in(call, obj, check)()
         if objects is not None and object_gather_list is not None:
             objects[call.rank] = _copied(call, obj)
             _replace(object_gather_list, objects)

@@ -59,7 +59,8 @@ def message(raw: bytes) -> Message:
     arrived = raw[HEADER_NBYTES : HEADER_NBYTES + len(opened.body)]
     if not opened.header.is_inline:
         memoryview(opened.body)[: len(arrived)] = arrived
-    open_body(opened)
+    if not opened.is_open:
+        open_body(opened)
     nbytes = sum(buffer.flat.numel() for buffer in opened.buffers)
     assert nbytes <= LIMIT_NBYTES, f"{nbytes} bytes were allocated"
     return opened
@@ -115,7 +116,7 @@ def envelope(raw: bytes) -> None:
     assert taken == [request]
     exchange = exchange_on(MemoryLink(Wires(2), 0), new_lane())
     exchange.gate = gate
-    failures_in([exchange.adopt(held, theirs)])
+    failures_in([exchange.gate.take_in(held, theirs)])
 
 
 def answer(raw: bytes) -> None:

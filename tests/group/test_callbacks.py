@@ -10,7 +10,6 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError
 from objcomm._transport.lane import Lane
-from objcomm._transport.link import Deadline
 from tests.group.helpers import RefusesToPickle, assert_group_works, outcome_of, tell_all
 from tests.ranks import ranks
 
@@ -127,7 +126,7 @@ def _interrupted(*_: object) -> None:
 
 
 #: The last step before a call waits, and after it has waited.
-EDGES: dict[str, tuple[Any, str]] = {"begin": (Lane, "begin"), "end": (Deadline, "pause")}
+EDGES: dict[str, tuple[Any, str]] = {"begin": (Lane, "begin"), "end": (Lane, "end")}
 
 #: Calls that end on two ranks together, each as this rank makes it with the other one.
 ENDS: dict[str, Callable[[Any], object]] = {

@@ -26,6 +26,7 @@ from objcomm._transport.link import (
 from objcomm._transport.share import Share
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import BLANK, EVERYONE, WINDOW_NBYTES, Header, Operation
+from objcomm._wire.message import Message
 
 JOIN_SECONDS = 120.0  # only a hang takes so long
 
@@ -385,15 +386,21 @@ def exchange_on(
     meter: Meter | None = None,
     **fields: Any,
 ) -> Exchange:
+    path = DevicePath([] if device_link is None else [device_link])
     return Exchange(
         link=link,
         lane=lane,
         entry=CallRecord(header_of(link.rank, **fields), "gather"),
         deadline=Deadline(seconds),
-        gate=Gate(chosen or Settings(max_nbytes=1 << 30), "a mesh", link.rank),
-        device=DevicePath([] if device_link is None else [device_link]),
+        gate=Gate(chosen or Settings(max_nbytes=1 << 30), "a mesh", link.rank, path.devices),
+        device=path,
         meter=meter,
     )
+
+
+def head_of(message: Message) -> bytes:
+    """What is sent first of a message, unsigned."""
+    return bytes(Gate(Settings(), "").head_of(message))
 
 
 def new_lane() -> Lane:

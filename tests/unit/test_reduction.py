@@ -123,7 +123,7 @@ def test_ranks_of_one_host_send_each_other_words_only() -> None:
             parts = [part(rank, 1_000_000, tuple(range(size)), is_taker=True)]
             tensor_reduction.reduce_tensors(exchange, parts, None)
             exchange.finish()
-        return exchange.sent_nbytes, exchange.received_nbytes
+        return exchange.entry.sent_nbytes, exchange.entry.received_nbytes
 
     costs = on_every_rank(size, on_rank)
     assert all(count == 1 for link in links for count, _ in link.sent)

@@ -21,6 +21,7 @@ from tests.unit.memory_link import (
     MemoryLink,
     Wires,
     exchange_on,
+    head_of,
     header_of,
     new_lane,
     on_every_rank,
@@ -328,7 +329,7 @@ def test_where_one_rank_failed_nothing_large_moves() -> None:
 def test_every_first_message_fits_into_the_posted_receive() -> None:
     wires = Wires(2)
     for nbytes in (0, 1, WINDOW_NBYTES - HEADER_NBYTES, WINDOW_NBYTES - HEADER_NBYTES + 1, 1 << 20):
-        head = compose(header_of(0), bytes(nbytes)).head
+        head = head_of(compose(header_of(0), bytes(nbytes)))
         assert len(head) <= WINDOW_NBYTES
     assert wires.left_over() == 0
 

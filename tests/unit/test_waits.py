@@ -24,7 +24,7 @@ from objcomm._transport.link import Deadline
 from objcomm._transport.store import pack_record
 from objcomm._transport.streams import StreamLink
 from objcomm.errors import TransportError, WireError
-from tests.unit.memory_link import header_of
+from tests.unit.memory_link import header_of, new_lane
 
 REPORT_AFTER_S = Settings().report_after
 
@@ -41,43 +41,51 @@ def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    deadline, entry = Deadline(10.0), CallRecord(header_of(0), "broadcast", "pickle")
+    lane, deadline, entry = (
+        new_lane(),
+        Deadline(10.0),
+        CallRecord(header_of(0), "broadcast", "pickle"),
+    )
     clock.now += 100  # its object is encoded
-    deadline.apply(entry)
+    lane.begin(entry, deadline)
     assert entry.waits_until == clock.now + 10
     assert entry.report_at == clock.now + REPORT_AFTER_S
     clock.now += 4
-    deadline.pause()
+    lane.end(entry, deadline)
     clock.now += 100  # what came is decoded
-    deadline.apply(entry)
+    lane.begin(entry, deadline)
     assert (entry.waits_until, entry.limit_seconds) == (clock.now + 6, 10.0)
     clock.now += 5
     assert not deadline.has_passed
     clock.now += 1
     assert deadline.has_passed
-    deadline.pause()
-    deadline.apply(entry)
+    lane.end(entry, deadline)
+    lane.begin(entry, deadline)
     assert entry.waits_until == clock.now
     deadline.restart()
-    deadline.apply(entry)
+    lane.begin(entry, deadline)
     assert entry.waits_until == clock.now + 10
 
 
 def test_each_wait_of_a_call_can_be_seen_to_pass_its_limit() -> None:
     """A call that was late once, and went on, would wait for ever in its next step."""
-    deadline, entry = Deadline(10.0), CallRecord(header_of(0), "all_reduce", "pickle")
-    deadline.apply(entry)
+    lane, deadline, entry = (
+        new_lane(),
+        Deadline(10.0),
+        CallRecord(header_of(0), "all_reduce", "pickle"),
+    )
+    lane.begin(entry, deadline)
     entry.has_expired = True
-    deadline.apply(entry)
+    lane.begin(entry, deadline)
     assert not entry.has_expired
 
 
 def test_a_limit_can_be_made_longer_for_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     for limit_s, longer_s in ((0.02, 2.0), (10.0, 10.0)):
-        deadline, entry = Deadline(limit_s), CallRecord(header_of(0), "recv")
+        lane, deadline, entry = new_lane(), Deadline(limit_s), CallRecord(header_of(0), "recv")
         deadline.leave(2.0)
-        deadline.apply(entry)
+        lane.begin(entry, deadline)
         assert (entry.waits_until, entry.limit_seconds) == (clock.now + longer_s, longer_s)
 
 

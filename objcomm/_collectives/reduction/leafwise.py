@@ -316,21 +316,21 @@ class TreeReduction:
         self._call = call
         self._operator = operator
         self._options = options
-        self._own = obj
+        self._own: Any = None
         self._structure: Any = None
         self._leaves: list[Any] = []
         self._mine_follows = False
-        self._mine = call.message(self._describe)
+        self._mine = call.message(obj, self._describe)
         self._answer: Answer | None = None
         self._followed: dict[int, Any] = {}
         self._is_taker = True
 
-    def _describe(self) -> tuple[Any, list[Any], str]:
-        structure, leaves = structures.describe(self._own, self._operator, self._call.rank)
+    def _describe(self, obj: Any) -> tuple[Any, list[Any], str]:
+        structure, leaves = structures.describe(obj, self._operator, self._call.rank)
         self._structure, self._leaves = structure, leaves
         self._locks = [resize_locks(leaf) for leaf in leaves]
         # Containers of its own: an asynchronous call's caller may change theirs meanwhile.
-        self._own = structures.rebuild(structure, self._own, leaves)
+        self._own = structures.rebuild(structure, obj, leaves)
         abouts = [tensors_of(each) for _, each in structures.leaves_of(structure)]
         nbytes = sum(about.nbytes for about in abouts if about is not None)
         # What travels outside of messages is not signed.

@@ -68,7 +68,7 @@ class _Accumulator:
 
     def partial(self) -> Message:
         """What has been combined so far."""
-        return self._call.failures(self._failed) or self._call.message(lambda: self._combined)
+        return self._call.failures(self._failed) or self._call.message(self._combined)
 
     def result(self) -> tuple[Message, Any]:
         """The end of the reduction: as a message for other ranks, and as the object itself."""
@@ -87,7 +87,7 @@ class Folding:
         self._call = call
         self._operator = operator
         self._operand: Any = None
-        self._mine = call.message(lambda: self._prepare(obj))
+        self._mine = call.message(obj, self._prepare)
         if self._combines() and self._mine.header.status != Status.FAILURE:
             self._take_copy()
         self._computed: tuple[Message, Any] | None = None
@@ -385,7 +385,8 @@ def reduce(
         allow=allow,
         async_op=async_op,
     ) as call:
-        return call.run(_reduced(call, operator, obj, leafwise, call.root))
+        rest = _reduced(call, operator, obj, leafwise, call.root)
+        return call.later(rest) if async_op else rest()
 
 
 @overload
@@ -531,7 +532,8 @@ def all_reduce(
         allow=allow,
         async_op=async_op,
     ) as call:
-        return call.run(_reduced(call, operator, obj, leafwise, None))
+        rest = _reduced(call, operator, obj, leafwise, None)
+        return call.later(rest) if async_op else rest()
 
 
 def _reduced(

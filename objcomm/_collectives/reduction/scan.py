@@ -136,7 +136,8 @@ def scan(
         allow=allow,
         async_op=async_op,
     ) as call:
-        return call.run(_scanned(call, operator, obj))
+        rest = _scanned(call, operator, obj)
+        return call.later(rest) if async_op else rest()
 
 
 @overload
@@ -248,7 +249,8 @@ def exscan(
         allow=allow,
         async_op=async_op,
     ) as call:
-        return call.run(_scanned(call, operator, obj, first=1))
+        rest = _scanned(call, operator, obj, first=1)
+        return call.later(rest) if async_op else rest()
 
 
 def _scanned(call: Call, operator: Operator, obj: Any, first: int = 0) -> Callable[[], Any]:
@@ -283,7 +285,7 @@ class _Scan:
         self._operand: Any = None
         self._copy: Any = None
         self._result: Any = None
-        self._mine = call.message(lambda: self._prepared(obj))
+        self._mine = call.message(obj, self._prepared)
         if self._mine.header.status != Status.FAILURE:
             self._mine = self._copied()
         self._combined: Any = None
@@ -359,8 +361,8 @@ class _Scan:
             count = rank + 1 - self._first
             if count > 1:
                 combined = operator.combine(combined, self._call.decode(heads[count - 1]))
-            prefix = functools.partial(operator.finish, combined, count)
-            message = self._call.message(prefix)
+            finish = functools.partial(operator.finish, combined)
+            message = self._call.message(count, finish)
             if message.header.status == Status.FAILURE:
                 return [message] * len(heads)
             messages.append(message)
@@ -381,5 +383,5 @@ class _Scan:
 
     def _message_of_combined(self) -> Message:
         if self._partial is None:
-            self._partial = self._call.message(lambda: self._combined)
+            self._partial = self._call.message(self._combined)
         return self._partial
