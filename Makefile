@@ -62,6 +62,8 @@ bench: $(VENV)/.dev
 
 bench-smoke: $(VENV)/.dev
 	$(BIN)/python -m bench broadcast --world 2 --smoke
+	$(BIN)/python -m bench broadcasts --world 2 --smoke
+	$(BIN)/python -m bench step_after_pause --world 2 --smoke
 
 package: $(VENV)/.dev $(VENV)/.package
 	$(BIN)/python -m tests.package

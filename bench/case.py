@@ -14,6 +14,7 @@ Bind = Callable[[Peer, Any], Callable[[], object]]
 
 SECONDS = "seconds"
 PROCESSOR_SECONDS = "processor_seconds"
+PROCESSOR_SHARE = "processor_share"
 #: The measure of a call that needs a world in which nobody has called yet.
 FIRST_CALL = "first call"
 JUDGED_WORLD = 4

@@ -6,19 +6,26 @@ ranks sleep to one agreed instant instead was tried: with more ranks than cores 
 closer together.
 """
 
+import functools
 import gc
+import os
 import statistics
+import struct
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from bench.case import PROCESSOR_SECONDS, SECONDS
+from bench.case import PROCESSOR_SECONDS, PROCESSOR_SHARE, SECONDS
 
 Call = Callable[[], object]
+
+_STAMP = struct.Struct("<q")  # nanoseconds of the clock that all processes of a host share
 
 
 class Summary(NamedTuple):
@@ -47,6 +54,26 @@ class Beside:
         wait = self.begin()
         self.call()
         return wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A call by which rank 0 hands out work, measured until the last rank has it.
+
+    Attributes:
+        call: what is measured.
+        rounds: how many one sample has. In each, rank 0 begins once every rank has answered in the
+            round before, and calls as often as the case says in ``in_a_row``.
+        pause: seconds that rank 0 sleeps before each round, while the others wait for it.
+    """
+
+    call: Call
+    rounds: int
+    pause: float = 0.0
+
+    def __call__(self) -> object:
+        """The call itself, by which results are compared."""
+        return self.call()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +131,43 @@ class Ruler:
         dist.all_gather(everyone, mine, group=self._group)
         return [figures.tolist() for figures in everyone]
 
+    @functools.cached_property
+    def answers(self) -> "Answers":
+        """What the ranks tell rank 0 with; every rank must ask for it, on one host."""
+        with tempfile.TemporaryDirectory(prefix="objcomm-bench-") as folder:
+            box = [folder]
+            dist.broadcast_object_list(box, src=0, group=self._group)
+            answers = Answers(Path(box[0], "answers"), self.start_together)
+            self.start_together()  # all have opened it before it is removed
+        return answers
+
+
+class Answers:
+    """A pipe on which every other rank tells rank 0 when it had what it waited for.
+
+    Rank 0 sleeps until they have told it, so that it takes no processor from them meanwhile.
+    """
+
+    def __init__(self, path: Path, start_together: Callable[[], None]) -> None:
+        self._others = dist.get_world_size() - 1
+        self.is_asked = dist.get_rank() == 0
+        if self.is_asked:
+            os.mkfifo(path)
+        start_together()
+        self._pipe = os.open(path, os.O_RDWR if self.is_asked else os.O_WRONLY)
+
+    def give(self) -> None:
+        """Say that it is now."""
+        os.write(self._pipe, _STAMP.pack(time.monotonic_ns()))
+
+    def last(self) -> int:
+        """The latest of all other ranks' answers, once they are there."""
+        told = b""
+        while missing := self._others * _STAMP.size - len(told):
+            told += os.read(self._pipe, missing)
+        stamps: list[int] = [stamp for (stamp,) in _STAMP.iter_unpack(told)]
+        return max(stamps)
+
 
 def alternate(
     calls: Mapping[str, Call], samples: int, warm_up: int, ruler: Ruler, in_a_row: int = 1
@@ -121,35 +185,65 @@ def alternate(
 
     Returns:
         Per peer, the seconds of the slowest rank per call, and where they are several in a row
-        those of the processor that the busiest rank has had; the same on every rank.
+        those of the processor that the busiest rank has had. Of ``Steps`` the seconds until the
+        last rank has the object, and the processor seconds of all ranks in each second. The same
+        on every rank.
     """
-    taken: dict[str, dict[str, list[float]]] = {
-        peer: {SECONDS: [], PROCESSOR_SECONDS: []} if in_a_row > 1 else {SECONDS: []}
-        for peer in calls
-    }
+    taken: dict[str, dict[str, list[float]]] = {peer: {} for peer in calls}
     gc.collect()
     gc.freeze()  # what lives now is not searched before each sample
     gc.disable()
     try:
-        for peer in turns(list(calls), warm_up + samples):
+        for at, peer in enumerate(turns(list(calls), warm_up + samples)):
             gc.collect()
             ruler.start_together()
-            if in_a_row > 1:
-                seconds, busy = _several_calls(calls[peer], in_a_row)
-                taken[peer][PROCESSOR_SECONDS].append(busy)
-            else:
-                seconds = _one_call(calls[peer])
-            taken[peer][SECONDS].append(seconds)
+            figures = _sample(calls[peer], in_a_row, ruler)
+            if at >= warm_up * len(calls):
+                for metric, values in figures.items():
+                    taken[peer].setdefault(metric, []).extend(values)
     finally:
         gc.enable()
         gc.unfreeze()
     return {
         peer: {
-            metric: summarise(slowest(ruler.of_all_ranks(samples[warm_up:])))
-            for metric, samples in by_metric.items()
+            metric: summarise(slowest(ruler.of_all_ranks(values)))
+            for metric, values in by_metric.items()
         }
         for peer, by_metric in taken.items()
     }
+
+
+def _sample(call: Call, in_a_row: int, ruler: Ruler) -> dict[str, list[float]]:
+    """This rank's figures of one sample."""
+    if isinstance(call, Steps):
+        return _steps(call, in_a_row, ruler)
+    if in_a_row == 1:
+        return {SECONDS: [_one_call(call)]}
+    seconds, busy = _several_calls(call, in_a_row)
+    return {SECONDS: [seconds], PROCESSOR_SECONDS: [busy]}
+
+
+def _steps(steps: Steps, in_a_row: int, ruler: Ruler) -> dict[str, list[float]]:
+    """Each round's seconds for a call, which rank 0 alone knows, and all ranks' processor share."""
+    answers = ruler.answers
+
+    def one_round(calls: int) -> float:
+        if steps.pause and answers.is_asked:
+            time.sleep(steps.pause)
+        started = time.monotonic_ns()
+        for _ in range(calls):
+            steps.call()
+        if answers.is_asked:
+            return (answers.last() - started) / 1e9 / calls
+        answers.give()
+        return 0.0
+
+    one_round(1)  # the ranks come from a barrier, some much earlier than others
+    began, busy = time.monotonic_ns(), time.process_time()
+    taken = [one_round(in_a_row) for _ in range(steps.rounds)]
+    seconds, busy = (time.monotonic_ns() - began) / 1e9, time.process_time() - busy
+    everyone = ruler.of_all_ranks([busy / seconds])
+    return {SECONDS: taken, PROCESSOR_SHARE: [sum(share for (share,) in everyone)]}
 
 
 def _several_calls(call: Call, count: int) -> tuple[float, float]:

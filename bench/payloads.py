@@ -58,6 +58,34 @@ def _tally(rank: int, _shrink: int) -> Tally:
     return Tally({f"class_{label}": label * rank + 1 for label in range(10)}, seen=rank)
 
 
+def _step(rank: int, _shrink: int) -> dict[str, Any]:
+    # About 300 B when pickled: what a scheduler tells its workers to do next.
+    return {
+        "step": 4711 + rank,
+        "requests": [f"request-{number}" for number in range(6)],
+        "new_tokens": dict.fromkeys(range(6), 1),
+        "blocks": [[number, 64 * number] for number in range(10)],
+        "finished": (),
+        "preempted": None,
+        "temperature": 0.7,
+    }
+
+
+def _tokens(nbytes: int) -> Callable[[int, int], list[int]]:
+    # Numbers such as token ids have; nearly all take three bytes of a pickle.
+    def build(rank: int, shrink: int) -> list[int]:
+        return [(7919 * at + rank) % 50_000 for at in range(nbytes // shrink // 3)]
+
+    return build
+
+
+def _columns(nbytes: int) -> Callable[[int, int], dict[str, np.ndarray]]:
+    def build(rank: int, shrink: int) -> dict[str, np.ndarray]:
+        return {f"column{at}": _array(nbytes // 8)(rank + at, shrink) for at in range(8)}
+
+    return build
+
+
 def _scalar(rank: int, _shrink: int) -> float:
     return 0.1 * (rank + 1)
 
@@ -134,6 +162,14 @@ def _view(_rank: int, shrink: int) -> torch.Tensor:
     return whole[5:6]
 
 
+STEP = "step dict, 300 B"
+_MEDIUM_SIZES = {"40 kB": 40_000, "100 kB": 100_000, "300 kB": 300_000, "1 MiB": MIB}
+_MEDIUM_KINDS: dict[str, Callable[[int], Callable[[int, int], Any]]] = {
+    " of bytes": _noise,
+    " list of ints": _tokens,
+    " dict of 8 arrays": _columns,
+}
+
 #: What a name builds: ``build(rank, shrink)``; a smoke run shrinks the large ones.
 PAYLOADS: dict[str, Callable[[int, int], Any]] = {
     "nothing": lambda _rank, _shrink: None,
@@ -154,7 +190,16 @@ PAYLOADS: dict[str, Callable[[int, int], Any]] = {
     "dict of 100 tensors, 64 MiB": _tensors(100, 64 * MIB),
     "1,000 gradients, 4 MiB": _parameters(1000, 4 * MIB),
     "100 MB array": _array(COPIED_NBYTES),
+    STEP: _step,
+    **{
+        f"{size}{of}": build(nbytes)
+        for of, build in _MEDIUM_KINDS.items()
+        for size, nbytes in _MEDIUM_SIZES.items()
+    },
 }
+
+#: Where a message no longer fits beside its header, and is not yet all memory's speed.
+MEDIUM = tuple(f"{size}{of}" for of in _MEDIUM_KINDS for size in _MEDIUM_SIZES)
 
 
 def same(one: Any, other: Any) -> bool:

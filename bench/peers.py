@@ -8,7 +8,9 @@ its peer is made, because importing it starts MPI.
 import functools
 import pickle
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import objcomm
+from bench.ring import Ring, block_nbytes
 from objcomm.compat import torch as dist_objects
 
 Merge = Callable[[Any, Any], Any]
@@ -608,6 +611,38 @@ class _Mpi4py:
         raise NotImplementedError("a library calls by torch's names")
 
 
+class _Ring:
+    """A ring in shared memory, which rank 0 writes: it broadcasts and does nothing else."""
+
+    sends_objects = True
+
+    def __init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        readers = self.world - 1
+        if self.rank == 0:
+            block = SharedMemory(create=True, size=block_nbytes(readers))
+            dist.broadcast_object_list([block.name], src=0)
+        else:
+            box = [""]
+            dist.broadcast_object_list(box, src=0)
+            block = SharedMemory(box[0])
+            # Or Python would remove the block a second time when this process ends.
+            resource_tracker.unregister(f"/{block.name}", "shared_memory")
+        dist.barrier()
+        if self.rank == 0:
+            block.unlink()  # lives on in those that have it open, and ends with them
+        self._ring = Ring(block, readers)
+
+    def prepare(self, mine: Any) -> Any:
+        return mine
+
+    def broadcast(self, obj: Any) -> Any:
+        if self.rank == 0:
+            self._ring.write(obj)
+            return obj
+        return self._ring.read(self.rank - 1)
+
+
 #: Makers of the peers, by the name that cases and reports use.
 PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm": _Objcomm,
@@ -627,6 +662,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "raw in place": _OneBuffer,
     "mpi4py": _Mpi4py,
     "mpi4py pkl5": lambda: _Mpi4py(out_of_band=True),
+    "ring": lambda: cast("Peer", _Ring()),  # for cases that only broadcast
 }
 
 

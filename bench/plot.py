@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from bench.case import JUDGED_WORLD, SECONDS
+from bench.case import CASES, JUDGED_WORLD, SECONDS
 from bench.results import OURS, Results
 
 _BASELINE = "torch"
@@ -56,12 +56,21 @@ PALETTES = {
 
 
 def shares(results: Results) -> dict[str, float]:
-    """Per case, our median over that of torch's object collective; the smallest first."""
+    """Per case, our median over that of torch's object collective; the smallest first.
+
+    Without the cases of several payloads: they make a table, and too many bars.
+    """
+    listed = {
+        (each.operation, payload)
+        for each in CASES
+        if len(each.payloads) > 1
+        for payload in each.payloads
+    }
     found: dict[str, float] = {}
     for record in results:
         is_ours = (record.peer, record.metric, record.world) == (OURS, SECONDS, JUDGED_WORLD)
         baseline = results.find(record, _BASELINE)
-        if is_ours and baseline:
+        if is_ours and baseline and (record.operation, record.payload) not in listed:
             found[f"{record.operation}: {record.payload}"] = record.median / baseline.median
     return dict(sorted(found.items(), key=lambda item: item[1]))
 

@@ -29,6 +29,7 @@ from bench.peers import PEERS, Peer
 
 _SMOKE_SHRINK = 64
 _SMOKE_SAMPLES = 3
+_SMOKE_PAYLOADS = 2  # of a case that has many
 _TIMEOUT = timedelta(seconds=120)
 _LAST_WORDS_SECONDS = 10  # before it is ended, a rank that hangs shows where it is
 
@@ -85,7 +86,7 @@ def _join(plan: Plan, meeting: Path, rank: int, store: dist.Store | None) -> Non
 def _timed(plan: Plan, ruler: measure.Ruler) -> Iterator[dict[str, Any]]:
     peers = {name: PEERS[name]() for name in plan.peers}
     for case in chosen(plan.operation, plan.world, timed=True):
-        for payload in case.payloads:
+        for payload in case.payloads[:_SMOKE_PAYLOADS] if plan.smoke else case.payloads:
             present = {name: peers[name] for name in case.peers if name in peers}
             for record in _time_case(case, payload, present, plan, ruler):
                 yield dataclasses.asdict(record)

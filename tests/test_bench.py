@@ -1,26 +1,37 @@
 """The benchmarks: their statistics, their verdicts, and one real run of the command."""
 
+import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from bench.case import CASES, SECONDS
+from bench.case import CASES, PROCESSOR_SHARE, SECONDS
 from bench.machine import short_mpi_name
 from bench.measure import Record, slowest, summarise, turns
-from bench.payloads import PAYLOADS, Tally, same
+from bench.payloads import MEDIUM, PAYLOADS, STEP, Tally, same
 from bench.peers import PEERS
+from bench.plot import shares
 from bench.report import amount, one_line, page, scoreboard
 from bench.results import Results
+from bench.ring import Ring, block_nbytes
 
 pytestmark = pytest.mark.long
 
 _REPOSITORY = Path(__file__).parent.parent
+_BESIDE_TORCH = ("objcomm", "torch")
 _ABOUT = {"about": {"processor": "abacus", "cores": "2"}}
 
 
@@ -79,6 +90,13 @@ def test_a_payload_is_built_alike_each_time(name: str) -> None:
 
 def test_the_config_has_about_a_kibibyte() -> None:
     assert 900 < len(json.dumps(PAYLOADS["config dict, 1 KiB"](0, 1))) < 1150
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"), [(STEP, 300), ("100 kB list of ints", 100_000), ("1 MiB of bytes", 1 << 20)]
+)
+def test_a_payload_has_about_the_size_that_its_name_says(name: str, nbytes: int) -> None:
+    assert len(pickle.dumps(PAYLOADS[name](0, 1), protocol=5)) == pytest.approx(nbytes, rel=0.05)
 
 
 def test_sameness_looks_into_arrays_tensors_and_their_types() -> None:
@@ -180,6 +198,28 @@ def test_the_page_tells_the_mean_ratio_to_mpi4py_of_small_calls_in_a_row() -> No
     assert "Small calls in a row × mpi4py's, geometric mean: with 4 ranks 6.00." in written
 
 
+def test_the_page_tells_ratios_to_a_ring_and_steps_per_second() -> None:
+    of = {"operation": "steps_in_a_row", "payload": STEP}
+    rows = [_row("ring", 0.001, **of), _row("objcomm", 0.002, **of)]
+    rows += [_row("ring", 1.5, metric=PROCESSOR_SHARE, **of)]
+    rows += [_row("objcomm", 0.3, metric=PROCESSOR_SHARE, **of)]
+    results = Results.of([_ABOUT, *rows])
+    written = page(results)
+    section = written.partition("## A step of an inference engine")[2].partition("\n## ")[0]
+    assert f"| {STEP} | 4 | time | 2.00 ms; 2.00 × ring | 1.00 ms |" in section
+    assert f"| {STEP} | 4 | calls per second | 500; 0.50 × ring | 1,000 |" in section
+    assert f"| {STEP} | 4 | processors busy, all ranks | 0.30; 0.20 × ring | 1.50 |" in section
+    assert written.count("### steps_in_a_row") == 1
+    (found,) = results.judgements()
+    assert (found.value, found.is_met) == (2.0, False)
+
+
+def test_the_picture_leaves_out_cases_that_make_a_table() -> None:
+    rows = [_row(peer, 1.0, operation="broadcasts", payload=MEDIUM[0]) for peer in _BESIDE_TORCH]
+    rows += [_row(peer, 1.0) for peer in _BESIDE_TORCH]
+    assert list(shares(Results.of([_ABOUT, *rows]))) == ["gather: small dict"]
+
+
 def test_smoke_figures_are_marked_and_never_judged() -> None:
     rows = [_row("objcomm", 0.1, smoke=True), _row("torch", 1.0, smoke=True)]
     results = Results.of([_ABOUT, *rows])
@@ -214,6 +254,28 @@ def test_a_smoke_run_of_the_memory_cases_finds_no_wrong_result(tmp_path: Path) -
     by_metric = {row["metric"]: row["median"] for row in rows}
     assert by_metric["others mistakes"] == 0
     assert by_metric["root elsewhere_nbytes"] == by_metric["others elsewhere_nbytes"] == 0
+
+
+@pytest.mark.parametrize("operation", ["step_after_pause", "step_after_answers", "steps_in_a_row"])
+def test_a_smoke_run_of_steps_measures_objcomm_and_torch_beside_a_ring(
+    operation: str, tmp_path: Path
+) -> None:
+    figures = tmp_path / "figures.jsonl"
+    _bench(operation, "--world", "2", "--smoke", "--json", str(figures))
+    rows = [json.loads(line) for line in figures.read_text().splitlines()][1:]
+    assert {row["peer"] for row in rows} == {"ring", "objcomm", "torch"}
+    assert all(row["median"] > 0 for row in rows)
+    busy = [row["median"] for row in rows if row["metric"] == PROCESSOR_SHARE]
+    assert len(busy) == 2 * 3
+    assert max(busy) < 2.1  # of two ranks, each of one thread that computes
+
+
+def test_a_smoke_run_takes_two_payloads_of_many(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.jsonl"
+    peers = ["--peers", *_BESIDE_TORCH]
+    _bench("gathers", "--world", "2", "--smoke", *peers, "--json", str(figures))
+    rows = [json.loads(line) for line in figures.read_text().splitlines()][1:]
+    assert {row["payload"] for row in rows} == {"small dict", *MEDIUM[:2]}
 
 
 @pytest.mark.parametrize("operation", ["barriers", "first_call"])
@@ -265,6 +327,122 @@ def test_a_forked_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path) -
     assert "ValueError: of rank 1" in done.stderr
     assert "RuntimeError: rank 1 failed; exit status 1" in done.stderr
     assert not any(Path("/proc", each.name).exists() for each in pids.iterdir())
+
+
+class _MustWaitError(Exception):
+    """Raised where a place at a ring would wait."""
+
+
+@contextlib.contextmanager
+def _ring(
+    readers: int, *, chunks: int = 2, chunk_nbytes: int = 64, spin_seconds: float = 60.0
+) -> Iterator[list[Ring]]:
+    """The writer's place and those of the readers."""
+    size = block_nbytes(readers, chunks, chunk_nbytes)
+    block = SharedMemory(create=True, size=size)
+    try:
+        yield [
+            Ring(
+                block,
+                readers,
+                chunks=chunks,
+                chunk_nbytes=chunk_nbytes,
+                spin_seconds=spin_seconds,
+            )
+            for _ in range(1 + readers)
+        ]
+    finally:
+        block.close()
+        block.unlink()
+
+
+class _Watched(bytearray):
+    """Memory that calls a function after each store."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.looks: list[Callable[[], None]] = []
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        super().__setitem__(at, value)
+        looks, self.looks = self.looks, []
+        for look in looks:
+            look()
+        self.looks = looks
+
+
+def test_a_reader_of_a_ring_never_sees_half_an_object_or_the_last_one_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def must_wait() -> None:
+        raise _MustWaitError
+
+    monkeypatch.setattr(os, "sched_yield", must_wait)
+    memory = _Watched(block_nbytes(1, 1, 64))
+    block = cast("SharedMemory", SimpleNamespace(buf=memory))
+    writer, reader = (Ring(block, 1, chunks=1, chunk_nbytes=64) for _ in range(2))
+    seen: list[object] = []
+
+    def look() -> None:
+        with contextlib.suppress(_MustWaitError):
+            seen.append(reader.read(0))
+
+    memory.looks.append(look)
+    writer.write("first")
+    writer.write("second")
+    assert seen == ["first", "second"]
+
+
+def test_every_reader_of_a_ring_gets_every_object_in_order() -> None:
+    with _ring(3) as (writer, *readers):
+        got: list[list[int]] = [[] for _ in readers]
+
+        def read(reader: int) -> None:
+            got[reader] = [readers[reader].read(reader) for _ in range(100)]
+
+        threads = [threading.Thread(target=read, args=(at,)) for at in range(3)]
+        for thread in threads:
+            thread.start()
+        for number in range(100):
+            writer.write(number)
+        for thread in threads:
+            thread.join()
+        assert got == [list(range(100))] * 3
+
+
+def test_a_writer_waits_for_the_slowest_reader_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def must_wait() -> None:
+        raise _MustWaitError
+
+    monkeypatch.setattr(os, "sched_yield", must_wait)
+    with _ring(2) as (writer, quick, slow):
+        writer.write("first")
+        writer.write("second")
+        assert [quick.read(0), quick.read(0)] == ["first", "second"]
+        with pytest.raises(_MustWaitError):
+            writer.write("third")
+        assert [slow.read(1), slow.read(1)] == ["first", "second"]
+        with pytest.raises(_MustWaitError):
+            quick.read(0)
+
+
+def test_an_object_larger_than_a_chunk_is_refused_and_the_next_one_is_sent() -> None:
+    with _ring(1) as (writer, reader):
+        with pytest.raises(ValueError, match="has 115 bytes, a chunk 56"):
+            writer.write(bytes(100))
+        writer.write("fits")
+        assert reader.read(0) == "fits"
+
+
+def test_a_reader_of_a_ring_that_has_spun_long_enough_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sleep(_seconds: float) -> None:
+        raise _MustWaitError
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with _ring(1, spin_seconds=0.0) as (_, reader), pytest.raises(_MustWaitError):
+        reader.read(0)
 
 
 def _bench(*arguments: str) -> None:

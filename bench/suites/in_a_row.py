@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.case import MANY_RANKS, PROCESSOR_SECONDS, Bind, Target, case
-from bench.payloads import Tally
+from bench.payloads import MEDIUM, Tally
 from bench.peers import Peer
 
 _IN_A_ROW = 30
 _SAMPLES = 40
+_MEDIUM_IN_A_ROW = 10
+_MEDIUM_SAMPLES = 12
 _MANY_SAMPLES = 6  # of 64 ranks on two cores torch's slowest call takes 0.5 s
 _BESIDE_TORCH = ("objcomm", "torch")
 
@@ -59,6 +61,18 @@ def _many_ranks(payload: str, at_most: float, why_missed: str = "") -> Callable[
     )
 
 
+def _medium(worlds: tuple[int, ...] = (2, 4, 8)) -> Callable[[Bind], Bind]:
+    """Declare it on objects of medium size, too."""
+    return case(
+        *MEDIUM,
+        peers=_BESIDE_TORCH,
+        worlds=worlds,
+        in_a_row=_MEDIUM_IN_A_ROW,
+        samples=_MEDIUM_SAMPLES,
+    )
+
+
+@_medium()
 @_many_ranks("config dict, 1 KiB", 0.40)
 @case(
     "config dict, 1 KiB",
@@ -82,6 +96,7 @@ def broadcasts(peer: Peer, mine: Any) -> Callable[[], object]:
     return lambda: peer.broadcast(mine)
 
 
+@_medium()
 @_many_ranks("small dict", 0.05)
 @case("small dict", in_a_row=_IN_A_ROW, samples=_SAMPLES, targets=_SMALL)
 def gathers(peer: Peer, mine: Any) -> Callable[[], object]:
@@ -89,6 +104,7 @@ def gathers(peer: Peer, mine: Any) -> Callable[[], object]:
     return lambda: peer.gather(mine)
 
 
+@_medium()
 @_many_ranks("small dict", 0.06, _OBJECTS_OF_MANY)
 @case("small dict", in_a_row=_IN_A_ROW, samples=_SAMPLES, targets=_SMALL)
 def all_gathers(peer: Peer, mine: Any) -> Callable[[], object]:
@@ -115,6 +131,7 @@ def barriers(peer: Peer, _mine: Any) -> Callable[[], object]:
     return peer.barrier
 
 
+@_medium(worlds=(2,))
 @case(
     "small dict",
     worlds=(2,),

@@ -1,0 +1,50 @@
+"""A step of an inference engine: its scheduler tells every worker what to compute next.
+
+The measured time begins before rank 0's call and ends when the last of the other ranks has the
+object. The unit is a ring in shared memory, as engines have it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.case import PROCESSOR_SHARE, SECONDS, Bind, Target, case
+from bench.measure import Steps
+from bench.payloads import STEP
+from bench.peers import Peer
+
+_WORLDS = (2, 4, 8)  # one, three and seven workers
+_PAUSE_SECONDS = 0.005
+
+
+def _beside_a_ring(at_most: dict[str, float], in_a_row: int = 1) -> Callable[[Bind], Bind]:
+    return case(
+        STEP,
+        "100 kB list of ints",
+        peers=("ring", "objcomm", "torch"),
+        worlds=_WORLDS,
+        samples=15,
+        in_a_row=in_a_row,
+        targets=tuple(
+            Target(most, "ring", metric=metric, world=world)
+            for metric, most in at_most.items()
+            for world in _WORLDS
+        ),
+    )
+
+
+@_beside_a_ring({SECONDS: 3.0, PROCESSOR_SHARE: 0.1})
+def step_after_pause(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Hand out an object 5 ms after every rank has answered to the last one."""
+    return Steps(lambda: peer.broadcast(mine), rounds=40, pause=_PAUSE_SECONDS)
+
+
+@_beside_a_ring({})
+def step_after_answers(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Hand out an object as soon as every rank has answered to the last one."""
+    return Steps(lambda: peer.broadcast(mine), rounds=200)
+
+
+@_beside_a_ring({SECONDS: 1.0}, in_a_row=500)
+def steps_in_a_row(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Hand out one object after another; a figure is the time of all, divided by their number."""
+    return Steps(lambda: peer.broadcast(mine), rounds=1)
