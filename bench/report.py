@@ -107,10 +107,10 @@ The figures of this page come from `docs/benchmarks.jsonl`. What they should rea
   needs most.
 - **Steps**: every other rank tells rank 0 through a pipe when it had the object, by the clock that
   the processes of a host share, and rank 0 begins the next step when all have told it:
-  `step_after_answers` at once, `step_after_pause` 5 ms later. `steps_in_a_row` are 500 calls
-  without answers but for the last, and its figure is the time until then for each. A sample begins
-  after one such step. The processor seconds are each rank's own for a second of its time, all
-  threads, added up.
+  `step_after_answers` at once, `step_after_pause` 5 ms later, `step_after_second` a second later.
+  `steps_in_a_row` are 500 calls without answers but for the last, and its figure is the time until
+  then for each. A sample begins after one such step. Processors busy are each rank's processor
+  seconds, all threads, in a second of its time, added up.
 - **ring** has 10 chunks of 10 MiB, which the writer may be ahead. Objects are pickled with protocol
   5; one that does not fit is an error here, where an engine sends it through a socket. A rank that
   waits spins with `sched_yield`, and after 10 s sleeps 0.1 s between two looks.

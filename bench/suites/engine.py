@@ -13,16 +13,17 @@ from bench.payloads import STEP
 from bench.peers import Peer
 
 _WORLDS = (2, 4, 8)  # one, three and seven workers
-_PAUSE_SECONDS = 0.005
 
 
-def _beside_a_ring(at_most: dict[str, float], in_a_row: int = 1) -> Callable[[Bind], Bind]:
+def _beside_a_ring(
+    at_most: dict[str, float], in_a_row: int = 1, samples: int = 15
+) -> Callable[[Bind], Bind]:
     return case(
         STEP,
         "100 kB list of ints",
         peers=("ring", "objcomm", "torch"),
         worlds=_WORLDS,
-        samples=15,
+        samples=samples,
         in_a_row=in_a_row,
         targets=tuple(
             Target(most, "ring", metric=metric, world=world)
@@ -35,7 +36,13 @@ def _beside_a_ring(at_most: dict[str, float], in_a_row: int = 1) -> Callable[[Bi
 @_beside_a_ring({SECONDS: 3.0, PROCESSOR_SHARE: 0.1})
 def step_after_pause(peer: Peer, mine: Any) -> Callable[[], object]:
     """Hand out an object 5 ms after every rank has answered to the last one."""
-    return Steps(lambda: peer.broadcast(mine), rounds=40, pause=_PAUSE_SECONDS)
+    return Steps(lambda: peer.broadcast(mine), rounds=40, pause=0.005)
+
+
+@_beside_a_ring({PROCESSOR_SHARE: 0.1}, samples=4)
+def step_after_second(peer: Peer, mine: Any) -> Callable[[], object]:
+    """The same after a second: what the processors do then is to wait."""
+    return Steps(lambda: peer.broadcast(mine), rounds=2, pause=1.0)
 
 
 @_beside_a_ring({})
