@@ -36,7 +36,7 @@ SENDING = (
     ("_collectives.broadcast", "broadcast(obj, src=0)"),
     ("_calls.call", "arguments become a group, a root, a header"),
     ("_codecs.pickle5", "object → codec's bytes and large buffers, before any traffic"),
-    ("_wire.message", "a head of up to 32 KiB; what is larger follows"),
+    ("_wire.message", "a head of up to 1.5 MiB; what is larger follows"),
     ("_algorithms.routes", "who gets it from whom"),
     ("_algorithms.exchange", "head, then each buffer from its own memory"),
 )

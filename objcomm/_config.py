@@ -150,6 +150,11 @@ def settings() -> Settings:
     return _own.get() or _Process.settings
 
 
+def process_settings() -> Settings:
+    """The options in force where no block has its own."""
+    return _Process.settings
+
+
 def settings_with(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,

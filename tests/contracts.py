@@ -21,6 +21,7 @@ from objcomm import DecodeError, EncodeError
 from objcomm._codecs import decode, encode
 from objcomm._codecs.base import Codec
 from objcomm._transport.link import (
+    Awaitable,
     Connections,
     Link,
     LinkClosed,
@@ -146,6 +147,7 @@ def check_link(
         _check_early_messages(link, others)
         _check_lanes(link, others)
         _check_taking(link, make(everybody), others)
+        _check_attending(link, make(everybody), others)
         _check_limits(link, make(everybody), others)
         _check_abort(link, make(everybody), others)
     else:
@@ -316,6 +318,53 @@ def _check_taking(link: Link, ending: Connections, others: list[int]) -> None:
         ending.abort()
 
 
+def _check_attending(link: Link, ending: Connections, others: list[int]) -> None:
+    """Who attends gets all first messages in order, whether or not anybody waits, until the end.
+
+    Args:
+        link: stands.
+        ending: is closed by all ranks but rank 0.
+        others: the other ranks.
+    """
+    count = 10  # more than a sender may be ahead
+    if ending.rank:
+        for number in range(4 * count):
+            if number % count == 0:
+                _meet(link, others)
+            ending.wait(ending.send(bytes([number]), 0, _Attending.tag), _LIMIT)
+        _meet(link, others)
+        ending.abort()
+        return
+    attending = [_Attending(ending, peer) for peer in others]
+
+    def have_all_come(each: int) -> bool:
+        return all(one.came == list(range(each * count)) for one in attending)
+
+    _meet(link, others)
+    wait_until(lambda: have_all_come(1), "messages for which nobody waits")
+    for each in attending:
+        each.set(is_awaited=True)
+    _meet(link, others)
+    wait_until(lambda: have_all_come(2), "messages that are awaited")
+    for each in attending:
+        each.set(is_awaited=False, has_room=False)
+    _meet(link, others)
+    assert not ending.signal().wait(_MOMENT_SECONDS)
+    assert have_all_come(2)
+    for each in attending:
+        each.set(has_room=True)
+    wait_until(lambda: have_all_come(3), "messages for which there is room again")
+    lasts = [each.has(4 * count - 1) for each in attending]
+    _meet(link, others)
+    assert all(last.wait() for last in lasts)
+    assert have_all_come(4)
+    _meet(link, others)
+    for each in attending:
+        each.join(PATIENCE_S)
+        assert isinstance(each.error, LinkClosed)
+    ending.abort()
+
+
 def _check_limits(link: Link, late: Connections, others: list[int]) -> None:
     """A wait ends when its limit has passed; what had come by then is still there.
 
@@ -477,6 +526,51 @@ def _survive(link: Connections, victim: int, step: Death, pid: int) -> None:
     _check_closed(link, [victim])
     assert list(link.closed_by()) == [victim]
     link.abort()
+
+
+class _Attending(threading.Thread):
+    """Attends to all first messages of one peer.
+
+    Attributes:
+        came: the first byte of each.
+        error: how it has ended, once it has.
+    """
+
+    tag = head_tag(7)
+
+    def __init__(self, link: Connections, peer: int) -> None:
+        super().__init__(daemon=True)
+        self._link = link
+        self._peer = peer
+        self._is_awaited, self._has_room = False, True
+        self.came: list[int] = []
+        self._signals: dict[int, Awaitable] = {}
+        self.error: BaseException | None = None
+        self.start()
+
+    def set(self, *, is_awaited: bool = False, has_room: bool = True) -> None:
+        """What it says from now on."""
+        self._is_awaited, self._has_room = is_awaited, has_room
+        self._link.prompt(self._peer, self.tag)
+
+    def has(self, number: int) -> Awaitable:
+        """A signal of the link that is set when this message has come."""
+        awaited = self._signals[number] = self._link.signal()
+        return awaited
+
+    def _accept(self, message: bytes) -> bool:
+        if self._has_room:
+            self.came.append(message[0])
+            if message[0] in self._signals:
+                self._signals[message[0]].set()
+        return self._has_room
+
+    def run(self) -> None:
+        """Attend."""
+        try:
+            self._link.attend(self._peer, self.tag, self._accept, lambda: self._is_awaited)
+        except LinkClosed as error:
+            self.error = error
 
 
 class _Waiting(threading.Thread):

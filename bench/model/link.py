@@ -8,6 +8,7 @@ import torch
 
 from bench.model.world import Receive, World
 from objcomm._transport.link import Memory, Pending, Sharing
+from objcomm._wire.header import WINDOW_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class ModelLink:
         self.rank = rank
         self.size = world.size
         self.hosts = world.hosts
+        self.head_max_nbytes = WINDOW_NBYTES  # what is larger is not modelled
         self.needs_last_byte_apart = False  # as that of streams
         self._expected: dict[tuple[int, int], Receive] = {}
         self._world = world

@@ -137,7 +137,7 @@ def barriers(peer: Peer, _mine: Any) -> Callable[[], object]:
     worlds=(2,),
     in_a_row=_IN_A_ROW,
     samples=_SAMPLES,
-    targets=_at_most("torch", {2: 0.20}, "One hand-over between threads each; see there_and_back."),
+    targets=_at_most("torch", {2: 0.20}, "The Python of each rank; see there_and_back."),
 )
 def messages_there_and_back(peer: Peer, mine: Any) -> Callable[[], object]:
     """Send rank 0's object to rank 1 and back."""

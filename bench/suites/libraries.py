@@ -62,7 +62,7 @@ def scatter_object_list(peer: Peer, mine: Any) -> Callable[[], object]:
             against="torch",
             world=2,
             peer="objcomm.compat",
-            why_missed="One hand-over between threads for each message; see there_and_back.",
+            why_missed="The Python of each rank; see there_and_back.",
         ),
     ),
 )

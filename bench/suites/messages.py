@@ -30,9 +30,8 @@ from bench.peers import Peer
             against="torch",
             world=2,
             why_missed=(
-                "A thread listens for each pair and hands the message over, so that a time limit "
-                "or Ctrl-C ends a receive and not the connection. A receive by the calling "
-                "thread itself took 0.57 × torch."
+                "The Python of each rank: 158 calls of functions there and back, where the same "
+                "written without options, failures or records takes 12."
             ),
         ),
     ),

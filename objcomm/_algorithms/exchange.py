@@ -55,6 +55,7 @@ class Exchange(Transfers):
         size: number of ranks.
         is_interruptible: whether a signal ends a wait by itself.
         hosts: of each rank, as a number.
+        head_max_nbytes: how long a first message may be.
     """
 
     def __init__(  # all of them are facts of one call, named by the caller
@@ -89,6 +90,7 @@ class Exchange(Transfers):
         self.rank = link.rank
         self.size = link.size
         self.hosts = link.hosts
+        self.head_max_nbytes = link.head_max_nbytes
         self.is_interruptible = link.is_interruptible
         self._link = link
         self._lane = lane
@@ -98,9 +100,23 @@ class Exchange(Transfers):
         self.sends = []
 
     def send_head(
-        self, message: Message, peers: Iterable[int], destination: int = EVERYONE
+        self,
+        message: Message,
+        peers: Iterable[int],
+        destination: int = EVERYONE,
+        *,
+        may_be_whole: bool = False,
     ) -> None:
-        """Begin to send the first part of ``message`` to some ranks, or for one rank alone."""
+        """Begin to send the first part of ``message`` to some ranks, or for one rank alone.
+
+        Args:
+            message: all of it is sent so, if it may be whole and the link can.
+            peers: to whom.
+            destination: the only rank that may take it.
+            may_be_whole: whether its receivers read it, or pass it on alone.
+        """
+        if may_be_whole and not message.is_all_head:
+            message.make_whole(self.head_max_nbytes)
         head = self.gate.head_of(message, destination)
         link, tag = self._link, self._lane.tag
         for peer in peers:

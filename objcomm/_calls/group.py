@@ -57,7 +57,10 @@ class Group:
         recorder: what this rank did last on it, and what it cost.
         timeout_seconds: the limit of a call that has none of its own.
         hosts: where each rank runs, once ``node_group`` has asked; empty before.
+        peers: what messages from rank to rank have here, once there were any.
     """
+
+    peers: Any = None
 
     def __init__(
         self, process_group: Any = None, world: Any = None, recorder: Recorder | None = None

@@ -202,8 +202,10 @@ def over(kind: int, memory: Any) -> Buffer:
 def from_bytes(kind: int, packed: memoryview, devices: Sequence[torch.device] = ()) -> Buffer:
     """A buffer of its own for bytes that lie in a message's body."""
     buffer = allocate(kind, len(packed), devices)
-    if len(packed):
+    if buffer.kind is BufferKind.DEVICE:
         buffer.flat.copy_(view(packed))
+    else:  # which takes half as long
+        writable(buffer.flat)[:] = packed
     return buffer
 
 

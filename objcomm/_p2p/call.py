@@ -10,9 +10,11 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self, cast
@@ -21,20 +23,29 @@ import torch
 
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
-from objcomm._calls.absence import acts_alone
+from objcomm._calls.absence import acts_alone, around
 from objcomm._calls.call import Coding
 from objcomm._calls.group import Group, resolve
 from objcomm._calls.watched import Watched
 from objcomm._calls.work import DevicePlace, Envelope, Work, stream_beside
-from objcomm._config import FOREVER_SECONDS, GroupLike, Timeout, whole_number
+from objcomm._config import (
+    FOREVER_SECONDS,
+    Allowed,
+    DeviceLike,
+    GroupLike,
+    Timeout,
+    seconds_of,
+    whole_number,
+)
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
-from objcomm._failures.watchdog import died_in, end_elsewhere, hurry
+from objcomm._failures.watchdog import TICK_SECONDS, died_in, end_elsewhere, hurry
 from objcomm._observe.history import CallRecord, call_site
-from objcomm._observe.tracing import Span, begun
+from objcomm._observe.tracing import Span, begun, profiler
 from objcomm._p2p.mailbox import Arrived, RecvRequest
 from objcomm._p2p.peer import DeviceTurn, Offers, Pair, peers_of
 from objcomm._transport.lane import Lane
+from objcomm._transport.link import Deadline
 from objcomm._transport.threads import (
     SUSPICIOUS_SECONDS,
     Alarm,
@@ -45,12 +56,14 @@ from objcomm._transport.threads import (
 )
 from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import failure_message, failure_of, failures_in, raise_together
-from objcomm._wire.header import Flag, Header, Operation, operation_name
+from objcomm._wire.header import BLANK, EVERYONE, NAMES, Flag, Header, Operation, Status, made
 from objcomm._wire.message import Message
+from objcomm._wire.signing import environment_secret
 from objcomm.errors import RankFailure, TransportError, TransportTimeout, UsageError
 
 _TAG_MAX = (1 << 32) - 1
 _OFFERED, _ON_DEVICE = int(Flag.OFFERED), int(Flag.ON_DEVICE)  # an IntFlag's ``&`` costs 0.7 µs
+_FAILURE = int(Status.FAILURE)
 
 
 class P2PCall:
@@ -71,25 +84,31 @@ class P2PCall:
 
     def __init__(
         self,
-        *,
-        group: GroupLike | Group,
-        timeout: Timeout,
-        coding: Coding,
-        tag: int | None,
         global_peer: int | None,
         group_peer: int | None,
+        tag: int | None,
+        group: GroupLike | Group,
+        timeout: Timeout = None,
+        *,
+        codec: str | None = None,
+        device: DeviceLike = None,
+        accept: Iterable[str] | None = None,
+        allow: Iterable[Allowed] | None = None,
         name: str = "",
         said_by: str = "",
     ) -> None:
         """Begin.
 
         Args:
-            group: as the user gave it, like the next; or objcomm's own.
-            timeout: in seconds.
-            coding: encodes or decodes.
-            tag: of the message; None for any.
             global_peer: the other rank as a global rank.
             group_peer: the same as a rank within the group; neither for any.
+            tag: of the message; None for any.
+            group: as the user gave it, like the next; or objcomm's own.
+            timeout: in seconds.
+            codec: what encodes the object.
+            device: where tensors shall arrive.
+            accept: codecs whose messages this rank decodes.
+            allow: what a received pickle may name.
             name: of the user's call, where it is another.
             said_by: how errors of arguments name that call, where its records have another name.
 
@@ -99,50 +118,52 @@ class P2PCall:
             NotInGroupError: this rank is no member.
         """
         self._began = time.perf_counter()
-        self._name = name or operation_name(self.operation)
-        self._said_by = said_by or self._name
-        self.group = resolve(group, self._said_by)
-        if self.group.size > 1:
-            self.group.check_process(self._said_by)
-            self._device_path = self.group.pair_path
+        self._name = name = name or NAMES[self.operation]
+        self._said_by = said_by = said_by or name
+        self.group = whole = resolve(group, said_by)
+        self._peers = peers = peers_of(whole)
+        if whole.size > 1 and (peers.pid != os.getpid() or sys.is_finalizing()):
+            whole.check_process(said_by)
+        if peers.mailbox.is_interrupted():
+            peers.mailbox.check_uninterrupted()
+        self._device_path = whole.pair_path if whole.size > 1 else DevicePath()
+        if codec is device is accept is allow is None:
+            self._coding = coding = Coding.usual(said_by)
         else:
-            self._device_path = DevicePath()
-        self._peers = peers_of(self.group)
-        self._peers.mailbox.check_uninterrupted()
-        self._coding = coding
-        self._deadline = self.group.deadline(self._said_by, timeout)
-        self.tag = None if tag is None else checked_tag(self._said_by, tag)
-        self.peer: int | None = None
+            self._coding = coding = Coding(codec, device, accept, allow, said_by)
+        seconds = whole.timeout_seconds if timeout is None else seconds_of(said_by, timeout)
+        self._deadline = deadline = Deadline(seconds, coding.settings)
+        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
+            tag = None if tag is None else checked_tag(said_by, tag)
+        self.tag = tag
+        self.peer = peer = None
         if global_peer is not None or group_peer is not None:
             argument = "dst" if self.operation is Operation.SEND else "src"
-            self.peer = self.group.root(self._said_by, global_peer, group_peer, argument)
-        acts_alone(self._said_by, self.group.ranks, self.group.rank)
-        header = Header(
-            operation=self.operation,
-            sender=self.group.rank,
-            root=-1 if self.peer is None else self.peer,
-            tag=self.tag or 0,
-            call_site=call_site(),
-        )
-        self.entry = CallRecord(header, self._name, coding.codec_name)
-        self.entry.awaits = header.root
+            self.peer = peer = whole.root(said_by, global_peer, group_peer, argument)
+        if around.get():
+            acts_alone(said_by, whole.ranks, whole.rank)
+        root = -1 if peer is None else peer
+        fields = 0, 0, self.operation, whole.rank, root, 0, 0, 0, 0, 0, "", call_site()
+        header = made(Header, (*fields, 0, 0, 0, 0, tag or 0, EVERYONE, 0, BLANK, BLANK, 0, ""))
+        self.entry = entry = CallRecord(header, name, coding.codec_name)
+        entry.awaits = root
         # No limit at all (``inf``) is cut to one of 115 days: nobody polls so.
-        self.entry.has_own_limit = timeout is not None and self._deadline.seconds < FOREVER_SECONDS
-        self._own_error: BaseException | None = None
-        self._ended_by: BaseException | None = None
+        entry.has_own_limit = timeout is not None and deadline.seconds < FOREVER_SECONDS
         self.envelopes: list[Envelope] = []
         self._rest: list[Callable[[], None]] = []  # of a work: what is to be done at its end
-        self._alarm: Alarm | None = None
-        self._is_wait_over = False
-        self._span: Span | None = None
-        self._has_begun = False
         self._claim = threading.Lock()
+
+    _own_error: BaseException | None = None
+    _ended_by: BaseException | None = None
+    _alarm: Alarm | None = None
+    _is_wait_over = False
+    _span: Span | None = None
+    _has_begun = False
 
     def begin(self) -> None:
         """Note that the call is under way: nothing is wrong with its arguments."""
-        if not self._has_begun:
-            self._has_begun = True
-            self.group.recorder.history.add(self.entry)
+        self._has_begun = True
+        self.group.recorder.history.add(self.entry)
 
     def work(self) -> Work[Any]:
         """A work for what this point-to-point call gives."""
@@ -185,8 +206,10 @@ class P2PCall:
             self._peers.limits.cancel(self._alarm)
 
     def __enter__(self) -> Self:
-        self.begin()
-        self._span = begun(self._name)
+        if not self._has_begun:
+            self.begin()
+        if profiler._is_profiler_enabled:  # noqa: SLF001  # see ``tracing``
+            self._span = begun(self._name)
         return self
 
     def __exit__(
@@ -201,18 +224,23 @@ class P2PCall:
 
     def _joined(self, mesh: Mesh, lane: Lane, sequence: int) -> Exchange:
         """The traffic of the message of this number."""
-        self.entry.header = self.entry.header._replace(
-            lane=lane.number, group=mesh.number, sequence=sequence
-        )
-        path, chosen = self._device_path, self._coding.settings
+        entry = self.entry
+        entry.header = _numbered(entry.header, mesh, lane, sequence)
         return Exchange(
-            link=mesh.connections_for(self.entry.operation),
+            link=mesh.link or mesh.connections_for(entry.operation),
             lane=lane,
-            entry=self.entry,
+            entry=entry,
             deadline=self._deadline,
-            gate=Gate(chosen, mesh.session, self.group.rank, path.devices),
-            device=path,
+            gate=self._gate(mesh),
+            device=self._device_path,
         )
+
+    def _gate(self, mesh: Mesh) -> Gate:
+        """What lets the messages of this call in."""
+        chosen = self._coding.settings
+        has_key = chosen.secret is not None or environment_secret() is not None
+        session = mesh.session if has_key else ""
+        return Gate(chosen, session, self.group.rank, self._device_path.devices)
 
     def _move_on_device(
         self, pair: Pair, exchange: Exchange, turn: DeviceTurn, transfer: Callable[[], None]
@@ -259,6 +287,11 @@ class P2PCall:
         said.finish()
 
 
+def _numbered(header: Header, mesh: Mesh, lane: Lane, sequence: int) -> Header:
+    """The header of a message that has its place on a lane."""
+    return made(Header, (*header[:5], lane.number, 0, mesh.number, sequence, *header[9:]))
+
+
 def checked_tag(operation: str, tag: object, argument: str = "tag") -> int:
     """A tag as a number.
 
@@ -302,7 +335,7 @@ class Send(P2PCall):
                 self._keep(obj)
             return
         message = None
-        if self._device_types(pair):
+        if self._device_path.linked:
             self.begin()
             message = self._message(obj, pair)
             if message.following_on_device:
@@ -552,7 +585,9 @@ class Send(P2PCall):
             raise UsageError(f"{self._said_by}: give dst= or group_dst=")
         if self.tag is None:
             raise UsageError(f"{self._said_by}: a message has a tag; only a receiver takes any")
-        return None if self.peer == self.group.rank else self._peers.pair(self.group, self.peer)
+        if self.peer == self.group.rank:
+            return None
+        return self._peers.pairs.get(self.peer) or self._peers.pair(self.group, self.peer)
 
     def _keep(self, obj: object, on_taken: Callable[[], object] | None = None) -> None:
         """Send to this rank itself; an error has the form that it has between two ranks."""
@@ -567,7 +602,7 @@ class Send(P2PCall):
     def _message(self, obj: object, pair: Pair) -> Message:
         """Encode; an error becomes a failure message, and is raised when that was sent."""
         try:
-            types = self._device_types(pair)
+            types = self._device_types(pair) if self._device_path.linked else None
             return self._coding.message(self.entry.header, obj, types or None)
         except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
             self._own_error = error
@@ -581,7 +616,8 @@ class Send(P2PCall):
         mesh, lane, exchange = self._entered(pair, place)
         with Watched(mesh, lane, exchange, self._deadline):
             self._send_head(lane, exchange, message)
-            exchange.send_rest(message, [pair.peer])
+            if not message.is_all_head:
+                exchange.send_rest(message, [pair.peer])
             place.leave()  # this one ends when it was taken
         if self._own_error is not None:
             rank, own = self.group.rank, self._own_error
@@ -595,8 +631,8 @@ class Send(P2PCall):
             ObjcommError: what has ended the connection.
         """
         pair.check_uninterrupted(self._name)
-        is_its_turn = place.enter(self._deadline.seconds_left)
-        if not is_its_turn or self._deadline.has_passed:
+        is_its_turn = place.turn.is_set or place.enter(self._deadline.seconds_left)
+        if not is_its_turn or time.monotonic() >= self._deadline.until:
             raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
         mesh, lane = pair.enter(self._deadline, self.entry)
         return mesh, lane, self._joined(mesh, lane, lane.sequence)
@@ -604,12 +640,11 @@ class Send(P2PCall):
     def _send_head(self, lane: Lane, exchange: Exchange, message: Message) -> None:
         """Number the message, and begin to send its first part."""
         lane.sequence += 1
-        header, peer = exchange.header, exchange.header.root
-        message.header = message.header._replace(
-            lane=header.lane, group=header.group, sequence=header.sequence
-        )
+        theirs, own = message.header, exchange.header
+        message.header = made(Header, (*theirs[:5], *own[5:9], *theirs[9:]))
+        peer = own.root
         self.entry.rounds += 1
-        exchange.send_head(message, [peer], destination=peer)
+        exchange.send_head(message, [peer], destination=peer, may_be_whole=True)
 
 
 # A limit that is short is for finding a message. What has begun to come, and would take the
@@ -628,17 +663,21 @@ class Receive(P2PCall):
     def run(self) -> Any:
         """Wait for a message; returns its object."""
         with self:
-            return self._result_of(self.awaited())
+            arrival = self.awaited()
+            obj = self.take_in(arrival)
+            return (obj, self.envelope_of(arrival)) if self.has_envelope else obj
 
     def launch(self) -> Work[Any]:
         """Ask for a message; when it has come another thread takes it in."""
         self.begin()
         work = self.work()
-        request = RecvRequest(self.peer, self.tag, on_end=lambda: self._hand_over(request))
+        request = RecvRequest(self.peer, self.tag)
+        request.on_end = functools.partial(self._hand_over, request)
         self._rest = [work.job(lambda: self._go_on(request))]
         work.cancelled_by(lambda: self._cancel(request))
         try:
-            self._ask(request)
+            if not self._meet(request):
+                self._ask(request, self._admitted())
         except BaseException as error:
             if self.claim():
                 self._peers.mailbox.cancel(request)
@@ -690,14 +729,10 @@ class Receive(P2PCall):
             self._end_wait()
             if self._ended_by is not None:
                 raise self._ended_by
-            return self._result_of(self._found(request))
-
-    def _result_of(self, arrival: Arrived) -> Any:
-        """What the call gives of a message."""
-        envelope = self.envelope_of(arrival)
-        self.envelopes.append(envelope)
-        obj = self.take_in(arrival)
-        return (obj, envelope) if self.has_envelope else obj
+            arrival = self._found(request)
+            self.envelopes.append(self.envelope_of(arrival))
+            obj = self.take_in(arrival)
+            return (obj, self.envelopes[0]) if self.has_envelope else obj
 
     def envelope_of(self, arrival: Arrived) -> Envelope:
         """What is known of a message."""
@@ -718,20 +753,31 @@ class Receive(P2PCall):
                 f"{self._name}: rank {group.rank} waits for a message of its own, but has sent "
                 "none; send it first"
             )
-        signal = Signal()
-        request = RecvRequest(self.peer, self.tag, is_probe=is_probe, on_end=signal.set)
         self.entry.waiter = threading.get_ident()
+        request = RecvRequest(self.peer, self.tag, is_probe=is_probe)
         try:
-            self._ask(request)
-            if not signal.wait(SUSPICIOUS_SECONDS):
-                check_uninterrupted(self._name)
-                signal.wait()
+            if not self._peers.mailbox.meet(request):
+                self._wait(request)
         except BaseException:  # Ctrl-C, or there can be no more threads
             self._peers.mailbox.cancel(request)
             raise
         finally:
             self._end_wait()
         return self._found(request)
+
+    def _wait(self, request: RecvRequest) -> None:
+        """Put a request to the mailbox, and wait until it has ended; this thread moves the link."""
+        admitted = self._admitted()
+        link = admitted[0][1].link if len(admitted) == 1 else None
+        signal = Signal() if link is None else link.signal()
+        try:
+            request.on_end, request.has_mover = signal.set, link is not None
+            self._ask(request, admitted)
+            if not signal.wait(SUSPICIOUS_SECONDS):
+                check_uninterrupted(self._name)
+                signal.wait()
+        finally:
+            del admitted, link, signal  # an error's traceback holds this frame
 
     def peek(self, *, is_probe: bool) -> Arrived | None:
         """The message that a receive would take now; without one, listen to who may send it.
@@ -740,18 +786,20 @@ class Receive(P2PCall):
             is_probe: whether it stays for somebody else.
         """
         mailbox = self._peers.mailbox
-        request = RecvRequest(self.peer, self.tag, is_probe=is_probe, on_end=lambda: None)
+        request = RecvRequest(self.peer, self.tag, is_probe=is_probe)
         try:
-            found = mailbox.poll(request)
-            if found is None:
+            if mailbox.poll(request) is None:
                 admitted = self._admitted()
                 self._heed(admitted)
-                for pair, mesh, lane in admitted:
-                    pair.listen(mesh, lane)
+                for pair, mesh, _ in admitted:
+                    pair.listen(mesh)
+                    if mesh.link is not None:
+                        mesh.link.move()
+                mailbox.meet(request)
         except BaseException:  # Ctrl-C, or there can be no more threads
             mailbox.cancel(request)
             raise
-        return found
+        return request.arrival
 
     def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
         """Raise what is known to have failed in a block around this call, or who has died there.
@@ -764,37 +812,44 @@ class Receive(P2PCall):
                 if told is not None:
                     self._raise(told)
 
-    def _ask(self, request: RecvRequest) -> None:
+    def _meet(self, request: RecvRequest) -> bool:
+        """Give a request a message that is here; returns whether there was one."""
+        return self._peers.mailbox.meet(request)
+
+    def _ask(self, request: RecvRequest, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
         """Put a request to the mailbox; whoever may serve it is listened to from now on.
 
         Raises:
             ObjcommError: no message has come, and no rank that may serve it can send any more.
             RuntimeError: this process can start no more threads.
         """
-        mailbox = self._peers.mailbox
-        if mailbox.meet(request):
-            return
-        admitted = self._admitted()
-        self._heed(admitted)
-        self.entry.regions = regions.get()
-        self.entry.withdraw = functools.partial(self._withdraw, request)
+        mailbox, entry = self._peers.mailbox, self.entry
+        entry.regions = blocks = regions.get()
+        if blocks:
+            self._heed(admitted)
+        entry.withdraw = functools.partial(self._withdraw, request)
         self._lanes = [lane for _, _, lane in admitted]
-        request.among = frozenset(pair.peer for pair, _, _ in admitted)
+        if request.src is None:
+            request.among = frozenset(pair.peer for pair, _, _ in admitted)
         for lane in self._lanes:
-            lane.begin(self.entry, self._deadline)
-        hurry(self._deadline.seconds)
+            lane.begin(entry, self._deadline)
+        if self._deadline.remaining < TICK_SECONDS:
+            hurry(self._deadline.remaining)
         mailbox.ask(request)  # from now on the wait may be over, on another thread
         if not admitted:  # from this rank itself: no lane, no watchdog
             seconds = self._deadline.seconds
             late = Verdict.of(Cause.TIMEOUT, ranks=(self.group.rank,), seconds=seconds)
             self._limit(seconds, functools.partial(self._withdraw, request, late))
-        for pair, mesh, lane in admitted:
-            ended = pair.listen(mesh, lane)
+        for pair, mesh, _ in admitted:
+            ended = pair.listen(mesh)
             if ended is not None:
                 mailbox.withdraw(request, ended)
 
     def _admitted(self) -> list[tuple[Pair, Mesh, Lane]]:
         """The connections to the ranks that may serve a request."""
+        pair = None if self.peer is None else self._peers.pairs.get(self.peer)
+        if pair is not None:
+            return [(pair, *pair.admit(self._name))]
         pairs = self._pairs()
         if len(pairs) == 1:
             return [(pairs[0], *pairs[0].admit(self._name))]
@@ -816,7 +871,9 @@ class Receive(P2PCall):
         self._peers.mailbox.withdraw(request, verdict)
 
     def _end_wait(self) -> None:
-        self._lift_limit()
+        self._is_wait_over = True
+        if self._alarm is not None:
+            self._lift_limit()
         # The history keeps the entry, and this would keep the message.
         self.entry.withdraw = _ignore
         for lane in self._lanes:
@@ -830,7 +887,7 @@ class Receive(P2PCall):
         """
         if request.verdict is not None:
             self._raise(request.verdict)
-        return cast("Arrived", request.arrival)  # a wait ends by a message or by a verdict
+        return request.arrival  # type: ignore[return-value]  # a wait ends by one of the two
 
     def _raise(self, verdict: Verdict) -> NoReturn:
         for pair in self._pairs():
@@ -846,12 +903,11 @@ class Receive(P2PCall):
             DecodeError: it can't be rebuilt.
             ObjcommError: the rest of it did not come.
         """
-        origin = arrival.origin
-        if origin is None:
+        header, mesh, lane, raw = arrival.header, arrival.mesh, arrival.lane, arrival.raw
+        if header is None or mesh is None or lane is None:  # this rank's own
             if arrival.on_taken is not None:
                 arrival.on_taken()
             return arrival.obj
-        header, mesh, lane = origin
         is_offered = bool(header.flags & _OFFERED)
         if is_offered or not header.is_all_head:
             try:
@@ -859,40 +915,52 @@ class Receive(P2PCall):
             except UsageError:
                 self._peers.mailbox.give_back(arrival)
                 raise
-        self.entry.header = self.entry.header._replace(root=arrival.peer, tag=arrival.tag)
-        exchange = self._joined(mesh, lane, header.sequence)
+        mine = self.entry.header
+        fields = *mine[:4], arrival.peer, *mine[5:16], arrival.tag, *mine[17:]
+        self.entry.header = _numbered(made(Header, fields), mesh, lane, header.sequence)
         self.entry.rounds += 1
-        self.entry.received_nbytes += len(arrival.raw)
+        self.entry.received_nbytes += len(raw)
         if header.is_all_head:
-            # Before anything else can fail: its sender waits for no more than this.
             if is_offered and mesh.verdict is None:
-                self.entry.withdraw = None
-                self._deadline.leave(_TRANSFER_SECONDS)
-                # The message is here; that its sender is gone is the next call's business.
-                with (
-                    contextlib.suppress(TransportError),
-                    Watched(mesh, lane, exchange, self._deadline),
-                ):
-                    self._tell_taken(arrival.peer, mesh, exchange)
-            message = exchange.gate.take_in(arrival.raw, header)
+                self._tell_received(arrival.peer, mesh, lane)
+            message = self._gate(mesh).take_in(raw, header)
         else:
-            self.entry.is_served = True
-            self.entry.withdraw = None  # the sender waits, too: only both can end this
-            self._deadline.leave(_TRANSFER_SECONDS)
-            stream = stream_beside(after_current=False) if header.flags & _ON_DEVICE else None
-            # Memory for what arrives belongs to that stream, so it waits for no other one.
-            place = contextlib.nullcontext() if stream is None else DevicePlace(stream)
-            with place, Watched(mesh, lane, exchange, self._deadline):
-                message = exchange.gate.take_in(arrival.raw, header)
-                if header.flags & _ON_DEVICE:
-                    self._recv_on_device(arrival.peer, mesh, exchange, message, stream)
-                else:
-                    if is_offered:
-                        self._tell_taken(arrival.peer, mesh, exchange)
-                    exchange.recv_rest([(arrival.peer, message)])
-            _hand_to_current(message.buffers_on_device, stream)
-        raise_together(self._name, failures_in([message]), None, self.group.rank)
+            message = self._taken_in(raw, header, arrival.peer, mesh, lane)
+        if header.status == _FAILURE:
+            raise_together(self._name, failures_in([message]), None, self.group.rank)
         return self._coding.decode(message)
+
+    def _tell_received(self, peer: int, mesh: Mesh, lane: Lane) -> None:
+        """Let a sender know that its message, which is here, is received, if it still waits.
+
+        Before anything else can fail: the sender waits for no more than this.
+        """
+        self.entry.withdraw = None
+        self._deadline.leave(_TRANSFER_SECONDS)
+        exchange = self._joined(mesh, lane, self.entry.header.sequence)
+        # That the sender is gone is the next call's business.
+        with contextlib.suppress(TransportError), Watched(mesh, lane, exchange, self._deadline):
+            self._tell_taken(peer, mesh, exchange)
+
+    def _taken_in(self, raw: bytes, header: Header, peer: int, mesh: Mesh, lane: Lane) -> Message:
+        """A message of which more follows what is here."""
+        self.entry.is_served = True
+        self.entry.withdraw = None  # the sender waits, too: only both can end this
+        self._deadline.leave(_TRANSFER_SECONDS)
+        exchange = self._joined(mesh, lane, header.sequence)
+        stream = stream_beside(after_current=False) if header.flags & _ON_DEVICE else None
+        # Memory for what arrives belongs to that stream, so it waits for no other one.
+        place = contextlib.nullcontext() if stream is None else DevicePlace(stream)
+        with place, Watched(mesh, lane, exchange, self._deadline):
+            message = exchange.gate.take_in(raw, header)
+            if header.flags & _ON_DEVICE:
+                self._recv_on_device(peer, mesh, exchange, message, stream)
+            else:
+                if header.flags & _OFFERED:
+                    self._tell_taken(peer, mesh, exchange)
+                exchange.recv_rest([(peer, message)])
+        _hand_to_current(message.buffers_on_device, stream)
+        return message
 
     def _recv_on_device(
         self,
@@ -958,10 +1026,11 @@ class HeldReceive(Receive):
             self._raise(verdict)
         return self.arrival
 
-    def _ask(self, request: RecvRequest) -> None:
+    def _meet(self, request: RecvRequest) -> bool:
         request.arrival = self.arrival
         if not request.tell():
             self._peers.mailbox.give_back(self.arrival)
+        return True
 
     def _found(self, request: RecvRequest) -> Arrived:  # noqa: ARG002  # likewise
         return self.awaited()

@@ -11,7 +11,6 @@ import _thread
 import contextlib
 import heapq
 import itertools
-import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -77,14 +76,8 @@ class Arrived:
     @property
     def is_dead(self) -> bool:
         """Whether its connection is known to have ended, and it is lost with it."""
-        return self.mesh is not None and self.is_lost(self.mesh.verdict)
-
-    @property
-    def origin(self) -> tuple[Header, Mesh, Lane] | None:
-        """How it came; None if this rank sent it to itself."""
-        if self.header is None or self.mesh is None or self.lane is None:
-            return None
-        return self.header, self.mesh, self.lane
+        mesh = self.mesh
+        return mesh is not None and mesh.verdict is not None and self.is_lost(mesh.verdict)
 
 
 class RecvRequest:
@@ -95,9 +88,13 @@ class RecvRequest:
         tag: of this tag; None of any.
         is_probe: whether the message stays for somebody else.
         among: who may serve it; None if not known yet. That another one is gone is no news to it.
+        has_mover: whether its maker moves all that may serve it as long as it waits.
         arrival: what was found.
         verdict: why nothing will come.
         number: the mailbox's own, in the order in which requests were put; -1 before that.
+        on_end: called once when ``arrival`` or ``verdict`` is there, on whichever thread, also in a
+            step of a link. Must not raise; returns False if the message can't be taken: the next
+            request gets it.
     """
 
     def __init__(
@@ -106,7 +103,7 @@ class RecvRequest:
         tag: int | None,
         *,
         is_probe: bool = False,
-        on_end: Callable[[], bool | None],
+        on_end: Callable[[], bool | None] | None = None,
     ) -> None:
         """Begin.
 
@@ -114,17 +111,17 @@ class RecvRequest:
             src: from this rank; None from any.
             tag: of this tag; None of any.
             is_probe: whether the message stays for somebody else.
-            on_end: called once when ``arrival`` or ``verdict`` is there, on whichever thread. Must
-                not raise; returns False if the message can't be taken: the next request gets it.
+            on_end: see the attribute.
         """
         self.src = src
         self.tag = tag
         self.is_probe = is_probe
+        self.has_mover = False
         self.among: frozenset[int] | None = None
         self.arrival: Arrived | None = None
         self.verdict: Verdict | None = None
         self.number = -1
-        self._on_end = on_end
+        self.on_end = on_end
 
     def counts_on(self, peer: int) -> bool:
         """Whether it takes any rank's message, and was put when this one could still send."""
@@ -132,12 +129,8 @@ class RecvRequest:
 
     def tell(self) -> bool:
         """Let its maker know that it has ended; returns whether a message can be taken."""
-        on_end, self._on_end = self._on_end, _nothing  # it may hold this request
-        return on_end() is not False
-
-    def forget(self) -> None:
-        """Its maker knows that it has ended, and need not be told."""
-        self._on_end = _nothing
+        on_end, self.on_end = self.on_end, None  # it may hold this request
+        return on_end is None or on_end() is not False
 
 
 #: A sender and a tag; None for any.
@@ -157,42 +150,63 @@ N = TypeVar("N", bound=_Numbered)
 
 
 class _Shelves(Generic[N]):
-    """What waits, in the order of its numbers, and under each pattern by itself."""
+    """What waits, in the order of its numbers, and under each pattern by itself.
+
+    Attributes:
+        shelves: by pattern; none is empty.
+    """
+
+    __slots__ = ("shelves",)
 
     def __init__(self) -> None:
-        self._shelves: dict[_Pattern, OrderedDict[int, N]] = {}
+        self.shelves: dict[_Pattern, OrderedDict[int, N]] = {}
 
     def put(self, each: N, patterns: tuple[_Pattern, ...]) -> None:
         """Put something where its number belongs, which is behind all others as a rule."""
         for pattern in patterns:
-            shelf = self._shelves.setdefault(pattern, OrderedDict())
+            shelf = self.shelves.get(pattern)
+            if shelf is None:
+                shelf = self.shelves[pattern] = OrderedDict()
             is_behind = not shelf or next(reversed(shelf)) < each.number
             shelf[each.number] = each
             if not is_behind:
-                self._shelves[pattern] = OrderedDict(sorted(shelf.items()))
+                self.shelves[pattern] = OrderedDict(sorted(shelf.items()))
 
     def take(self, each: N, patterns: tuple[_Pattern, ...]) -> bool:
         """Take it out again; returns whether it was there."""
         is_here = False
         for pattern in patterns:
-            shelf = self._shelves.get(pattern)
+            shelf = self.shelves.get(pattern)
             is_here |= shelf is not None and shelf.pop(each.number, None) is not None
             if shelf is not None and not shelf:
-                del self._shelves[pattern]
+                del self.shelves[pattern]
         return is_here
 
     def under(self, *patterns: _Pattern) -> Iterator[N]:
         """All that stands under some patterns, in order."""
-        shelves = [self._shelves[each].values() for each in patterns if each in self._shelves]
-        return iter(shelves[0]) if len(shelves) == 1 else heapq.merge(*shelves, key=_number)
+        shelves = []
+        for each in patterns:
+            shelf = self.shelves.get(each)
+            if shelf is not None:
+                shelves.append(shelf.values())
+        if len(shelves) > 1:
+            return heapq.merge(*shelves, key=_number)
+        return iter(shelves[0] if shelves else ())
 
     def all(self) -> Iterator[N]:
         """All that stands under one pattern only, in order."""
-        return self.under(*self._shelves)
+        return self.under(*self.shelves)
+
+
+_EMPTY: OrderedDict[int, Arrived] = OrderedDict()
 
 
 class Mailbox:
-    """See the module; one for each group on each rank."""
+    """See the module; one for each group on each rank.
+
+    Attributes:
+        is_interrupted: whether the calling thread has interrupted one of these steps.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         """Begin.
@@ -203,27 +217,31 @@ class Mailbox:
         """
         self._expected = set(range(size)) - {rank}
         self._sources: dict[int, object] = {}
+        self._prompts: dict[int, Callable[[], object]] = {}
         self._numbers = itertools.count()
-        lock = guard()
-        self._changed = threading.Condition(lock)
-        # Of a handler's or a destructor's call: whether its thread is between two steps here.
-        self._is_interrupted: Callable[[], bool] = lock._is_owned  # noqa: SLF001  # as Condition asks
+        self._lock = lock = guard()
+        self.is_interrupted: Callable[[], bool] = lock._is_owned  # noqa: SLF001  # as Condition asks
         self._arrived = _Shelves[Arrived]()
         self._requests = _Shelves[RecvRequest]()
         self._asking: dict[int | None, int] = {}  # how many requests name a sender, or none
+        self._unmoved: dict[int | None, int] = {}  # those of them whose maker moves nothing
         self._kept_nbytes: dict[int, int] = {}
         self._credited: set[int] = set()  # who may send one message more than there is room for
+        self._refused: set[int] = set()  # those for whose messages there was no room
+        self._changed: set[int | None] = set()  # those that are awaited now, or no more
         self._dropped: deque[Arrived] = deque()  # taken out, and to be given back
 
-    def expect(self, peer: int, source: object) -> None:
+    def expect(self, peer: int, source: object, prompt: Callable[[], object]) -> None:
         """A rank can send again, after its connection had ended.
 
         Args:
             peer: which.
             source: its new connection: what is told of the end of an older one counts no more.
+            prompt: lets that connection ask again what is awaited, and whether there is room.
         """
-        with self._changed:
+        with self._lock:
             self._sources[peer] = source
+            self._prompts[peer] = prompt
             self._expected.add(peer)
 
     def check_uninterrupted(self) -> None:
@@ -232,23 +250,23 @@ class Mailbox:
         Raises:
             UsageError: it is a handler's or a destructor's, and has interrupted one that does.
         """
-        if self._is_interrupted():
+        if self.is_interrupted():
             raise UsageError(interrupted("a step of another send or receive"))
 
     def look(self, src: int | None, tag: int | None) -> Arrived | None:
         """The message that a request would take now; it stays."""
         self._give_back_dropped()
-        with self._changed:
-            return self._first(RecvRequest(src, tag, on_end=_nothing))
+        with self._lock:
+            return self._first((src, tag))
 
     def is_wanted(self, peer: int, tag: int) -> bool:
         """Whether a receive waits that such a message would end."""
-        with self._changed:
+        with self._lock:
             waiting = self._requests.under(*_patterns(peer, tag))
             return any(not each.is_probe for each in waiting)
 
     def poll(self, request: RecvRequest) -> Arrived | None:
-        """Give ``request`` a message that is here, and tell nobody.
+        """Give ``request`` a message that is here, as ``meet`` does.
 
         Where there is none, one more message may come although there is no room: else who polls for
         a message behind more than is kept would never see it.
@@ -256,38 +274,80 @@ class Mailbox:
         Returns:
             The message, if there is one.
         """
-        self._give_back_dropped()
-        with self._changed:
-            if not self._serve(request):
+        if not self.meet(request):
+            with self._lock:
                 self._credited |= self._expected if request.src is None else {request.src}
-                self._changed.notify_all()
-            return request.arrival
+            if self._refused:
+                self._prompt()
+        return request.arrival
 
     def meet(self, request: RecvRequest) -> bool:
         """Give ``request`` a message that is here; returns whether there was one."""
-        self._give_back_dropped()
-        with self._changed:
+        if self._dropped:
+            self._give_back_dropped()
+        with self._lock:
             is_met = self._serve(request)
+        if self._refused:
+            self._prompt()
         if is_met:
             self._tell(request)
         return is_met
 
     def ask(self, request: RecvRequest) -> None:
         """Give ``request`` a message that is here, or the first that comes and it admits."""
-        self._give_back_dropped()
-        with self._changed:
+        if self._dropped:
+            self._give_back_dropped()
+        with self._lock:
             is_over = request.verdict is not None or self._serve(request)
             if not is_over:
+                src = request.src
                 request.number = next(self._numbers)
-                self._requests.put(request, ((request.src, request.tag),))
-                self._asking[request.src] = self._asking.get(request.src, 0) + 1
-                self._changed.notify_all()
+                self._requests.put(request, ((src, request.tag),))
+                self._asking[src] = self._asking.get(src, 0) + 1
+                if not request.has_mover:
+                    self._count_unmoved(src, 1)
+        if self._refused or self._changed:
+            self._prompt()
         if is_over:
             self._tell(request)
 
+    def is_awaited(self, peer: int) -> bool:
+        """Whether a request waits for ``peer``'s messages whose maker does not move them."""
+        return bool(self._unmoved.get(peer) or self._unmoved.get(None))
+
+    def has_room(self, peer: int) -> bool:
+        """Whether another message of ``peer``'s may come; if not, it is prompted when it may.
+
+        None may while its messages fill their share and nobody asks for another one.
+        """
+        with self._lock:
+            is_full = self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and self._is_full(peer)
+            (self._refused.add if is_full else self._credited.discard)(peer)
+            return not is_full
+
+    def _count_unmoved(self, src: int | None, more: int) -> None:
+        count = self._unmoved[src] = self._unmoved.get(src, 0) + more
+        if count == (more > 0):  # the first one, or no more
+            self._changed.add(src)
+
+    def _prompt(self) -> None:
+        """Prompt those that are awaited now, or no more, or for whose messages there is room."""
+        with self._lock:
+            ready = {peer for peer in self._refused if not self._is_full(peer)}
+            self._refused -= ready
+            changed, self._changed = self._changed, set()
+            to_all = None in changed
+            prompts = [
+                prompt
+                for peer, prompt in self._prompts.items()
+                if to_all or peer in changed or peer in ready
+            ]
+        for prompt in prompts:
+            prompt()
+
     def _serve(self, request: RecvRequest) -> bool:
         """Give ``request`` a message that is here, without telling anybody."""
-        found = self._first(request)
+        found = self._first((request.src, request.tag))
         if found is not None and not request.is_probe:
             self._take(found)
         # Under the lock, like the next: where Ctrl-C comes before anybody is told, it is known
@@ -301,10 +361,10 @@ class Mailbox:
 
     def deliver(self, arrival: Arrived) -> None:
         """Take a message in."""
-        self._give_back_dropped()
-        with self._changed:
-            arrival.number = next(self._numbers)
-        self.give_back(arrival)
+        if self._dropped:
+            self._give_back_dropped()
+        arrival.number = next(self._numbers)
+        self._tell_of(arrival, self._served(arrival))
 
     def give_back(self, arrival: Arrived) -> None:
         """Give a message to whoever waits for it, or put it before all that came later."""
@@ -321,9 +381,7 @@ class Mailbox:
             _thread.start_new_thread(self._give_back_dropped, ())
 
     def _give_back_dropped(self) -> None:
-        if not self._dropped:
-            return
-        with self._changed:  # each is in its place before anybody else looks
+        with self._lock:  # each is in its place before anybody else looks
             dropped = []
             while self._dropped:
                 dropped.append(self._dropped.popleft())
@@ -333,18 +391,23 @@ class Mailbox:
 
     def _tell_of(self, arrival: Arrived, served: list[RecvRequest]) -> None:
         """Tell those whom a message has ended; where its taker can't take it, serve the next."""
-        told = [request.tell() for request in served]
-        while not all(told):
-            told = [request.tell() for request in self._served(arrival)]
+        while served:
+            is_taken = True
+            for request in served:
+                is_taken &= request.tell()
+            served = [] if is_taken else self._served(arrival)
+        if self._changed:
+            self._prompt()
 
     def _served(self, arrival: Arrived) -> list[RecvRequest]:
         """The requests that a message ends; where none of them takes it, it is kept."""
-        with self._changed:
+        with self._lock:
             if arrival.is_dead:
                 return []
             served: list[RecvRequest] = []
+            patterns = _patterns(arrival.peer, arrival.tag)
             # Probes that asked before the taker see it; those behind would see it gone.
-            for request in self._requests.under(*_patterns(arrival.peer, arrival.tag)):
+            for request in self._requests.under(*patterns):
                 served.append(request)
                 if not request.is_probe:
                     break
@@ -352,38 +415,47 @@ class Mailbox:
                 self._remove(request)
                 request.arrival = arrival
             if not served or served[-1].is_probe:
-                self._arrived.put(arrival, _patterns(arrival.peer, arrival.tag))
+                self._arrived.put(arrival, patterns)
                 self._count(arrival, len(arrival.raw))
             return served
 
     def withdraw(self, request: RecvRequest, verdict: Verdict) -> None:
         """End a request by a verdict, if it still waits, or as soon as it is put."""
-        with self._changed:
+        with self._lock:
             is_waiting = self._remove(request)
             if request.arrival is None and request.verdict is None:
                 request.verdict = verdict
         if is_waiting:
             request.tell()
+        if self._changed:
+            self._prompt()
 
     def take_back(self, request: RecvRequest) -> bool:
         """Take a request back, if it still waits; returns whether it did."""
-        with self._changed:
+        with self._lock:
             is_taken = self._remove(request)
         if is_taken:
-            request.forget()
+            request.on_end = None
+        if self._changed:
+            self._prompt()
         return is_taken
 
     def cancel(self, request: RecvRequest) -> None:
         """Take a request back, and with it a message that it was given; its maker knows."""
-        with self._changed:
+        with self._lock:
             self._remove(request)
-        request.forget()
+        request.on_end = None
+        if self._changed:
+            self._prompt()
         if request.arrival is not None and not request.is_probe:
             self.give_back(request.arrival)
 
     def _remove(self, request: RecvRequest) -> bool:
         is_waiting = self._requests.take(request, ((request.src, request.tag),))
-        self._asking[request.src] = self._asking.get(request.src, 0) - is_waiting
+        if is_waiting:
+            self._asking[request.src] -= 1
+            if not request.has_mover:
+                self._count_unmoved(request.src, -1)
         return is_waiting
 
     def fail(self, peer: int, source: object, verdict: Verdict, *, is_for_any: bool) -> None:
@@ -399,14 +471,13 @@ class Mailbox:
             verdict: why.
             is_for_any: whether requests for any rank end as well.
         """
-        with self._changed:
+        with self._lock:
             if self._sources.get(peer) is not source:
                 return
             here = self._arrived.under((peer, None))
             lost = [each for each in here if each.is_lost(verdict)]
             for arrival in lost:
                 self._take(arrival)
-            self._changed.notify_all()  # the connection's own thread, which may wait for room
             self._expected.discard(peer)
             ended = [
                 each
@@ -420,27 +491,22 @@ class Mailbox:
                 request.verdict = verdict
         for request in ended:
             request.tell()
-
-    def await_room(self, peer: int, is_over: Callable[[], bool], seconds: float) -> None:
-        """Block while ``peer``'s messages fill their share and nobody asks for another one."""
-        with self._changed:
-            while not is_over() and self._is_full(peer):
-                self._changed.wait(seconds)
-            self._credited.discard(peer)
+        if self._changed:
+            self._prompt()
 
     def _is_full(self, peer: int) -> bool:
         is_wanted = peer in self._credited or self._asking.get(peer) or self._asking.get(None)
         return self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and not is_wanted
 
-    def _first(self, request: RecvRequest) -> Arrived | None:
-        # A connection ends on another thread: one that has just ended may not be told of yet.
-        here = self._arrived.under((request.src, request.tag))
-        return next((each for each in here if not each.is_dead), None)
+    def _first(self, pattern: _Pattern) -> Arrived | None:
+        for each in self._arrived.shelves.get(pattern, _EMPTY).values():
+            if not each.is_dead:  # a connection that has just ended may not be told of yet
+                return each
+        return None
 
     def _take(self, arrival: Arrived) -> None:
         self._arrived.take(arrival, _patterns(arrival.peer, arrival.tag))
         self._count(arrival, -len(arrival.raw))
-        self._changed.notify_all()
 
     def _count(self, arrival: Arrived, nbytes: int) -> None:
         self._kept_nbytes[arrival.peer] = self._kept_nbytes.get(arrival.peer, 0) + nbytes
@@ -448,7 +514,3 @@ class Mailbox:
 
 def _number(each: _Numbered) -> int:
     return each.number
-
-
-def _nothing() -> None:
-    """For a request that nobody waits for."""

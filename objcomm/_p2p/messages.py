@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from objcomm._calls.call import Coding
 from objcomm._calls.group import Group
 from objcomm._calls.work import Envelope, Work
 from objcomm._config import Allowed, DeviceLike, GroupLike, Timeout
@@ -23,16 +22,21 @@ class _Sending(TypedDict, total=False):
     codec: str | None
 
 
-class _Receiving(TypedDict, total=False):
+class _Decoding(TypedDict, total=False):
+    """The keywords that say how a message is decoded."""
+
+    device: DeviceLike
+    accept: Iterable[str] | None
+    allow: Iterable[Allowed] | None
+
+
+class _Receiving(_Decoding, total=False):
     """Those of ``recv``."""
 
     group_src: int | None
     tag: int | None
     group: GroupLike
     timeout: Timeout
-    device: DeviceLike
-    accept: Iterable[str] | None
-    allow: Iterable[Allowed] | None
 
 
 @overload
@@ -88,8 +92,8 @@ def send(
             before its ``wait`` returns.
 
     Returns:
-        Nothing, when the message was taken. A small one (32 KiB with its header) is taken as soon
-        as the receiver has once sent to or received from this rank, a large one in its ``recv``.
+        Nothing, when the message was taken. A small one (1.5 MiB, over Gloo 32 KiB) is taken when
+        the receiver has once sent to or received from this rank, a large one in its ``recv``.
 
     Raises:
         UsageError: an argument is wrong; nothing was sent.
@@ -107,14 +111,7 @@ def send(
         >>> objcomm.recv(0)
         {'step': 3}
     """
-    p2p_call = Send(
-        group=group,
-        timeout=timeout,
-        coding=Coding(codec, None, None, None, "send"),
-        tag=tag,
-        global_peer=dst,
-        group_peer=group_dst,
-    )
+    p2p_call = Send(dst, group_dst, tag, group, timeout, codec=codec)
     if async_op:
         return p2p_call.launch(obj)
     p2p_call.run(obj)
@@ -211,12 +208,7 @@ def recv(
         ('who?', 0, 3)
     """
     p2p_call = Receive(
-        group=group,
-        timeout=timeout,
-        coding=Coding(None, device, accept, allow, "recv"),
-        tag=tag,
-        global_peer=src,
-        group_peer=group_src,
+        src, group_src, tag, group, timeout, device=device, accept=accept, allow=allow
     )
     p2p_call.has_envelope = with_envelope
     return p2p_call.launch() if async_op else p2p_call.run()
@@ -256,15 +248,7 @@ def isend(
         >>> objcomm.recv(0), work.wait()
         ([1, 2], None)
     """
-    p2p_call = Send(
-        group=group,
-        timeout=timeout,
-        coding=Coding(codec, None, None, None, "isend"),
-        tag=tag,
-        global_peer=dst,
-        group_peer=group_dst,
-        said_by="isend",
-    )
+    p2p_call = Send(dst, group_dst, tag, group, timeout, codec=codec, said_by="isend")
     return p2p_call.launch(obj)
 
 
@@ -305,15 +289,8 @@ def irecv(
         >>> work.wait()
         'late'
     """
-    p2p_call = Receive(
-        group=group,
-        timeout=timeout,
-        coding=Coding(None, device, accept, allow, "irecv"),
-        tag=tag,
-        global_peer=src,
-        group_peer=group_src,
-        said_by="irecv",
-    )
+    options: _Decoding = {"device": device, "accept": accept, "allow": allow}
+    p2p_call = Receive(src, group_src, tag, group, timeout, **options, said_by="irecv")
     return p2p_call.launch()
 
 
@@ -356,15 +333,7 @@ def ssend(
         >>> receiving.wait()
         'handed over'
     """
-    p2p_call = Send(
-        group=group,
-        timeout=timeout,
-        coding=Coding(codec, None, None, None, "ssend"),
-        tag=tag,
-        global_peer=dst,
-        group_peer=group_dst,
-        name="ssend",
-    )
+    p2p_call = Send(dst, group_dst, tag, group, timeout, codec=codec, name="ssend")
     p2p_call.is_synchronous = True
     p2p_call.run_until_received(obj)
 
@@ -403,15 +372,7 @@ def issend(
         >>> work.done(), objcomm.recv(0), work.wait()
         (False, 'read this', None)
     """
-    p2p_call = Send(
-        group=group,
-        timeout=timeout,
-        coding=Coding(codec, None, None, None, "issend"),
-        tag=tag,
-        global_peer=dst,
-        group_peer=group_dst,
-        name="issend",
-    )
+    p2p_call = Send(dst, group_dst, tag, group, timeout, codec=codec, name="issend")
     p2p_call.is_synchronous = True
     return p2p_call.launch(obj)
 
@@ -466,24 +427,10 @@ def sendrecv(
     incoming_tag: int | None = tag
     if recv_tag != "same":
         incoming_tag = None if recv_tag is None else checked_tag("sendrecv", recv_tag, "recv_tag")
-    outgoing = Send(
-        group=group,
-        timeout=timeout,
-        coding=Coding(codec, None, None, None, "sendrecv"),
-        tag=tag,
-        global_peer=dst,
-        group_peer=group_dst,
-        said_by="sendrecv",
-    )
-    incoming = Receive(  # before anything is sent: its arguments may be wrong, too
-        group=group,
-        timeout=timeout,
-        coding=Coding(None, device, accept, allow, "sendrecv"),
-        tag=incoming_tag,
-        global_peer=src,
-        group_peer=group_src,
-        said_by="sendrecv",
-    )
+    outgoing = Send(dst, group_dst, tag, group, timeout, codec=codec, said_by="sendrecv")
+    # Before anything is sent: its arguments may be wrong, too.
+    options: _Decoding = {"device": device, "accept": accept, "allow": allow}
+    incoming = Receive(src, group_src, incoming_tag, group, timeout, **options, said_by="sendrecv")
     incoming.has_envelope = with_envelope
     sending = outgoing.launch(obj, is_kept=False)
     try:
@@ -537,15 +484,7 @@ def probe(
         >>> objcomm.recv(found.src, tag=found.tag)
         'which?'
     """
-    p2p_call = Receive(
-        group=group,
-        timeout=timeout,
-        coding=Coding(None, None, None, None),
-        tag=tag,
-        global_peer=src,
-        group_peer=group_src,
-        name="probe",
-    )
+    p2p_call = Receive(src, group_src, tag, group, timeout, name="probe")
     with p2p_call:
         return p2p_call.envelope_of(p2p_call.awaited(is_probe=True))
 
@@ -578,15 +517,7 @@ def iprobe(
         >>> print(objcomm.iprobe(tag=9))
         None
     """
-    p2p_call = Receive(
-        group=group,
-        timeout=None,
-        coding=Coding(None, None, None, None),
-        tag=tag,
-        global_peer=src,
-        group_peer=group_src,
-        name="iprobe",
-    )
+    p2p_call = Receive(src, group_src, tag, group, name="iprobe")
     # Neither counted nor recorded: a program that asks again and again would see nothing else.
     found = p2p_call.peek(is_probe=True)
     return None if found is None else p2p_call.envelope_of(found)
@@ -658,7 +589,8 @@ class Message:
             >>> objcomm.mprobe(0).recv()
             [1, 2]
         """
-        return self._taken(timeout, Coding(None, device, accept, allow, "recv")).run()
+        options: _Decoding = {"device": device, "accept": accept, "allow": allow}
+        return self._taken(timeout, "recv", options).run()
 
     def irecv(
         self,
@@ -689,20 +621,16 @@ class Message:
             >>> objcomm.mprobe(0).irecv().wait()
             'soon'
         """
-        return self._taken(timeout, Coding(None, device, accept, allow, "irecv")).launch()
+        options: _Decoding = {"device": device, "accept": accept, "allow": allow}
+        return self._taken(timeout, "irecv", options).launch()
 
-    def _taken(self, timeout: Timeout, coding: Coding) -> HeldReceive:
+    def _taken(self, timeout: Timeout, said_by: str, options: _Decoding) -> HeldReceive:
         """The one receive that there is for it, once nothing is wrong with the arguments."""
         for group, _, arrival in self._held:
             if arrival.mesh is not None:
                 group.check_process("recv")
             p2p_call = HeldReceive(
-                group=group,
-                timeout=timeout,
-                coding=coding,
-                tag=arrival.tag,
-                global_peer=None,
-                group_peer=arrival.peer,
+                None, arrival.peer, arrival.tag, group, timeout, **options, said_by=said_by
             )
             p2p_call.arrival = arrival
             if self._let_go():
@@ -763,15 +691,7 @@ def mprobe(
         >>> message.recv()
         'for one'
     """
-    p2p_call = Receive(
-        group=group,
-        timeout=timeout,
-        coding=Coding(None, None, None, None),
-        tag=tag,
-        global_peer=src,
-        group_peer=group_src,
-        name="mprobe",
-    )
+    p2p_call = Receive(src, group_src, tag, group, timeout, name="mprobe")
     with p2p_call:
         found = p2p_call.awaited()
         return Message(p2p_call.group, found, p2p_call.envelope_of(found))
@@ -808,15 +728,7 @@ def improbe(
         >>> objcomm.improbe(tag=9).recv()
         'here'
     """
-    p2p_call = Receive(
-        group=group,
-        timeout=None,
-        coding=Coding(None, None, None, None),
-        tag=tag,
-        global_peer=src,
-        group_peer=group_src,
-        name="improbe",
-    )
+    p2p_call = Receive(src, group_src, tag, group, name="improbe")
     # Neither counted nor recorded, like ``iprobe``.
     found = p2p_call.peek(is_probe=False)
     if found is None:

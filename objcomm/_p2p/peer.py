@@ -1,23 +1,25 @@
 """This rank and one other of a group, for messages from rank to rank.
 
-A thread takes in the first part of whatever the other rank sends and puts it into the mailbox, so
-a small message never waits for its receiver, and a receiver can wait for any sender: a link has
-neither a probe nor a receive from any source.
+The first part of whatever the other rank sends is put into the mailbox by whoever moves the link,
+and that is a thread of its own where nobody waits. So a small message never waits for its receiver,
+and a receiver can wait for any sender: a link has neither a probe nor a receive from any source.
 """
 
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
 import math
+import os
 import threading
 import weakref
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
-from objcomm._config import FOREVER_SECONDS, Settings, settings
+from objcomm._config import FOREVER_SECONDS, process_settings, settings
 from objcomm._failures.losses import end_by_loss
 from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
 from objcomm._failures.watchdog import expect
@@ -38,8 +40,9 @@ from objcomm._transport.threads import (
     interrupted,
 )
 from objcomm._wire.admission import Gate
-from objcomm._wire.header import Header, Operation
+from objcomm._wire.header import HEADER_NBYTES, Header, Operation
 from objcomm._wire.message import compose
+from objcomm._wire.signing import environment_secret
 from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -90,8 +93,8 @@ class Offers:
         self.turns = TicketQueue()
         self._pool = pool
         self._apart = ThreadPool()
-        self._settings = settings()
         self._lane = Lane("taken", _TAKE_LANE, threading.current_thread(), TicketQueue())
+        self._judge = _Judge(mesh, self._lane, peer, _WORDS)
         self._lock = guard()
         self.is_interrupted: Callable[[], bool] = self._lock._is_owned  # noqa: SLF001  # as Condition asks
         self._offered: dict[tuple[int, int], Callable[[bool], object]] = {}  # by word and number
@@ -207,7 +210,7 @@ class Offers:
             link = self.mesh.connections_for("send")
             while self._is_any_offered():
                 raw = link.take(self.peer, self._lane.tag, math.inf)
-                header = _judged(self.mesh, self._lane, self.peer, raw, self._settings, _WORDS)
+                header = self._judge.header_of(raw)
                 self._lane.taken += 1
                 self._end([(header.operation, header.tag)], is_said=True)
         if self.mesh.verdict is not None:
@@ -345,9 +348,7 @@ class Pair:
         self._mailbox = peers.mailbox
         self._lock = guard()
         self._change = Alone("a call with the same rank")
-        self._current: Mesh | None = None
-        self._listener = OnceThread(_LISTENER)
-        self._former = OnceThread(_LISTENER)  # of the last connection
+        self._inlet: _Inlet | None = None
 
     def admit(self, operation: str) -> tuple[Mesh, Lane]:
         """The connection, made or not, for a call that can wait for it elsewhere.
@@ -358,14 +359,15 @@ class Pair:
             UsageError: the group is destroyed.
         """
         mesh, lane = self._channel.admit(operation, "", self.order)
-        with self._lock, self._change:
-            former = self._current
-            if former is None or (former is not mesh and former.verdict is not None):
-                if former is not None and former.verdict is not None:
-                    _fail(self._mailbox, self.peer, former, former.verdict)
-                self._current = mesh
-                self._former, self._listener = self._listener, OnceThread(_LISTENER)
-                self._mailbox.expect(self.peer, mesh)
+        inlet = self._inlet
+        if inlet is None or inlet.mesh is not mesh:
+            with self._lock, self._change:
+                former = self._inlet
+                verdict = None if former is None else former.mesh.verdict
+                if former is None or (former.mesh is not mesh and verdict is not None):
+                    if former is not None:
+                        former.fail()
+                    self._inlet = _Inlet(mesh, lane, self.peer, self._mailbox, former)
         return mesh, lane
 
     def admit_among(self, operation: str) -> tuple[Mesh, Lane] | None:
@@ -394,13 +396,13 @@ class Pair:
             ObjcommError: as ``admit``.
         """
         mesh, lane = self.admit(call.operation)
-        self.listen(mesh, lane)
+        self.listen(mesh)
         if mesh.link is None:
             place = call.header.call_site
             self._channel.connect(mesh, lane, call.operation, deadline, place, caller=call)
         return mesh, lane
 
-    def listen(self, mesh: Mesh, lane: Lane) -> Verdict | None:
+    def listen(self, mesh: Mesh) -> Verdict | None:
         """See to it that what the other rank sends is taken in, or said to be lost.
 
         Returns:
@@ -409,15 +411,15 @@ class Pair:
         Raises:
             RuntimeError: this process can start no more threads; the next call tries again.
         """
-        with self._lock:
-            is_current, listener, former = self._current is mesh, self._listener, self._former
-        if is_current and not listener.has_begun:
+        inlet = self._inlet
+        if inlet is None or inlet.mesh is not mesh:
+            return mesh.verdict  # whoever took its place has said so to all who waited
+        if not inlet.is_begun:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
-            told = (settings(), regions.get())
-            listener.start(partial(_listen, mesh, lane, self.peer, self._mailbox, former, *told))
+            inlet.begin()
         elif mesh.verdict is not None:
-            _fail(self._mailbox, self.peer, mesh, mesh.verdict)
-        return None if is_current else mesh.verdict
+            inlet.fail()
+        return None
 
     def offers(self, mesh: Mesh) -> Offers:
         """What the two have offered each other over a connection on which they have met."""
@@ -425,7 +427,9 @@ class Pair:
             found = self._offers
             if found is None or found.mesh is not mesh:
                 found = Offers(mesh, self.peer, self._pool)
-                if self._current is mesh:  # else it has ended, and so has all that is offered
+                if (
+                    self._inlet is not None and self._inlet.mesh is mesh
+                ):  # else it has ended, and so has all that is offered
                     self._offers = found
             return found
 
@@ -435,8 +439,8 @@ class Pair:
         Raises:
             UsageError: it is a handler's or a destructor's, and has interrupted one that does.
         """
-        mesh, offers = self._current, self._offers
-        link = None if mesh is None else mesh.link
+        inlet, offers = self._inlet, self._offers
+        link = None if inlet is None else inlet.mesh.link
         if (
             (link is not None and link.is_interrupted())
             or (offers is not None and offers.is_interrupted())
@@ -456,6 +460,8 @@ class Peers:
 
     Attributes:
         mailbox: those that have come here.
+        pairs: by the other rank, once the two were needed.
+        pid: the process that may use them.
         pool: threads for calls that nobody waits for; so many for a pair, however many calls.
         ending: ends receives that nobody waits for, of what is here whole.
         limits: ends calls whose limits pass where the watchdog does not see them wait.
@@ -466,64 +472,130 @@ class Peers:
         self.pool = ThreadPool()
         self.ending = SerialQueue(self.pool)
         self.limits = AlarmClock("objcomm-limit")
-        self._pairs: dict[int, Pair] = {}  # by the other rank
+        self.pairs: dict[int, Pair] = {}
+        self.pid = -1 if group.is_of_the_parent else os.getpid()
 
     def pair(self, group: Group, peer: int) -> Pair:
         """This rank and another one of the group."""
-        pair = self._pairs.get(peer)
+        pair = self.pairs.get(peer)
         if pair is None:
             channel = group.channel((min(peer, group.rank), max(peer, group.rank)))
             made = Pair(channel, peer, group.rank, self)
-            pair = self._pairs.setdefault(peer, made)
+            pair = self.pairs.setdefault(peer, made)
         return pair
-
-
-_by_group: weakref.WeakKeyDictionary[Group, Peers] = weakref.WeakKeyDictionary()
 
 
 def peers_of(group: Group) -> Peers:
     """This rank's messages from rank to rank on a group."""
-    found = _by_group.get(group)
+    found: Peers | None = group.peers
     if found is None:
         # One step, and no lock: a process that was forked while another thread had it would wait
         # for that thread for ever, instead of being told that it can't use the group.
         made = Peers(group)
-        found = _by_group.setdefault(group, made)
+        found = group.__dict__.setdefault("peers", made)
         if found is made:
             group.at_end(made.pool.close)
     return found
 
 
-def _listen(  # noqa: PLR0917  # a thread's arguments
-    mesh: Mesh,
-    lane: Lane,
-    peer: int,
-    mailbox: Mailbox,
-    former: OnceThread,
-    chosen: Settings,
-    blocks: tuple[str, ...],
-) -> None:
-    """Until the connection ends, and what has come over it is taken in; keeps no group alive."""
-    expect(mesh, threading.current_thread())
-    with _ends_settled(mesh, peer):
-        link = mesh.connections_for("recv")
-        told = mesh.met_too_late(blocks)
-        if told is not None:  # what comes is not for who still waits in the block
-            for entry in lane.waits():
-                if entry.withdraw is not None and set(blocks) & set(entry.regions):
-                    entry.withdraw(told)
-        former.join()  # what came over the last connection comes first
-        while True:  # until no more comes
-            mailbox.await_room(peer, lambda: mesh.verdict is not None, _LOOK_SECONDS)
-            raw = link.take(peer, lane.tag, math.inf)
-            header = _judged(mesh, lane, peer, raw, chosen, (Operation.SEND,))
-            raw = raw[: header.head_nbytes]
-            nbytes = header.head_nbytes + header.payload_nbytes
-            nbytes += 0 if header.is_inline else header.body_nbytes
-            lane.taken += 1
-            mailbox.deliver(Arrived(peer, header.tag, nbytes, header, raw, mesh, lane))
-    if mesh.verdict is not None:
-        _fail(mailbox, peer, mesh, mesh.verdict)
+class _Inlet:
+    """Takes in the first parts of what one rank sends over one connection, whoever moves it.
+
+    Attributes:
+        mesh: the connection.
+        is_begun: whether there is a thread that attends to it.
+    """
+
+    def __init__(
+        self, mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox, former: _Inlet | None
+    ) -> None:
+        """Begin.
+
+        Args:
+            mesh: the connection.
+            lane: on which the messages come.
+            peer: who sends them.
+            mailbox: where they go.
+            former: takes in what came over the last connection.
+        """
+        self.mesh = mesh
+        self.is_begun = False
+        self._lane = lane
+        self._peer = peer
+        self._mailbox = mailbox
+        self._thread = OnceThread(_LISTENER)
+        self._former = None if former is None else former._thread  # noqa: SLF001  # its own class
+        self._judge = _Judge(mesh, lane, peer, (Operation.SEND,))
+        self._error: Exception | None = None
+        # By no method: the mailbox would hold this, and a cycle would keep connections open.
+        self._prompt = partial(_prompt, weakref.ref(mesh), peer, lane.tag)
+        mailbox.expect(peer, mesh, self._prompt)
+
+    def begin(self) -> None:
+        """Let a thread attend, unless one does; keeps no group alive.
+
+        Raises:
+            RuntimeError: this process can start no more threads; the next call tries again.
+        """
+        self._thread.start(partial(self._attend, regions.get()))
+
+    def fail(self) -> None:
+        """End the requests that wait for the peer, which is gone."""
+        verdict = self.mesh.verdict
+        if verdict is not None:
+            is_for_any = _concerns_any(verdict)
+            self._mailbox.fail(self._peer, self.mesh, verdict, is_for_any=is_for_any)
+
+    def _accept(self, raw: bytes) -> bool:
+        """Put a message into the mailbox; returns False if there is no room, or was an error."""
+        mesh, peer, lane, mailbox = self.mesh, self._peer, self._lane, self._mailbox
+        if self._error is not None or (mesh.verdict is None and not mailbox.has_room(peer)):
+            return False
+        try:
+            header = self._judge.header_of(raw)
+        except Exception as error:  # noqa: BLE001  # raised by ``_is_awaited``
+            self._error = error
+            self._prompt()
+            return False
+        raw, nbytes = raw[: header.head_nbytes], HEADER_NBYTES + header.nbytes
+        lane.taken += 1
+        mailbox.deliver(Arrived(peer, header.tag, nbytes, header, raw, mesh, lane))
+        return True
+
+    def _is_awaited(self) -> bool:
+        """Whether a message is awaited that no thread moves.
+
+        Raises:
+            ObjcommError: what has come is not the peer's next message to this rank.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._mailbox.is_awaited(self._peer)
+
+    def _attend(self, blocks: tuple[str, ...]) -> None:
+        """Until the connection ends, and what has come over it is taken in.
+
+        Args:
+            blocks: those in which it was begun.
+        """
+        mesh, lane, peer = self.mesh, self._lane, self._peer
+        self.is_begun = True
+        expect(mesh, threading.current_thread())
+        with _ends_settled(mesh, peer):
+            link = mesh.connections_for("recv")
+            told = mesh.met_too_late(blocks)
+            if told is not None:  # what comes is not for who still waits in the block
+                for entry in lane.waits():
+                    if entry.withdraw is not None and set(blocks) & set(entry.regions):
+                        entry.withdraw(told)
+            if self._former is not None:
+                self._former.join()  # what came over the last connection comes first
+            link.attend(peer, lane.tag, self._accept, self._is_awaited)
+        if mesh.link is not None:
+            with contextlib.suppress(LinkError):  # what had no room has some now
+                while self._accept(mesh.link.take(peer, lane.tag, 0.0)):
+                    pass
+        self.fail()
 
 
 @contextlib.contextmanager
@@ -540,40 +612,45 @@ def _ends_settled(mesh: Mesh, peer: int) -> Iterator[None]:
         mesh.settle(proposal_for(error, mesh.rank))
 
 
-def _judged(  # noqa: PLR0917  # as above
-    mesh: Mesh,
-    lane: Lane,
-    peer: int,
-    raw: bytes,
-    chosen: Settings,
-    operations: tuple[Operation, ...],
-) -> Header:
-    """The header of what arrived, which is of one of some operations.
+class _Judge:
+    """Holds the messages that come on one lane of a connection against what is due there."""
 
-    Raises:
-        ObjcommError: it is not the peer's next message to this rank.
-    """
-    # A key that holds in a block only is known to the thread that began to listen in it.
-    current = settings()
-    gate = Gate(chosen if current.secret is None else current, mesh.session, mesh.rank)
-    header = gate.header_in(raw, peer)
-    is_one = header.operation in operations
-    expected = Header(
-        operation=header.operation if is_one else operations[0],
-        sender=peer,
-        root=mesh.rank,
-        lane=lane.number,
-        group=mesh.number,
-        sequence=lane.taken,
-    )
-    gate.check_call(expected, header, peer)
-    gate.check_addressed(header)
-    return header
+    def __init__(self, mesh: Mesh, lane: Lane, peer: int, operations: tuple[int, ...]) -> None:
+        self._mesh = mesh
+        self._lane = lane
+        self._peer = peer
+        self._operations = operations
+        self._settings = chosen = settings()
+        self._keyless = Gate(replace(chosen, secret=None), "", mesh.rank)
+
+    def header_of(self, raw: bytes) -> Header:
+        """The header of what arrived.
+
+        Raises:
+            ObjcommError: it is not the peer's next message to this rank.
+        """
+        mesh, lane, peer, gate = self._mesh, self._lane, self._peer, self._keyless
+        # A key that holds in a block only is known to who began to listen in it.
+        current = process_settings()
+        chosen = self._settings if current.secret is None else current
+        if chosen.secret is not None or environment_secret() is not None:
+            gate = Gate(chosen, mesh.session, mesh.rank)
+        header = gate.header_in(raw, peer)
+        found = header.operation
+        operation = found if found in self._operations else self._operations[0]
+        # What must agree stands together, from the operation to the call's number and its name's.
+        due = operation, peer, mesh.rank, lane.number, 0, mesh.number, lane.taken, 0
+        if gate.signer is not None or header[2:10] != due:
+            gate.check_call(Header(0, 0, *due), header, peer)
+            gate.check_addressed(header)
+        return header
 
 
-def _fail(mailbox: Mailbox, peer: int, mesh: Mesh, verdict: Verdict) -> None:
-    """End the requests that wait for a peer that is gone."""
-    mailbox.fail(peer, mesh, verdict, is_for_any=_concerns_any(verdict))
+def _prompt(of: weakref.ref[Mesh], peer: int, tag: int) -> None:
+    """Let whoever attends to a peer's messages look again, if somebody does."""
+    mesh = of()
+    if mesh is not None and mesh.link is not None:
+        mesh.link.prompt(peer, tag)
 
 
 def _concerns_any(verdict: Verdict) -> bool:

@@ -33,12 +33,13 @@ All that is peculiar to Gloo stands here, as of torch 2.13; ``link`` says it wit
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
+import math
 import os
 import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.autograd.profiler
 import torch.distributed as dist
@@ -48,6 +49,7 @@ from objcomm._config import FOREVER_SECONDS
 from objcomm._transport.link import (
     HOST_LOST,
     PEER_LOST,
+    Awaitable,
     Deadline,
     LinkClosed,
     LinkError,
@@ -57,7 +59,7 @@ from objcomm._transport.link import (
 )
 from objcomm._transport.sockets import is_outage, notice_outages, open_sockets
 from objcomm._transport.store import reason_of
-from objcomm._transport.threads import AbandonedError, Apart
+from objcomm._transport.threads import AbandonedError, Apart, Signal
 from objcomm._wire.header import WINDOW_NBYTES
 from objcomm._world import CONNECT_MAX
 
@@ -79,6 +81,9 @@ POKE_TAG = (1 << 31) - 1
 
 # For a device, the store and what else the process opens just then.
 _SPARE_FILES = 8
+
+# How often who has no room for a message looks whether there is some.
+_LOOK_SECONDS = 0.5
 
 # It takes zero for its own default.
 _INSTANT = timedelta(milliseconds=1)
@@ -132,6 +137,7 @@ class GlooLink:
 
     Attributes:
         kind: what the log calls it.
+        head_max_nbytes: as long are the receives that stand ready.
         rank: rank within the group.
         size: number of ranks that it joins.
         hosts: of each rank that it joins, as a number.
@@ -143,6 +149,7 @@ class GlooLink:
     """
 
     kind = "Gloo"
+    head_max_nbytes = WINDOW_NBYTES
     needs_last_byte_apart = True
     is_interruptible = False
     ahead = 4
@@ -204,6 +211,7 @@ class GlooLink:
         self._mesh: Any = gloo(store, place, size, options)
         self._apart = Apart()
         self._standing: dict[tuple[int, int], _StandingReceive] = {}
+        self._prompted = Signal()
         if len(set(self.hosts)) > 1:
             notice_outages(before, deadline.settings.lost_after)
 
@@ -246,6 +254,30 @@ class GlooLink:
         if standing is None:
             standing = self._standing[peer, tag] = _StandingReceive(self, peer, tag)
         return standing.take(until)
+
+    def attend(
+        self,
+        peer: int,
+        tag: int,
+        accept: Callable[[bytes], bool],
+        is_awaited: Callable[[], bool],
+    ) -> NoReturn:
+        """See ``Connections``: the calling thread takes all in, and no other one does."""
+        while True:
+            message = self.take(peer, tag, math.inf)
+            while not accept(message):
+                is_awaited()
+                if self._prompted.wait(_LOOK_SECONDS):
+                    self._prompted = Signal()
+            is_awaited()
+
+    def prompt(self, peer: int, tag: int) -> None:  # noqa: ARG002  # there is one that attends
+        """See ``Connections``."""
+        self._prompted.set()
+
+    def signal(self) -> Awaitable:
+        """See ``Connections``: Gloo's thread moves all."""
+        return Signal()
 
     def has_come(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # to ask is to wait for it
         """See ``Link``."""

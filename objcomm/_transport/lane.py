@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 #: The lane of threads that take turns: it has no owner but whoever's turn it is.
 IN_TURNS = "in turns"
 
-# How many calls the other ranks are told of: a rank that only sends can be some ahead.
-_PAST = 8
+# How many calls the other ranks are told of: a rank that only sends can be 16 ahead.
+_PAST = 20
 
 
 class Lane:

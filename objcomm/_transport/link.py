@@ -9,7 +9,7 @@ that and on nothing else, and ``check_link`` of ``tests/contracts.py`` holds eac
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -108,6 +108,16 @@ Pending = Any
 Memory = torch.Tensor | bytes | bytearray | memoryview
 
 
+class Awaitable(Protocol):
+    """What some thread sets, once, and another one waits for."""
+
+    def set(self) -> None:
+        """Let whoever waits go on; any thread may, also a signal's handler."""
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Wait so long, or without end; returns whether it was set."""
+
+
 class Link(Protocol):
     """Point-to-point transfers between CPU memories; any thread may call any method.
 
@@ -128,6 +138,7 @@ class Link(Protocol):
         rank: this one.
         size: number of ranks.
         hosts: of each rank, as a number.
+        head_max_nbytes: no first message may be longer.
         needs_last_byte_apart: whether the last byte of what a receiver waits for must be a transfer
             of its own, because a receive that is being filled is not woken.
         is_interruptible: whether a signal ends a wait of the main thread by itself, by what its
@@ -140,6 +151,7 @@ class Link(Protocol):
     rank: int
     size: int
     hosts: tuple[int, ...]
+    head_max_nbytes: int
     needs_last_byte_apart: bool
     is_interruptible: bool
     ahead: int
@@ -187,7 +199,7 @@ class Link(Protocol):
                 however late it is.
 
         Returns:
-            The message; there may be bytes behind its end, to the length of a window.
+            The message; there may be bytes behind the end of a small one.
 
         Raises:
             LinkTimeout: as ``wait``. The next call goes on waiting for the same message.
@@ -318,6 +330,40 @@ class Connections(Link, Protocol):
 
     def call(self, peer: int) -> None:
         """Connect to a peer where that was not done, so that its end is noticed; returns soon."""
+
+    def attend(
+        self,
+        peer: int,
+        tag: int,
+        accept: Callable[[bytes], bool],
+        is_awaited: Callable[[], bool],
+    ) -> NoReturn:
+        """Have all first messages of a peer with a tag taken in until its connection has ended.
+
+        Nobody takes them by ``take``. Any thread of this rank that waits for the link may take them
+        in. Only where none does the calling one, at once or some milliseconds later.
+
+        Args:
+            peer: who sends them.
+            tag: of ``head_tag``.
+            accept: takes one in, as ``take`` gives it, or returns False: then it is asked again
+                after a ``prompt``, and the peer can send no more than a few meanwhile. Called in
+                order, in a step of the link: it may neither raise nor wait for anything.
+            is_awaited: whether one is wanted at once for which no thread waits in a ``signal`` of
+                this link. What it raises ends this.
+
+        Raises:
+            LinkClosed: the connection has ended, and what had come before was given to ``accept``.
+        """
+
+    def prompt(self, peer: int, tag: int) -> None:
+        """Let whoever attends ask again, ``accept`` as well; never waits."""
+
+    def signal(self) -> Awaitable:
+        """Something to wait for, once, while the calling thread moves the link.
+
+        It waits on where the connection ends, until it is set.
+        """
 
     def await_delivery(self, until: float) -> None:
         """Return when other hosts have what was sent to them, or when ``time.monotonic`` is there.

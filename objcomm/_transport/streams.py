@@ -2,14 +2,16 @@
 
 It has no thread. Whoever waits moves what there is to move, for all: the *mover* sleeps until any
 socket has bytes or room, takes them in, and wakes the threads whose transfers are over. When its
-own is over the next one that waits becomes the mover.
+own is over the next one that waits becomes the mover. Who attends to all that a peer sends moves
+only what nobody else does.
 
 What goes over a stream is a frame: a kind, a tag and a number, and then perhaps bytes.
 
-- ``MESSAGE``: a message of at most 64 KiB, at once. The system keeps it, or the other end does,
+- ``MESSAGE``: a message of at most 1.5 MiB, at once. The system keeps it, or the other end does,
   until somebody asks for it. First messages of a lane are counted, and a sender is no more than
-  four ahead of who takes them: so far the search for the reason of a wait can see. Of what follows
-  them only words of a few bytes go so, so that who takes nothing needs little memory for it.
+  16 of them, and 2 MiB, ahead of who takes them: 16, because so far the search for the reason
+  of a wait can see, and the bytes, so that who takes nothing needs little memory for them. Of what
+  follows them only words of a few bytes go so.
 - ``OFFER``: there is one that may not. It waits in its sender's memory for
 - ``TAKE``: there is room for it now; and then goes out as
 - ``CONTENT``, from the sender's memory into the receiver's, past all buffers of this module.
@@ -53,11 +55,11 @@ import time
 from collections import deque
 from enum import IntEnum
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
-from objcomm._codecs.buffers import writable
+from objcomm._codecs.buffers import BufferKind, allocate, writable
 from objcomm._transport.link import (
     HOST_LOST,
     LANE_BITS,
@@ -82,13 +84,18 @@ if TYPE_CHECKING:
 _HEADER = Struct("<IIQQ")
 _HEADER_NBYTES = _HEADER.size
 
-#: What is not longer goes out unasked; a first message must. The system keeps 208 KiB for a reader
-#: that is busy (Linux' own default).
-UNASKED_MAX_NBYTES = 1 << 16
+#: A first message is not longer. Of more than some 2 MB a broadcast to 3 ranks takes less from
+#: memory that all of them map.
+UNASKED_MAX_NBYTES = 3 << 19
 _WORD_MAX_NBYTES = 64
-#: First messages of a lane that a sender may be ahead of who takes them.
-AHEAD_MAX = 4
-_TOLD_EACH = 2
+#: First messages of a lane that a sender may be ahead of who takes them, and their bytes.
+AHEAD_MAX = 16
+AHEAD_MAX_NBYTES = 2 << 20
+#: After so many that were taken, or one that is longer, their sender is told: so what it has not
+#: heard of leaves room for the longest one. To tell it of every second one cost each rank of a
+#: broadcast or gather in a row a third of its processor time.
+TOLD_EACH = 8
+_TOLD_FROM_NBYTES = (AHEAD_MAX_NBYTES - UNASKED_MAX_NBYTES) // TOLD_EACH
 
 #: So many files may wait for a peer that takes nothing; a process may often have 1,024 open.
 LENT_FILES_MAX = 64
@@ -96,8 +103,8 @@ LENT_FILES_MAX = 64
 _DESCRIPTOR = Struct("i")
 _RIGHTS_NBYTES = socket.CMSG_SPACE(FILES_MAX * _DESCRIPTOR.size)
 
-# Room for a message with its header, and some more of them.
-_RAW_NBYTES = 2 * UNASKED_MAX_NBYTES
+# Room for some small messages. Of a longer one the rest is read to where it stays.
+_RAW_NBYTES = 1 << 17
 # The system counts milliseconds in 31 bits.
 _SLEEP_MAX_SECONDS = 1e6
 # As much of a large message goes out before others get a turn.
@@ -111,6 +118,11 @@ _ENDS = sum(getattr(select, name, 0) for name in ("EPOLLRDHUP", "EPOLLHUP", "EPO
 _OWN_DOING = "this rank has closed its connections"
 _TORN = "this rank was interrupted in the middle of a message"
 _IN_A_HANDLER = "a signal's handler has used connections that it had interrupted"
+
+# Whoever attends leaves what comes to who waits, if there is one, for so long.
+_STAND_BY_MS = 5
+# As long as something is awaited it looks so often whether it missed that nothing is any more.
+_LOOK_SECONDS = 0.5
 
 # The lock's owner may have been interrupted by a signal, whose handler takes its time.
 _PATIENCE_SECONDS = 1.0
@@ -142,22 +154,18 @@ class _Caller:
         self.said = said
 
 
-class _Transfer:
-    """A message on its way out or in.
+class _Awaited:
+    """What a thread waits for, which moves the link meanwhile.
 
     Attributes:
-        flat: its memory, or the room for it, which lives as long as bytes may come.
-        view: the same as the system takes it.
-        is_over: whether that may be used again.
-        reason: why it ended without having been carried; empty otherwise.
-        turn: held by the thread that waits for it while another one is the mover.
+        is_over: whether the wait is.
+        reason: why it ended before what was awaited; empty otherwise.
+        turn: held by the thread that waits while another one is the mover.
     """
 
-    __slots__ = ("flat", "is_over", "reason", "turn", "view")
+    __slots__ = ("is_over", "reason", "turn")
 
-    def __init__(self, flat: Memory, view: memoryview | None = None) -> None:
-        self.flat = flat
-        self.view = _view_of(flat) if view is None else view
+    def __init__(self) -> None:
         self.is_over = False
         self.reason = ""
         self.turn: threading.Lock | None = None
@@ -170,6 +178,56 @@ class _Transfer:
         if turn is not None:
             self.turn = None
             turn.release()
+
+
+class _Transfer(_Awaited):
+    """A message on its way out or in.
+
+    Attributes:
+        flat: its memory, or the room for it, which lives as long as bytes may come; both may be
+            used again when it is over.
+        view: the same as the system takes it.
+    """
+
+    __slots__ = ("flat", "view")
+
+    def __init__(self, flat: Memory, view: memoryview | None = None) -> None:
+        self.flat = flat
+        self.view = _view_of(flat) if view is None else view
+        self.is_over = False
+        self.reason = ""
+        self.turn = None
+
+
+class _Signal(_Awaited):
+    """See ``Connections.signal``."""
+
+    __slots__ = ("_link",)
+
+    def __init__(self, link: StreamLink) -> None:
+        self.is_over = False
+        self.reason = ""
+        self.turn = None
+        self._link = link
+
+    def set(self) -> None:
+        """See ``Awaitable``."""
+        self._link.end(self)
+
+    def wait(self, seconds: float = -1) -> bool:
+        """See ``Awaitable``."""
+        until = math.inf if seconds < 0 else time.monotonic() + seconds
+        try:
+            self._link.await_end(self, until)
+        except LinkTimeout:
+            pass
+        except LinkError:  # nothing moves any more, and who knows why sets this
+            turn = threading.Lock()
+            turn.acquire()
+            self.turn = turn
+            if not self.is_over:
+                turn.acquire(timeout=seconds)
+        return self.is_over
 
 
 class _Members(_Transfer):
@@ -237,6 +295,39 @@ def _view_of(memory: Memory) -> memoryview:
     return writable(memory) if isinstance(memory, torch.Tensor) else memoryview(memory)
 
 
+class _Attendance:
+    """Who takes in all first messages of a peer with a tag; see ``Connections.attend``.
+
+    Attributes:
+        accept: takes one in.
+        bell: what the thread waits for that attends, where a message is awaited.
+        prompts: a descriptor on which it hears all that is for it; the mover does not.
+    """
+
+    __slots__ = ("_lock", "accept", "bell", "prompts")
+
+    def __init__(self, accept: Callable[[bytes], bool]) -> None:
+        self.accept = accept
+        self.bell = _Awaited()
+        self.prompts = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = guard()
+
+    def prompt(self) -> None:
+        """Let the thread look again."""
+        # Without the link's lock: who calls may be within a step of another link. If the thread
+        # misses the end of its wait so, its next look finds it.
+        self.bell.is_over = True
+        with self._lock:
+            if self.prompts >= 0:
+                os.eventfd_write(self.prompts, 1)
+
+    def close(self) -> None:
+        """The thread attends no more."""
+        with self._lock:
+            os.close(self.prompts)
+            self.prompts = -1
+
+
 class _Connection:
     """One peer: its socket, what has come of it, and what has yet to go there.
 
@@ -253,6 +344,7 @@ class _Connection:
         failed: why nothing more can be sent, though what came before may lie unread.
         silence: how long its host has answered nothing; None for this host.
         arrived: by tag: what came before it was asked for, as bytes, or as an offer's number.
+        attended: by tag: who takes in all first messages.
         bells: by tag: what a thread waits for that takes first messages; over when there is one.
         posted: by tag: the receives for which nothing has come.
         outgoing: what the system had no room for, in order; with the transfer that it ends, and
@@ -265,7 +357,7 @@ class _Connection:
         rooms: what is to be filled after ``filling``, by the same content.
         lent_files: files handed over of which the peer has not said that it has them.
         held: by tag: first messages for which there is no credit.
-        ahead: by tag: first messages that are not known to be taken.
+        ahead: by tag: how long the first messages are that are not known to be taken, in order.
         untold: by tag: first messages that were taken here, and the peer not told so.
         is_watched: whether the mover is woken when there is room for ``outgoing``.
         is_hung_up: whether this end was shut by who could not end it whole.
@@ -276,6 +368,7 @@ class _Connection:
     __slots__ = (
         "ahead",
         "arrived",
+        "attended",
         "bells",
         "called",
         "descriptors",
@@ -320,7 +413,8 @@ class _Connection:
         self.is_to_call = False
         self.failed = ""
         self.silence: Silence | None = None
-        self.arrived: dict[int, deque[bytes | bytearray | int]] = {}
+        self.arrived: dict[int, deque[bytes | int]] = {}
+        self.attended: dict[int, _Attendance] = {}
         self.bells: dict[int, _Transfer] = {}
         self.posted: dict[int, deque[_Transfer]] = {}
         self.outgoing: deque[tuple[memoryview, _Transfer | None, Share | None]] = deque()
@@ -330,7 +424,7 @@ class _Connection:
         self.descriptors: deque[Share | None] = deque()
         self.taken: dict[int, _Transfer] = {}
         self.held: dict[int, deque[_Transfer]] = {}
-        self.ahead: dict[int, int] = {}
+        self.ahead: dict[int, list[int]] = {}
         self.untold: dict[int, int] = {}
         self.ended = ""
         self.lent_files = 0
@@ -344,7 +438,7 @@ class _Connection:
         # The message whose bytes come next, what is left of its room, and what it is for.
         self.filling: memoryview | None = None
         self.rooms: deque[memoryview] = deque()
-        self.filled: _Transfer | tuple[int, bytearray] | None = None
+        self.filled: _Transfer | tuple[int, bytes] | None = None
 
     def sockets(self) -> list[socket.socket]:
         """Its one, or two; none while it is to be called again."""
@@ -367,12 +461,14 @@ class StreamLink:
         rank: rank within the group.
         size: number of ranks that it joins.
         hosts: of each of them, as a number.
+        head_max_nbytes: what goes out unasked.
         needs_last_byte_apart: the end of a stream wakes whoever waits for any of its bytes.
         is_interruptible: it sleeps where signals wake it.
         ahead: nothing depends on it.
         is_interrupted: see ``Link``.
     """
 
+    head_max_nbytes = UNASKED_MAX_NBYTES
     needs_last_byte_apart = False
     is_interruptible = True
     ahead = 64
@@ -424,8 +520,8 @@ class StreamLink:
         # As threading.Condition asks. A plain attribute: it is asked for each message.
         self.is_interrupted: Callable[[], bool] = self._lock._is_owned  # noqa: SLF001  # see above
         self._mover = 0  # a thread's number
-        self._moved_for: _Transfer | None = None
-        self._waiting: deque[_Transfer] = deque()
+        self._moved_for: _Awaited | None = None
+        self._waiting: deque[_Awaited] = deque()
         self._numbers = 0
         self._left: list[socket.socket] = []  # ended here, and not closed yet
         self._is_aborted = False
@@ -488,7 +584,7 @@ class StreamLink:
                     pending = _Transfer(flat, view)
                     number = self._offered(connection, pending, tag)
                     self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))
-                elif is_head and connection.ahead.get(tag, 0) >= AHEAD_MAX:
+                elif is_head and not self._may_go(connection, tag, nbytes):
                     pending = _Transfer(flat, view)
                     connection.held.setdefault(tag, deque()).append(pending)
                 else:
@@ -516,22 +612,76 @@ class StreamLink:
                 arrived = connection.arrived.get(tag)
                 if arrived:
                     try:
-                        message = arrived.popleft()
-                        untold = connection.untold.get(tag, 0) + 1
-                        connection.untold[tag] = untold
-                        if untold >= _TOLD_EACH:
-                            self._tell_taken(connection, tag)
+                        message: bytes = arrived.popleft()  # type: ignore[assignment]  # see below
+                        self._note_taken(connection, tag, len(message))
                     except BaseException:  # as in ``send``
                         self._end(connection, _TORN)
                         raise
-                    return message  # type: ignore[return-value]  # no first message is offered
+                    return message  # and no number: none of them is offered
                 if connection.ended:
                     raise LinkClosed(connection.ended)
                 bell = connection.bells.get(tag)
                 if bell is None:
                     bell = connection.bells[tag] = _Transfer(_NOTHING)
                 bell.is_over = False
-            self._await(bell, until)
+            self.await_end(bell, until)
+
+    def attend(
+        self,
+        peer: int,
+        tag: int,
+        accept: Callable[[bytes], bool],
+        is_awaited: Callable[[], bool],
+    ) -> NoReturn:
+        """See ``Connections``."""
+        connection = self._connections.get(peer) or self._opened(peer)
+        attendance = connection.attended[tag] = _Attendance(accept)
+        is_prompted, is_idle = select.poll(), select.poll()
+        for each in (is_prompted, is_idle):
+            each.register(attendance.prompts, select.POLLIN)
+        is_idle.register(self._events, select.POLLIN)
+        try:
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(attendance.prompts)
+                with self._lock:
+                    attendance.bell = _Awaited()
+                    self._give_out(connection, tag)
+                    if connection.ended:
+                        raise LinkClosed(connection.ended)
+                if is_awaited():
+                    with contextlib.suppress(LinkTimeout):
+                        self.await_end(attendance.bell, time.monotonic() + _LOOK_SECONDS)
+                # Who waits takes in what has come, or is about to; it gets so much time.
+                elif is_idle.poll() and not is_prompted.poll(_STAND_BY_MS):
+                    self._move_what_is_there(_STAND_BY_MS / 1e3)
+        finally:
+            with self._lock:  # what accepts may hold this link
+                del connection.attended[tag]
+            attendance.close()
+
+    def prompt(self, peer: int, tag: int) -> None:
+        """See ``Connections``."""
+        connection = self._connections.get(peer)
+        attendance = None if connection is None else connection.attended.get(tag)
+        if attendance is not None:
+            attendance.prompt()
+            if self._moved_for is attendance.bell:
+                self._sound()
+
+    def signal(self) -> _Signal:
+        """See ``Connections``."""
+        return _Signal(self)
+
+    def end(self, awaited: _Awaited) -> None:
+        """Let a wait be over, by any thread."""
+        is_within = self.is_interrupted()  # what the mover has found it looks at itself
+        with self._lock:
+            awaited.is_over = True
+            if awaited.turn is not None:
+                awaited.end()
+            elif self._moved_for is awaited and not is_within:
+                self._sound()
 
     def has_come(self, peer: int, tag: int) -> bool:
         """See ``Link``."""
@@ -600,7 +750,7 @@ class StreamLink:
         if pending is None:
             return
         if not pending.is_over:
-            self._await(pending, time.monotonic() + limit.total_seconds())
+            self.await_end(pending, time.monotonic() + limit.total_seconds())
         if pending.reason:
             raise LinkClosed(pending.reason)
 
@@ -792,8 +942,8 @@ class StreamLink:
 
     # ------------------------------------------------------------------ who moves
 
-    def _await(  # noqa: C901, PLR0912  # one loop, of which each step by itself would cost a call
-        self, transfer: _Transfer, until: float
+    def await_end(  # noqa: C901, PLR0912  # one loop, of which each step by itself would cost a call
+        self, transfer: _Awaited, until: float
     ) -> None:
         """Move all until a transfer is over, or sleep until the thread that moves has ended it."""
         if self.is_interrupted():
@@ -849,7 +999,7 @@ class StreamLink:
         with contextlib.suppress(BlockingIOError):  # it has not heard the last ones yet
             self._alarm.send(b"!")
 
-    def _take_back(self, transfer: _Transfer) -> None:
+    def _take_back(self, transfer: _Awaited) -> None:
         """Wait no longer; a turn that came too late is the next one's."""
         with self._lock:
             transfer.turn = None
@@ -867,8 +1017,12 @@ class StreamLink:
                 turn.release()
                 return
 
-    def _move_what_is_there(self) -> None:
-        """Take in what has come, unless another thread does so anyway."""
+    def _move_what_is_there(self, seconds: float = 0.0) -> None:
+        """Take in what has come, unless another thread does so anyway.
+
+        Args:
+            seconds: what comes so soon after is taken in as well, as long as nobody else waits.
+        """
         if self.is_interrupted() or not self._lock.acquire(blocking=False):
             return
         me = threading.get_ident()
@@ -880,16 +1034,19 @@ class StreamLink:
         finally:
             self._lock.release()
         try:
-            self._move_once(0.0)
+            while self._move_once(seconds) and seconds:
+                if self._waiting or self._is_aborted:
+                    break
         finally:
-            with self._lock:  # as in ``_await``
+            with self._lock:  # as in ``await_end``
                 self._mover, self._moved_for = before
                 if before[0]:
                     self._wake_mover()
                 else:
                     self._wake_one()
 
-    def _move_once(self, seconds: float) -> None:
+    def _move_once(self, seconds: float) -> bool:
+        """Move what can be moved within so many seconds; returns whether there was anything."""
         events = self._events.poll(seconds)
         with self._lock:
             for descriptor, event in events:
@@ -912,10 +1069,13 @@ class StreamLink:
                 except BaseException:
                     self._end(connection, _TORN)
                     raise
+        return bool(events)
 
     def _hear(self, descriptor: int) -> None:
         """Be woken by another thread, which may have ended what the mover waits for."""
         if descriptor == self._heard.fileno():
+            if self._is_aborted:
+                return  # nothing moves any more, and whoever attends is to hear it, too
             with contextlib.suppress(BlockingIOError):  # a signal's handler has heard it
                 self._heard.recv(64)
         elif self._doors is not None and descriptor in self._callers:
@@ -1196,7 +1356,7 @@ class StreamLink:
         """
         taken = 0
         if not tag >> LANE_BITS:
-            connection.ahead[tag] = connection.ahead.get(tag, 0) + 1
+            connection.ahead.setdefault(tag, []).append(view.nbytes)
             taken = connection.untold.pop(tag, 0)
         head = _HEADER.pack(_MESSAGE, tag, view.nbytes, taken)
         sent = 0
@@ -1367,9 +1527,9 @@ class StreamLink:
             at += _HEADER_NBYTES
             if kind == _MESSAGE:
                 if number:
-                    ahead = connection.ahead.get(tag, 0) - number
-                    if ahead >= 0 and tag not in connection.held:
-                        connection.ahead[tag] = ahead
+                    ahead = connection.ahead.get(tag, ())
+                    if number <= len(ahead) and tag not in connection.held:
+                        del connection.ahead[tag][:number]
                     else:
                         self._credit(connection, tag, number)
                         if connection.ended:
@@ -1380,12 +1540,15 @@ class StreamLink:
                 elif end - at >= nbytes:
                     self._arrive(connection, tag, connection.view[at : at + nbytes])
                     at += nbytes
+                elif self._is_too_far_ahead(connection, tag, nbytes):
+                    self._refuse(connection, "more first messages than it may be ahead")
                 elif not connection.ended:
                     # What is left of it is read to where it belongs.
-                    content = bytearray(nbytes)
-                    content[: end - at] = raw[at:end]
-                    connection.filling = memoryview(content)[end - at :]
-                    connection.filled = tag, content
+                    content = allocate(BufferKind.BYTES, nbytes)
+                    room = writable(content.flat)
+                    room[: end - at] = connection.view[at:end]
+                    connection.filling = room[end - at :]
+                    connection.filled = tag, content.owner
                     at = end
             elif kind == Kind.CONTENT:
                 at = self._begin_content(connection, number, at, end)
@@ -1403,17 +1566,20 @@ class StreamLink:
         if len(connection.descriptors) > (connection.used > 0):
             self._refuse(connection, "a descriptor that belongs to nothing")
 
-    def _arrive(self, connection: _Connection, tag: int, content: memoryview) -> None:
+    def _arrive(self, connection: _Connection, tag: int, content: memoryview | bytes) -> None:
         """A message is here whole."""
         posted = connection.posted.get(tag)
         if not posted:
             arrived = connection.arrived.get(tag)
             if arrived is None:
                 arrived = connection.arrived[tag] = deque()
-            if tag >> LANE_BITS == 0 and len(arrived) >= AHEAD_MAX:
+            if arrived and self._is_too_far_ahead(connection, tag, len(content)):
                 self._refuse(connection, "more first messages than it may be ahead")
                 return
-            arrived.append(bytes(content))
+            arrived.append(bytes(content))  # which copies no bytes
+            if connection.attended and tag in connection.attended:
+                self._give_out(connection, tag)
+                return
             bell = connection.bells.get(tag)
             if bell is not None:
                 bell.is_over = True
@@ -1425,12 +1591,19 @@ class StreamLink:
             del connection.posted[tag]
         self._deliver(connection, transfer, tag, content)
 
+    def _give_out(self, connection: _Connection, tag: int) -> None:
+        """Hand over what has come to who takes in all of a tag."""
+        arrived, accept = connection.arrived.get(tag), connection.attended[tag].accept
+        while arrived and accept(arrived[0]):  # type: ignore[arg-type]  # no first message is offered
+            message: bytes = arrived.popleft()  # type: ignore[assignment]  # likewise
+            self._note_taken(connection, tag, len(message))
+
     def _deliver(
         self,
         connection: _Connection,
         transfer: _Transfer,
         tag: int,
-        content: memoryview | bytes | bytearray,
+        content: memoryview | bytes,
     ) -> None:
         nbytes = len(content)
         if nbytes > transfer.view.nbytes or isinstance(transfer, _Borrowed):
@@ -1440,13 +1613,14 @@ class StreamLink:
         transfer.view[:nbytes] = content
         transfer.end()
         if tag >> LANE_BITS == 0:
-            untold = connection.untold[tag] = connection.untold.get(tag, 0) + 1
-            if untold >= _TOLD_EACH:
-                self._tell_taken(connection, tag)
+            self._note_taken(connection, tag, nbytes)
 
-    def _tell_taken(self, connection: _Connection, tag: int) -> None:
-        untold = connection.untold.pop(tag, 0)
-        self._push(connection, _HEADER.pack(Kind.CREDIT, tag, 0, untold))
+    def _note_taken(self, connection: _Connection, tag: int, nbytes: int) -> None:
+        """A first message was taken, and its sender will hear of it before it has to wait."""
+        untold = connection.untold[tag] = connection.untold.get(tag, 0) + 1
+        if untold >= TOLD_EACH or nbytes > _TOLD_FROM_NBYTES:
+            del connection.untold[tag]
+            self._push(connection, _HEADER.pack(Kind.CREDIT, tag, 0, untold))
 
     def _post(self, connection: _Connection, transfer: _Transfer, tag: int) -> None:
         """A receive gets what has come, or waits for it."""
@@ -1469,7 +1643,7 @@ class StreamLink:
         connection: _Connection,
         transfer: _Transfer,
         tag: int,
-        found: bytes | bytearray | int,
+        found: bytes | int,
     ) -> None:
         """A receive gets what had come before it."""
         if isinstance(found, int):
@@ -1575,16 +1749,28 @@ class StreamLink:
             filled.end()
         elif filled is not None:
             tag, content = filled
-            self._arrive(connection, tag, memoryview(content))
+            self._arrive(connection, tag, content)
+
+    def _may_go(self, connection: _Connection, tag: int, nbytes: int) -> bool:
+        """Whether a first message may be sent now, which none overtakes."""
+        ahead = connection.ahead.get(tag)
+        return not ahead or (tag not in connection.held and _is_within(ahead, nbytes))
+
+    def _is_too_far_ahead(self, connection: _Connection, tag: int, nbytes: int) -> bool:
+        """Whether a peer may not have sent what comes, before what has come is taken."""
+        if tag >> LANE_BITS:
+            return False
+        waiting = [len(each) for each in connection.arrived.get(tag, ()) if isinstance(each, bytes)]
+        return not _is_within(waiting, nbytes)
 
     def _credit(self, connection: _Connection, tag: int, count: int) -> None:
-        ahead = connection.ahead.get(tag, 0) - count
-        if ahead < 0 or not count:
+        ahead = connection.ahead.get(tag, [])
+        if not 0 < count <= len(ahead):
             self._refuse(connection, "credit for what was not sent")
             return
-        connection.ahead[tag] = ahead
+        del ahead[:count]
         held = connection.held.get(tag)
-        while held and connection.ahead[tag] < AHEAD_MAX and not connection.ended:
+        while held and _is_within(ahead, held[0].view.nbytes) and not connection.ended:
             transfer = held.popleft()
             if self._put(connection, transfer.flat, transfer.view, tag, transfer) is None:
                 transfer.end()
@@ -1628,6 +1814,14 @@ class StreamLink:
         connection.filling = connection.filled = None
         for each in left:
             each.end(reason)
+        for attendance in connection.attended.values():
+            attendance.bell.end()
+            attendance.prompt()
+
+
+def _is_within(ahead: Collection[int], nbytes: int) -> bool:
+    """Whether one more first message may be ahead, after some of these lengths."""
+    return len(ahead) < AHEAD_MAX and sum(ahead) + nbytes <= AHEAD_MAX_NBYTES
 
 
 def _has_bytes(end: socket.socket) -> bool:

@@ -146,28 +146,22 @@ def carried_out(job: Callable[[], T], outcome: Future[T]) -> None:
 
 
 class TicketQueue:
-    """Lets threads do something one after another, in the order in which they took their places."""
+    """Lets threads do something one after another, in the order in which they took their places.
+
+    Attributes:
+        places: that were taken and not left.
+    """
 
     def __init__(self) -> None:
         # Each step is one of the dictionary's, and needs no lock.
-        self._places: OrderedDict[Ticket, None] = OrderedDict()
+        self.places: OrderedDict[Ticket, None] = OrderedDict()
         self._admission = threading.RLock()  # it knows its owner
         self._is_admitting: Callable[[], bool] = self._admission._is_owned  # type: ignore[attr-defined]  # noqa: SLF001  # as Condition asks
 
     @property
     def waiting(self) -> int:
         """How many have a place and are not through."""
-        return len(self._places)
-
-    def append(self, place: "Ticket") -> None:
-        """Put a place behind all others."""
-        self._places[place] = None
-        self._admit()
-
-    def remove(self, place: "Ticket") -> None:
-        """Let those behind go on without it; nothing happens if it is not there."""
-        self._places.pop(place, None)
-        self._admit()
+        return len(self.places)
 
     def is_held_up(self, place: "Ticket") -> bool:
         """Whether the calling thread keeps a place from its turn, and waits for it all the same."""
@@ -177,32 +171,32 @@ class TicketQueue:
             for each in itertools.takewhile(lambda each: each is not place, self._copy())
         )
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Tell the first one that its turn has come, unless it has heard.
 
         In a loop, and by one thread at a time: of a thousand places each may be left as its turn
         comes, and whoever leaves one comes here.
         """
-        while (first := self._first_untold()) is not None:
+        while True:
+            try:
+                first = next(iter(self.places), None)
+            except RuntimeError:  # changed in between
+                continue
+            if first is None or first.turn.is_set:
+                return
             if self._is_admitting() or not self._admission.acquire(blocking=False):
                 return  # who is at it looks once more
             try:
-                first.begin_turn()
+                if first.on_turn is not None:
+                    first.on_turn()
+                first.turn.set()
             finally:
                 self._admission.release()
-
-    def _first_untold(self) -> "Ticket | None":
-        while True:
-            try:
-                first = next(iter(self._places), None)
-            except RuntimeError:  # changed in between
-                continue
-            return None if first is None or first.turn.is_set else first
 
     def _copy(self) -> list["Ticket"]:
         while True:
             try:
-                return list(self._places)
+                return list(self.places)
             except RuntimeError:  # as above
                 continue
 
@@ -214,6 +208,7 @@ class Ticket:
 
     Attributes:
         turn: set when all that were taken before have been left.
+        on_turn: see the parameter.
         owner: the thread that leaves it; 0 while that is not settled.
     """
 
@@ -226,19 +221,14 @@ class Ticket:
                 thread, perhaps more than once.
         """
         self._order = order
-        self._on_turn = on_turn
+        self.on_turn = on_turn
         self.turn = Signal()
         self.owner = 0
 
     def take(self) -> None:
         """Queue behind all places that were taken before."""
-        self._order.append(self)
-
-    def begin_turn(self) -> None:
-        """Its turn has come; the order's own business."""
-        if self._on_turn is not None:
-            self._on_turn()
-        self.turn.set()
+        self._order.places[self] = None
+        self._order.admit()
 
     def enter(self, seconds: float) -> bool:
         """Wait so long for its turn; returns whether it has come.
@@ -254,7 +244,8 @@ class Ticket:
 
     def leave(self) -> None:
         """Let the next one in, at once or when it would be this one's turn; once is enough."""
-        self._order.remove(self)
+        if self._order.places.pop(self, self) is None:  # it was there
+            self._order.admit()
 
     def __enter__(self) -> Self:
         self.owner = threading.get_ident()

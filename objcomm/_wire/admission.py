@@ -33,6 +33,7 @@ from objcomm.errors import (
 
 # An enumeration's members take longer to find than all else that is done with them.
 _VALUE, _BUNDLE = int(Status.VALUE), int(Status.BUNDLE)
+_WHOLE = int(Flag.WHOLE)
 
 
 class Gate:
@@ -96,6 +97,8 @@ class Gate:
                 message.header = message.header._replace(digest=digest)
             header = message.header._replace(destination=destination, number=self._sent)
             packed = header.pack(signer.sign)
+        if message.header.flags & _WHOLE:
+            return b"".join([packed, *message.content()])
         return packed + body if len(body) <= INLINE_NBYTES else packed
 
     def header_in(self, raw: bytes | bytearray | memoryview, sender: int | None = None) -> Header:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.serialization import get_safe_globals
 
-from objcomm._calls.call import Call, Coding
+from objcomm._calls.call import Call
 from objcomm._calls.group import Group, resolve
 from objcomm._collectives.broadcast import broadcast_in
 from objcomm._collectives.gather import all_gather_in, gather_in
@@ -504,15 +504,8 @@ def _p2p_call(
     if joined is None:
         return None
     _check_root(name, joined, peer, group_peer)
-    p2p_call = kind(
-        group=group,
-        timeout=None,
-        coding=Coding(_CODEC, None, None, _safe(weights_only)),
-        tag=_TAG,
-        global_peer=peer,
-        group_peer=group_peer,
-        name=name,
-    )
+    allow = _safe(weights_only)
+    p2p_call = kind(peer, group_peer, _TAG, group, codec=_CODEC, allow=allow, name=name)
     if p2p_call.peer == p2p_call.group.rank:
         raise UsageError(f"{name}: rank {p2p_call.peer} is this rank itself; name another one")
     return p2p_call

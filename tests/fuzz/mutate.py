@@ -21,7 +21,7 @@ from objcomm.errors import RankFailure
 from tests import samples
 from tests.fuzz import drawn
 from tests.fuzz.targets import BUNDLE_SIZE, HEADS_META, OPERAND, PAIR
-from tests.unit.memory_link import MemoryLink, Wires, exchange_on, head_of, header_of, new_lane
+from tests.unit.memory_link import MemoryLink, Wires, exchange_on, first_bytes, header_of, new_lane
 
 _LARGEST_SEED_NBYTES = 8000
 _LONGEST_WORD = 1000
@@ -101,7 +101,7 @@ def _messages(codec: str) -> list[bytes]:
 def _failures() -> list[bytes]:
     both = [RankFailure(1, "ValueError", "wrong", "Traceback…"), RankFailure(2, "E", "", "\ud800")]
     header = header_of(1)
-    return [head_of(failure_message(header, each)) for each in (both[:1], both, [])]
+    return [first_bytes(failure_message(header, each)) for each in (both[:1], both, [])]
 
 
 def _bundles() -> list[bytes]:
@@ -114,7 +114,7 @@ def _bundles() -> list[bytes]:
     bundles = [heads, [*heads[:2], failed]]
     exchange = exchange_on(MemoryLink(Wires(BUNDLE_SIZE), 0), new_lane())
     return [
-        head_of(routes.compose_bundle(exchange, [head_of(message) for message in each]))
+        first_bytes(routes.compose_bundle(exchange, [first_bytes(message) for message in each]))
         for each in bundles
     ]
 
@@ -141,10 +141,10 @@ def _envelopes() -> list[bytes]:
     for obj in (None, [1, "two"], torch.arange(16), bytes(70_000)):
         encoded = codec_named("msgpack").encode(obj)
         header = header_of(1, **PAIR, tag=7, codec="msgpack")
-        found.append(head_of(compose(header, encoded.meta, encoded.buffers, codec="msgpack")))
+        found.append(first_bytes(compose(header, encoded.meta, encoded.buffers, codec="msgpack")))
     return [
         *found,
-        head_of(failure_message(header_of(1, **PAIR), [RankFailure(1, "E", "", "")])),
+        first_bytes(failure_message(header_of(1, **PAIR), [RankFailure(1, "E", "", "")])),
     ]
 
 

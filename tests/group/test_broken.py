@@ -240,7 +240,7 @@ def test_a_verdict_that_nobody_can_read_ends_all_waits() -> None:
         objcomm.configure(max_nbytes=1_000 if here().rank == 1 else 1 << 30),
         pytest.raises(TransportError, match="the store holds a verdict that can't be read"),
     ):
-        objcomm.broadcast(bytes(1_000_000))
+        objcomm.broadcast(bytes(4_000_000))
     with pytest.raises(BrokenGroupError):
         objcomm.barrier()
     assert_group_works(dist.new_group())

@@ -212,3 +212,16 @@ def test_a_loop_of_probes_sees_a_message_that_is_under_way() -> None:
     else:
         hear("rank 0 has looked in vain")
         objcomm.send("here", 0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("nbytes", [60_000, 300_000, 700_000, 1_400_000])
+def test_a_rank_that_sends_on_and_on_hears_what_was_taken(nbytes: int) -> None:
+    """It may be so many bytes ahead only as far as it knows what the receiver has taken."""
+    for at in range(40):
+        if here().rank == 0:
+            objcomm.send(bytes([at]) * nbytes, 1)
+        else:
+            assert objcomm.recv(0) == bytes([at]) * nbytes
+        got = objcomm.broadcast(bytes([at]) * nbytes if here().rank == 0 else None, 0)
+        assert got == bytes([at]) * nbytes

@@ -27,7 +27,7 @@ def _is_last() -> bool:
 
 def _refused() -> object:
     with objcomm.configure(max_nbytes=100_000 if _is_last() else 1 << 30):
-        return objcomm.broadcast(bytes(1_000_000))  # the user's own line
+        return objcomm.broadcast(bytes(4_000_000))  # the user's own line
 
 
 def _in_a_block() -> None:

@@ -313,6 +313,9 @@ def test_a_message_of_another_version_names_the_ranks_of_both(name: str) -> None
             # Who only sends may be some messages ahead.
             error = error_in(ObjcommError, lambda: [call() for _ in range(AHEAD_MAX + 2)])
         text = f"rank 2 sent rank 0 .* version {version}, got .* version {version + 1}"
+        if name == "all_gather":  # each reads each: whoever is first says so
+            text = f"rank 2 sent rank [01] .* version {version}, got .* version {version + 1}"
+            text += f"|rank [01] sent rank 2 .* version {version + 1}, got .* version {version}"
         assert re.search(text, str(error))
     tell_all(f"refused {name}", "")
     assert_group_works()
@@ -344,9 +347,16 @@ FROM_ONE: dict[str, Callable[[int, int], Any]] = {
 
 
 @ranks(3, long=(4, 5))
-@pytest.mark.parametrize("nbytes", [40_000, 4_000_000], ids="{}B".format)
 @pytest.mark.parametrize("why", REFUSALS)
-@pytest.mark.parametrize("name", FROM_ONE)
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [
+        (name, nbytes)
+        for name in FROM_ONE  # the others' smaller ones come whole
+        for nbytes in (40_000 if name == "scatter" else 2_000_000, 4_000_000)
+    ],
+    ids=str,
+)
 def test_what_one_rank_refuses_of_much_data_fails_on_every_rank(
     name: str, why: str, nbytes: int
 ) -> None:
@@ -360,3 +370,21 @@ def test_what_one_rank_refuses_of_much_data_fails_on_every_rank(
         if here().rank == refusing and (why, name) != ("another key", "all_gather"):
             assert not isinstance(error, objcomm.CollectiveError)
         assert_group_works()
+
+
+@ranks(3)
+@pytest.mark.parametrize("why", ["another codec", "a limit"])
+@pytest.mark.parametrize("nbytes", [10_000, 40_000, 1_000_000], ids="{}B".format)
+@pytest.mark.parametrize("name", ["broadcast", "all_gather"])
+def test_what_one_rank_refuses_of_a_whole_message_fails_there_alone(
+    name: str, nbytes: int, why: str
+) -> None:
+    """Nobody waits for the rest of it, and the ranks are at the same call afterwards, too."""
+    refuses = here().rank == 2
+    with objcomm.configure(**(REFUSALS[why] if refuses else {})):
+        if refuses:
+            error = error_in(ObjcommError, lambda: FROM_ONE[name](nbytes, 0))
+            assert not isinstance(error, objcomm.CollectiveError)
+        else:
+            FROM_ONE[name](nbytes, 0)
+    assert_group_works()

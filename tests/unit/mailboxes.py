@@ -40,7 +40,7 @@ class Asked:
 
 def filled(*arrivals: Arrived) -> Mailbox:
     box = Mailbox(0, 4)
-    box.expect(1, FIRST)
+    box.expect(1, FIRST, lambda: None)
     for each in arrivals:
         box.deliver(each)
     return box

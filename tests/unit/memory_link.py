@@ -1,12 +1,13 @@
 """A link between threads of one process, so that the routes can be tried at any world size."""
 
+import math
 import os
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,6 +25,7 @@ from objcomm._transport.link import (
     Sharing,
 )
 from objcomm._transport.share import Share
+from objcomm._transport.threads import Signal
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import BLANK, EVERYONE, WINDOW_NBYTES, Header, Operation
 from objcomm._wire.message import Message
@@ -168,6 +170,7 @@ class MemoryLink:
     """
 
     kind = "memory"
+    head_max_nbytes = WINDOW_NBYTES
     needs_last_byte_apart = True
     is_interruptible = False
     ahead = 4
@@ -182,6 +185,7 @@ class MemoryLink:
         self.crossed_nbytes = 0  # of those to other hosts
         self._wires = wires
         self._standing: dict[tuple[int, int], tuple[torch.Tensor, Arrival]] = {}
+        self._prompted = threading.Event()
 
     def send(self, flat: Any, peer: int, tag: int = -1) -> Departure:
         if not isinstance(flat, torch.Tensor):
@@ -236,7 +240,7 @@ class MemoryLink:
         """See ``Link``."""
         for peer in peers:
             if (peer, tag) not in self._standing and not self.is_closed(peer):
-                room = torch.zeros(WINDOW_NBYTES, dtype=torch.uint8)
+                room = torch.zeros(self.head_max_nbytes, dtype=torch.uint8)
                 self._standing[peer, tag] = room, self.recv(room, peer, tag)
 
     def take(self, peer: int, tag: int, until: float) -> bytes:
@@ -249,6 +253,29 @@ class MemoryLink:
         arrival.wait(timedelta(seconds=max(0.0, left)))
         del self._standing[peer, tag]
         return room.numpy().tobytes()
+
+    def attend(
+        self,
+        peer: int,
+        tag: int,
+        accept: Callable[[bytes], bool],
+        is_awaited: Callable[[], bool],
+    ) -> NoReturn:
+        """See ``Connections``."""
+        while True:
+            message = self.take(peer, tag, math.inf)
+            while not accept(message):
+                self._prompted.wait(0.5)
+                self._prompted.clear()
+            is_awaited()
+
+    def prompt(self, peer: int, tag: int) -> None:  # noqa: ARG002  # one attends
+        """See ``Connections``."""
+        self._prompted.set()
+
+    def signal(self) -> Signal:
+        """See ``Connections``: it moves by itself."""
+        return Signal()
 
     def has_come(self, peer: int, tag: int) -> bool:
         """See ``Link``."""
@@ -398,7 +425,7 @@ def exchange_on(
     )
 
 
-def head_of(message: Message) -> bytes:
+def first_bytes(message: Message) -> bytes:
     """What is sent first of a message, unsigned."""
     return bytes(Gate(Settings(), "").head_of(message))
 

@@ -134,7 +134,7 @@ def test_what_is_dropped_serves_who_waits_though_nothing_else_happens() -> None:
     taken, waiting = ask(box, 1), ask(box, 1)
     box.deliver(arrival(1, 0, "a"))
     assert taken.request.arrival is not None
-    with box._changed:  # noqa: SLF001  # as such a step has it
+    with box._lock:  # noqa: SLF001  # as such a step has it
         box.drop(taken.request.arrival)
         assert waiting.ends == []
     wait_until(lambda: waiting.ends, "the thread that gives it back")
@@ -236,7 +236,7 @@ def test_a_failure_ends_who_waits_for_that_rank_or_for_any() -> None:
 def test_who_waits_for_any_rank_ends_with_the_last_one() -> None:
     box = filled()
     for peer in (2, 3):
-        box.expect(peer, FIRST)
+        box.expect(peer, FIRST, lambda: None)
     asked = ask(box)
     for peer in (3, 1):
         box.fail(peer, FIRST, LOST, is_for_any=False)
@@ -248,7 +248,7 @@ def test_who_waits_for_any_rank_ends_with_the_last_one() -> None:
 def test_an_end_that_was_known_before_a_request_does_not_end_it() -> None:
     """Two threads tell of it: who finds it first, and a moment later the connection's own."""
     box = filled()
-    box.expect(2, FIRST)
+    box.expect(2, FIRST, lambda: None)
     first = ask(box)
     box.fail(1, FIRST, LOST, is_for_any=True)
     assert first.request.verdict is LOST
@@ -264,7 +264,7 @@ def test_an_end_that_was_known_before_a_request_does_not_end_it() -> None:
 def test_the_end_of_an_earlier_connection_counts_no_more() -> None:
     box = filled()
     second = object()
-    box.expect(1, second)
+    box.expect(1, second, lambda: None)
     box.deliver(arrival(1, 0, "new"))
     asked = ask(box, 1, 5)
     box.fail(1, FIRST, LOST, is_for_any=True)

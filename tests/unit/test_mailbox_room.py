@@ -1,7 +1,5 @@
 """What a mailbox keeps: messages that outlive their connection, as many as there is room for."""
 
-import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +9,7 @@ from objcomm._failures.verdict import Cause, Verdict
 from objcomm._p2p import mailbox as module
 from objcomm._p2p.mailbox import Arrived
 from objcomm._wire.header import Header, Operation
-from tests.unit.mailboxes import DESYNC, FAILED, FIRST, LOST, arrival, ask, filled, poll
-from tests.waits import PATIENCE_S, wait_until
+from tests.unit.mailboxes import DESYNC, FAILED, FIRST, LOST, Asked, arrival, ask, filled, poll
 
 REFUSED = Verdict.of(Cause.REFUSED)
 
@@ -54,45 +51,24 @@ def test_what_is_lost_is_given_to_nobody_before_anybody_has_told_so(verdict: Ver
     assert box.look(1, 5) is None
 
 
-def test_who_waits_for_room_hears_that_the_connection_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
-    box, mesh = filled(Arrived(1, 7, 0, raw=bytes(40))), SimpleNamespace(verdict=None)
-    waiting = threading.Thread(
-        target=box.await_room, args=(1, lambda: mesh.verdict is not None, 1000.0)
-    )
-    waiting.start()
-    mesh.verdict = DESYNC
-    box.fail(1, FIRST, DESYNC, is_for_any=False)
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
-
-
 def test_a_sender_waits_while_its_share_is_full_until_somebody_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 100)
     box = filled()
-
-    def has_room(peer: int) -> bool:
-        looks = iter([False, False, True])
-        box.await_room(peer, lambda: next(looks), 0.01)
-        return next(looks, None) is not None
-
     for _ in range(3):
-        assert has_room(1)
+        assert box.has_room(1)
         box.deliver(Arrived(1, 7, 0, raw=bytes(40)))
-    assert not has_room(1)
-    assert has_room(2)
+    assert not box.has_room(1)
+    assert box.has_room(2)
     asked = ask(box, 2)
-    assert not has_room(1)
+    assert not box.has_room(1)
     wanted = ask(box, 1)
-    assert has_room(1)
+    assert box.has_room(1)
     box.cancel(wanted.request)
-    assert not has_room(1)
+    assert not box.has_room(1)
     ask(box, 1, 7)
-    assert has_room(1)
+    assert box.has_room(1)
     assert asked.ends == []
 
 
@@ -101,32 +77,42 @@ def test_each_look_in_vain_lets_one_message_more_come(
     monkeypatch: pytest.MonkeyPatch, src: int | None
 ) -> None:
     monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
+    prompts: list[int] = []
     box = filled(Arrived(1, 7, 0, raw=bytes(40)))
-    may_end = threading.Event()
-    came: list[int] = []
-
-    def send() -> None:
-        while not may_end.is_set():
-            box.await_room(1, may_end.is_set, 0.01)
-            came.append(1)
-
-    sender = threading.Thread(target=send)
+    box.expect(1, FIRST, lambda: prompts.append(1))
     assert poll(box, src, 7) is not None
-    sender.start()
     for count in range(1, 4):
+        assert not box.has_room(1)
         assert poll(box, src, 8) is None
-        wait_until(lambda count=count: len(came) >= count, "the sender")  # type: ignore[misc]  # a default
-    time.sleep(0.05)  # five turns of the sender, in which it must not go on; fewer do no harm
-    assert len(came) == 3
-    may_end.set()
-    sender.join()
+        assert len(prompts) == count
+        assert box.has_room(1)
 
 
-def test_a_request_wakes_a_sender_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_prompts_a_sender_that_had_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
+    prompts: list[int] = []
     box = filled(Arrived(1, 7, 0, raw=bytes(40)))
-    waiting = threading.Thread(target=box.await_room, args=(1, lambda: False, 1000.0))
-    waiting.start()
-    ask(box, 1, 8)
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
+    box.expect(1, FIRST, lambda: prompts.append(1))
+    assert not box.has_room(1)
+    asked = Asked(1, 8)
+    asked.request.has_mover = True
+    box.ask(asked.request)
+    assert prompts == [1]
+    assert box.has_room(1)
+
+
+def test_who_attends_is_prompted_when_something_is_awaited_and_when_nothing_is_any_more() -> None:
+    prompts: list[bool] = []
+    box = filled()
+    box.expect(1, FIRST, lambda: prompts.append(box.is_awaited(1)))
+    first, second = ask(box, 1), ask(box, 1, 7)
+    assert prompts == [True]
+    box.deliver(arrival(1, 0, "to the first"))
+    assert prompts == [True]
+    box.cancel(second.request)
+    assert prompts == [True, False]
+    ask(box, None)
+    assert prompts == [True, False, True]
+    box.deliver(arrival(2, 0, "another's"))
+    assert prompts == [True, False, True, False]
+    assert first.got == "to the first"

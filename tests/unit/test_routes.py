@@ -21,7 +21,7 @@ from tests.unit.memory_link import (
     MemoryLink,
     Wires,
     exchange_on,
-    head_of,
+    first_bytes,
     header_of,
     new_lane,
     on_every_rank,
@@ -49,7 +49,7 @@ def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
     class Link(MemoryLink):
         may_send_nothing = True
 
-    wires = [Wires(3) for _ in range(4)]
+    wires = [Wires(3) for _ in range(5)]
 
     def check(rank: int) -> None:
         links = [Link(each, rank) for each in wires]
@@ -329,7 +329,7 @@ def test_where_one_rank_failed_nothing_large_moves() -> None:
 def test_every_first_message_fits_into_the_posted_receive() -> None:
     wires = Wires(2)
     for nbytes in (0, 1, WINDOW_NBYTES - HEADER_NBYTES, WINDOW_NBYTES - HEADER_NBYTES + 1, 1 << 20):
-        head = head_of(compose(header_of(0), bytes(nbytes)))
+        head = first_bytes(compose(header_of(0), bytes(nbytes)))
         assert len(head) <= WINDOW_NBYTES
     assert wires.left_over() == 0
 

@@ -1,0 +1,200 @@
+"""Messages all of which come with their header, and those that may not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from objcomm._algorithms import routes, topology
+from objcomm._algorithms.exchange import Exchange
+from objcomm._codecs.buffers import Buffer, BufferKind, to_bytes
+from objcomm._config import Settings, secret_of
+from objcomm._transport.link import head_tag
+from objcomm._wire.header import HEADER_NBYTES, WINDOW_NBYTES, Flag, Header
+from objcomm._wire.message import Message, compose, head_of, open_body
+from objcomm.errors import AuthenticationError, WireError
+from tests.unit.memory_link import (
+    MemoryLink,
+    Wires,
+    exchange_on,
+    first_bytes,
+    header_of,
+    new_lane,
+    on_every_rank,
+)
+from tests.unit.routed import content_of, expected, message_of
+
+MOST_NBYTES = 2 << 20
+KINDS = (BufferKind.TENSOR, BufferKind.MEMORY, BufferKind.BYTES, BufferKind.BYTEARRAY)
+
+
+class WideLink(MemoryLink):
+    """A link that carries first messages of more than a window, as that over streams does."""
+
+    head_max_nbytes = MOST_NBYTES
+
+
+def whole(*lengths: int, flags: int = 0, kind: BufferKind | None = None) -> Message:
+    """A message that was made whole, if that may be, with a buffer of each length."""
+    buffers = []
+    for at, nbytes in enumerate(lengths):
+        flat = torch.full((nbytes,), at, dtype=torch.uint8)
+        buffers.append(Buffer(KINDS[at % 4] if kind is None else kind, flat, flat))
+    message = compose(header_of(0, flags=flags), b"meta", buffers, device_types="cpu")
+    message.make_whole(MOST_NBYTES)
+    return message
+
+
+def opened(raw: bytes) -> Message:
+    message = head_of(raw, Header.unpack(raw))
+    open_body(message)
+    return message
+
+
+def test_large_and_small_buffers_of_every_kind_come_with_the_header() -> None:
+    lengths = (100_000, 7, 0, 40_000, WINDOW_NBYTES, WINDOW_NBYTES + 1, 5)
+    sent = whole(*lengths)
+    assert sent.is_all_head
+    raw = first_bytes(sent)
+    assert len(raw) == HEADER_NBYTES + sent.header.nbytes == sent.header.head_nbytes
+    got = opened(raw + b"what lies behind it")
+    assert got.is_all_head
+    assert got.header.is_inline
+    assert content_of(got) == content_of(sent)
+    assert [each.kind for each in got.buffers] == [KINDS[at % 4] for at in range(len(lengths))]
+    assert list(got.content()) == [sent.body, *[bytes([at]) * lengths[at] for at in (0, 3, 5)]]
+
+
+@pytest.mark.parametrize("missing", [1, 40_000, 100_000])
+def test_one_that_was_cut_off_is_refused(missing: int) -> None:
+    raw = first_bytes(whole(100_000))
+    with pytest.raises(WireError, match="cut off"):
+        opened(raw[:-missing])
+
+
+def test_one_whose_table_says_more_than_came_is_refused() -> None:
+    sent = whole(100_000, 50_000)
+    payload_nbytes = sent.header.payload_nbytes - 1
+    sent.header = sent.header._replace(payload_nbytes=payload_nbytes)
+    with pytest.raises(WireError, match="payload"):
+        opened(first_bytes(sent))
+
+
+def test_what_is_longer_than_the_link_carries_is_not_whole() -> None:
+    assert whole(MOST_NBYTES - 1000).is_all_head
+    assert not whole(MOST_NBYTES).is_all_head
+    assert len(first_bytes(whole(MOST_NBYTES))) < WINDOW_NBYTES
+
+
+@pytest.mark.parametrize("flag", [Flag.STAGED, Flag.PACED, Flag.OFFERED, Flag.ON_DEVICE])
+def test_what_has_another_way_is_not_whole(flag: Flag) -> None:
+    assert not whole(100_000, flags=flag).is_all_head
+    assert not whole(100_000, kind=BufferKind.DEVICE).is_all_head
+
+
+_ROUTES: dict[str, Callable[[Exchange, Message], Sequence[Message] | None]] = {
+    "broadcast": lambda exchange, mine: [
+        routes.broadcast(exchange, mine if exchange.rank == 1 else None, 1)
+    ],
+    "gather": lambda exchange, mine: routes.gather(exchange, mine, 1),
+    "all_gather": routes.all_gather,
+}
+
+
+def on_wide_links(
+    size: int, route: str, shape: str, hosts: Sequence[int] = ()
+) -> tuple[list[Sequence[Message] | None], list[WideLink]]:
+    """What one operation gives on each rank, and the links that it went over."""
+    wires = Wires(size, hosts)
+    links = [WideLink(wires, rank) for rank in range(size)]
+
+    def body(rank: int) -> Sequence[Message] | None:
+        exchange = exchange_on(links[rank], new_lane())
+        messages = _ROUTES[route](exchange, message_of(rank, shape))
+        exchange.finish()
+        return messages
+
+    results = on_every_rank(size, body)
+    assert wires.left_over() == 0
+    for messages in results:
+        for message in messages or ():
+            rank = message.header.sender
+            assert content_of(message) == expected(rank, shape)
+    return results, links
+
+
+@pytest.mark.parametrize("shape", ["inline", "body", "buffers", "both"])
+@pytest.mark.parametrize("route", _ROUTES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_few_ranks_send_whole_messages_and_nothing_else(size: int, route: str, shape: str) -> None:
+    results, links = on_wide_links(size, route, shape)
+    assert len([each for each in results if each is not None]) == (1 if route == "gather" else size)
+    sent = [each for link in links for each in link.sent]
+    assert {tag for _, tag in sent} == {head_tag(0)}
+    assert len(sent) == (size - 1) * (size if route == "all_gather" else 1)
+
+
+@pytest.mark.parametrize("route", _ROUTES)
+@pytest.mark.parametrize(("size", "hosts"), [(9, ()), (20, ()), (4, (0, 0, 1, 1)), (3, (0, 1, 2))])
+def test_many_ranks_and_many_hosts_get_the_same(
+    size: int, hosts: tuple[int, ...], route: str
+) -> None:
+    on_wide_links(size, route, "both", hosts)
+
+
+def test_no_message_goes_to_a_host_twice() -> None:
+    nbytes = message_of(1, "both").header.nbytes
+    for hosts in ((0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2), (0, 1, 1, 0)):
+        _, links = on_wide_links(len(hosts), "broadcast", "both", hosts)
+        crossed = sum(link.crossed_nbytes for link in links)
+        assert crossed < (len(set(hosts)) - 1) * nbytes + 10_000
+        is_whole = {tag for link in links for _, tag in link.sent} == {head_tag(0)}
+        assert is_whole == topology.enters_once(1, hosts)
+
+
+def test_a_gather_in_which_only_heads_are_wanted_moves_only_these() -> None:
+    wires = Wires(2)
+    links = [WideLink(wires, rank) for rank in range(2)]
+
+    def body(rank: int) -> Any:
+        exchange = exchange_on(links[rank], new_lane())
+        return routes.gather(exchange, message_of(rank, "both"), 0, max_nbytes=1000)
+
+    on_every_rank(2, body)
+    assert [nbytes for link in links for nbytes, _ in link.sent] == [HEADER_NBYTES]
+
+
+def test_one_that_breaks_a_limit_is_refused_by_who_reads_it() -> None:
+    wires = Wires(2)
+    exchange_on(WideLink(wires, 1), new_lane()).send_head(
+        message_of(1, "both"), [0], may_be_whole=True
+    )
+    mine = exchange_on(WideLink(wires, 0), new_lane(), chosen=Settings(max_nbytes=100_000))
+    (message,) = mine.recv_heads([1])
+    assert not message.buffers
+    with pytest.raises(WireError, match="more than the limit of 100000"):
+        message.check()
+
+
+def test_all_of_it_is_signed() -> None:
+    keyed = Settings(secret=secret_of("correct horse battery staple"))
+    wires = Wires(2)
+    sending = exchange_on(WideLink(wires, 1), new_lane(), chosen=keyed)
+    message = message_of(1, "buffers")
+    message.make_whole(MOST_NBYTES)
+    raw = bytearray(sending.gate.head_of(message, 0))
+    receiving = exchange_on(WideLink(wires, 0), new_lane(), chosen=keyed)
+    receiving.open(bytes(raw), 1).check()
+    raw[-1] ^= 1
+    later = exchange_on(WideLink(wires, 0), new_lane(), chosen=keyed)
+    with pytest.raises(AuthenticationError, match="not what was signed"):
+        later.open(bytes(raw), 1).check()
+
+
+def test_what_arrives_has_memory_of_its_own() -> None:
+    raw = first_bytes(whole(100_000, 50_000, kind=BufferKind.TENSOR))
+    first, second = opened(raw), opened(raw)
+    first.buffers[0].flat.zero_()
+    first.buffers[1].flat.zero_()
+    assert to_bytes(second.buffers[1].flat) == b"\1" * 50_000
