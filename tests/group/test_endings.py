@@ -203,7 +203,9 @@ try: objcomm.barrier()
 except objcomm.TransportError as error: print(error.peers)
 """
     (ranks,) = run_to_the_end([Program([body] * 3, link)])
-    assert [each.said.splitlines()[-1:] for each in ranks] == [["(2,)"], ["(2,)"], []]
+    # torch may write, too, where the store has ended.
+    named = [[line for line in each.said.splitlines() if line.startswith("(")] for each in ranks]
+    assert named == [["(2,)"], ["(2,)"], []], ranks
 
 
 @on.ranks(2, disposable=True)

@@ -101,6 +101,7 @@ def test_nothing_of_a_destroyed_group_reaches_the_next() -> None:
     for turn in range(3):
         with subgroup(0, 1) as group:
             assert objcomm.iprobe(tag=None, group=group) is None
+            tell_all(f"nothing is there in turn {turn}", "")
             assert objcomm.sendrecv(turn, other, other, group=group) == turn
             objcomm.send("stale", other, group=group)
             objcomm.send("stale", here().rank, group=group)
