@@ -74,8 +74,9 @@ one host, one writer, no time limit, and if a process dies or is late, the other
 begins before rank 0's call and ends when the last of the other ranks has the object. Ratios are to
 the ring. With more ranks than cores, ranks share them.
 
-- **The ring is faster**, most with small objects and one call right after another. After a pause
-  all peers are slower, the ring by the largest factor. With 100 kB most of its time is pickling.
+- **The ring is faster**, most with small objects and without pauses. After a pause a small object
+  takes ring and objcomm longer, the ring by the larger factor. With 100 kB most of the ring's time
+  is pickling.
 - **It pays with processors.** A reader that waits keeps a core busy for all of the pause, as far as
   there are cores. objcomm's and torch's ranks sleep until the object comes: `step_after_second`
   tells what waiting costs, and `step_after_pause` what the steps themselves cost at their rate.
