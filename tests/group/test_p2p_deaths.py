@@ -44,7 +44,7 @@ WAITS: dict[str, Callable[[], Any]] = {
     "recv from any": objcomm.recv,
     "probe": lambda: objcomm.probe(1),
     "send of something large": lambda: objcomm.send(LARGE, 1),
-    "send of something between": lambda: objcomm.send(bytes(45_000), 1),
+    "send of something between": lambda: objcomm.send(bytes(1_600_000), 1),
     "isend": lambda: objcomm.isend(LARGE, 1).wait(),
     "irecv": lambda: objcomm.irecv(1, tag=None).wait(),
     "irecv from any": lambda: objcomm.irecv().wait(),

@@ -125,8 +125,15 @@ def on_wide_links(
 
 
 @pytest.mark.parametrize("shape", ["inline", "body", "buffers", "both"])
-@pytest.mark.parametrize("route", _ROUTES)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "route"),
+    [
+        (size, route)
+        for size in (2, 3, 4)
+        for route in _ROUTES
+        if size == 2 or route != "all_gather"
+    ],
+)
 def test_few_ranks_send_whole_messages_and_nothing_else(size: int, route: str, shape: str) -> None:
     results, links = on_wide_links(size, route, shape)
     assert len([each for each in results if each is not None]) == (1 if route == "gather" else size)
