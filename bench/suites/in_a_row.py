@@ -21,9 +21,10 @@ _BESIDE_TORCH = ("objcomm", "torch")
 
 #: Measured 2026-11-24.
 _PYTHON = (
-    "A broadcast makes 137 calls of Python functions on each rank, 80 % of its processor time; the "
-    "system takes 9 %. With no peer between, the best of 12 blocks took 115 µs of each of two "
-    "ranks; with peers between, caches are cold. Pickle over bare sockets took 4 and 11 µs."
+    "A broadcast made 137 calls of Python functions on each rank, 80 % of its processor time; the "
+    "system took 9 %. Since 2026-11-28 it makes 54. With no peer between, the best of 12 blocks "
+    "took 115 µs of each of two ranks; with peers between, caches are cold. Pickle over bare "
+    "sockets took 4 and 11 µs."
 )
 _AS_BROADCASTS = "The Python of each rank; see broadcasts."
 #: Measured 2026-11-25, of 64 ranks that take turns on two cores, without a peer between.

@@ -29,14 +29,12 @@ from objcomm._config import (
     check_name,
     environment_check,
     parse_device,
-    seconds_of,
     settings,
     settings_with,
 )
 from objcomm._observe.history import CallRecord, call_site
 from objcomm._observe.progress import bar_for
 from objcomm._observe.tracing import Span, begun, profiler, span
-from objcomm._transport.link import Deadline
 from objcomm._transport.threads import SerialExecutor, interrupted
 from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import (
@@ -114,8 +112,21 @@ class Coding:
         self.device = None if device is None else parse_device(device, operation)
 
     @classmethod
-    def usual(cls, operation: str) -> "Coding":
-        """That of a call which says nothing of it: made once for the options in force."""
+    def of(
+        cls,
+        codec: str | None,
+        device: DeviceLike,
+        accept: Iterable[str] | None,
+        allow: Iterable[Allowed] | None,
+        operation: str,
+    ) -> "Coding":
+        """That of a call; calls without options of their own share one for the options in force.
+
+        Raises:
+            UsageError: as for the constructor.
+        """
+        if not (codec is device is accept is allow is None):
+            return cls(codec, device, accept, allow, operation)
         latest, chosen = cls._latest, settings()
         if (
             latest is None
@@ -287,13 +298,9 @@ class Call:
         if global_root is not None or group_root is not None:
             root = whole.root(called, global_root, group_root, root_argument)
         self.root = root
-        if codec is device is accept is allow is None:
-            self._coding = coding = Coding.usual(called)
-        else:
-            self._coding = coding = Coding(codec, device, accept, allow, called)
+        self._coding = coding = Coding.of(codec, device, accept, allow, called)
         self.decode, self.device, chosen = coding.decode, coding.device, coding.settings
-        seconds = whole.timeout_seconds if timeout is None else seconds_of(called, timeout)
-        self._deadline = deadline = Deadline(seconds, chosen)
+        self._deadline = deadline = whole.deadline(called, timeout, chosen)
         self.ranks = whole.ranks
         self._is_confined = bool(around.get()) and acts_alone(called, whole.ranks, whole.rank)
         self._group = solo_group() if self._is_confined else whole

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from objcomm._algorithms.device import DevicePath, device_links
-from objcomm._config import GroupLike, Timeout, seconds_of, whole_number
+from objcomm._config import GroupLike, Settings, Timeout, seconds_of, whole_number
 from objcomm._environment import local_rank_in, unjoined_in
 from objcomm._failures.channel import Channel, say_farewell
 from objcomm._failures.mesh import Mesh
@@ -158,13 +158,21 @@ class Group:
             )
         return self.places[rank]
 
-    def deadline(self, operation: str, timeout: Timeout) -> Deadline:
+    def deadline(
+        self, operation: str, timeout: Timeout, chosen: Settings | None = None
+    ) -> Deadline:
         """The time limit of one call.
+
+        Args:
+            operation: for an error's text.
+            timeout: as the user gave it.
+            chosen: the options of the call; those in force if None.
 
         Raises:
             UsageError: it is not a positive time.
         """
-        return Deadline(self.timeout_seconds if timeout is None else seconds_of(operation, timeout))
+        seconds = self.timeout_seconds if timeout is None else seconds_of(operation, timeout)
+        return Deadline(seconds, chosen)
 
     def enter(
         self, operation: str, deadline: Deadline, call_site: str, *, raises_later: bool = False
@@ -181,8 +189,7 @@ class Group:
                 it and waits for a callback.
             TransportTimeout: not every rank came.
         """
-        if self._pid != os.getpid() or sys.is_finalizing():
-            self.check_process(operation)
+        self.check_process(operation)
         whole = self._whole
         mesh, lane = whole.admit(operation, _lane_name.get(), raises_later=raises_later)
         if mesh.link is None:
@@ -240,6 +247,8 @@ class Group:
             UsageError: it was forked from the one that made the group, as a DataLoader's worker
                 may be; or its interpreter is shutting down.
         """
+        if self._pid == os.getpid() and not sys.is_finalizing():
+            return
         if self.is_of_the_parent:
             parent = rank()
             refuse_worker(operation, parent)

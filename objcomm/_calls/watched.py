@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from objcomm._algorithms import routes
 from objcomm._algorithms.exchange import Exchange
-from objcomm._failures import watchdog
 from objcomm._failures.losses import end_by_loss, local
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
@@ -86,8 +85,7 @@ class Watched:
         entry.regions = regions.get()
         try:
             lane.begin(entry, deadline)
-            if deadline.remaining < watchdog.TICK_SECONDS:
-                hurry(deadline.remaining)
+            hurry(deadline.remaining)
             if self._interruptible is not None:
                 self._interruptible.__enter__()
             if profiler._is_profiler_enabled:  # noqa: SLF001  # see ``tracing``

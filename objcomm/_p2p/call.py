@@ -10,8 +10,6 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +21,7 @@ import torch
 
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
-from objcomm._calls.absence import acts_alone, around
+from objcomm._calls.absence import acts_alone
 from objcomm._calls.call import Coding
 from objcomm._calls.group import Group, resolve
 from objcomm._calls.watched import Watched
@@ -34,18 +32,16 @@ from objcomm._config import (
     DeviceLike,
     GroupLike,
     Timeout,
-    seconds_of,
     whole_number,
 )
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
-from objcomm._failures.watchdog import TICK_SECONDS, died_in, end_elsewhere, hurry
+from objcomm._failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm._observe.history import CallRecord, call_site
-from objcomm._observe.tracing import Span, begun, profiler
+from objcomm._observe.tracing import Span, begun
 from objcomm._p2p.mailbox import Arrived, RecvRequest
 from objcomm._p2p.peer import DeviceTurn, Offers, Pair, peers_of
 from objcomm._transport.lane import Lane
-from objcomm._transport.link import Deadline
 from objcomm._transport.threads import (
     SUSPICIOUS_SECONDS,
     Alarm,
@@ -122,26 +118,18 @@ class P2PCall:
         self._said_by = said_by = said_by or name
         self.group = whole = resolve(group, said_by)
         self._peers = peers = peers_of(whole)
-        if whole.size > 1 and (peers.pid != os.getpid() or sys.is_finalizing()):
+        if whole.size > 1:
             whole.check_process(said_by)
-        if peers.mailbox.is_interrupted():
-            peers.mailbox.check_uninterrupted()
+        peers.mailbox.check_uninterrupted()
         self._device_path = whole.pair_path if whole.size > 1 else DevicePath()
-        if codec is device is accept is allow is None:
-            self._coding = coding = Coding.usual(said_by)
-        else:
-            self._coding = coding = Coding(codec, device, accept, allow, said_by)
-        seconds = whole.timeout_seconds if timeout is None else seconds_of(said_by, timeout)
-        self._deadline = deadline = Deadline(seconds, coding.settings)
-        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            tag = None if tag is None else checked_tag(said_by, tag)
-        self.tag = tag
+        self._coding = coding = Coding.of(codec, device, accept, allow, said_by)
+        self._deadline = deadline = whole.deadline(said_by, timeout, coding.settings)
+        self.tag = tag = None if tag is None else checked_tag(said_by, tag)
         self.peer = peer = None
         if global_peer is not None or group_peer is not None:
             argument = "dst" if self.operation is Operation.SEND else "src"
             self.peer = peer = whole.root(said_by, global_peer, group_peer, argument)
-        if around.get():
-            acts_alone(said_by, whole.ranks, whole.rank)
+        acts_alone(said_by, whole.ranks, whole.rank)
         root = -1 if peer is None else peer
         fields = 0, 0, self.operation, whole.rank, root, 0, 0, 0, 0, 0, "", call_site()
         header = made(Header, (*fields, 0, 0, 0, 0, tag or 0, EVERYONE, 0, BLANK, BLANK, 0, ""))
@@ -162,8 +150,9 @@ class P2PCall:
 
     def begin(self) -> None:
         """Note that the call is under way: nothing is wrong with its arguments."""
-        self._has_begun = True
-        self.group.recorder.history.add(self.entry)
+        if not self._has_begun:
+            self._has_begun = True
+            self.group.recorder.history.add(self.entry)
 
     def work(self) -> Work[Any]:
         """A work for what this point-to-point call gives."""
@@ -206,10 +195,8 @@ class P2PCall:
             self._peers.limits.cancel(self._alarm)
 
     def __enter__(self) -> Self:
-        if not self._has_begun:
-            self.begin()
-        if profiler._is_profiler_enabled:  # noqa: SLF001  # see ``tracing``
-            self._span = begun(self._name)
+        self.begin()
+        self._span = begun(self._name)
         return self
 
     def __exit__(
@@ -227,7 +214,7 @@ class P2PCall:
         entry = self.entry
         entry.header = _numbered(entry.header, mesh, lane, sequence)
         return Exchange(
-            link=mesh.link or mesh.connections_for(entry.operation),
+            link=mesh.connections_for(entry.operation),
             lane=lane,
             entry=entry,
             deadline=self._deadline,
@@ -335,7 +322,7 @@ class Send(P2PCall):
                 self._keep(obj)
             return
         message = None
-        if self._device_path.linked:
+        if self._device_types(pair):
             self.begin()
             message = self._message(obj, pair)
             if message.following_on_device:
@@ -585,9 +572,7 @@ class Send(P2PCall):
             raise UsageError(f"{self._said_by}: give dst= or group_dst=")
         if self.tag is None:
             raise UsageError(f"{self._said_by}: a message has a tag; only a receiver takes any")
-        if self.peer == self.group.rank:
-            return None
-        return self._peers.pairs.get(self.peer) or self._peers.pair(self.group, self.peer)
+        return None if self.peer == self.group.rank else self._peers.pair(self.group, self.peer)
 
     def _keep(self, obj: object, on_taken: Callable[[], object] | None = None) -> None:
         """Send to this rank itself; an error has the form that it has between two ranks."""
@@ -602,7 +587,7 @@ class Send(P2PCall):
     def _message(self, obj: object, pair: Pair) -> Message:
         """Encode; an error becomes a failure message, and is raised when that was sent."""
         try:
-            types = self._device_types(pair) if self._device_path.linked else None
+            types = self._device_types(pair)
             return self._coding.message(self.entry.header, obj, types or None)
         except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
             self._own_error = error
@@ -616,8 +601,7 @@ class Send(P2PCall):
         mesh, lane, exchange = self._entered(pair, place)
         with Watched(mesh, lane, exchange, self._deadline):
             self._send_head(lane, exchange, message)
-            if not message.is_all_head:
-                exchange.send_rest(message, [pair.peer])
+            exchange.send_rest(message, [pair.peer])
             place.leave()  # this one ends when it was taken
         if self._own_error is not None:
             rank, own = self.group.rank, self._own_error
@@ -631,8 +615,8 @@ class Send(P2PCall):
             ObjcommError: what has ended the connection.
         """
         pair.check_uninterrupted(self._name)
-        is_its_turn = place.turn.is_set or place.enter(self._deadline.seconds_left)
-        if not is_its_turn or time.monotonic() >= self._deadline.until:
+        is_its_turn = place.enter(self._deadline.seconds_left)
+        if not is_its_turn or self._deadline.has_passed:
             raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
         mesh, lane = pair.enter(self._deadline, self.entry)
         return mesh, lane, self._joined(mesh, lane, lane.sequence)
@@ -833,8 +817,7 @@ class Receive(P2PCall):
             request.among = frozenset(pair.peer for pair, _, _ in admitted)
         for lane in self._lanes:
             lane.begin(entry, self._deadline)
-        if self._deadline.remaining < TICK_SECONDS:
-            hurry(self._deadline.remaining)
+        hurry(self._deadline.remaining)
         mailbox.ask(request)  # from now on the wait may be over, on another thread
         if not admitted:  # from this rank itself: no lane, no watchdog
             seconds = self._deadline.seconds
@@ -847,9 +830,6 @@ class Receive(P2PCall):
 
     def _admitted(self) -> list[tuple[Pair, Mesh, Lane]]:
         """The connections to the ranks that may serve a request."""
-        pair = None if self.peer is None else self._peers.pairs.get(self.peer)
-        if pair is not None:
-            return [(pair, *pair.admit(self._name))]
         pairs = self._pairs()
         if len(pairs) == 1:
             return [(pairs[0], *pairs[0].admit(self._name))]

@@ -1,7 +1,7 @@
 """This rank and one other of a group, for messages from rank to rank.
 
-The first part of whatever the other rank sends is put into the mailbox by whoever moves the link,
-and that is a thread of its own where nobody waits. So a small message never waits for its receiver,
+The first part of each message of the other rank is put into the mailbox by the thread that moves
+the link: one of its own if no other thread waits. So a small message never waits for its receiver,
 and a receiver can wait for any sender: a link has neither a probe nor a receive from any source.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
 import math
-import os
 import threading
 import weakref
 from concurrent.futures import Future, wait
@@ -413,7 +412,7 @@ class Pair:
         """
         inlet = self._inlet
         if inlet is None or inlet.mesh is not mesh:
-            return mesh.verdict  # whoever took its place has said so to all who waited
+            return mesh.verdict  # the one in its place has told all requests
         if not inlet.is_begun:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
             inlet.begin()
@@ -427,9 +426,9 @@ class Pair:
             found = self._offers
             if found is None or found.mesh is not mesh:
                 found = Offers(mesh, self.peer, self._pool)
-                if (
-                    self._inlet is not None and self._inlet.mesh is mesh
-                ):  # else it has ended, and so has all that is offered
+                inlet = self._inlet
+                # Else it has ended, and so has all that is offered.
+                if inlet is not None and inlet.mesh is mesh:
                     self._offers = found
             return found
 
@@ -460,8 +459,6 @@ class Peers:
 
     Attributes:
         mailbox: those that have come here.
-        pairs: by the other rank, once the two were needed.
-        pid: the process that may use them.
         pool: threads for calls that nobody waits for; so many for a pair, however many calls.
         ending: ends receives that nobody waits for, of what is here whole.
         limits: ends calls whose limits pass where the watchdog does not see them wait.
@@ -472,16 +469,15 @@ class Peers:
         self.pool = ThreadPool()
         self.ending = SerialQueue(self.pool)
         self.limits = AlarmClock("objcomm-limit")
-        self.pairs: dict[int, Pair] = {}
-        self.pid = -1 if group.is_of_the_parent else os.getpid()
+        self._pairs: dict[int, Pair] = {}  # by the other rank
 
     def pair(self, group: Group, peer: int) -> Pair:
         """This rank and another one of the group."""
-        pair = self.pairs.get(peer)
+        pair = self._pairs.get(peer)
         if pair is None:
             channel = group.channel((min(peer, group.rank), max(peer, group.rank)))
             made = Pair(channel, peer, group.rank, self)
-            pair = self.pairs.setdefault(peer, made)
+            pair = self._pairs.setdefault(peer, made)
         return pair
 
 
@@ -499,7 +495,7 @@ def peers_of(group: Group) -> Peers:
 
 
 class _Inlet:
-    """Takes in the first parts of what one rank sends over one connection, whoever moves it.
+    """Takes in the first parts of what one rank sends over one connection, on any thread.
 
     Attributes:
         mesh: the connection.
@@ -630,7 +626,7 @@ class _Judge:
             ObjcommError: it is not the peer's next message to this rank.
         """
         mesh, lane, peer, gate = self._mesh, self._lane, self._peer, self._keyless
-        # A key that holds in a block only is known to who began to listen in it.
+        # A key set for a block only is known only if listening began in that block.
         current = process_settings()
         chosen = self._settings if current.secret is None else current
         if chosen.secret is not None or environment_secret() is not None:
@@ -638,7 +634,7 @@ class _Judge:
         header = gate.header_in(raw, peer)
         found = header.operation
         operation = found if found in self._operations else self._operations[0]
-        # What must agree stands together, from the operation to the call's number and its name's.
+        # The fields that must agree are consecutive, from the operation to the fingerprint.
         due = operation, peer, mesh.rank, lane.number, 0, mesh.number, lane.taken, 0
         if gate.signer is not None or header[2:10] != due:
             gate.check_call(Header(0, 0, *due), header, peer)
@@ -647,7 +643,7 @@ class _Judge:
 
 
 def _prompt(of: weakref.ref[Mesh], peer: int, tag: int) -> None:
-    """Let whoever attends to a peer's messages look again, if somebody does."""
+    """Let the thread that attends to a peer's messages, if there is one, look again."""
     mesh = of()
     if mesh is not None and mesh.link is not None:
         mesh.link.prompt(peer, tag)

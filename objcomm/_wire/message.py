@@ -248,11 +248,7 @@ def head_of(raw: bytes | memoryview, header: Header) -> Message:
     Raises:
         WireError: it was cut off.
     """
-    head_nbytes = HEADER_NBYTES
-    if header.flags & _WHOLE:
-        head_nbytes += header.nbytes
-    elif header.body_nbytes <= INLINE_NBYTES:
-        head_nbytes += header.body_nbytes
+    head_nbytes = header.head_nbytes
     if len(raw) != head_nbytes:
         if len(raw) < head_nbytes:  # one of several heads in a bundle
             raise WireError(f"{header.position} sent a message that was cut off")
