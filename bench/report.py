@@ -365,7 +365,7 @@ def _losses(losses: list[Loss]) -> str:
 
 
 def _steps(results: Results) -> list[str]:
-    """What stands beside a ring, a table for each operation."""
+    """What is compared with a ring, a table for each operation."""
     tables = []
     for operation, in_a_row in _beside_a_ring().items():
         records = [record for record in results if record.operation == operation]

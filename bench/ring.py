@@ -2,7 +2,7 @@
 
 Written from a description of vLLM's. One process writes and N read, all on one host. There is no
 lock: each chunk has one flag that says whether it is written, and one for each reader that says
-whether this reader has read it. Whoever has to wait spins.
+whether this reader has read it. A rank that has to wait spins.
 
 The order of the stores is what makes this correct. x86 keeps it, as seen by other processors; a
 processor that does not, such as Arm, would need a fence before each flag is set.

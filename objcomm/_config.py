@@ -193,7 +193,7 @@ class _Decoding(threading.local):
     settings: Settings | None = None
 
 
-#: Set by whoever lets a codec decode.
+#: Set while a codec decodes.
 decoding = _Decoding()
 
 

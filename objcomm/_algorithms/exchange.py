@@ -210,7 +210,7 @@ class Exchange(Transfers):
         """
         gate, mine = self.gate, self.header
         theirs = gate.header_in(raw, sender)
-        # From the operation to the fingerprint stands what must agree, the sender in its midst.
+        # The fields from the operation to the fingerprint must agree; the sender is among them.
         if gate.signer is not None or theirs[2:10] != (mine[2], sender, *mine[4:10]):
             gate.check_call(mine, theirs, sender)
         message = gate.take_in(raw, theirs, heads_max)

@@ -82,7 +82,7 @@ POKE_TAG = (1 << 31) - 1
 # For a device, the store and what else the process opens just then.
 _SPARE_FILES = 8
 
-# How often who has no room for a message looks whether there is some.
+# How often a rank without room for a message checks whether there is some.
 _LOOK_SECONDS = 0.5
 
 # It takes zero for its own default.

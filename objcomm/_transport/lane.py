@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: The lane of threads that take turns: it has no owner but whoever's turn it is.
 IN_TURNS = "in turns"
 
-# How many calls the other ranks are told of: a rank that only sends can be 16 ahead.
+# How many calls are reported to other ranks: a rank that only sends can be 16 ahead.
 _PAST = 20
 
 
@@ -71,7 +71,7 @@ class Lane:
         self.past: deque[CallRecord] = deque(maxlen=_PAST)
 
     def begin(self, entry: CallRecord, deadline: Deadline) -> None:
-        """The calling thread begins to wait in ``entry``, for whoever watches; its limit counts."""
+        """Let the watchdog see that the calling thread waits in ``entry``, and start its limit."""
         now = entry.waits_since = time.monotonic()
         deadline.until = entry.waits_until = now + deadline.remaining
         entry.limit_seconds = deadline.seconds

@@ -112,7 +112,7 @@ class Awaitable(Protocol):
     """What some thread sets, once, and another one waits for."""
 
     def set(self) -> None:
-        """Let whoever waits go on; any thread may, also a signal's handler."""
+        """Let the waiting thread go on; any thread may call this, and a signal handler."""
 
     def wait(self, seconds: float = -1) -> bool:
         """Wait so long, or without end; returns whether it was set."""
@@ -357,7 +357,7 @@ class Connections(Link, Protocol):
         """
 
     def prompt(self, peer: int, tag: int) -> None:
-        """Let whoever attends ask again, ``accept`` as well; never waits."""
+        """Let the attending thread ask again, ``accept`` as well; never waits."""
 
     def signal(self) -> Awaitable:
         """Something to wait for, once, while the calling thread moves the link.

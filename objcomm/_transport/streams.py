@@ -9,8 +9,8 @@ What goes over a stream is a frame: a kind, a tag and a number, and then perhaps
 
 - ``MESSAGE``: a message of at most 1.5 MiB, at once. The system keeps it, or the other end does,
   until somebody asks for it. First messages of a lane are counted, and a sender is no more than
-  16 of them, and 2 MiB, ahead of who takes them: 16, because so far the search for the reason
-  of a wait can see, and the bytes, so that who takes nothing needs little memory for them. Of what
+  16 of them, and 2 MiB, ahead of the receiver: 16, because that is how far the search for the
+  reason of a wait can see, and the bytes, so that an idle receiver needs little memory. Of what
   follows them only words of a few bytes go so.
 - ``OFFER``: there is one that may not. It waits in its sender's memory for
 - ``TAKE``: there is room for it now; and then goes out as
@@ -88,7 +88,7 @@ _HEADER_NBYTES = _HEADER.size
 #: memory that all of them map.
 UNASKED_MAX_NBYTES = 3 << 19
 _WORD_MAX_NBYTES = 64
-#: First messages of a lane that a sender may be ahead of who takes them, and their bytes.
+#: How many first messages of a lane, and bytes, a sender may be ahead of its receiver.
 AHEAD_MAX = 16
 AHEAD_MAX_NBYTES = 2 << 20
 #: After so many that were taken, or one that is longer, their sender is told: so what it has not
@@ -119,7 +119,7 @@ _OWN_DOING = "this rank has closed its connections"
 _TORN = "this rank was interrupted in the middle of a message"
 _IN_A_HANDLER = "a signal's handler has used connections that it had interrupted"
 
-# Whoever attends leaves what comes to who waits, if there is one, for so long.
+# For so long the attending thread leaves what comes to one that waits, if there is one.
 _STAND_BY_MS = 5
 # As long as something is awaited it looks so often whether it missed that nothing is any more.
 _LOOK_SECONDS = 0.5
@@ -344,7 +344,7 @@ class _Connection:
         failed: why nothing more can be sent, though what came before may lie unread.
         silence: how long its host has answered nothing; None for this host.
         arrived: by tag: what came before it was asked for, as bytes, or as an offer's number.
-        attended: by tag: who takes in all first messages.
+        attended: by tag: what takes in all first messages.
         bells: by tag: what a thread waits for that takes first messages; over when there is one.
         posted: by tag: the receives for which nothing has come.
         outgoing: what the system had no room for, in order; with the transfer that it ends, and
@@ -1075,7 +1075,7 @@ class StreamLink:
         """Be woken by another thread, which may have ended what the mover waits for."""
         if descriptor == self._heard.fileno():
             if self._is_aborted:
-                return  # nothing moves any more, and whoever attends is to hear it, too
+                return  # nothing moves any more, and the attending threads must hear it, too
             with contextlib.suppress(BlockingIOError):  # a signal's handler has heard it
                 self._heard.recv(64)
         elif self._doors is not None and descriptor in self._callers:
@@ -1592,7 +1592,7 @@ class StreamLink:
         self._deliver(connection, transfer, tag, content)
 
     def _give_out(self, connection: _Connection, tag: int) -> None:
-        """Hand over what has come to who takes in all of a tag."""
+        """Hand what has come to the function that accepts all messages of a tag."""
         arrived, accept = connection.arrived.get(tag), connection.attended[tag].accept
         while arrived and accept(arrived[0]):  # type: ignore[arg-type]  # no first message is offered
             message: bytes = arrived.popleft()  # type: ignore[assignment]  # likewise
