@@ -210,6 +210,23 @@ def local_rank_in(environ: Mapping[str, str]) -> int | None:
     return _first(environ, [names.local_rank for names in _LAUNCHERS])
 
 
+def has_own_core(ranks: int, environ: Mapping[str, str]) -> bool:
+    """Whether each of this host's ranks has a core of its own, as far as anybody tells.
+
+    Args:
+        ranks: so many are known to be here; the launcher may have started more.
+        environ: as ``os.environ``.
+    """
+    launched = max(_readable(environ, each.local_size, 0) for each in _LAUNCHERS)
+    cores: float = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such file: there is no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, int(quota) / int(period))
+    return max(ranks, launched) <= cores
+
+
 def _first(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
     found = {name: environ[name].strip() for name in names if environ.get(name, "").strip()}
     return _number(found, next(iter(found))) if found else None

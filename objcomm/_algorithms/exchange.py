@@ -58,14 +58,14 @@ class Exchange(Transfers):
         head_max_nbytes: how long a first message may be.
     """
 
-    def __init__(  # all of them are facts of one call, named by the caller
+    def __init__(
         self,
-        *,
         link: Link,
         lane: Lane,
         entry: CallRecord,
         deadline: Deadline,
         gate: Gate,
+        *,
         device: DevicePath,
         meter: Meter | None = None,
         group: str = "",
@@ -93,7 +93,7 @@ class Exchange(Transfers):
         self.head_max_nbytes = link.head_max_nbytes
         self.is_interruptible = link.is_interruptible
         self._link = link
-        self._lane = lane
+        self.lane = lane
         self._deadline = deadline
         self._meter = NOBODY if meter is None else meter
         self._group = group
@@ -118,7 +118,7 @@ class Exchange(Transfers):
         if may_be_whole and not message.is_all_head:
             message.make_whole(self.head_max_nbytes)
         head = self.gate.head_of(message, destination)
-        link, tag = self._link, self._lane.tag
+        link, tag = self._link, self.lane.tag
         for peer in peers:
             try:
                 pending = link.send(head, peer, tag)
@@ -173,7 +173,7 @@ class Exchange(Transfers):
             TransportTimeout: the limit passed; names all that are missing.
             TransportError: a peer is gone.
         """
-        link, entry, lane, mine = self._link, self.entry, self._lane, self.header
+        link, entry, lane, mine = self._link, self.entry, self.lane, self.header
         until = self._deadline.gives_up_at
         if len(peers) > 1:
             link.expect(peers, lane.tag)
@@ -338,10 +338,10 @@ class Exchange(Transfers):
         is_worth_it = nbytes >= SHARED_MIN_NBYTES
         if not is_worth_it or any(self._link.sharing_with(peer) is None for peer in others):
             return None
-        if not self._lane.has_asked:
-            self._lane.has_asked = True
-            self._lane.workspace = self._new_workspace(others)
-        return self._lane.workspace
+        if not self.lane.has_asked:
+            self.lane.has_asked = True
+            self.lane.workspace = self._new_workspace(others)
+        return self.lane.workspace
 
     def _new_workspace(self, others: Sequence[int]) -> Workspace | None:
         nbytes = part_nbytes(self.size)

@@ -122,7 +122,8 @@ def _among(ranks: Sequence[int], rank: int, among: Callable[[int], Topology]) ->
     return None if parent is None else ranks[parent], [ranks[each] for each in children]
 
 
-def enters_once(root: int, hosts: Sequence[int]) -> bool:
+@functools.lru_cache(maxsize=256)  # as ``tree``
+def enters_once(root: int, hosts: tuple[int, ...]) -> bool:
     """Whether the tree for small messages takes ``root``'s to each other host only once."""
     far = [host for host in hosts if host != hosts[root]]
     return len(hosts) > STAR_MAX_SIZE or len(far) == len(set(far))

@@ -132,7 +132,7 @@ class Transfers:
 
     entry: CallRecord
     _link: Link
-    _lane: Lane
+    lane: Lane
     _deadline: Deadline
     _meter: Meter
     sends: list[tuple[Pending, int, Memory, object]]
@@ -142,15 +142,15 @@ class Transfers:
 
     @property
     def _payload_tag(self) -> int:
-        return payload_tag(self._lane.number, self.entry.header.sequence)
+        return payload_tag(self.lane.number, self.entry.header.sequence)
 
     @property
     def _receipt_tag(self) -> int:
-        return receipt_tag(self._lane.number, self.entry.header.sequence)
+        return receipt_tag(self.lane.number, self.entry.header.sequence)
 
     @property
     def _result_tag(self) -> int:
-        return result_tag(self._lane.number, self.entry.header.sequence)
+        return result_tag(self.lane.number, self.entry.header.sequence)
 
     def ended(self, pieces: list[torch.Tensor]) -> Unit:
         """The same bytes, cut so that who waits for them hears of a peer's end.

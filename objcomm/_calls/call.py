@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, overload
 
 from objcomm._algorithms import routes
-from objcomm._algorithms.exchange import Exchange
 from objcomm._calls.absence import acts_alone, around
 from objcomm._calls.group import resolve, solo_group
 from objcomm._calls.watched import Watched
@@ -58,7 +57,6 @@ from objcomm._wire.header import (
     shown,
 )
 from objcomm._wire.message import Message, compose
-from objcomm._wire.signing import environment_secret
 from objcomm.errors import (
     CollectiveError,
     DecodeError,
@@ -226,8 +224,8 @@ class Call:
         root: group rank of source or destination; 0 where the operation has none.
         is_alone: whether there is no other rank, and so no traffic.
         is_root: whether this rank is the source or destination.
-        traffic: the part of the call during which ranks wait for each other; a context that gives
-            the exchange, and there is none in a world of one.
+        exchange: the traffic; a context during which ranks wait for each other. There is none in a
+            world of one.
         decode: gives the object in a message that carries one, as ``Coding.decode`` does.
         device: where tensors shall arrive; None for where they were.
     """
@@ -355,19 +353,13 @@ class Call:
             self._entry = entry = CallRecord(header, called, coding.codec_name, lane.name)
             entry.began = called_at  # a first call has waited for the ranks since
             entry.is_confirmed = confirm or is_met
-            has_key = chosen.secret is not None or environment_secret() is not None
-            exchange = Exchange(
-                link=link,
-                lane=lane,
-                entry=entry,
-                deadline=deadline,
-                gate=Gate(chosen, mesh.session if has_key else "", self.rank, path.devices),
-                device=path,
-                meter=self._bar,
-                group=mesh.name,
+            gate = Gate(chosen, mesh.session, self.rank, path.devices)
+            self.exchange = Watched(
+                mesh, link, lane, entry, deadline, gate=gate, device=path, meter=self._bar
             )
-            meeting = compose(header, b"") if is_met else None
-            self.traffic = Watched(mesh, lane, exchange, deadline, meeting, is_confirmed=confirm)
+            self.exchange.is_confirmed = confirm
+            if is_met:
+                self.exchange.meet_first()
             lane.sequence += 1
             lane.past.append(entry)
             recorder.history.add(entry)
@@ -376,7 +368,7 @@ class Call:
             raise
 
     is_alone = False
-    traffic: Watched
+    exchange: Watched
     decode: Callable[[Message], Any]
     _lane: "Lane | None" = None
     _own_error: BaseException | None = None
@@ -385,12 +377,7 @@ class Call:
     @property
     def place(self) -> str:
         """A name of this call that is the same on every rank and means no other call."""
-        return "" if self.is_alone else self.traffic.place
-
-    @property
-    def exchange(self) -> Exchange:
-        """The traffic."""
-        return self.traffic.exchange
+        return "" if self.is_alone else self.exchange.place
 
     def message(
         self,
@@ -409,7 +396,7 @@ class Call:
             among: the messages of all ranks, if it looks whether these agree.
         """
         try:
-            exchange = self.traffic.exchange
+            exchange = self.exchange
             made = obj if make is None else make(obj)
             return self._coding.message(exchange.header, made, exchange.device.linked or None)
         except BaseException as error:  # noqa: BLE001  # see above
@@ -462,7 +449,7 @@ class Call:
 
     def announcement(self, status: Status) -> Message:
         """A message that says all with its status."""
-        return compose(self.traffic.exchange.header, b"", status=status)
+        return compose(self.exchange.header, b"", status=status)
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
         """Raise what some messages, or this rank's own error, call for.
@@ -500,7 +487,7 @@ class Call:
 
         Every rank calls this in its traffic, or none.
         """
-        self.traffic.is_confirmed = self._entry.is_confirmed = True
+        self.exchange.is_confirmed = self._entry.is_confirmed = True
 
     @overload
     def result(self, messages: Sequence[Message]) -> None: ...
@@ -533,7 +520,7 @@ class Call:
         Raises:
             CollectiveError: at least one rank failed.
         """
-        if self.traffic.is_confirmed:
+        if self.exchange.is_confirmed:
             try:
                 self.raise_failures(messages)
                 result = None if read is None else read(*args, **kwargs)
@@ -561,12 +548,12 @@ class Call:
         # Of what a CollectiveError tells the ranks that failed say so themselves.
         if error is not None and not isinstance(error, CollectiveError):
             self._own_error = error
-        own, turn = self._own_error, self.traffic
-        header = turn.exchange.header
-        turn.exchange.header = header._replace(flags=header.flags | Flag.ACKNOWLEDGEMENT)
+        own, exchange = self._own_error, self.exchange
+        header = exchange.header
+        exchange.header = header._replace(flags=header.flags | Flag.ACKNOWLEDGEMENT)
         mine = self.announcement(Status.VALUE) if own is None else self.failure(own)
-        turn.is_confirmed = False
-        with turn as exchange:
+        exchange.is_confirmed = False
+        with exchange:
             if exchange.size == _PAIR:
                 told = routes.all_gather(exchange, mine)
             else:
@@ -592,7 +579,7 @@ class Call:
             return Work[R](self.operation, self.call_site).carry_out_here(body)
         if lane.line is None:
             lane.line = SerialExecutor(f"objcomm-line {lane.name}".strip())
-        work: Work[R] = Work(self.operation, self.call_site, lane, on_error=self.traffic.hear)
+        work: Work[R] = Work(self.operation, self.call_site, lane, on_error=self.exchange.hear)
         work.carry_out_on(lane.line, body)
         return work
 
@@ -646,5 +633,5 @@ class Call:
         if self._bar is not None:
             self._bar.close()
         if error is not None and not self.is_alone:
-            self.traffic.give_up(error)
+            self.exchange.give_up(error)
         self._group.recorder.conclude(self._entry, error, self._began)

@@ -111,6 +111,8 @@ def to_bytes(flat: torch.Tensor) -> bytes:
 
 def readable(flat: torch.Tensor) -> Any:
     """An object with the buffer protocol over a flat tensor, which must outlive it."""
+    if not flat.numel():
+        return b""
     return _memory_at(flat.data_ptr(), flat.numel(), _READABLE)
 
 

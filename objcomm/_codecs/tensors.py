@@ -5,6 +5,7 @@ strides, ``requires_grad`` and the type of device arrive as they were; a device'
 because the sender's ``cuda:1`` means nothing on the receiver.
 """
 
+import functools
 import math
 import re
 import threading
@@ -368,13 +369,15 @@ def resize_locks(owner: Any) -> list[Any]:
     Args:
         owner: any object; only arrays have such locks.
     """
-    locks = []
-    while ("numpy", "ndarray") in [
-        (each.__module__, each.__name__) for each in type(owner).__mro__
-    ]:
-        locks.append(weakref.ref(owner))
-        owner = owner.base
-    return locks
+    if not _is_array_class(type(owner)):  # type: ignore[arg-type]  # every class has a hash
+        return []
+    return [weakref.ref(owner), *resize_locks(owner.base)]
+
+
+@functools.lru_cache(maxsize=64)
+def _is_array_class(kind: type) -> bool:
+    """Whether its objects are arrays of numpy's, which need not be there."""
+    return ("numpy", "ndarray") in [(each.__module__, each.__name__) for each in kind.__mro__]
 
 
 def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np.ndarray[Any, Any]":

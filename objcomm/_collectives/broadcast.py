@@ -159,7 +159,7 @@ def broadcast_in(call: Call, obj: T, check: Callable[[T], T] | None = None) -> C
     mine = call.message(obj, check) if call.is_root else None
 
     def rest() -> T:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             message = routes.broadcast(exchange, mine, call.root)
         if call.is_root:
             call.result([message])
@@ -232,7 +232,7 @@ def _barrier(call: Call) -> Callable[[], None]:
     mine = call.announcement(Status.VALUE)
 
     def rest() -> None:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             routes.all_meet(exchange, mine)
 
     return rest

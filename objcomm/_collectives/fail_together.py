@@ -175,7 +175,7 @@ class _Block:
         try:
             with self._call("end") as call:
                 if not call.is_alone:
-                    with call.traffic as exchange:
+                    with call.exchange as exchange:
                         routes.all_meet(exchange, call.announcement(Status.VALUE))
         except CollectiveError:
             self._end_groups(self._verdict)

@@ -242,7 +242,7 @@ def gather_in(
     mine = call.message(given, None if make is None else made)
 
     def rest() -> list[T] | None:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             messages = routes.gather(exchange, mine, call.root)
         if messages is None:
             return call.result(())
@@ -286,7 +286,7 @@ def decide_in(
         return kept(shared, decide(decode_others(call, messages, *own, is_part=is_part)))
 
     def rest() -> B:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             message = answered(call, exchange, mine, answer)
         call.raise_failures([message])
         if shared:
@@ -357,7 +357,7 @@ def all_gather_in(
     mine = call.message(obj, check)
 
     def rest() -> list[T]:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             messages = routes.all_gather(exchange, mine)
         return call.result(messages, decode_others, call, messages, obj)
 

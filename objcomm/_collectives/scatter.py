@@ -136,7 +136,7 @@ def scatter_in(call: Call, produce: Callable[[], Iterable[T] | None]) -> Callabl
     messages = _encode_each(call, produce, own) if call.is_root else None
 
     def rest() -> T:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             message = routes.scatter(exchange, messages, call.root)
         if call.is_root:
             call.result([message])
@@ -233,7 +233,7 @@ def _all_to_all(call: Call, objs: Iterable[T]) -> Callable[[], list[T]]:
     messages = _encode_each(call, lambda: objs, own)
 
     def rest() -> list[T]:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             arrived = routes.all_to_all(exchange, messages)
         return call.result(
             arrived,
@@ -367,7 +367,7 @@ def _reduce_scatter(call: Call, operator: Operator, objs: Iterable[T]) -> Callab
     messages = _encode_each(call, lambda: objs, own, operator)
 
     def rest() -> T:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             arrived = routes.all_to_all(exchange, messages)
             can_fold = not any(each.header.status == Status.FAILURE for each in arrived)
             folded: Any = None

@@ -475,7 +475,7 @@ def _told(call: Call, word: _Word) -> list[_Word]:
     if call.is_alone:
         return [word]
     mine = call.message(word, tuple)
-    with call.traffic as exchange:
+    with call.exchange as exchange:
         messages = routes.all_gather(exchange, mine)
     call.raise_failures(messages)
     words = [word_of(call.decode(message)) for message in messages]

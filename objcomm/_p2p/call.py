@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, ClassVar, NoReturn, Self, cast
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 
@@ -54,7 +54,6 @@ from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import failure_message, failure_of, failures_in, raise_together
 from objcomm._wire.header import BLANK, EVERYONE, NAMES, Flag, Header, Operation, Status, made
 from objcomm._wire.message import Message
-from objcomm._wire.signing import environment_secret
 from objcomm.errors import RankFailure, TransportError, TransportTimeout, UsageError
 
 _TAG_MAX = (1 << 32) - 1
@@ -209,25 +208,18 @@ class P2PCall:
             self._span.__exit__(kind, error, traceback)
         self.conclude(error)
 
-    def _joined(self, mesh: Mesh, lane: Lane, sequence: int) -> Exchange:
+    def _joined(self, mesh: Mesh, lane: Lane, sequence: int) -> Watched:
         """The traffic of the message of this number."""
         entry = self.entry
         entry.header = _numbered(entry.header, mesh, lane, sequence)
-        return Exchange(
-            link=mesh.connections_for(entry.operation),
-            lane=lane,
-            entry=entry,
-            deadline=self._deadline,
-            gate=self._gate(mesh),
-            device=self._device_path,
-        )
+        link, gate = mesh.connections_for(entry.operation), self._gate(mesh)
+        path = self._device_path
+        return Watched(mesh, link, lane, entry, self._deadline, gate=gate, device=path)
 
     def _gate(self, mesh: Mesh) -> Gate:
         """What lets the messages of this call in."""
-        chosen = self._coding.settings
-        has_key = chosen.secret is not None or environment_secret() is not None
-        session = mesh.session if has_key else ""
-        return Gate(chosen, session, self.group.rank, self._device_path.devices)
+        devices = self._device_path.devices
+        return Gate(self._coding.settings, mesh.session, self.group.rank, devices)
 
     def _move_on_device(
         self, pair: Pair, exchange: Exchange, turn: DeviceTurn, transfer: Callable[[], None]
@@ -306,7 +298,7 @@ class Send(P2PCall):
     _steps: list[Callable[[], None]]  # what is to be done when its turn comes
     _is_brief = True  # that waits for nobody: nothing follows the head, or stays for now
     _refusal: RuntimeError | None = None
-    _offered: tuple[Mesh, Lane, Exchange] | None = None
+    _offered: Watched | None = None
     _is_taken = False
     _verdict: Verdict | None = None  # has ended an offer, and nothing else
     _halves: Iterator[int]  # the head was sent, and the receiver takes the message
@@ -478,16 +470,16 @@ class Send(P2PCall):
         is_awaited = False
         try:
             with place:
-                mesh, lane, exchange = self._entered(pair, place)
-                offers, number = pair.offers(mesh), lane.sequence
-                self._offered = mesh, lane, exchange
-                with Watched(mesh, lane, exchange, self._deadline):
+                exchange = self._offered = self._entered(pair, place)
+                lane = exchange.lane
+                offers, number = pair.offers(exchange.mesh), lane.sequence
+                with exchange:
                     offers.put(number, functools.partial(self._take_up, pair))
                     is_awaited = True
                     if message.header.flags & _ON_DEVICE:
                         self._device_turn = self._turn(offers, exchange, is_sender=True)
                         self._device_turn.begin()
-                    self._send_head(lane, exchange, message)
+                    self._send_head(exchange, message)
                 if message.is_all_head:  # nothing has begun that others would miss
                     end = functools.partial(self._withdraw, pair, offers, number)
                     self.entry.withdraw = end
@@ -517,14 +509,14 @@ class Send(P2PCall):
             except RuntimeError as error:  # there can be no more threads: this one does it
                 if self._offered is not None and self._device_turn is not None:
                     # Not that, because it is this thread that hears of the device's turn.
-                    mesh, _, _ = self._offered
+                    mesh = self._offered.mesh
                     mesh.settle(proposal_for(error, mesh.rank))
                 rest()
 
     def _go_on_offered(self, pair: Pair, place: Ticket, message: Message) -> None:
-        offered, self._offered = self._offered, None
-        if offered is not None:
-            offered[1].end(self.entry, self._deadline)
+        exchange, self._offered = self._offered, None
+        if exchange is not None:
+            exchange.lane.end(self.entry, self._deadline)
             self.entry.withdraw = None
         turn = self._device_turn
         with self, place, turn or contextlib.nullcontext():
@@ -534,10 +526,9 @@ class Send(P2PCall):
                 pair.absolve(self._verdict)
                 end_elsewhere(self._verdict)
                 raise self._verdict.error(self._name, self.entry.header.position)
-            if self._is_taken and message.is_all_head:
+            if exchange is None or (self._is_taken and message.is_all_head):
                 return
-            mesh, lane, exchange = cast("tuple[Mesh, Lane, Exchange]", offered)
-            with Watched(mesh, lane, exchange, self._deadline):
+            with exchange:
                 exchange.send_rest(message, [pair.peer])
                 if turn is not None:
                     self._send_from_device(pair, exchange, turn, message)
@@ -598,17 +589,16 @@ class Send(P2PCall):
 
     def _transmit(self, pair: Pair, place: Ticket, message: Message) -> None:
         """Send, after whatever was to be sent before; leaves the place when the next may begin."""
-        mesh, lane, exchange = self._entered(pair, place)
-        with Watched(mesh, lane, exchange, self._deadline):
-            self._send_head(lane, exchange, message)
+        with self._entered(pair, place) as exchange:
+            self._send_head(exchange, message)
             exchange.send_rest(message, [pair.peer])
             place.leave()  # this one ends when it was taken
         if self._own_error is not None:
             rank, own = self.group.rank, self._own_error
             raise_together(self._name, {rank: self._failure_of(own)}, own, rank)
 
-    def _entered(self, pair: Pair, place: Ticket) -> tuple[Mesh, Lane, Exchange]:
-        """The connection and this message's traffic, when its turn has come.
+    def _entered(self, pair: Pair, place: Ticket) -> Watched:
+        """This message's traffic, when its turn has come.
 
         Raises:
             TransportTimeout: those before waited for the receiver, or it did not come.
@@ -619,11 +609,11 @@ class Send(P2PCall):
         if not is_its_turn or self._deadline.has_passed:
             raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
         mesh, lane = pair.enter(self._deadline, self.entry)
-        return mesh, lane, self._joined(mesh, lane, lane.sequence)
+        return self._joined(mesh, lane, lane.sequence)
 
-    def _send_head(self, lane: Lane, exchange: Exchange, message: Message) -> None:
+    def _send_head(self, exchange: Watched, message: Message) -> None:
         """Number the message, and begin to send its first part."""
-        lane.sequence += 1
+        exchange.lane.sequence += 1
         theirs, own = message.header, exchange.header
         message.header = made(Header, (*theirs[:5], *own[5:9], *theirs[9:]))
         peer = own.root
@@ -919,8 +909,8 @@ class Receive(P2PCall):
         self._deadline.leave(_TRANSFER_SECONDS)
         exchange = self._joined(mesh, lane, self.entry.header.sequence)
         # That the sender is gone is the next call's business.
-        with contextlib.suppress(TransportError), Watched(mesh, lane, exchange, self._deadline):
-            self._tell_taken(peer, mesh, exchange)
+        with contextlib.suppress(TransportError), exchange:
+            self._tell_taken(peer, exchange)
 
     def _taken_in(self, raw: bytes, header: Header, peer: int, mesh: Mesh, lane: Lane) -> Message:
         """A message of which more follows what is here."""
@@ -931,13 +921,13 @@ class Receive(P2PCall):
         stream = stream_beside(after_current=False) if header.flags & _ON_DEVICE else None
         # Memory for what arrives belongs to that stream, so it waits for no other one.
         place = contextlib.nullcontext() if stream is None else DevicePlace(stream)
-        with place, Watched(mesh, lane, exchange, self._deadline):
+        with place, exchange:
             message = exchange.gate.take_in(raw, header)
             if header.flags & _ON_DEVICE:
-                self._recv_on_device(peer, mesh, exchange, message, stream)
+                self._recv_on_device(peer, exchange, message, stream)
             else:
                 if header.flags & _OFFERED:
-                    self._tell_taken(peer, mesh, exchange)
+                    self._tell_taken(peer, exchange)
                 exchange.recv_rest([(peer, message)])
         _hand_to_current(message.buffers_on_device, stream)
         return message
@@ -945,8 +935,7 @@ class Receive(P2PCall):
     def _recv_on_device(
         self,
         peer: int,
-        mesh: Mesh,
-        exchange: Exchange,
+        exchange: Watched,
         message: Message,
         stream: torch.Stream | None,
     ) -> None:
@@ -960,15 +949,15 @@ class Receive(P2PCall):
             if stream is not None:
                 stream.synchronize()
 
-        with self._turn(pair.offers(mesh), exchange, is_sender=False) as turn:
+        with self._turn(pair.offers(exchange.mesh), exchange, is_sender=False) as turn:
             turn.begin()
-            self._tell_taken(peer, mesh, exchange)
+            self._tell_taken(peer, exchange)
             exchange.recv_rest([(peer, message)])
             self._move_on_device(pair, exchange, turn, transfer)
 
-    def _tell_taken(self, peer: int, mesh: Mesh, exchange: Exchange) -> None:
+    def _tell_taken(self, peer: int, exchange: Watched) -> None:
         """Let the sender know that its message is taken."""
-        offers = self._peers.pair(self.group, peer).offers(mesh)
+        offers = self._peers.pair(self.group, peer).offers(exchange.mesh)
         self._say(Operation.TAKE, offers, exchange.header.sequence, exchange)
 
 

@@ -159,14 +159,9 @@ class Offers:
                 call_site=call.header.call_site,
                 tag=number,
             )
-            exchange = Exchange(
-                link=self.mesh.connections_for(call.operation),
-                lane=self._lane,
-                entry=CallRecord(header, call.operation),
-                deadline=deadline,
-                gate=gate,
-                device=DevicePath(),
-            )
+            link = self.mesh.connections_for(call.operation)
+            said = CallRecord(header, call.operation)
+            exchange = Exchange(link, self._lane, said, deadline, gate, device=DevicePath())
             exchange.send_head(compose(header, b""), [self.peer], destination=self.peer)
             self._lane.sequence += 1
         return exchange

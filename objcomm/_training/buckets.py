@@ -257,7 +257,7 @@ def synchronise(call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool
     agreement = _Agreement(call, make)
     made: dict[int, torch.Tensor] = {}
     # One turn for all of it: a rank for which memory is missing must tell the others.
-    with call.traffic as exchange:
+    with call.exchange as exchange:
         told, manifest = agreement.reach(exchange)
         if moves and manifest is not None:
             with torch.inference_mode(mode=False):  # what is made here must serve autograd

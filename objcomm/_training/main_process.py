@@ -589,7 +589,7 @@ class _Block:
     def _wait(self, near: GroupLike) -> None:
         """Wait for the one that goes first; if it has failed, raise what all raise."""
         try:
-            with self._begun(near) as call, call.traffic as exchange:
+            with self._begun(near) as call, call.exchange as exchange:
                 message = routes.broadcast(exchange, None, call.root)
         except BaseException as error:
             self._tell_other_hosts(error)
@@ -612,7 +612,7 @@ class _Block:
     def _let_in(self, call: Call, error: BaseException | None) -> None:
         with call:
             mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
-            with call.traffic as exchange:
+            with call.exchange as exchange:
                 routes.broadcast(exchange, mine, call.root)
 
     def _tell_other_hosts(self, error: BaseException) -> None:

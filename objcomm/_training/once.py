@@ -91,7 +91,7 @@ def computed_in(call: Call, region: Region, produce: Callable[[], R]) -> R:
     if call.is_root:
         with inside(region):
             mine = call.message(produce, lambda produce: kept(own, produce()))
-    with call.traffic as exchange:
+    with call.exchange as exchange:
         message = routes.broadcast(exchange, mine, call.root)
     return call.result([message], lambda: own[0] if own else call.decode(message))
 
@@ -123,7 +123,7 @@ def share_outcome(
                 raise_together(call.operation, {0: failure}, error, 0)
             return
         mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             messages = routes.all_gather(exchange, mine)
         call.raise_failures(messages)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
+from objcomm._environment import has_own_core
 from objcomm._transport.doors import Door, Doors, Place, own_address
 from objcomm._transport.gloo import GlooLink, keys_left
 from objcomm._transport.link import (
@@ -28,7 +29,7 @@ from objcomm._transport.link import (
 from objcomm._transport.rendezvous import NO_DOOR, GivenUpError, damaged, forget, meet
 from objcomm._transport.sockets import is_outage
 from objcomm._transport.store import pack_record, read, unpack_record
-from objcomm._transport.streams import StreamLink
+from objcomm._transport.streams import SPIN_SECONDS, StreamLink
 from objcomm._world import CONNECT_MAX
 from objcomm.errors import ranks_text
 
@@ -291,6 +292,7 @@ class _Joining:
         """
         doors, joined = self._doors, sorted(self._joined.items())
         sockets = {peer: each.socket for peer, each in joined}
+        beside = sum(host == doors.hosts[doors.rank] for host in doors.hosts.values())
         is_all = len(sockets) == len(doors.others)
         return StreamLink(
             doors.rank,
@@ -299,6 +301,7 @@ class _Joining:
             doors=None if is_all else doors,
             listeners=[] if is_all else [each.dup() for each in doors.listeners],
             lost_seconds=self._lost_seconds,
+            spin_seconds=SPIN_SECONDS if has_own_core(beside, os.environ) else 0.0,
         )
 
     def complete(self, link: StreamLink) -> None:

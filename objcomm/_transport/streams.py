@@ -5,6 +5,10 @@ socket has bytes or room, takes them in, and wakes the threads whose transfers a
 own is over the next one that waits becomes the mover. Who attends to all that a peer sends moves
 only what nobody else does.
 
+To fall asleep and be woken takes a rank longer than most of what it waits for in a row of calls.
+So where it has a core of its own, and its last wait was shorter than ``SPIN_SECONDS``, it looks
+again and again for that long before it sleeps. A rank that waits for long does so once.
+
 What goes over a stream is a frame: a kind, a tag and a number, and then perhaps bytes.
 
 - ``MESSAGE``: a message of at most 1.5 MiB, at once. The system keeps it, or the other end does,
@@ -105,6 +109,10 @@ _RIGHTS_NBYTES = socket.CMSG_SPACE(FILES_MAX * _DESCRIPTOR.size)
 
 # Room for some small messages. Of a longer one the rest is read to where it stays.
 _RAW_NBYTES = 1 << 17
+#: How long a wait may look before it sleeps. In a row of broadcasts between two ranks, each with a
+#: core, one takes 123 µs without this, 120 µs with a quarter of it, which most waits outlast, and
+#: 66 µs with all of it. The processor's time is the same: to sleep and be woken costs as much.
+SPIN_SECONDS = 200e-6
 # The system counts milliseconds in 31 bits.
 _SLEEP_MAX_SECONDS = 1e6
 # As much of a large message goes out before others get a turn.
@@ -482,6 +490,7 @@ class StreamLink:
         doors: Doors | None = None,
         listeners: Sequence[socket.socket] = (),
         lost_seconds: float = math.inf,
+        spin_seconds: float = 0.0,
     ) -> None:
         """Begin.
 
@@ -492,6 +501,7 @@ class StreamLink:
             doors: those of all ranks, if there are more than these.
             listeners: where the others call, in that case; they are this link's from now on.
             lost_seconds: for how long another host may answer nothing.
+            spin_seconds: for how long a wait may look before it sleeps.
         """
         self._connections: dict[int, _Connection] = {}
         self._callers: dict[int, _Caller] = {}
@@ -502,6 +512,8 @@ class StreamLink:
             peer for peer, host in self._hosts.items() if host == self._hosts[rank]
         )
         self._lost_seconds = lost_seconds
+        self._spin_seconds = spin_seconds
+        self._waited_seconds = math.inf  # by the last that moved until its wait was over
         # A byte in there wakes the mover.
         self._alarm, self._heard = socket.socketpair()
         self._events = select.epoll()
@@ -584,7 +596,9 @@ class StreamLink:
                     pending = _Transfer(flat, view)
                     number = self._offered(connection, pending, tag)
                     self._push(connection, _HEADER.pack(Kind.OFFER, tag, nbytes, number))
-                elif is_head and not self._may_go(connection, tag, nbytes):
+                elif is_head and (
+                    tag in connection.held or not _is_within(connection.ahead.get(tag, ()), nbytes)
+                ):  # none overtakes another
                     pending = _Transfer(flat, view)
                     connection.held.setdefault(tag, deque()).append(pending)
                 else:
@@ -964,12 +978,17 @@ class StreamLink:
                     before = self._mover, self._moved_for
                     self._mover, self._moved_for = me, transfer
             if turn is None:
+                began = time.monotonic()
+                is_likely_short = self._waited_seconds <= self._spin_seconds
                 try:
                     while (left := until - time.monotonic()) > 0 and not self._is_aborted:
+                        if is_likely_short:
+                            self._spin(min(until, began + self._spin_seconds))
                         self._move_once(min(left, _SLEEP_MAX_SECONDS))
                         if transfer.is_over:
                             break
                 finally:
+                    self._waited_seconds = time.monotonic() - began
                     with self._lock:
                         self._mover, self._moved_for = before
                         if before[0]:
@@ -989,6 +1008,11 @@ class StreamLink:
                 raise LinkClosed(_OWN_DOING)
             if time.monotonic() >= until:
                 raise LinkTimeout("timeout")
+
+    def _spin(self, until: float) -> None:
+        """Return when something can be moved, and not much later than ``until``, without sleep."""
+        while time.monotonic() < until and not self._events.poll(0):
+            os.sched_yield()  # whoever wants this core comes first
 
     def _wake_mover(self) -> None:
         """Wake who moves, if another thread has ended what it waits for."""
@@ -1048,6 +1072,8 @@ class StreamLink:
     def _move_once(self, seconds: float) -> bool:
         """Move what can be moved within so many seconds; returns whether there was anything."""
         events = self._events.poll(seconds)
+        if not events:
+            return False
         with self._lock:
             for descriptor, event in events:
                 connection = self._by_descriptor.get(descriptor)
@@ -1069,7 +1095,7 @@ class StreamLink:
                 except BaseException:
                     self._end(connection, _TORN)
                     raise
-        return bool(events)
+        return True
 
     def _hear(self, descriptor: int) -> None:
         """Be woken by another thread, which may have ended what the mover waits for."""
@@ -1751,16 +1777,12 @@ class StreamLink:
             tag, content = filled
             self._arrive(connection, tag, content)
 
-    def _may_go(self, connection: _Connection, tag: int, nbytes: int) -> bool:
-        """Whether a first message may be sent now, which none overtakes."""
-        ahead = connection.ahead.get(tag)
-        return not ahead or (tag not in connection.held and _is_within(ahead, nbytes))
-
     def _is_too_far_ahead(self, connection: _Connection, tag: int, nbytes: int) -> bool:
         """Whether a peer may not have sent what comes, before what has come is taken."""
         if tag >> LANE_BITS:
             return False
-        waiting = [len(each) for each in connection.arrived.get(tag, ()) if isinstance(each, bytes)]
+        # No first message is offered: none of these is a number.
+        waiting: list[int] = [*map(len, connection.arrived.get(tag, ()))]  # type: ignore[arg-type]
         return not _is_within(waiting, nbytes)
 
     def _credit(self, connection: _Connection, tag: int, count: int) -> None:

@@ -13,6 +13,7 @@ from objcomm._config import Settings
 from objcomm._wire.header import (
     BLANK,
     EVERYONE,
+    INLINE_NBYTES,
     WINDOW_NBYTES,
     Flag,
     Header,
@@ -20,7 +21,7 @@ from objcomm._wire.header import (
     check_same_call,
     signed_part,
 )
-from objcomm._wire.message import INLINE_NBYTES, Message, head_of, open_body
+from objcomm._wire.message import Message, head_of, open_body
 from objcomm._wire.signing import Newest, environment_secret, signer_for
 from objcomm.errors import (
     AuthenticationError,

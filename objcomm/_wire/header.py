@@ -25,6 +25,9 @@ _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _HEADER.size
 _SIGNED_NBYTES = HEADER_NBYTES - _CHECKSUM.size
 
+#: A body of so many bytes at most comes with its header.
+INLINE_NBYTES = WINDOW_NBYTES - HEADER_NBYTES
+
 #: A digest or signature where there is no key.
 BLANK = bytes(32)
 _SIGNATURE_UNTIL = HEADER_NBYTES - 2 * _CHECKSUM.size
@@ -171,19 +174,15 @@ class Header(NamedTuple):
     @property
     def is_inline(self) -> bool:
         """Whether the body came with the header."""
-        return self.is_whole or HEADER_NBYTES + self.body_nbytes <= WINDOW_NBYTES
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all came with the header because its sender has decided so."""
-        return bool(self.flags & _WHOLE)
+        return self.body_nbytes <= INLINE_NBYTES or bool(self.flags & _WHOLE)
 
     @property
     def head_nbytes(self) -> int:
         """Length of the message's first part."""
-        if self.is_whole:
-            return HEADER_NBYTES + self.nbytes
-        return HEADER_NBYTES + (self.body_nbytes if self.is_inline else 0)
+        nbytes = self.body_nbytes
+        if self.flags & _WHOLE:
+            return HEADER_NBYTES + nbytes + self.payload_nbytes
+        return HEADER_NBYTES + (nbytes if nbytes <= INLINE_NBYTES else 0)
 
     @property
     def nbytes(self) -> int:
@@ -193,7 +192,8 @@ class Header(NamedTuple):
     @property
     def is_all_head(self) -> bool:
         """Whether nothing follows the message's first part."""
-        return self.is_whole or (self.is_inline and not self.payload_nbytes)
+        is_small = self.body_nbytes <= INLINE_NBYTES and not self.payload_nbytes
+        return is_small or bool(self.flags & _WHOLE)
 
     def pack(self, sign: Callable[[bytes], bytes] | None = None) -> bytes:
         """Lay the header out in ``HEADER_NBYTES`` bytes.

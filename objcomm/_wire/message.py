@@ -24,13 +24,11 @@ from objcomm._codecs.buffers import (
     allocate,
     from_bytes,
     readable,
-    to_bytes,
     without_memory,
 )
 from objcomm._wire.header import (
     HEADER_NBYTES,
     ROW_NBYTES,
-    WINDOW_NBYTES,
     Flag,
     Header,
     SizeRow,
@@ -42,9 +40,6 @@ from objcomm.errors import AuthenticationError, ObjcommError, WireError
 
 if TYPE_CHECKING:
     from objcomm._wire.signing import Signer
-
-#: A body of so many bytes at most comes with its header.
-INLINE_NBYTES = WINDOW_NBYTES - HEADER_NBYTES
 
 _WHOLE = int(Flag.WHOLE)  # an IntFlag's ``&`` costs 0.7 µs
 # What follows the head of such a message has receipts, waits for a word, or takes another way.
@@ -100,8 +95,7 @@ class Message:
         self.signer: Signer | None = None
         self.refusal: ObjcommError | None = None
         self.is_open = False
-        is_small = header.body_nbytes <= INLINE_NBYTES and not header.payload_nbytes
-        self.is_all_head = is_small or bool(header.flags & _WHOLE)
+        self.is_all_head = header.is_all_head
 
     def make_whole(self, head_max_nbytes: int) -> None:
         """Let all of a message to send be its head, if that may be so and is no longer than this.
@@ -191,26 +185,20 @@ def compose(
     Raises:
         WireError: a buffer lies on another type of device.
     """
-    if not buffers:
-        body: bytes | bytearray = bytes(meta)  # no copy, of bytes
-        large: Sequence[Buffer] = ()
-        payload_nbytes = 0
-    else:
-        kinds = [
-            _row_kind(each, device_types) if each.kind is BufferKind.DEVICE else each.kind
-            for each in buffers
-        ]
-        rows = [
-            SizeRow(buffer.flat.numel(), kind) for buffer, kind in zip(buffers, kinds, strict=True)
-        ]
-        small = [
-            to_bytes(buffer.flat.cpu())
-            for row, buffer in zip(rows, buffers, strict=True)
-            if row.is_packed
-        ]
-        body = bytearray().join([pack_table(rows), meta, *small])
-        large = _large(rows, buffers)
-        payload_nbytes = sum(row.nbytes for row in rows if not row.is_packed)
+    rows, packed, large = [], [], []
+    for buffer in buffers:
+        flat, kind = buffer.flat, int(buffer.kind)
+        if buffer.kind is BufferKind.DEVICE:
+            kind = _row_kind(buffer, device_types)
+        rows.append(SizeRow(flat.numel(), kind))
+        if rows[-1].is_packed:
+            packed.append(flat.cpu())
+        else:
+            large.append(buffer)
+    body: bytes | bytearray = bytes(meta)  # no copy, of bytes
+    if rows:
+        body = bytearray().join([pack_table(rows), meta, *map(readable, packed)])
+    payload_nbytes = sum(buffer.flat.numel() for buffer in large)
     complete: Header = made(
         Header,
         (
@@ -254,10 +242,9 @@ def head_of(raw: bytes | memoryview, header: Header) -> Message:
             raise WireError(f"{header.position} sent a message that was cut off")
         raw = raw[:head_nbytes]
     rest = memoryview(raw)[HEADER_NBYTES:]
-    if not header.flags & _WHOLE:
-        return Message(header, rest, arrived=raw)
-    message = Message(header, rest[: header.body_nbytes], arrived=raw)
-    message.behind = rest[header.body_nbytes :]
+    message = Message(header, rest, arrived=raw)
+    if header.flags & _WHOLE:
+        message.body, message.behind = rest[: header.body_nbytes], rest[header.body_nbytes :]
     return message
 
 
@@ -286,22 +273,19 @@ def open_body(
     rows = unpack_table(header, body)
     at = header.buffer_count * ROW_NBYTES + header.meta_nbytes
     behind = message.behind
-    buffers = []
+    buffers, large = [], []
     for row in rows:
         if row.is_packed:
             buffers.append(from_bytes(row.kind, body[at : at + row.nbytes], devices))
             at += row.nbytes
-        elif behind is not None:
-            buffers.append(from_bytes(row.kind, behind[: row.nbytes], devices))
+            continue
+        if behind is not None:
+            buffer = from_bytes(row.kind, behind[: row.nbytes], devices)
             behind = behind[row.nbytes :]
         elif row.kind in _MAPPABLE and row.nbytes >= mapped_from_nbytes:
-            buffers.append(without_memory(row.kind, row.nbytes))
+            buffer = without_memory(row.kind, row.nbytes)
         else:
-            buffers.append(allocate(row.kind, row.nbytes, devices))
-    message.buffers = buffers
-    message.large = _large(rows, buffers)
-
-
-def _large(rows: Sequence[SizeRow], buffers: Sequence[Buffer]) -> list[Buffer]:
-    """The buffers that travel by themselves."""
-    return [buffer for row, buffer in zip(rows, buffers, strict=True) if not row.is_packed]
+            buffer = allocate(row.kind, row.nbytes, devices)
+        buffers.append(buffer)
+        large.append(buffer)
+    message.buffers, message.large = buffers, large

@@ -209,7 +209,7 @@ def test_a_message_that_was_taken_is_sent_though_its_receiver_has_left() -> None
     regular = Watched.__exit__
 
     def late(self: Watched, *raised: Any) -> None:
-        wait_until(lambda: self._mesh.is_closed, "the end of the connection")
+        wait_until(lambda: self.mesh.is_closed, "the end of the connection")
         regular(self, *raised)
 
     if here().rank == 1:

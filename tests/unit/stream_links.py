@@ -25,7 +25,9 @@ HEAD = head_tag(3)
 
 
 @contextmanager
-def joined(size: int = 2, *, across: bool = False) -> Iterator[list[StreamLink]]:
+def joined(
+    size: int = 2, *, across: bool = False, spin_seconds: float = 0.0
+) -> Iterator[list[StreamLink]]:
     """Links of as many ranks, all in this process; as if each had a host of its own, or not."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     for rank in range(size):
@@ -33,7 +35,8 @@ def joined(size: int = 2, *, across: bool = False) -> Iterator[list[StreamLink]]
             sockets[rank][peer], sockets[peer][rank] = tcp_pair() if across else socket.socketpair()
     hosts = {rank: rank * across for rank in range(size)}
     links = [
-        StreamLink(rank, dict(sorted(each.items())), hosts) for rank, each in enumerate(sockets)
+        StreamLink(rank, dict(sorted(each.items())), hosts, spin_seconds=spin_seconds)
+        for rank, each in enumerate(sockets)
     ]
     try:
         yield links

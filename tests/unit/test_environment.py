@@ -1,8 +1,18 @@
 """What each launcher's variables say, and what is said where they are wrong."""
 
+import os
+from pathlib import Path
+
 import pytest
 
-from objcomm._environment import Placement, Unjoined, first_host, placement_in, unjoined_in
+from objcomm._environment import (
+    Placement,
+    Unjoined,
+    first_host,
+    has_own_core,
+    placement_in,
+    unjoined_in,
+)
 from objcomm.errors import UsageError
 
 TORCHRUN = {
@@ -198,3 +208,40 @@ def test_the_first_host_of_a_short_form(hosts: str, first: str) -> None:
 def test_what_is_no_list_of_hosts_is_refused(hosts: str) -> None:
     with pytest.raises(UsageError, match="MASTER_ADDR"):
         first_host(hosts, "SLURM_NODELIST")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environ", "cores", "quota"),
+    [
+        (2, {}, 2, "max 100000"),
+        (2, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4, "max 100000"),
+        (2, {"LOCAL_WORLD_SIZE": "many"}, 2, "max 100000"),
+        (2, {}, 64, "200000 100000"),
+        (2, {}, 2, ""),  # as where there is no such file
+    ],
+)
+def test_each_rank_has_a_core(
+    ranks: int, environ: dict[str, str], cores: int, quota: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _let_there_be(cores, quota, monkeypatch)
+    assert has_own_core(ranks, environ)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environ", "cores", "quota"),
+    [
+        (3, {}, 2, "max 100000"),
+        (2, {"LOCAL_WORLD_SIZE": "4"}, 2, "max 100000"),  # a group of some of this host's ranks
+        (2, {}, 64, "150000 100000"),  # a container's share of 64 cores
+    ],
+)
+def test_ranks_share_cores(
+    ranks: int, environ: dict[str, str], cores: int, quota: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _let_there_be(cores, quota, monkeypatch)
+    assert not has_own_core(ranks, environ)
+
+
+def _let_there_be(cores: int, quota: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(Path, "read_text", lambda _: quota)

@@ -549,7 +549,7 @@ def _reduced(
         reduction = Folding(call, operator, obj)
 
     def rest() -> Any:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             answer = reduction.run(exchange, root)
         return call.result((), lambda: reduction.value(answer))
 

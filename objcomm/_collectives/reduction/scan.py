@@ -260,7 +260,7 @@ def _scanned(call: Call, operator: Operator, obj: Any, first: int = 0) -> Callab
     scan = _Scan(call, operator, obj, first)
 
     def rest() -> Any:
-        with call.traffic as exchange:
+        with call.exchange as exchange:
             may_meet = exchange.size <= topology.STAR_MAX_SIZE and not operator.is_slow
             answer = scan.at_hub(exchange) if may_meet else None
             if answer is None:
