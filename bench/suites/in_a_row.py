@@ -19,12 +19,17 @@ _MANY_SAMPLES = 6  # of 64 ranks on two cores torch's slowest call takes 0.5 s
 _BESIDE_TORCH = ("objcomm", "torch")
 
 
-#: Measured 2026-11-24.
+#: Measured 2026-11-28, on a machine that did nothing else.
 _PYTHON = (
-    "A broadcast made 137 calls of Python functions on each rank, 80 % of its processor time; the "
-    "system took 9 %. Since 2026-11-28 it makes 54. With no peer between, the best of 12 blocks "
-    "took 115 µs of each of two ranks; with peers between, caches are cold. Pickle over bare "
-    "sockets took 4 and 11 µs."
+    "A broadcast takes 26 µs of processor of each of two ranks, where the same call written flat "
+    "in Python takes 7. It makes 54 calls of Python functions, none of which takes more than 2 µs "
+    "by itself: to begin and conclude a call takes 8.5 µs, to encode 3.8, to lay out a header "
+    "1.5, and to check and open a message 4.4. The system's part is 4 µs."
+)
+_AS_PICKLE = (
+    "A list of numbers costs pickle as much as torch's pickle: of 100 kB 0.1 ms to write and "
+    "0.2 ms to read. A message from rank to rank passes a mailbox, whose Python is most of a "
+    "small one."
 )
 _AS_BROADCASTS = "The Python of each rank; see broadcasts."
 #: Measured 2026-11-25, of 64 ranks that take turns on two cores, without a peer between.
@@ -47,9 +52,6 @@ def _at_most(against: str, by_world: dict[int, float], why_missed: str) -> tuple
     )
 
 
-_SMALL = _at_most("torch", {2: 0.15, 4: 0.08, 8: 0.06}, _AS_BROADCASTS)
-
-
 def _many_ranks(payload: str, at_most: float, why_missed: str = "") -> Callable[[Bind], Bind]:
     """Declare it at worlds of many ranks, too; judged at the largest."""
     return case(
@@ -70,17 +72,18 @@ def _medium(worlds: tuple[int, ...] = (2, 4, 8)) -> Callable[[Bind], Bind]:
         worlds=worlds,
         in_a_row=_MEDIUM_IN_A_ROW,
         samples=_MEDIUM_SAMPLES,
+        targets=_at_most("torch", dict.fromkeys(worlds, 0.5), _AS_PICKLE),
     )
 
 
 @_medium()
-@_many_ranks("config dict, 1 KiB", 0.40)
+@_many_ranks("config dict, 1 KiB", 0.20, _AS_BROADCASTS)
 @case(
     "config dict, 1 KiB",
     in_a_row=_IN_A_ROW,
     samples=_SAMPLES,
     targets=(
-        *_at_most("torch", {2: 0.15, 4: 0.12, 8: 0.12}, _PYTHON),
+        *_at_most("torch", {2: 0.08, 4: 0.06, 8: 0.06}, _PYTHON),
         *_at_most("raw", {2: 0.60, 4: 0.40, 8: 0.35}, _PYTHON),
         Target(
             60e-6,
@@ -99,33 +102,48 @@ def broadcasts(peer: Peer, mine: Any) -> Callable[[], object]:
 
 @_medium()
 @_many_ranks("small dict", 0.05)
-@case("small dict", in_a_row=_IN_A_ROW, samples=_SAMPLES, targets=_SMALL)
+@case(
+    "small dict",
+    in_a_row=_IN_A_ROW,
+    samples=_SAMPLES,
+    targets=_at_most("torch", {2: 0.06, 4: 0.03, 8: 0.03}, _AS_BROADCASTS),
+)
 def gathers(peer: Peer, mine: Any) -> Callable[[], object]:
     """Collect every rank's object on rank 0."""
     return lambda: peer.gather(mine)
 
 
 @_medium()
-@_many_ranks("small dict", 0.06, _OBJECTS_OF_MANY)
-@case("small dict", in_a_row=_IN_A_ROW, samples=_SAMPLES, targets=_SMALL)
+@_many_ranks("small dict", 0.05, _OBJECTS_OF_MANY)
+@case(
+    "small dict",
+    in_a_row=_IN_A_ROW,
+    samples=_SAMPLES,
+    targets=_at_most("torch", {2: 0.08, 4: 0.04, 8: 0.03}, _AS_BROADCASTS),
+)
 def all_gathers(peer: Peer, mine: Any) -> Callable[[], object]:
     """Collect every rank's object on every rank."""
     return lambda: peer.all_gather(mine)
 
 
-@case("small custom object", in_a_row=_IN_A_ROW, samples=_SAMPLES, targets=_SMALL)
+@case(
+    "small custom object",
+    in_a_row=_IN_A_ROW,
+    samples=_SAMPLES,
+    targets=_at_most("torch", {2: 0.10, 4: 0.06, 8: 0.05}, _AS_BROADCASTS),
+)
 def all_reduces(peer: Peer, mine: Any) -> Callable[[], object]:
     """Merge every rank's object."""
     return lambda: peer.all_reduce(mine, Tally.merge)
 
 
-@_many_ranks("nothing", 0.40, _BARRIER_OF_MANY)
+@_many_ranks("nothing", 0.35, _BARRIER_OF_MANY)
 @case(
     "nothing",
     peers=("objcomm", "torch", "mpi4py"),
     in_a_row=_IN_A_ROW,
     samples=_SAMPLES,
-    targets=_at_most("torch", {2: 0.35, 4: 0.25, 8: 0.25}, _AS_BROADCASTS),
+    targets=_at_most("torch", {2: 0.30, 4: 0.12, 8: 0.12}, _AS_BROADCASTS),
 )
 def barriers(peer: Peer, _mine: Any) -> Callable[[], object]:
     """Wait for every rank."""
@@ -138,7 +156,7 @@ def barriers(peer: Peer, _mine: Any) -> Callable[[], object]:
     worlds=(2,),
     in_a_row=_IN_A_ROW,
     samples=_SAMPLES,
-    targets=_at_most("torch", {2: 0.20}, "The Python of each rank; see there_and_back."),
+    targets=_at_most("torch", {2: 0.25}, "The Python of each rank; see there_and_back."),
 )
 def messages_there_and_back(peer: Peer, mine: Any) -> Callable[[], object]:
     """Send rank 0's object to rank 1 and back."""
