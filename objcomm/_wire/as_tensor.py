@@ -1,13 +1,13 @@
 """The serialization layer by itself: any object as one ``uint8`` tensor, and back."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from objcomm._codecs.base import codec_named, decode, encode
-from objcomm._codecs.buffers import readable, to_bytes, view
+from objcomm._codecs.buffers import empty, readable, writable
 from objcomm._config import Allowed, DeviceLike, parse_device, settings, settings_with
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import HEADER_NBYTES, Header, Operation, Status
@@ -49,10 +49,18 @@ def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
     chosen = codec_named(codec or in_force.codec, "to_tensor")
     encoded = encode(chosen, obj)
     message = compose(_HEADER, encoded.meta, encoded.buffers, codec=chosen.name)
-    message.header = message.header._replace(tag=_checksum(message.following_on_host))
+    if message.large:
+        checksum = 0
+        for buffer in message.large:
+            checksum = zlib.crc32(readable(buffer.flat), checksum)
+        message.header = message.header._replace(tag=checksum)
     head = Gate(in_force, _PURPOSE).head_of(message)[:HEADER_NBYTES]
-    parts = [view(head), view(message.body), *message.following_on_host]
-    return torch.cat([part for part in parts if part.numel()])
+    flat = empty(HEADER_NBYTES + message.header.nbytes)
+    room = writable(flat)
+    for part in (head, *message.content()):
+        room[: len(part)] = part
+        room = room[len(part) :]
+    return flat
 
 
 def from_tensor(
@@ -97,29 +105,20 @@ def from_tensor(
     chosen = settings_with(accept, allow, "from_tensor")
     gate = Gate(chosen, _PURPOSE)
     flat = tensor.detach().cpu().contiguous()
-    header = gate.header_in(to_bytes(flat[:HEADER_NBYTES]))
+    raw = memoryview(readable(flat))
+    header = gate.header_in(raw[:HEADER_NBYTES])
     if refusal := gate.refusal(header):
         raise refusal
-    nbytes = HEADER_NBYTES + header.body_nbytes + header.payload_nbytes
+    nbytes, body_until = HEADER_NBYTES + header.nbytes, HEADER_NBYTES + header.body_nbytes
     if header.status != Status.VALUE or nbytes != flat.numel():
         raise WireError(f"a message of {nbytes} bytes was announced, here are {flat.numel()}")
-    body, payload = flat[HEADER_NBYTES:].tensor_split([header.body_nbytes])
-    if _checksum([payload]) != header.tag:
+    payload = raw[body_until:]
+    if zlib.crc32(payload) != header.tag:
         raise WireError("the payload's checksum is wrong: the message was damaged")
-    message = Message(header, bytearray(to_bytes(body)))
-    message.signer = gate.signer
+    # A copy: a codec may keep what it gets, and the tensor's memory may go.
+    message = Message(header, bytes(raw[HEADER_NBYTES:body_until]))
+    message.behind, message.signer = payload, gate.signer
     open_body(message)
-    for large in message.following_on_host:
-        large.copy_(payload[: large.numel()])
-        payload = payload[large.numel() :]
     message.check()
     owners = [buffer.owner for buffer in message.buffers]
     return decode(header.codec, message.meta, owners, device=target, chosen=chosen)
-
-
-def _checksum(flats: Sequence[torch.Tensor]) -> int:
-    checksum = 0
-    for flat in flats:
-        if flat.numel():
-            checksum = zlib.crc32(readable(flat), checksum)
-    return checksum

@@ -13,7 +13,7 @@ import torch
 
 import objcomm
 from objcomm import CodecError, EncodeError, UsageError
-from objcomm._codecs.base import codec_named
+from objcomm._codecs.base import Encoded, codec_named, registry
 from tests import samples
 from tests.contracts import check_codec
 from tests.ranks import solo
@@ -157,6 +157,26 @@ def test_only_the_viewed_elements_are_encoded(codec: str) -> None:
     array = np.empty((1000, 1000))
     assert objcomm.to_tensor(array[:, 0], codec=codec).numel() < 8000 + 4096
     assert objcomm.to_tensor(torch.zeros(()).expand(9, 9, 9**4), codec=codec).numel() < 4096
+
+
+class Keeping:
+    """A codec whose objects are what it was given to decode."""
+
+    name = "keeping"
+
+    def encode(self, obj: Any, **_: Any) -> Encoded:
+        return Encoded(obj)
+
+    def decode(self, meta: memoryview, _: Any, **__: Any) -> memoryview:
+        return meta
+
+
+def test_what_a_codec_keeps_is_no_view_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "codecs", {**registry.codecs, "keeping": Keeping()})
+    tensor = objcomm.to_tensor(b"abc", codec="keeping")
+    got = objcomm.from_tensor(tensor)
+    tensor.zero_()
+    assert bytes(got) == b"abc"
 
 
 def test_tied_tensors_are_encoded_once_and_stay_tied(codec: str) -> None:
