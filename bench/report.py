@@ -78,8 +78,9 @@ the ring. With more ranks than cores, ranks share them.
   takes ring and objcomm longer, the ring by the larger factor. With 100 kB most of the ring's time
   is pickling.
 - **It pays with processors.** A reader that waits keeps a core busy for all of the pause, as far as
-  there are cores. objcomm's and torch's ranks sleep until the object comes: `step_after_second`
-  tells what waiting costs, and `step_after_pause` what the steps themselves cost at their rate.
+  there are cores. torch's ranks sleep until the object comes, and objcomm's after 200 µs at the
+  latest: `step_after_second` shows what waiting costs, and `step_after_pause` what the steps
+  themselves cost at their rate.
 """
 
 _METHOD = """\

@@ -211,7 +211,7 @@ def local_rank_in(environ: Mapping[str, str]) -> int | None:
 
 
 def has_own_core(ranks: int, environ: Mapping[str, str]) -> bool:
-    """Whether each of this host's ranks has a core of its own, as far as anybody tells.
+    """Whether each rank of this host has a core of its own, by what launcher and system say.
 
     Args:
         ranks: so many are known to be here; the launcher may have started more.

@@ -18,7 +18,7 @@ _WORLDS = (2, 4, 8)  # one, three and seven workers
 _WHY_MISSED = {
     SECONDS: (
         "The ring's readers are awake. objcomm wakes each rank by a socket, and runs the Python of "
-        "a call; without the pause a small object takes one reader a quarter of the time."
+        "a call; without the pause a small object takes one reader a fifth of the time."
     ),
     PROCESSOR_SHARE: "What the steps cost, not the waiting; see step_after_second.",
 }

@@ -30,7 +30,7 @@ from bench.peers import Peer
             against="torch",
             world=2,
             why_missed=(
-                "The Python of each rank: 189 calls of functions there and back, where the same "
+                "The Python of each rank: 181 calls of functions there and back, where the same "
                 "written without options, failures or records takes 12."
             ),
         ),

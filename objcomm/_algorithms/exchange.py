@@ -47,6 +47,7 @@ class Exchange(Transfers):
     """What one rank sends and receives in one operation; sends are begun, ``finish`` ends them.
 
     Attributes:
+        lane: on which the call is made.
         entry: the call on this rank.
         header: what this rank's own messages carry.
         device: moves the members that lie on an accelerator.

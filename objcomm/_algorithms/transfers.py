@@ -125,6 +125,7 @@ class Transfers:
     """See the module; sends are begun, ``finish`` ends them.
 
     Attributes:
+        lane: on which the call is made.
         entry: the call on this rank, which counts what moves over the link.
         sends: those that are not over, with their peers, their memory, and what owns that.
         milestones: receipts that ``finish`` waits for.

@@ -35,6 +35,7 @@ class Watched(Exchange):
     """See the module; a context in which Ctrl-C ends a wait, entered again if it is confirmed.
 
     Attributes:
+        mesh: joins the ranks.
         is_confirmed: whether ranks tell each other afterwards how it went, in a turn of its own.
         is_over: whether no other rank waits for this one in this call any more.
     """
@@ -63,13 +64,13 @@ class Watched(Exchange):
         Args:
             mesh: joins the ranks.
             link: the mesh's.
-            lane: whose turn it is, like what follows as for ``Exchange``.
+            lane: on which the call is made.
             entry: the call.
             deadline: for all waits together; it counts in turns only, because a limit is for
                 waiting, not for encoding or callbacks.
-            gate: signs and judges.
-            device: moves what lies on accelerators.
-            meter: is told of bytes.
+            gate: signs this rank's messages and checks the others'.
+            device: moves the members that lie on an accelerator.
+            meter: counts the bytes that follow heads.
         """
         super().__init__(
             link, lane, entry, deadline, gate, device=device, meter=meter, group=mesh.name

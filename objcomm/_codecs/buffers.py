@@ -104,11 +104,6 @@ def view(readable: Any) -> torch.Tensor:
         _release_buffer(ctypes.byref(raw))
 
 
-def to_bytes(flat: torch.Tensor) -> bytes:
-    """A copy of a flat tensor's bytes; numpy is not needed."""
-    return ctypes.string_at(flat.data_ptr(), flat.numel()) if flat.numel() else b""
-
-
 def readable(flat: torch.Tensor) -> Any:
     """An object with the buffer protocol over a flat tensor, which must outlive it."""
     if not flat.numel():

@@ -407,7 +407,7 @@ class Pair:
         """
         inlet = self._inlet
         if inlet is None or inlet.mesh is not mesh:
-            return mesh.verdict  # the one in its place has told all requests
+            return mesh.verdict  # the inlet that replaced it has ended all requests
         if not inlet.is_begun:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
             inlet.begin()

@@ -292,7 +292,7 @@ class _Joining:
         """
         doors, joined = self._doors, sorted(self._joined.items())
         sockets = {peer: each.socket for peer, each in joined}
-        beside = sum(host == doors.hosts[doors.rank] for host in doors.hosts.values())
+        beside = 1 + sum(map(doors.is_near, doors.others))
         is_all = len(sockets) == len(doors.others)
         return StreamLink(
             doors.rank,

@@ -5,9 +5,8 @@ socket has bytes or room, takes them in, and wakes the threads whose transfers a
 own is over the next one that waits becomes the mover. Who attends to all that a peer sends moves
 only what nobody else does.
 
-To fall asleep and be woken takes a rank longer than most of what it waits for in a row of calls.
-So where it has a core of its own, and its last wait was shorter than ``SPIN_SECONDS``, it looks
-again and again for that long before it sleeps. A rank that waits for long does so once.
+Falling asleep and being woken takes longer than most waits in a row of calls. So a rank with a core
+of its own polls for ``SPIN_SECONDS`` before it sleeps, unless its last wait took longer than that.
 
 What goes over a stream is a frame: a kind, a tag and a number, and then perhaps bytes.
 
@@ -109,7 +108,7 @@ _RIGHTS_NBYTES = socket.CMSG_SPACE(FILES_MAX * _DESCRIPTOR.size)
 
 # Room for some small messages. Of a longer one the rest is read to where it stays.
 _RAW_NBYTES = 1 << 17
-#: How long a wait may look before it sleeps. In a row of broadcasts between two ranks, each with a
+#: How long a wait may poll before it sleeps. In a row of broadcasts between two ranks, each with a
 #: core, one takes 123 µs without this, 120 µs with a quarter of it, which most waits outlast, and
 #: 66 µs with all of it. The processor's time is the same: to sleep and be woken costs as much.
 SPIN_SECONDS = 200e-6
@@ -501,7 +500,7 @@ class StreamLink:
             doors: those of all ranks, if there are more than these.
             listeners: where the others call, in that case; they are this link's from now on.
             lost_seconds: for how long another host may answer nothing.
-            spin_seconds: for how long a wait may look before it sleeps.
+            spin_seconds: for how long a wait may poll before it sleeps.
         """
         self._connections: dict[int, _Connection] = {}
         self._callers: dict[int, _Caller] = {}
@@ -1010,9 +1009,9 @@ class StreamLink:
                 raise LinkTimeout("timeout")
 
     def _spin(self, until: float) -> None:
-        """Return when something can be moved, and not much later than ``until``, without sleep."""
+        """Poll until something can be moved, or until that time."""
         while time.monotonic() < until and not self._events.poll(0):
-            os.sched_yield()  # whoever wants this core comes first
+            os.sched_yield()  # another thread may need this core
 
     def _wake_mover(self) -> None:
         """Wake who moves, if another thread has ended what it waits for."""
@@ -1781,8 +1780,8 @@ class StreamLink:
         """Whether a peer may not have sent what comes, before what has come is taken."""
         if tag >> LANE_BITS:
             return False
-        # No first message is offered: none of these is a number.
-        waiting: list[int] = [*map(len, connection.arrived.get(tag, ()))]  # type: ignore[arg-type]
+        arrived = connection.arrived.get(tag, ())
+        waiting: list[int] = [*map(len, arrived)]  # type: ignore[arg-type]  # no offers on this tag
         return not _is_within(waiting, nbytes)
 
     def _credit(self, connection: _Connection, tag: int, count: int) -> None:

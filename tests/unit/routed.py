@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from objcomm._algorithms.exchange import Exchange
-from objcomm._codecs.buffers import Buffer, BufferKind, to_bytes
+from objcomm._codecs.buffers import Buffer, BufferKind, readable
 from objcomm._wire.message import Message, compose
 from tests.unit.memory_link import (
     MemoryLink,
@@ -35,7 +35,7 @@ def message_of(
 
 
 def content_of(message: Message) -> tuple[bytes, list[bytes]]:
-    return bytes(message.meta), [to_bytes(buffer.flat) for buffer in message.buffers]
+    return bytes(message.meta), [bytes(readable(buffer.flat)) for buffer in message.buffers]
 
 
 @functools.cache

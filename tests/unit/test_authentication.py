@@ -13,7 +13,7 @@ import objcomm
 from objcomm import AuthenticationError, DesyncError, UsageError
 from objcomm._algorithms import routes
 from objcomm._algorithms.exchange import Exchange
-from objcomm._codecs.buffers import Buffer, BufferKind, to_bytes
+from objcomm._codecs.buffers import Buffer, BufferKind, readable
 from objcomm._config import Settings, secret_of, settings
 from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import failure_message, failures_in
@@ -247,7 +247,7 @@ def test_bytes_without_a_group_are_signed() -> None:
             damaged[at] ^= 1
             with pytest.raises(objcomm.WireError):
                 objcomm.from_tensor(damaged)
-        header = Header.unpack(to_bytes(flat[:HEADER_NBYTES]))
+        header = Header.unpack(bytes(readable(flat[:HEADER_NBYTES])))
         renamed = torch.frombuffer(
             bytearray(header._replace(codec="msgpack").pack()), dtype=torch.uint8
         )

@@ -217,7 +217,7 @@ def test_what_is_no_list_of_hosts_is_refused(hosts: str) -> None:
         (2, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4, "max 100000"),
         (2, {"LOCAL_WORLD_SIZE": "many"}, 2, "max 100000"),
         (2, {}, 64, "200000 100000"),
-        (2, {}, 2, ""),  # as where there is no such file
+        (2, {}, 2, ""),  # an empty file
     ],
 )
 def test_each_rank_has_a_core(

@@ -8,7 +8,7 @@ import torch
 
 from objcomm._algorithms import routes, topology
 from objcomm._algorithms.exchange import Exchange
-from objcomm._codecs.buffers import Buffer, BufferKind, to_bytes
+from objcomm._codecs.buffers import Buffer, BufferKind, readable
 from objcomm._config import Settings, secret_of
 from objcomm._transport.link import head_tag
 from objcomm._wire.header import HEADER_NBYTES, WINDOW_NBYTES, Flag, Header
@@ -204,4 +204,4 @@ def test_what_arrives_has_memory_of_its_own() -> None:
     first, second = opened(raw), opened(raw)
     first.buffers[0].flat.zero_()
     first.buffers[1].flat.zero_()
-    assert to_bytes(second.buffers[1].flat) == b"\1" * 50_000
+    assert bytes(readable(second.buffers[1].flat)) == b"\1" * 50_000
