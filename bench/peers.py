@@ -652,7 +652,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm all_gather": _Gathered,
     "objcomm check": lambda: _Guarded(check=True),
     "objcomm in turn": _InTurn,
-    "objcomm over Gloo": lambda: _Guarded(local=False),  # in processes of its own
+    "objcomm over Gloo": lambda: _Guarded(transport="gloo"),  # in processes of its own
     "objcomm idle": _Idle,
     "objcomm joined": _Joined,
     "torch": _Torch,

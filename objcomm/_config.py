@@ -51,11 +51,17 @@ LINES: Literal["lines"] = "lines"
 Check: TypeAlias = bool | Literal["lines"]
 
 
+Transport: TypeAlias = Literal["auto", "streams", "gloo"]
+
+#: What ``transport=`` takes.
+TRANSPORTS: tuple[Transport, ...] = ("auto", "streams", "gloo")
+
 #: No limit. Links add a limit to a clock; one of many years would overflow it, as it does timers.
 FOREVER_SECONDS = 1e7
 
 
 _KEY_MIN_NBYTES = 16
+_PORTS_MAX = 1 << 16
 
 
 class Options(TypedDict, total=False):
@@ -102,8 +108,8 @@ class Settings:
             leaves it to the environment.
         report_after: how many seconds a call waits before it is logged.
         lost_after: for how many seconds a host may be out of reach.
-        local: whether ranks have a link of objcomm's own; ``None`` leaves it to the
-            environment.
+        transport: what joins ranks; ``None`` leaves it to the environment.
+        ports: those on which other hosts reach this rank; ``None`` leaves it to the environment.
     """
 
     codec: str = "pickle"
@@ -118,7 +124,8 @@ class Settings:
     record_folder: str | None = None
     report_after: float = 60.0
     lost_after: float = 60.0
-    local: bool | None = None
+    transport: Transport | None = None
+    ports: range | None = None
 
     @property
     def is_checked(self) -> bool:
@@ -131,9 +138,27 @@ class Settings:
         return (environment_check() if self.check is None else self.check) == LINES
 
     @property
-    def is_local(self) -> bool:
-        """Whether ranks may have a link of objcomm's own."""
-        return os.environ.get("OBJCOMM_LOCAL", "") != "0" if self.local is None else self.local
+    def chosen_transport(self) -> Transport:
+        """What joins ranks.
+
+        Raises:
+            UsageError: the environment names no transport.
+        """
+        if self.transport is not None:
+            return self.transport
+        return _transport(os.environ.get("OBJCOMM_TRANSPORT") or "auto", "OBJCOMM_TRANSPORT")
+
+    @property
+    def chosen_ports(self) -> range:
+        """Those on which other hosts reach this rank; any if empty.
+
+        Raises:
+            UsageError: the environment names no ports.
+        """
+        if self.ports is not None:
+            return self.ports
+        written = os.environ.get("OBJCOMM_PORTS")
+        return _ports(written, "OBJCOMM_PORTS") if written else range(0)
 
 
 class _Process:
@@ -237,16 +262,23 @@ class configure:  # noqa: N801  # used as a function and as a context
             because it or its network has failed: see the guide on failures. Held by the
             connections that are made afterwards. At first 60; ``math.inf`` for the system's own
             limits. On Linux only.
-        local: whether ranks use connections of objcomm's own, with shared memory within a host,
-            instead of Gloo, for the connections that are made afterwards. One rank that says False
-            decides for all ranks of its groups. At first True, unless the environment has
-            ``OBJCOMM_LOCAL=0``. On Linux only.
+        transport: what connects ranks, for the connections that are made afterwards. ``"streams"``:
+            connections of objcomm's own, with shared memory within a host, on Linux only; where
+            they can't be made, all ranks raise TransportError. ``"gloo"``: a Gloo group that
+            carries nothing else. ``"auto"``, as at first: streams; or Gloo, with a warning in the
+            log, where they can't be made, or another rank has chosen it. If never set, the
+            environment's
+            OBJCOMM_TRANSPORT.
+        ports: on which of this host's ports the ranks of other hosts reach this one, as
+            ``"40000-40100"``, for firewalls; each rank takes one for each group. If never set, the
+            environment's OBJCOMM_PORTS; without it any free port. Gloo's are always any.
         everywhere: also for threads that have set no options, whenever they were started. The
             last one to say so counts.
 
     Raises:
         UsageError: a limit that no message can keep, a key that is too short, a ``check`` that does
-            not exist, or a name in ``allow`` that stands for nothing.
+            not exist, a name in ``allow`` that stands for nothing, a ``transport`` that does not
+            exist, or ``ports`` that are no such text.
 
     Examples:
         >>> import objcomm
@@ -270,7 +302,8 @@ class configure:  # noqa: N801  # used as a function and as a context
         record_folder: str | os.PathLike[str] | None = None,
         report_after: float | None = None,
         lost_after: float | None = None,
-        local: bool | None = None,
+        transport: Transport | None = None,
+        ports: str | None = None,
         everywhere: bool = False,
     ) -> None:
         given = {
@@ -282,7 +315,8 @@ class configure:  # noqa: N801  # used as a function and as a context
             "check": None if check is None else _checked(check),
             "report_after": report_after,
             "lost_after": lost_after,
-            "local": local,
+            "transport": transport and _transport(transport, "configure: transport"),
+            "ports": None if ports is None else _ports(ports, "configure: ports"),
         }
         changed: dict[str, Any] = {
             name: value for name, value in given.items() if value is not None
@@ -359,6 +393,43 @@ def _checked(check: object) -> Check:
     if check in (True, False):  # no set: a list has no hash
         return bool(check)
     raise UsageError(f"configure: check={check!r} must be True, False or 'lines'")
+
+
+def _transport(chosen: object, name: str) -> Transport:
+    """One of the transports.
+
+    Args:
+        chosen: as the user gave it.
+        name: where, for an error's text.
+
+    Raises:
+        UsageError: there is no such transport.
+    """
+    for each in TRANSPORTS:
+        if chosen == each:
+            return each
+    raise UsageError(f"{name}={chosen!r} must be one of {', '.join(map(repr, TRANSPORTS))}")
+
+
+def _ports(written: object, name: str) -> range:
+    """The ports that a text such as ``"40000-40100"`` names; the last is one of them.
+
+    Args:
+        written: as the user gave it.
+        name: where, for an error's text.
+
+    Raises:
+        UsageError: it names no ports.
+    """
+    first, _, last = written.partition("-") if isinstance(written, str) else ("", "", "")
+    if first.strip().isdecimal() and (last or first).strip().isdecimal():
+        ports = range(int(first), int(last or first) + 1)
+        if ports and ports[0] > 0 and ports[-1] < _PORTS_MAX:
+            return ports
+    raise UsageError(
+        f"{name}={written!r} must be a port from 1 to 65535, or the first and the last one of "
+        'several, as "40000-40100"'
+    )
 
 
 def _check_numbers(changed: Mapping[str, Any]) -> None:

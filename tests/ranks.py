@@ -19,7 +19,7 @@ __all__ = ["OVER_GLOO", "close_pools", "ranks", "run_on_fresh_ranks", "run_on_ra
 Body = Callable[..., None]
 
 #: The ``environment`` of tests of what is peculiar to Gloo's link.
-OVER_GLOO = {"OBJCOMM_LOCAL": "0"}
+OVER_GLOO = {"OBJCOMM_TRANSPORT": "gloo"}
 
 DEADLINE_S = 120.0  # only a hang takes so long, even beside two other suites
 

@@ -377,11 +377,11 @@ def test_the_guides_commands_work(tmp_path: Path) -> None:
 
 
 def test_what_a_launcher_has_set_is_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "OBJCOMM_LOCAL", "RANKING"):
+    for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "OBJCOMM_TRANSPORT", "RANKING"):
         monkeypatch.setenv(name, "1")
     kept = environment_of_no_job()
     assert kept.pop("RANKING") == "1"
-    assert not {"RANK", "MASTER_ADDR", "SLURM_PROCID", "OBJCOMM_LOCAL"} & kept.keys()
+    assert not {"RANK", "MASTER_ADDR", "SLURM_PROCID", "OBJCOMM_TRANSPORT"} & kept.keys()
 
 
 REACH = "import socket; print(socket.create_connection(('{}', {}), timeout={}) and 'reached')"

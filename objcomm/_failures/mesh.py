@@ -37,6 +37,7 @@ from objcomm._transport.rendezvous import FIRST_USE, GivenUpError, LeftError, Me
 from objcomm._transport.store import pack_record, reason_of
 from objcomm._transport.threads import OnceThread
 from objcomm._wire.header import Header, fingerprint
+from objcomm._wire.signing import environment_secret
 from objcomm.errors import ObjcommError, text_of
 
 if TYPE_CHECKING:
@@ -245,8 +246,10 @@ class Mesh:
         """Let a thread meet the other members, unless one has begun to; returns at once.
 
         Raises:
+            UsageError: the environment names a transport or ports that do not exist.
             RuntimeError: this process can start no more threads; the next call tries again.
         """
+        _ = deadline.settings.chosen_transport, deadline.settings.chosen_ports
         self._connector.start(partial(self._meet, store, deadline))
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
@@ -279,7 +282,16 @@ class Mesh:
             own = clients.take(store, deadline.settings.lost_after)
             part = dist.PrefixStore(self.name, own)
             link = connect(
-                part, self.rank, self.members, deadline, self._meeting, self._learn, self._lose
+                part,
+                self.rank,
+                self.members,
+                deadline,
+                self._meeting,
+                deadline.settings.secret or environment_secret(),
+                self._learn,
+                self._lose,
+                # Not by this mesh, which has the link, which has this.
+                partial(_note_refused, self.name, self.labels, self.history),
             )
             clients.give_back(own)
             log.debug(
@@ -287,6 +299,14 @@ class Mesh:
                 *(self.name, len(self.members), link.kind, len(set(link.hosts))),
                 extra=self.labels,
             )
+            if self._meeting.without_streams:
+                log.warning(
+                    "group %r: its objects travel over Gloo, because %s. Gloo is slower, and takes "
+                    'the first process that connects for a rank. configure(transport="streams") '
+                    'makes this an error, transport="gloo" on every rank silences it',
+                    *(self.name, self._meeting.without_streams),
+                    extra=self.labels,
+                )
         except GivenUpError:
             clients.give_back(own)
             return  # by ``stop``, whose verdict the callers raise
@@ -491,6 +511,15 @@ class Mesh:
             extra=self.labels,
         )
         return verdict
+
+
+def _note_refused(name: str, labels: dict[str, object], history: History, why: str) -> None:
+    """Count a connection of a stranger, and log it the more rarely the more there are."""
+    count = history.refuse()
+    if count.bit_count() == 1:
+        log.warning(
+            "group %r: refused a connection (%d so far): %s", *(name, count, why), extra=labels
+        )
 
 
 def _hear(of: weakref.ref[Mesh], board: Board) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+#: Under this name connections count that were refused, since no rank had called.
+REFUSED = "refused"
+
 #: Older ones are forgotten: 140 KiB for a group.
 LENGTH = 256
 
@@ -150,12 +153,24 @@ class History:
         next_number: the number of the next call, in a group of one rank, which has no lanes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counters: "Counters | None" = None) -> None:
+        """Begin.
+
+        Args:
+            counters: where refused connections count.
+        """
+        self._counters = counters or Counters()
+        self._refused = itertools.count(1)
         self._entries: deque[CallRecord] = deque(maxlen=LENGTH)
         self._meetings: deque[CallRecord] = deque(maxlen=_MEETINGS)
         self.add = self._entries.append
         self.add_meeting = self._meetings.append
         self.next_number = itertools.count().__next__
+
+    def refuse(self) -> int:
+        """Count a connection that was refused; returns how many were."""
+        self._counters.add(REFUSED, (0, 0, 0), 0.0)
+        return next(self._refused)
 
     def entries(self) -> list[CallRecord]:
         """All that are remembered, oldest first."""

@@ -63,13 +63,13 @@ class Recorder:
         counters: what its operations cost this rank.
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, counters: Counters | None = None) -> None:
         self.name = getattr(process_group, "group_name", "")
         self.description = getattr(process_group, "group_desc", "")
         self.rank = 0 if process_group is None else process_group.rank()
         self.ranks = (0,) if process_group is None else ranks_of(process_group)
-        self.history = History()
-        self.counters = Counters()
+        self.counters = counters or Counters()
+        self.history = History(self.counters)
 
     def among(self, members: Sequence[int], name: str) -> "Recorder":
         """One for calls of some of the ranks, whose costs count as the whole group's.
@@ -78,9 +78,9 @@ class Recorder:
             members: ranks within this group, in their order.
             name: the same on each of them.
         """
-        part = Recorder()
+        part = Recorder(counters=self.counters)
         whole = self.name if self.description in {"", "undefined"} else self.description
-        part.name, part.description, part.counters = name, f"part of {whole}", self.counters
+        part.name, part.description = name, f"part of {whole}"
         part.rank, part.ranks = (
             members.index(self.rank),
             tuple(self.ranks[each] for each in members),

@@ -152,7 +152,9 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
         group: a process group, a one-dimensional device mesh, or None for the world.
 
     Returns:
-        Figures by operation, such as ``stats()["broadcast"].sent_nbytes``. After
+        Figures by operation, such as ``stats()["broadcast"].sent_nbytes``. If connections were
+        refused, because no rank of the group had called, their number is
+        ``stats()["refused"].calls``. After
         ``destroy_process_group`` the last ones: those of the world until a call is made without
         it, those of another group for as long as somebody holds that.
 

@@ -1,32 +1,45 @@
 """Joins the ranks of a group by the best link there is for them.
 
-They get streams, if the systems of all of them let them connect so; else all get Gloo's.
+They get streams, if the systems of all of them let them connect so. Else Gloo connects them, unless
+one of them has said that it wants streams or nothing; and then each two prove to each other who
+they are before anything else is read.
 """
 
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
 import errno
+import math
 import os
-import secrets
 import select
 import socket
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
+from objcomm._codecs.buffers import empty, writable
 from objcomm._environment import has_own_core
-from objcomm._transport.doors import Door, Doors, Place, own_address
+from objcomm._transport.doors import (
+    OWN_FAULTS,
+    Door,
+    Doors,
+    OtherKeyError,
+    Place,
+    Words,
+    own_addresses,
+)
 from objcomm._transport.gloo import GlooLink, keys_left
 from objcomm._transport.link import (
     HOST_LOST,
     PEER_LOST,
+    WORD_TAG,
     LinkClosed,
     LinkError,
     LinkUnreachable,
 )
-from objcomm._transport.rendezvous import NO_DOOR, GivenUpError, damaged, forget, meet
+from objcomm._transport.rendezvous import GivenUpError, damaged, forget, meet
 from objcomm._transport.sockets import is_outage
 from objcomm._transport.store import pack_record, read, unpack_record
 from objcomm._transport.streams import SPIN_SECONDS, StreamLink
@@ -34,14 +47,17 @@ from objcomm._world import CONNECT_MAX
 from objcomm.errors import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from objcomm._transport.link import Connections, Deadline
     from objcomm._transport.rendezvous import MeetingState
 
 
-# How often a rank that waits for connections looks whether another one has none.
+# How often a rank that waits for connections looks whether another one has none. As long it waits
+# for an answer from one address before it calls at the next, too, as browsers do.
 _LOOK_SECONDS = 0.2
+# How often a rank calls again that was sent away to make room for others, or found too many there.
+_AGAIN_SECONDS = 0.05
 # The same, for ranks that are already connected.
 _PAUSE_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
@@ -59,8 +75,8 @@ _SAID_LATER_SECONDS = 1.0
 _FAILED = "no streams"
 # Counts the ranks that another link has connected, where some could not reach each other.
 _CONNECTED = "connected"
-# These are this process's own fault, whichever rank it was about to connect to.
-_OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+_REFUSED, _NO_ANSWER = "refused", "no answer"
 
 
 class _Refusal(NamedTuple):
@@ -68,13 +84,31 @@ class _Refusal(NamedTuple):
 
     Attributes:
         rank: the one that tells.
-        peers: to whom it could not connect; none if the reason is its own.
+        peers: to which it could not connect; none if the reason is its own.
         reason: in words.
+        is_final: whether that is no reason for another link.
     """
 
     rank: int
     peers: tuple[int, ...] = ()
     reason: str = ""
+    is_final: bool = False
+
+    def error(self, places: Mapping[int, Place]) -> LinkUnreachable:
+        """The same as an error, with the names of hosts."""
+        hosts = [places[each].host for each in (self.rank, *self.peers)]
+        reason = f"rank {self.rank} (host {hosts[0]}) {self.reason}"
+        if len(self.peers) == 1:
+            pair = sorted(zip((self.rank, *self.peers), hosts, strict=True))
+            (one, its), (other, others) = pair
+            where = f"hosts {its} and {others}" if its != others else f"both on host {its}"
+            reason = f"ranks {one} and {other} ({where}) can't connect to each other"
+            reason += f" ({self.reason})"
+        elif self.peers:
+            reason = f"rank {self.rank} (host {hosts[0]}) can't connect to "
+            reason += f"{ranks_text(self.peers)} (hosts {', '.join(dict.fromkeys(hosts[1:]))}): "
+            reason += self.reason
+        return LinkUnreachable(reason, (self.rank, *(self.peers if len(self.peers) == 1 else ())))
 
 
 class _PeerError(OSError):
@@ -83,12 +117,19 @@ class _PeerError(OSError):
     Attributes:
         peer: which.
         has_ended: whether the two were connected before.
+        is_final: whether that is no reason for another link.
     """
 
     def __init__(self, peer: int, error: OSError, *, has_ended: bool) -> None:
-        super().__init__(error.errno, error.strerror or "no answer")
+        told = error.strerror or _NO_ANSWER
+        if isinstance(error, ConnectionRefusedError):
+            told = _REFUSED
+        elif is_outage(told):
+            told = f"{_NO_ANSWER}: {told}"
+        super().__init__(error.errno, told)
         self.peer = peer
         self.has_ended = has_ended
+        self.is_final = isinstance(error, OtherKeyError)
 
 
 def connect(  # noqa: PLR0917  # what the ranks are, and who is told
@@ -97,8 +138,10 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
     members: tuple[int, ...],
     deadline: Deadline,
     meeting: MeetingState,
+    secret: bytes | None,
     on_met: Callable[[Sequence[int]], None],
     on_loss: Callable[[LinkError], None],
+    on_refused: Callable[[str], None],
 ) -> Connections:
     """Meet the other ranks, and connect to each; every member must call this.
 
@@ -110,9 +153,11 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
         members: those that it joins, as ranks within the group.
         deadline: how long to wait.
         meeting: tells others how far it has come.
+        secret: of the user's key, if there is one; the same on all ranks.
         on_met: told which other members are on this host, when all have met and none has connected.
         on_loss: told of a ``LinkError`` before this rank closes its connections: a rank that sees
             them close looks why.
+        on_refused: told why whenever someone is sent away who is no rank.
 
     Raises:
         GivenUpError: ``meeting`` was ended from outside.
@@ -120,44 +165,110 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
         WireError: as ``meet``.
         DistNetworkError: the store is gone.
         LinkClosed: another rank was lost, or does not answer.
-        LinkUnreachable: two ranks can't connect to each other.
+        LinkUnreachable: two ranks can't connect to each other, or one can't connect to any as it
+            or another one wants to.
         LinkError: this process can't connect to any.
     """
     place, size = members.index(rank), len(members)
-    with contextlib.ExitStack() as open_doors:
-        door = Door.opened(size, own_address(store)) if deadline.settings.is_local else None
-        if door is not None:
-            open_doors.enter_context(door)
-        told = NO_DOOR if door is None else door.place.told()
-        met = meet(store, place, size, meeting, told)
+    settings = deadline.settings
+    with Door.opened(
+        size, settings.chosen_transport, own_addresses(store), settings.chosen_ports
+    ) as door:
+        met = meet(store, place, size, meeting, door.place.told())
+        places = dict(zip(members, map(Place.of, met.doors), strict=True))
         hosts = dict(zip(members, met.hosts, strict=True))
         on_met([each for each in members if each != rank and hosts[each] == hosts[rank]])
+        words = Words(meeting.session, secret)
         named = dist.PrefixStore(f"objcomm/{meeting.nonce}", store)
-        link = None
-        if door is not None and NO_DOOR not in met.doors:
-            places = dict(zip(members, map(Place.of, met.doors), strict=True))
-            if len(set(met.hosts)) == 1 or all(each.port for each in places.values()):
-                doors = Doors(door, places, hosts, rank, meeting)
-                link = _joined(_Joining(doors, named, deadline, meeting), on_loss)
-    if link is not None:
-        forget(store, meeting.nonce, size, ())
-        return link
-    unreachable = meeting.unreachable = _unreachable(named, members)
+        refusal = _lack(places, is_on_one_host=len(set(met.hosts)) == 1)
+        if refusal is None:
+            doors = Doors(door, places, hosts, rank, words, on_refused)
+            link = _joined(_Joining(doors, named, deadline, meeting), on_loss)
+            if link is not None:
+                forget(store, meeting.nonce, size, ())
+                return link
+            refusal = _standing(named, places)
+    if refusal.is_final or any(each.transport == "streams" for each in places.values()):
+        raise refusal.error(places)
+    if refusal.peers:
+        meeting.unreachable = refusal.error(places)
     try:
         far = GlooLink(named, rank, members, met.hosts, deadline)
     except LinkClosed as error:
-        if unreachable is None:
+        if meeting.unreachable is None:
             raise
-        raise unreachable from error
-    if unreachable is not None:
-        try:
+        raise meeting.unreachable from error
+    try:
+        _prove(far, words, members, deadline, places)
+        if meeting.unreachable is not None:
             _await_all(named, size, meeting)
-        except GivenUpError:
-            far.abort()
-            raise
+    except BaseException:
+        far.abort()
+        raise
+    if places[rank].transport != "gloo":
+        meeting.without_streams = refusal.error(places).reason
     left = [_FAILED, _CONNECTED, *keys_left(size)]
     forget(store, meeting.nonce, size, [f"objcomm/{meeting.nonce}/{key}" for key in left])
     return far
+
+
+def _lack(places: Mapping[int, Place], *, is_on_one_host: bool) -> _Refusal | None:
+    """Why these ranks can't even try to connect by streams; None if they can."""
+    for rank, each in places.items():
+        if each.transport == "gloo":
+            return _Refusal(rank, reason='has chosen transport="gloo"')
+    for rank, each in places.items():
+        if not each.name or not (each.port or is_on_one_host):
+            return _Refusal(rank, reason=f"can't let others connect: {each.lacks}")
+    return None
+
+
+def _standing(store: dist.Store, places: Mapping[int, Place]) -> _Refusal:
+    """What the first rank that gave up has told.
+
+    Raises:
+        WireError: no rank wrote it.
+    """
+    raw = read(store, _FAILED)
+    if raw is None:
+        raise damaged(raw)
+    told = unpack_record(raw, _Refusal, "a refusal")
+    if not places.keys() >= {told.rank, *told.peers}:
+        raise damaged(raw)
+    return told
+
+
+def _prove(
+    link: GlooLink,
+    words: Words,
+    members: Sequence[int],
+    deadline: Deadline,
+    places: Mapping[int, Place],
+) -> None:
+    """Return when all others have proved who they are; Gloo takes the first process that comes.
+
+    Raises:
+        LinkClosed: one has gone, or does not answer.
+        LinkUnreachable: another process has answered for a rank.
+    """
+    others = [each for each in members if each != link.rank]
+    rooms = {peer: empty(Words.nbytes) for peer in others}
+    coming = {peer: link.recv(room, peer, WORD_TAG) for peer, room in rooms.items()}
+    going = [link.send(words.said(link.rank, peer), peer, WORD_TAG) for peer in others]
+    for peer, room in rooms.items():
+        try:
+            link.wait(coming[peer], min(deadline.left(), CONNECT_MAX))
+            reason = "another process has answered for one of them"
+            if words.check(bytes(writable(room)), peer, link.rank):
+                reason = ""
+        except OtherKeyError as error:
+            reason = str(error.strerror)
+        except LinkError as error:
+            raise LinkClosed(error.reason, (peer,)) from error
+        if reason:
+            raise _Refusal(link.rank, (peer,), reason).error(places)
+    for each in going:
+        link.wait(each, min(deadline.left(), CONNECT_MAX))
 
 
 def _joined(joining: _Joining, on_loss: Callable[[LinkError], None]) -> StreamLink | None:
@@ -177,20 +288,6 @@ def _joined(joining: _Joining, on_loss: Callable[[LinkError], None]) -> StreamLi
             raise lost from error
         in_vain.pop_all()
     return link
-
-
-def _unreachable(store: dist.Store, members: Collection[int]) -> LinkUnreachable | None:
-    """Which ranks could not connect by streams, where that is why there is no other link either."""
-    raw = read(store, _FAILED)
-    if raw is None:
-        return None
-    told = unpack_record(raw, _Refusal, "a refusal")
-    if not {told.rank, *told.peers}.issubset(members):
-        raise damaged(raw)
-    if not told.peers:
-        return None
-    reason = f"rank {told.rank} could not connect to {ranks_text(told.peers)} ({told.reason})"
-    return LinkUnreachable(reason, (told.rank, *(told.peers if len(told.peers) == 1 else ())))
 
 
 def _await_all(store: dist.Store, size: int, meeting: MeetingState) -> None:
@@ -227,6 +324,26 @@ class _Guest:
         self.unsaid = unsaid
         self.said = b""
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it has come by itself, and has not said its word."""
+        return self.rank < 0 and len(self.said) < Words.nbytes
+
+
+@dataclass
+class _Calls:
+    """How far this rank has come in calling another one.
+
+    Attributes:
+        way: at which of its addresses it calls next.
+        due: when, as ``time.monotonic`` has it.
+        guests: what it waits for at the others.
+    """
+
+    way: int = 0
+    due: float = 0.0
+    guests: list[_Guest] = field(default_factory=list)
+
 
 class _Joining:
     """One rank's way to a socket to each neighbour; a pair's later rank connects to the other.
@@ -255,6 +372,7 @@ class _Joining:
         self._meeting = meeting
         self._guests: dict[int, _Guest] = {}
         self._joined: dict[int, _Guest] = {}
+        self._calls: dict[int, _Calls] = {}
         self._events = select.poll()
         if len(doors.others) < _AT_ONCE_MAX:
             self._neighbours = doors.others
@@ -274,14 +392,13 @@ class _Joining:
             OSError: some two ranks can't be connected.
             GivenUpError: nobody waits for them any more.
         """
-        for peer in self._neighbours:
-            if peer < self._doors.rank:
-                with _naming(peer):
-                    end, unsaid = self._doors.call(peer, max(0.1, self._until - time.monotonic()))
-                self._add(_Guest(end, peer, unsaid))
+        self._calls = {peer: _Calls() for peer in self._neighbours if peer < self._doors.rank}
         for listener in self._doors.listeners:
             self._events.register(listener, select.POLLIN)
         while self._silent():
+            for peer, calls in tuple(self._calls.items()):
+                if calls.due <= time.monotonic():
+                    self._call(peer, calls)
             self._look()
 
     def link(self) -> StreamLink:
@@ -360,12 +477,16 @@ class _Joining:
     def give_up(self, error: OSError) -> None:
         """Let the others know that no rank gets all of its connections, before any is closed."""
         peers: tuple[int, ...] = ()
+        reason, is_final = error.strerror or str(error) or _NO_ANSWER, False
         if isinstance(error, _PeerError) and not error.has_ended:
-            peers = (error.peer,)
+            peers, is_final = (error.peer,), error.is_final
         elif isinstance(error, TimeoutError):
             peers = tuple(self._silent())
-        reason = error.strerror or str(error) or "no answer"
-        refusal = _Refusal(self._doors.rank, peers, reason)
+        elif error.errno in OWN_FAULTS:
+            reason, is_final = f"can't open connections: {error.strerror}", True
+        else:
+            reason = f"can't connect to others: {reason}"
+        refusal = _Refusal(self._doors.rank, peers, reason, is_final)
         self._store.compare_set(_FAILED, "", pack_record(refusal))  # type: ignore[arg-type]  # bytes will do
 
     def _silent(self) -> list[int]:
@@ -378,22 +499,60 @@ class _Joining:
         for each in [*self._guests.values(), *self._joined.values()]:
             each.socket.close()
 
+    def _call(self, peer: int, calls: _Calls) -> None:
+        """Call a rank at its next address; those at which it was called before may still answer."""
+        way, calls.way = calls.way, calls.way + 1
+        is_last = calls.way >= self._doors.ways_to(peer)
+        calls.due = math.inf if is_last else time.monotonic() + _LOOK_SECONDS
+        try:
+            with _naming(peer):
+                end, unsaid = self._doors.call(peer, way)
+        except _PeerError as error:
+            if self._is_out_of_reach(peer, is_busy=error.errno == errno.EAGAIN):
+                raise
+            return
+        guest = _Guest(end, peer, unsaid)
+        calls.guests.append(guest)
+        self._add(guest)
+
+    def _is_out_of_reach(self, peer: int, *, is_busy: bool) -> bool:
+        """Whether a rank can be called nowhere else, after a call that has failed.
+
+        It is called at its next address now; or, if that was the last one, again if it was busy.
+        """
+        calls = self._calls[peer]
+        if calls.way < self._doors.ways_to(peer):
+            calls.due = 0.0
+        elif is_busy and not calls.guests:
+            calls.way, calls.due = 0, time.monotonic() + _AGAIN_SECONDS
+        elif not calls.guests:
+            return True
+        return False
+
+    def _drop(self, guest: _Guest) -> None:
+        with contextlib.suppress(KeyError):  # it was said all that is due
+            self._events.unregister(guest.socket)
+        self._guests.pop(guest.socket.fileno(), None)
+        guest.socket.close()
+
     def _add(self, guest: _Guest) -> None:
         self._guests[guest.socket.fileno()] = guest
         self._events.register(guest.socket, select.POLLOUT if guest.unsaid else select.POLLIN)
 
     def _look(self) -> None:
         """Take in what has come, or see that it never will."""
-        events = self._events.poll(_LOOK_SECONDS * 1000)
+        due = min((each.due for each in self._calls.values()), default=math.inf)
+        pause = max(0.0, min(_LOOK_SECONDS, due - time.monotonic()))
+        events = self._events.poll(pause * 1000)
         now = time.monotonic()
         for descriptor, _ in events:
             guest = self._guests.get(descriptor)
-            if guest is None:
-                self._let_in()
-            elif guest.unsaid:
+            if guest is not None and guest.unsaid:
                 self._say(guest)
-            else:
+            elif guest is not None:
                 self._hear(guest)
+            elif any(each.fileno() == descriptor for each in self._doors.listeners):
+                self._let_in()
         if self._meeting.is_over:
             raise GivenUpError
         if now > self._looked_at + _LOOK_SECONDS:
@@ -405,19 +564,38 @@ class _Joining:
 
     def _let_in(self) -> None:
         for listener in self._doors.listeners:
-            # Nobody else is there, or who was has left again.
-            with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                self._add(_Guest(listener.accept()[0], -1))
+            while (end := self._doors.accept(listener)) is not None:
+                waiting = [each for each in self._guests.values() if each.is_unknown]
+                if len(waiting) >= max(1, len(self._doors.others) - len(self._joined)):
+                    # No more can be ranks, and a rank would have said its word by now, or calls
+                    # again.
+                    self._doors.on_refused("one that said nothing")
+                    self._drop(waiting[0])
+                guest = _Guest(end, -1)
+                end.settimeout(0)
+                self._add(guest)
+                self._hear(guest)
 
     def _say(self, guest: _Guest) -> None:
         """Say this rank's word to another host's rank, which is connected now, or could not be."""
-        with _naming(guest.rank):
-            failed = guest.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if failed:
-                raise OSError(failed, os.strerror(failed))
-            guest.socket.sendall(guest.unsaid)  # the system has room for the first bytes
+        try:
+            with _naming(guest.rank):
+                failed = guest.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if failed:
+                    raise OSError(failed, os.strerror(failed))
+                guest.socket.sendall(guest.unsaid)  # the system has room for the first bytes
+        except _PeerError:
+            if self._is_last(guest):
+                raise
+            return
         guest.unsaid = b""
         self._events.modify(guest.socket, select.POLLIN)
+
+    def _is_last(self, guest: _Guest, *, is_busy: bool = False) -> bool:
+        """Whether a rank can be reached nowhere, now that one of the calls to it has failed."""
+        self._drop(guest)
+        self._calls[guest.rank].guests.remove(guest)
+        return self._is_out_of_reach(guest.rank, is_busy=is_busy)
 
     def _hear(self, guest: _Guest) -> None:
         # Not a byte more than it says now: what follows is the link's.
@@ -425,33 +603,51 @@ class _Joining:
         if len(guest.said) >= due:
             self._events.unregister(guest.socket)
             return
-        came = b""
-        if guest.rank >= 0:
-            with _naming(guest.rank, has_ended=guest.rank in self._joined):
-                came = guest.socket.recv(due - len(guest.said))
-                if not came:
-                    raise ConnectionAbortedError(errno.ECONNABORTED, "it has closed the connection")
-        else:
-            with contextlib.suppress(OSError):  # a stranger, who has left
-                came = guest.socket.recv(due - len(guest.said))
+        is_known, is_joined = guest.rank >= 0, guest.rank in self._joined
+        failed = errno.ECONNABORTED, "it has closed the connection"
+        try:
+            came = guest.socket.recv(due - len(guest.said))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            came, failed = b"", (error.errno or 0, error.strerror or "")
         guest.said += came
         if came and len(guest.said) < due:
             return
-        if guest.rank in self._joined:
+        if not came and is_known:
+            # Over TCP a rank that has no room for strangers may have sent this one away.
+            is_busy = guest.socket.family != socket.AF_UNIX and not guest.said
+            if is_joined or self._is_last(guest, is_busy=is_busy):
+                raise _PeerError(guest.rank, OSError(*failed), has_ended=is_joined)
+        elif guest.rank in self._joined:
             self._events.unregister(guest.socket)
         elif guest.rank >= 0:
-            with _naming(guest.rank):
-                if not secrets.compare_digest(guest.said, self._doors.word_from(guest.rank)):
-                    raise PermissionError(errno.EACCES, "another process has answered")
-            self._joined[guest.rank] = guest
+            self._hear_answer(guest)
         elif not came or not self._admits(guest):  # a stranger
-            self._events.unregister(guest.socket)
-            del self._guests[guest.socket.fileno()]
-            guest.socket.close()
+            self._drop(guest)
+
+    def _hear_answer(self, guest: _Guest) -> None:
+        """A rank has answered, or another process at one of its addresses."""
+        try:
+            with _naming(guest.rank):
+                if not self._doors.has_answered(guest.rank, guest.said):
+                    raise PermissionError(errno.EACCES, "another process has answered")
+        except _PeerError as error:
+            if error.is_final or self._is_last(guest):
+                raise
+            return
+        self._joined[guest.rank] = guest
+        for each in self._calls.pop(guest.rank).guests:
+            if each is not guest:
+                self._drop(each)
 
     def _admits(self, guest: _Guest) -> bool:
         """Whether a rank of this meeting has called; a neighbour gets an answer."""
-        peer = self._doors.caller(guest.socket, guest.said)
+        try:
+            peer = self._doors.caller(guest.socket, guest.said)
+        except OtherKeyError as error:
+            guest.socket.sendall(self._doors.word_to(error.peer))  # so it hears of that as well
+            raise _PeerError(error.peer, error, has_ended=False) from error
         if peer is None or peer in self._joined:
             return False
         if peer not in self._neighbours:  # for it all have met already
@@ -472,7 +668,7 @@ def _naming(peer: int, *, has_ended: bool = False) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _OWN_FAULTS:
+        if error.errno in OWN_FAULTS:
             raise
         raise _PeerError(peer, error, has_ended=has_ended) from error
 

@@ -1,9 +1,9 @@
 """Where ranks listen for each other, and what they say first to prove who they are.
 
-Ranks of one host find each other by names in no file, and the kernel says whose process is there.
-Other hosts reach a rank over TCP, at one address of its own. Either way both ends say a *word*,
-which only who has met the others can make: it has the meeting's session in it, which stands
-nowhere.
+Ranks of one host find each other by names in no file, and the kernel says whose process is there:
+one of another user is sent away before it can say anything. Other hosts reach a rank over TCP.
+Either way both ends say a *word*, which only a rank that has met the others can make: it is made
+with the meeting's session, which is stored nowhere, and with the user's key if there is one.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import random
 import re
 import secrets
 import select
@@ -19,42 +20,69 @@ import socket
 import struct
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple, Self
+from urllib.parse import quote, unquote
 
+from objcomm._config import TRANSPORTS
 from objcomm._environment import interface_addresses
 from objcomm._transport.rendezvous import damaged
 from objcomm._transport.sockets import addresses_towards
 from objcomm._world import bare
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch.distributed as dist
 
-    from objcomm._transport.rendezvous import MeetingState
+    from objcomm._config import Transport
 
 _NAME = re.compile("[0-9a-f]{32}")
-_PROOF_NBYTES = 32
-_WORD = struct.Struct(f"<I{_PROOF_NBYTES}s")
-# Packets to here are never sent: it is for documentation (RFC 5737). But a route leads there.
-_ELSEWHERE = ("192.0.2.1", 9)
+_PROOF_NBYTES = 16
+_WORD = struct.Struct(f"<I{_PROOF_NBYTES}s{_PROOF_NBYTES}s")
+# More cards than that have only hosts of containers, and theirs lead nowhere.
+_ADDRESSES_MAX = 16
+# Clients of a listener count when they have said something; this long the system waits for it.
+_SAID_WITHIN_SECONDS = 30
+# Of so many strangers in a row a rank rids itself before it looks after anything else.
+_TURN = 64
+#: What went wrong in this process itself, whichever rank it was about to connect to.
+OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+
+class OtherKeyError(PermissionError):
+    """A rank of this meeting whose key is not this rank's.
+
+    Attributes:
+        peer: which.
+    """
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(errno.EACCES, "they have different keys, or only one of them has a key")
+        self.peer = peer
 
 
 class Place(NamedTuple):
     """Where a rank can be reached; what others are told of it is one word.
 
     Attributes:
-        name: of its Unix socket.
-        address: for other hosts; empty if there is none.
-        port: likewise; 0 if there is none.
+        transport: what the rank's user has chosen.
+        host: its host's name, for errors.
+        name: of its Unix socket; empty where it has none.
+        port: for other hosts; 0 where there is none.
+        lacks: why it has no name or no port; empty if nothing went wrong.
+        addresses: of its host, the likeliest first; none where there is no port.
     """
 
-    name: str
-    address: str = ""
+    transport: Transport
+    host: str
+    name: str = ""
     port: int = 0
+    lacks: str = ""
+    addresses: tuple[str, ...] = ()
 
     def told(self) -> str:
         """As one word."""
-        return f"{self.name},{self.address},{self.port}"
+        *fields, addresses = self
+        return ",".join(quote(str(each), safe=":") for each in (*fields, *addresses))
 
     @classmethod
     def of(cls, told: str) -> Self:
@@ -64,11 +92,13 @@ class Place(NamedTuple):
             WireError: no rank wrote it.
         """
         try:
-            name, address, port = told.split(",")
-            found = cls(name, str(ip_address(address)) if address else "", int(port))
+            transport, host, name, port, lacks, *addresses = map(unquote, told.split(","))
+            ways = tuple(str(ip_address(each)) for each in addresses)
+            found = cls(TRANSPORTS[TRANSPORTS.index(transport)], host, name, int(port), lacks, ways)
         except ValueError:
-            found = cls("", "", -1)
-        if not _NAME.fullmatch(found.name) or not 0 <= found.port < 1 << 16:
+            raise damaged(told) from None
+        is_named = not found.name or _NAME.fullmatch(found.name)
+        if not is_named or not 0 <= found.port < 1 << 16 or bool(ways) != bool(found.port):
             raise damaged(told)
         return found
 
@@ -81,34 +111,45 @@ class Door:
         listeners: where they come: those of this host to the first, those of others to the second.
     """
 
-    def __init__(self, place: Place, listeners: tuple[socket.socket, ...]) -> None:
+    def __init__(self, place: Place, listeners: tuple[socket.socket, ...] = ()) -> None:
         self.place = place
         self.listeners = listeners
 
     @classmethod
-    def opened(cls, size: int, address: str) -> Self | None:
-        """One for so many ranks; None where the system gives none, or is not Linux.
+    def opened(
+        cls, size: int, transport: Transport, addresses: Sequence[str], ports: Sequence[int] = ()
+    ) -> Self:
+        """One for so many ranks; one without listeners where the system gives none.
 
         Args:
             size: how many.
-            address: for other hosts; empty for none.
+            transport: what the user has chosen.
+            addresses: of this host, for others.
+            ports: those of which one may be used for other hosts; any if empty.
         """
+        place = Place(transport, socket.gethostname())
+        if transport == "gloo":
+            return cls(place)
         if not hasattr(select, "epoll"):
-            return None
-        with contextlib.ExitStack() as in_vain, contextlib.suppress(OSError):
-            near = in_vain.enter_context(socket.socket(socket.AF_UNIX))
-            place = Place(secrets.token_hex(16))
-            near.bind(_unix_address(place.name))
-            near.listen(size)
-            far = _listener(address, size) if address else None
-            if far is not None:
-                place = place._replace(address=address, port=far.getsockname()[1])
-            listeners = (near,) if far is None else (near, far)
-            for each in listeners:
-                each.settimeout(0)
+            return cls(place._replace(lacks="only Linux has what they need"))
+        with contextlib.ExitStack() as in_vain:
+            try:
+                near = in_vain.enter_context(socket.socket(socket.AF_UNIX))
+                place = place._replace(name=secrets.token_hex(16))
+                near.bind(_unix_address(place.name))
+                near.listen(size)
+                near.settimeout(0)
+            except OSError as error:
+                return cls(_without(place._replace(name=""), error))
+            listeners = [near]
+            try:
+                far = in_vain.enter_context(_listener(addresses, ports, size))
+                listeners.append(far)
+                place = place._replace(port=far.getsockname()[1], addresses=tuple(addresses))
+            except OSError as error:
+                place = _without(place, error)
             in_vain.pop_all()
-            return cls(place, listeners)
-        return None
+        return cls(place, tuple(listeners))
 
     def __enter__(self) -> Self:
         return self
@@ -118,16 +159,49 @@ class Door:
             each.close()
 
 
-def _listener(address: str, size: int) -> socket.socket | None:
-    with contextlib.ExitStack() as in_vain, contextlib.suppress(OSError):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+def _without(place: Place, error: OSError) -> Place:
+    """A place that lacks something; this process's own fault is no reason to do without."""
+    is_own = error.errno in OWN_FAULTS or error.errno == errno.EADDRINUSE
+    return place._replace(
+        transport="streams" if is_own else place.transport, lacks=error.strerror or str(error)
+    )
+
+
+def _listener(addresses: Sequence[str], ports: Sequence[int], size: int) -> socket.socket:
+    """One that hears other hosts at all of these addresses, and at one of these ports.
+
+    Raises:
+        OSError: there is no such address, or no such port is free.
+    """
+    if not addresses:
+        raise OSError(0, "GLOO_SOCKET_IFNAME names no card that leads to other hosts")
+    families = {socket.AF_INET6 if ":" in each else socket.AF_INET for each in addresses}
+    family = socket.AF_INET6 if socket.AF_INET6 in families else socket.AF_INET
+    anywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"  # noqa: S104  # see ``Doors.accept``
+    with contextlib.ExitStack() as in_vain:
         listener = in_vain.enter_context(socket.socket(family))
         _prepare(listener)  # whom it lets in has the same options
-        listener.bind((address, 0))
-        listener.listen(size)
-        in_vain.pop_all()
-        return listener
-    return None
+        if family == socket.AF_INET6:
+            is_alone = socket.AF_INET not in families
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, is_alone)
+        with contextlib.suppress(OSError):  # a sandbox may not have it
+            # A stranger that says nothing takes no descriptor, and a rank's word is there at once.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SAID_WITHIN_SECONDS)
+        at = addresses[0] if len(addresses) == 1 else anywhere
+        for port in random.sample(ports, len(ports)) or [0]:
+            try:
+                listener.bind((at, port))
+                listener.listen(size)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not ports:
+                    raise
+            else:
+                listener.settimeout(0)
+                in_vain.pop_all()
+                return listener
+    raise OSError(
+        errno.EADDRINUSE, f"none of the ports {ports[0]}-{ports[-1]} is free (OBJCOMM_PORTS)"
+    )
 
 
 def _prepare(end: socket.socket) -> None:
@@ -136,37 +210,88 @@ def _prepare(end: socket.socket) -> None:
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def own_address(store: dist.Store) -> str:
-    """The address of this host that ranks on others are told; empty where the user's is not there.
+def own_addresses(store: dist.Store) -> list[str]:
+    """The addresses of this host that ranks on others are told, the likeliest first.
 
-    That of the interface that ``GLOO_SOCKET_IFNAME`` names; else that by which this process reaches
-    the store, or, where the store is this host's own, by which the host reaches other networks.
+    Those of the interface that ``GLOO_SOCKET_IFNAME`` names; none where it has none. Else those of
+    all that are up: first the one by which this process reaches the store. Loopback leads to no
+    other host, so it is told only where there is nothing else, which can't be on another machine.
 
     Args:
         store: where the ranks meet.
     """
     variable = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interfaces = interface_addresses()
     if len(variable) > 1:  # as torch reads it
-        named = variable.partition(",")[0]
-        return next(filter(_leads_elsewhere, interface_addresses().get(named, [])), "")
+        named = interfaces.get(variable.partition(",")[0], [])
+        own = [each for each in named if ip_address(each).is_loopback]
+        return (_leading_elsewhere(named) or own)[:1]
     port = getattr(bare(store), "port", 0)
-    for address in sorted(addresses_towards(port)) if port else ():
-        if _leads_elsewhere(address) and not ip_address(address).is_loopback:
-            return address
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        asker.connect(_ELSEWHERE)
-        return str(asker.getsockname()[0])
-    return "127.0.0.1"
+    towards = addresses_towards(port) if port else set()
+    found = _leading_elsewhere(each for of in interfaces.values() for each in of)
+    ways = sorted(found, key=lambda each: each not in towards)
+    return ways[:_ADDRESSES_MAX] or ["127.0.0.1"]
 
 
-def _leads_elsewhere(address: str) -> bool:
-    """Whether it stands for this host beyond one cable."""
-    return not ip_address(address).is_link_local
+def _leading_elsewhere(addresses: Iterable[str]) -> list[str]:
+    """Those at which other hosts may reach this one, IPv4 first, and last those of one cable."""
+    found = [ip_address(each) for each in dict.fromkeys(addresses)]
+    # To use a link-local one of IPv6 another host must know by which of its own cards.
+    ways = [
+        each
+        for each in found
+        if not each.is_loopback and not (each.version == 6 and each.is_link_local)  # noqa: PLR2004  # IPv6
+    ]
+    return [str(each) for each in sorted(ways, key=lambda each: (each.is_link_local, each.version))]
 
 
 def _unix_address(name: str) -> str:
     """Of a socket that has no file, and is gone with its process."""
     return f"\0objcomm/{name}"
+
+
+class Words:
+    """What each two ranks say to each other before all else.
+
+    Attributes:
+        nbytes: how long a word is.
+    """
+
+    nbytes = _WORD.size
+
+    def __init__(self, session: str, secret: bytes | None) -> None:
+        """Begin.
+
+        Args:
+            session: of the meeting.
+            secret: of the user's key, if there is one.
+        """
+        self._session = bytes.fromhex(session)
+        self._key = hashlib.blake2b(
+            self._session, key=secret or b"", person=b"objcomm word"
+        ).digest()
+
+    def said(self, rank: int, to: int) -> bytes:
+        """What one rank says to another."""
+        pair = f"{rank} to {to}".encode()
+        proofs = [
+            hashlib.blake2b(pair, key=each, digest_size=_PROOF_NBYTES).digest()
+            for each in (self._session, self._key)
+        ]
+        return _WORD.pack(rank, *proofs)
+
+    def check(self, said: bytes, rank: int, to: int) -> bool:
+        """Whether this is what one rank says to another.
+
+        Raises:
+            OtherKeyError: a rank of the meeting has said it, and its key is another one.
+        """
+        expected = self.said(rank, to)
+        if secrets.compare_digest(said, expected):
+            return True
+        if secrets.compare_digest(said[:-_PROOF_NBYTES], expected[:-_PROOF_NBYTES]):
+            raise OtherKeyError(rank)
+        return False
 
 
 class Doors:
@@ -178,17 +303,19 @@ class Doors:
         rank: this one.
         others: all other ranks, in order.
         hosts: of each rank, this one's too, as a number.
+        on_refused: told why whenever someone is sent away who is no rank.
     """
 
     word_nbytes = _WORD.size
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # what is known of all ranks
         self,
         door: Door,
         places: Mapping[int, Place],
         hosts: Mapping[int, int],
         rank: int,
-        meeting: MeetingState,
+        words: Words,
+        on_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Begin.
 
@@ -197,7 +324,8 @@ class Doors:
             places: of all ranks.
             hosts: likewise.
             rank: this one.
-            meeting: has the session.
+            words: what the ranks say.
+            on_refused: told why whenever someone is sent away who is no rank.
         """
         near, *far = door.listeners
         is_far = [host != hosts[rank] for each, host in hosts.items() if each != rank]
@@ -205,76 +333,110 @@ class Doors:
         self.rank = rank
         self.hosts = dict(hosts)
         self.others = sorted(each for each in places if each != rank)
+        self.on_refused = on_refused
         self._places = dict(places)
-        # Not the meeting itself, which may hold a mesh: that has the link, which has this.
-        self._key = bytes.fromhex(meeting.session)
+        self._words = words
 
     def is_near(self, peer: int) -> bool:
         """Whether a rank is on this host."""
         return self.hosts[peer] == self.hosts[self.rank]
 
-    def call(self, peer: int, seconds: float = 0.0) -> tuple[socket.socket, bytes]:
+    def ways_to(self, peer: int) -> int:
+        """At how many addresses a rank may be reached."""
+        return 1 if self.is_near(peer) else len(self._places[peer].addresses)
+
+    def call(self, peer: int, way: int = 0) -> tuple[socket.socket, bytes]:
         """Connect to a rank of this host and say this rank's word, or begin to connect to another.
 
         Args:
             peer: whose door.
-            seconds: for how long a rank of this host may be too busy.
+            way: at which of its addresses; further ones begin again at the first.
 
         Returns:
             The socket, and what has yet to be said there of this rank's word.
 
         Raises:
+            BlockingIOError: too many others are about to; to be tried again.
             ConnectionRefusedError: it has closed its door.
             OSError: this process can't, or no network leads there.
         """
         with contextlib.ExitStack() as in_vain:
             if self.is_near(peer):
                 end = in_vain.enter_context(socket.socket(socket.AF_UNIX))
-                end.settimeout(seconds)
+                end.settimeout(0)
                 end.connect(_unix_address(self._places[peer].name))
-                if not _is_ours(end):
-                    raise PermissionError  # another user's process has answered
+                if _uid_of(end) != os.geteuid():
+                    raise PermissionError(errno.EACCES, f"it runs as user {_uid_of(end)}")
                 end.sendall(self.word_to(peer))
                 left = b""
             else:
-                _, address, port = self._places[peer]
+                place = self._places[peer]
+                address = place.addresses[way % len(place.addresses)]
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 end = in_vain.enter_context(socket.socket(family))
                 end.settimeout(0)
                 _prepare(end)
-                failed = end.connect_ex((address, port))
+                failed = end.connect_ex((address, place.port))
                 if failed not in {0, errno.EINPROGRESS}:
-                    raise OSError(failed, os.strerror(failed), f"{address}:{port}")
+                    raise OSError(failed, os.strerror(failed), f"{address}:{place.port}")
                 left = self.word_to(peer)
             in_vain.pop_all()
         return end, left
 
+    def accept(self, listener: socket.socket) -> socket.socket | None:
+        """The next that has called; None if nobody has, or many strangers have.
+
+        Any process of this host may call, and over TCP any that reaches it. One of another user is
+        sent away at once, and so keeps no descriptor of this process.
+
+        Raises:
+            OSError: this process can't let anybody in.
+        """
+        for _ in range(_TURN):
+            try:
+                end, _ = listener.accept()
+            except BlockingIOError:
+                break
+            except ConnectionAbortedError:  # it has left again
+                continue
+            if end.family != socket.AF_UNIX or _uid_of(end) == os.geteuid():
+                return end
+            self.on_refused(f"a process of user {_uid_of(end)}")
+            end.close()
+        return None
+
     def caller(self, end: socket.socket, said: bytes) -> int | None:
-        """Which rank has called and said this; None if it was a stranger."""
-        peer, _ = _WORD.unpack(said)
-        if peer not in self._places or peer == self.rank:
-            return None
-        is_near = end.family == socket.AF_UNIX
-        if is_near != self.is_near(peer) or not secrets.compare_digest(said, self.word_from(peer)):
-            return None
-        return peer if not is_near or _is_ours(end) else None
+        """Which rank has called and said this; None if it was a stranger.
+
+        Raises:
+            OtherKeyError: it is a rank that has another key.
+        """
+        peer = _WORD.unpack(said)[0]
+        is_far = end.family != socket.AF_UNIX
+        is_there = peer in self.others and is_far != self.is_near(peer)
+        if is_there and self._words.check(said, peer, self.rank):
+            return int(peer)
+        self.on_refused("one that does not know what ranks told each other when they met")
+        return None
+
+    def has_answered(self, peer: int, said: bytes) -> bool:
+        """Whether it is this rank that has answered a call.
+
+        Raises:
+            OtherKeyError: it is, and it has another key.
+        """
+        return self._words.check(said, peer, self.rank)
 
     def word_from(self, peer: int) -> bytes:
-        """What a rank says to this one: only who has met the others knows the session."""
-        return self._word(peer, self.rank)
+        """What a rank says to this one: only a rank that has met the others knows the session."""
+        return self._words.said(peer, self.rank)
 
     def word_to(self, peer: int) -> bytes:
         """What this one says to a rank."""
-        return self._word(self.rank, peer)
-
-    def _word(self, rank: int, to: int) -> bytes:
-        proof = hashlib.blake2b(
-            f"{rank} to {to}".encode(), key=self._key, digest_size=_PROOF_NBYTES
-        )
-        return _WORD.pack(rank, proof.digest())
+        return self._words.said(self.rank, peer)
 
 
-def _is_ours(end: socket.socket) -> bool:
-    """Whether a process of this one's user is at the other end, on this host."""
+def _uid_of(end: socket.socket) -> int:
+    """Whose process is at the other end, on this host."""
     _, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.geteuid())
+    return int(uid)

@@ -24,6 +24,8 @@ _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
 #: All of ``receipt_tag``'s have this bit, and no others.
 RECEIPT = _PAYLOAD << 1
 _RESULT = _PAYLOAD << 2
+#: What ranks say to each other before all else, where a link does not say it by itself.
+WORD_TAG = (1 << 31) - 2
 _LEAST_SECONDS = 0.01
 # The watchdog ends a wait whose limit has passed, and tells the other ranks before the connections
 # close. A link's own limit closes them at once: it comes so much later, for the case that the

@@ -43,9 +43,6 @@ _HELLOS = "hellos"
 
 _GIVEN_UP = "given up"
 
-#: The door of a rank that has none.
-NO_DOOR = "-"
-
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
@@ -87,6 +84,7 @@ class MeetingState:
             from outside, before ``is_over``.
         is_pair: whether two meet for messages from rank to rank.
         unreachable: which ranks could not reach each other, where another link is being tried.
+        without_streams: why the ranks have got another link than this one's user has chosen.
         heed: given the blocks around the calls that wait, sets ``is_over`` if one has failed.
     """
 
@@ -105,6 +103,7 @@ class MeetingState:
         self.is_over = False
         self.parting = b""
         self.unreachable: LinkUnreachable | None = None
+        self.without_streams = ""
         self.heed: Callable[[set[str]], None] | None = None
         self._entries: list[CallRecord] = []
         self._awaits = members[1 if rank == members[0] else 0]
@@ -147,16 +146,14 @@ class Met(NamedTuple):
 
     Attributes:
         hosts: of each member, as a number; they count from 0 in the order of their first members.
-        doors: where ranks of its host can reach each member; ``NO_DOOR`` for nowhere.
+        doors: where each member can be reached, in its own words.
     """
 
     hosts: tuple[int, ...]
     doors: tuple[str, ...]
 
 
-def meet(
-    store: dist.Store, rank: int, size: int, meeting: MeetingState, door: str = NO_DOOR
-) -> Met:
+def meet(store: dist.Store, rank: int, size: int, meeting: MeetingState, door: str = "-") -> Met:
     """Meet all ranks and agree on names that are new, which ``meeting`` gets, and on the places.
 
     Every member must call this. It has no limit of its own: see ``MeetingState.is_over``.

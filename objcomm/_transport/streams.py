@@ -91,6 +91,10 @@ _HEADER_NBYTES = _HEADER.size
 #: memory that all of them map.
 UNASKED_MAX_NBYTES = 3 << 19
 _WORD_MAX_NBYTES = 64
+#: In so many lanes first messages of one peer may wait here, and so many words and offers in all.
+#: No program comes near that. One that wants to fill another rank's memory does, with 128 MiB.
+WAITING_LANES_MAX = 64
+WAITING_MAX = 1 << 16
 #: How many first messages of a lane, and bytes, a sender may be ahead of its receiver.
 AHEAD_MAX = 16
 AHEAD_MAX_NBYTES = 2 << 20
@@ -128,6 +132,8 @@ _IN_A_HANDLER = "a signal's handler has used connections that it had interrupted
 
 # For so long the attending thread leaves what comes to one that waits, if there is one.
 _STAND_BY_MS = 5
+# For so long a rank waits at one of a peer's addresses, if there is another one.
+_NEXT_WAY_SECONDS = 1.0
 # As long as something is awaited it looks so often whether it missed that nothing is any more.
 _LOOK_SECONDS = 0.5
 
@@ -347,6 +353,8 @@ class _Connection:
         is_open: whether more than that may be sent: of another host nobody knows before its word
             who is there.
         called: when this rank began to call, if it did.
+        called_way: when it last did.
+        way: at which of the peer's addresses it calls next.
         is_to_call: whether that has failed, and is to be done again.
         failed: why nothing more can be sent, though what came before may lie unread.
         silence: how long its host has answered nothing; None for this host.
@@ -357,6 +365,7 @@ class _Connection:
         outgoing: what the system had no room for, in order; with the transfer that it ends, and
             what is handed over with its first byte.
         offered: sends that wait to be taken, by number; they count from 0.
+        waiting: how many words and offers lie in ``arrived``.
         offers: numbers and lengths of what the peer has offered, and has not sent.
         shares: those of them that can be mapped.
         descriptors: what came of those whose frames have not; None for one that got lost.
@@ -378,6 +387,7 @@ class _Connection:
         "attended",
         "bells",
         "called",
+        "called_way",
         "descriptors",
         "ended",
         "failed",
@@ -405,7 +415,9 @@ class _Connection:
         "untold",
         "used",
         "view",
+        "waiting",
         "was_ended_there",
+        "way",
         "word",
     )
 
@@ -416,7 +428,9 @@ class _Connection:
         self.word = word
         self.own_word = b""
         self.is_open = True
-        self.called = 0.0
+        self.called = self.called_way = 0.0
+        self.way = 0
+        self.waiting = 0
         self.is_to_call = False
         self.failed = ""
         self.silence: Silence | None = None
@@ -778,13 +792,14 @@ class StreamLink:
             return
         for each in tuple(self._connections.values()):
             silence = each.silence
-            if silence is None or each.ended:
+            if each.ended or (silence is None and not each.is_to_call):
                 continue
-            is_silent = silence.is_too_long() or (each.own_word and self._is_given_up(each))
-            is_due = each.is_to_call or is_silent
+            is_silent = silence is not None and silence.is_too_long()
+            is_silent = is_silent or bool(each.own_word and self._is_given_up(each))
+            is_due = each.is_to_call or is_silent or self._is_next_way_due(each)
             if is_due and self._lock.acquire(timeout=_PATIENCE_SECONDS):
                 try:
-                    self._look_after(each, is_silent=bool(is_silent and silence is each.silence))
+                    self._look_after(each, is_silent=is_silent and silence is each.silence)
                     self._wake_mover()
                 finally:
                     self._lock.release()
@@ -799,6 +814,13 @@ class StreamLink:
             self._read(connection, is_ending=True)  # what has come is here
             connection.was_ended_there = True
             self._end(connection, f"{HOST_LOST} (it answers nothing)")
+        elif self._is_next_way_due(connection):
+            self._lose(connection, TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+
+    def _is_next_way_due(self, connection: _Connection) -> bool:
+        """Whether a peer is to be called at its next address, as it does not answer at one."""
+        is_silent = connection.own_word and not connection.is_to_call and self._has_way(connection)
+        return bool(is_silent) and time.monotonic() - connection.called_way > _NEXT_WAY_SECONDS
 
     def abort(self) -> None:
         """See ``Link``. A forked process lets go of its copies only: the link is its parent's.
@@ -1144,7 +1166,8 @@ class StreamLink:
             try:
                 end, own_word = doors.call(peer)
             except OSError as error:
-                if not isinstance(error, ConnectionError) and not _is_outage(error):
+                is_theirs = isinstance(error, (ConnectionError, BlockingIOError))
+                if not is_theirs and not _is_outage(error):
                     raise
                 family = socket.AF_UNIX if peer in self._near else socket.AF_INET
                 end, own_word, failed = socket.socket(family), doors.word_to(peer), error
@@ -1152,7 +1175,7 @@ class StreamLink:
             raise LinkError(f"this process can't connect to it ({error})") from error
         connection = _Connection(peer, end, doors.word_from(peer))
         connection.own_word, connection.is_open = own_word, peer in self._near
-        connection.called = time.monotonic()
+        connection.called = connection.called_way = time.monotonic()
         try:
             self._add(connection)
             if failed is not None:
@@ -1174,16 +1197,23 @@ class StreamLink:
         """End a connection by what the system says of it, or call again where nobody was there yet.
 
         A network may fail for a while. Linux gives up a call sooner than a connection, after 3 s
-        where the other host does not say at which card it is.
+        where the other host does not say at which card it is. And strangers may crowd a door.
         """
-        is_first = connection.silence is not None and bool(connection.own_word)
-        if is_first and _is_outage(error) and not self._is_given_up(connection):
+        may_pass = (
+            _is_outage(error) or isinstance(error, BlockingIOError) or self._has_way(connection)
+        )
+        if connection.own_word and may_pass and not self._is_given_up(connection):
             self._by_descriptor.pop(connection.socket.fileno(), None)
             self._let_go(connection.socket)
             connection.is_to_call, connection.is_watched = True, False
+            connection.way += 1
         else:
             connection.was_ended_there = True
             self._end(connection, connection.failed or _why(error))
+
+    def _has_way(self, connection: _Connection) -> bool:
+        """Whether the peer was not yet called at all of its addresses."""
+        return self._doors is not None and connection.way + 1 < self._doors.ways_to(connection.peer)
 
     def _is_given_up(self, connection: _Connection) -> bool:
         """Whether a call has taken too long; if there is no limit, the system gives up."""
@@ -1195,14 +1225,17 @@ class StreamLink:
             self._end(connection, _OWN_DOING)
             return
         try:
-            end, own_word = doors.call(connection.peer)
+            end, own_word = doors.call(connection.peer, connection.way)
         except OSError as error:
-            if isinstance(error, ConnectionError) or self._is_given_up(connection):
+            is_refused = isinstance(error, ConnectionError) and not self._has_way(connection)
+            connection.way += 1
+            if is_refused or self._is_given_up(connection):
                 connection.was_ended_there = True
                 self._end(connection, _why(error))
             return
         connection.socket, connection.own_word = end, own_word
         connection.is_to_call, connection.failed = False, ""
+        connection.called_way = time.monotonic()
         try:
             self._add(connection)
             self._flush(connection)
@@ -1215,19 +1248,20 @@ class StreamLink:
         for listener in self._listeners:
             while listener.fileno() >= 0:
                 try:
-                    end, _ = listener.accept()
-                except ConnectionAbortedError:  # it has left again
-                    continue
-                except BlockingIOError:
-                    break
-                except OSError:  # no descriptors left: who calls must not wait
+                    end = doors.accept(listener)
+                except OSError as error:  # no descriptors left: a rank that calls must not wait
+                    doors.on_refused(f"rank {self.rank} can't let anybody in ({error})")
                     self._shut_doors()
                     return
+                if end is None:
+                    break
                 self._listen_to(doors, _Caller(end))
 
     def _listen_to(self, doors: Doors, caller: _Caller) -> None:
-        if len(self._callers) >= self.size:  # strangers, who say nothing
+        # No more can be ranks; and a rank would have said its word by now, or calls again.
+        if len(self._callers) >= max(1, self.size - 1 - len(self._connections)):
             for longest in tuple(self._callers.values())[:1]:
+                doors.on_refused("one that said nothing")
                 self._send_away(longest)
         descriptor = caller.socket.fileno()
         caller.socket.setblocking(False)  # noqa: FBT003  # its one parameter
@@ -1255,7 +1289,10 @@ class StreamLink:
         except OSError:
             self._send_away(caller)
             return
-        peer = doors.caller(caller.socket, caller.said)
+        try:
+            peer = doors.caller(caller.socket, caller.said)
+        except OSError:  # another key, though all ranks had one when they met
+            peer = None
         if self._callers.pop(descriptor, None) is None:  # by a signal's handler
             return
         with contextlib.suppress(OSError, ValueError):
@@ -1598,7 +1635,11 @@ class StreamLink:
             arrived = connection.arrived.get(tag)
             if arrived is None:
                 arrived = connection.arrived[tag] = deque()
-            if arrived and self._is_too_far_ahead(connection, tag, len(content)):
+                if self._is_one_too_many(connection, tag):
+                    return
+            if tag >> LANE_BITS:
+                connection.waiting += 1
+            elif arrived and self._is_too_far_ahead(connection, tag, len(content)):
                 self._refuse(connection, "more first messages than it may be ahead")
                 return
             arrived.append(bytes(content))  # which copies no bytes
@@ -1652,6 +1693,7 @@ class StreamLink:
         arrived = connection.arrived.get(tag)
         if arrived:
             found = arrived.popleft()
+            connection.waiting -= tag >> LANE_BITS > 0
             if not arrived:
                 del connection.arrived[tag]
             self._match(connection, transfer, tag, found)
@@ -1702,7 +1744,9 @@ class StreamLink:
                 return
         posted = connection.posted.get(tag)
         if not posted:
-            connection.arrived.setdefault(tag, deque()).append(number)
+            if not self._is_one_too_many(connection, tag):
+                connection.arrived.setdefault(tag, deque()).append(number)
+                connection.waiting += 1
             return
         transfer = posted.popleft()
         if not posted:
@@ -1775,6 +1819,19 @@ class StreamLink:
         elif filled is not None:
             tag, content = filled
             self._arrive(connection, tag, content)
+
+    def _is_one_too_many(self, connection: _Connection, tag: int) -> bool:
+        """Whether what comes with a new tag is more than may wait; ends the connection then."""
+        if tag >> LANE_BITS:
+            if connection.waiting < WAITING_MAX:
+                return False
+            self._refuse(connection, f"more than {WAITING_MAX} words and offers ahead")
+            return True
+        lanes = [of for of, each in connection.arrived.items() if each and not of >> LANE_BITS]
+        if len(lanes) < WAITING_LANES_MAX:
+            return False
+        self._refuse(connection, f"messages in more than {WAITING_LANES_MAX} lanes ahead")
+        return True
 
     def _is_too_far_ahead(self, connection: _Connection, tag: int, nbytes: int) -> bool:
         """Whether a peer may not have sent what comes, before what has come is taken."""

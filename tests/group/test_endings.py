@@ -173,7 +173,7 @@ def test_a_rank_that_has_given_its_part_may_end_long_before_another_comes() -> N
     """It has come to its end, and is not dead: the third rank's gift is still awaited."""
     bodies = ["objcomm.gather(rank)", "objcomm.reduce('x', lambda a, b: a + b)"]
     late = _LATE.format(late=1).replace("1.5", "3")
-    links: list[dict[str, str]] = [{}, {"OBJCOMM_LOCAL": "0"}]
+    links: list[dict[str, str]] = [{}, {"OBJCOMM_TRANSPORT": "gloo"}]
     programs = [Program([late + body] * 3, link) for body in bodies for link in links]
     for program, ranks in zip(programs, run_to_the_end(programs), strict=True):
         assert _all(ranks) == [0] * 3, (program, [each.said for each in ranks])
@@ -190,7 +190,7 @@ def test_an_exit_handler_from_before_the_import_may_call() -> None:
     assert [(each.status, each.said) for each in ranks] == [(0, "[0, 1]\n")] * 2
 
 
-@pytest.mark.parametrize("link", [{}, {"OBJCOMM_LOCAL": "0"}], ids=["streams", "Gloo"])
+@pytest.mark.parametrize("link", [{}, {"OBJCOMM_TRANSPORT": "gloo"}], ids=["streams", "Gloo"])
 def test_a_rank_that_computes_names_the_dead_rank_though_another_has_ended(
     link: dict[str, str],
 ) -> None:

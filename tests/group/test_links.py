@@ -170,8 +170,10 @@ def _link(members: tuple[int, ...], kind: type[Connections]) -> Connections:
         dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no public way to ask
     )
     rank = here().rank
-    with objcomm.configure(local=kind is not GlooLink):
+    with objcomm.configure(transport="gloo" if kind is GlooLink else "streams"):
         meeting = MeetingState(rank, members)
-        link = connect(store, rank, members, Deadline(PATIENCE_S), meeting, print, print)
+        link = connect(
+            store, rank, members, Deadline(PATIENCE_S), meeting, None, print, print, print
+        )
     assert type(link) is kind
     return link

@@ -45,7 +45,7 @@ def test_a_rank_has_the_links_that_it_needs(hosts: Sequence[int]) -> None:
 @ranks(4, disposable=True)
 def test_where_a_rank_has_no_door_all_use_gloo(rank: int) -> None:
     hosts = (0, 1, 0, 1)
-    refusal = objcomm.configure(local=False) if here().rank == rank else nullcontext()
+    refusal = objcomm.configure(transport="gloo") if here().rank == rank else nullcontext()
     with on_hosts(*hosts), refusal, subgroup(0, 1, 2, 3) as group:
         assert_group_works(group)
         assert kind_of(group) == _GLOO

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from objcomm._transport.doors import Door, Doors
+from objcomm._transport.doors import Door, Doors, Words
 from objcomm._transport.link import head_tag, payload_tag
-from objcomm._transport.rendezvous import MeetingState
 from objcomm._transport.streams import StreamLink
 
 LIMIT = timedelta(seconds=60)
@@ -57,15 +56,13 @@ def behind_doors(
     size: int = 2, *, across: bool = False, lost_seconds: float = math.inf
 ) -> Iterator[list[StreamLink]]:
     """The same, of which none are connected yet."""
-    opened = [Door.opened(size, "127.0.0.1") for _ in range(size)]
-    doors = {rank: door for rank, door in enumerate(opened) if door is not None}
+    doors = {rank: Door.opened(size, "streams", ["127.0.0.1"]) for rank in range(size)}
     places = {rank: door.place for rank, door in doors.items()}
     hosts = {rank: rank * across for rank in doors}
-    progress = MeetingState(0, tuple(doors))
-    progress.session = "5e" * 32
+    words = Words("5e" * 32, None)
     links = []
     for rank, door in doors.items():
-        theirs = Doors(door, places, hosts, rank, progress)
+        theirs = Doors(door, places, hosts, rank, words)
         links.append(
             StreamLink(
                 rank, {}, hosts, doors=theirs, listeners=door.listeners, lost_seconds=lost_seconds

@@ -36,7 +36,7 @@ def test_nothing_but_a_word_goes_to_who_has_not_proved_who_it_is() -> None:
     with behind_doors(across=True) as links:
         impostor, end = tcp_pair()
         doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
-        doors.call = lambda peer: (end, doors.word_to(peer))
+        doors.call = lambda *_: (end, doors.word_to(1))
         with impostor:
             sent = links[0].send(filled(9), 1, HEAD)
             large = links[0].send(filled(1 << 20), 1, TAG)
@@ -67,10 +67,10 @@ def test_a_rank_of_this_host_comes_by_a_unix_socket_and_one_of_another_does_not(
 ) -> None:
     with behind_doors(across=not is_near) as links:
         doors = cast("Any", links[0]._doors)  # noqa: SLF001  # as a stranger that knows a word
-        name, address, port = doors._places[0]  # noqa: SLF001  # likewise
-        family, door = socket.AF_UNIX, cast("Any", f"\0objcomm/{name}")
+        place = doors._places[0]  # noqa: SLF001  # likewise
+        family, door = socket.AF_UNIX, cast("Any", f"\0objcomm/{place.name}")
         if is_near:
-            family, door = socket.AF_INET, (address, port)
+            family, door = socket.AF_INET, (place.addresses[0], place.port)
         with socket.socket(family) as stranger, suppress(ConnectionRefusedError):
             stranger.connect(door)
             assert doors.caller(stranger, doors.word_from(1)) is None
@@ -178,7 +178,7 @@ def failing(
     doors = cast("Any", link._doors)  # noqa: SLF001  # whom it calls
     call, errors = doors.call, [OSError(number, "as the system says")] * times
 
-    def call_or_fail(peer: int) -> Any:
+    def call_or_fail(peer: int, _: int = 0) -> Any:
         if errors:
             raise errors.pop()
         return call(peer)
@@ -240,7 +240,9 @@ def test_a_stranger_that_resets_its_connection_is_sent_away() -> None:
     with behind_doors(across=True) as links:
         doors = cast("Any", links[0]._doors)  # noqa: SLF001  # as a stranger that has found it
         for _ in range(3):
-            stranger = socket.create_connection(doors._places[0][1:])  # noqa: SLF001  # likewise
+            place = doors._places[0]  # noqa: SLF001  # likewise
+            stranger = socket.create_connection((place.addresses[0], place.port))
+            stranger.sendall(b"a")  # else it is not let in
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             stranger.close()
             links[0].move()
@@ -265,7 +267,7 @@ def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.Monke
         doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
         call, calls = doors.call, []
 
-        def call_in_vain(peer: int) -> Any:
+        def call_in_vain(peer: int, _: int = 0) -> Any:
             calls.append(peer)
             if len(calls) > 1:
                 return call(peer)
@@ -287,9 +289,15 @@ def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.Monke
         assert torch.equal(word, filled(9))
 
 
-@pytest.mark.parametrize("address", ["", "10.0.0.7", "fd00::7"])
-def test_where_a_rank_can_be_reached_is_one_word(address: str) -> None:
-    place = Place("5e" * 16, address, 29500 if address else 0)
+@pytest.mark.parametrize(
+    "addresses", [(), ("10.0.0.7",), ("fd00::7", "10.0.0.7", "169.254.1.2")], ids=str
+)
+@pytest.mark.parametrize("name", ["", "5e" * 16])
+@pytest.mark.parametrize("lacks", ["", "no ports, 100 % of them / none", "größer"])
+def test_where_a_rank_can_be_reached_is_one_word(
+    name: str, addresses: tuple[str, ...], lacks: str
+) -> None:
+    place = Place("auto", "host-7", name, 29500 if addresses else 0, lacks, addresses)
     assert Place.of(place.told()) == place
     assert not set(place.told()) & {" ", "/"}
 
@@ -300,11 +308,14 @@ def test_where_a_rank_can_be_reached_is_one_word(address: str) -> None:
         "",
         "-",
         "5e" * 16,
-        f"{'5e' * 16},,",
-        f"{'5e' * 16},10.0.0.7,65536",
-        f"{'5e' * 16},10.0.0.7,-1",
-        f"{'5e' * 16},a.name,29500",
-        f"{'5g' * 16},10.0.0.7,29500",
+        f"auto,host,{'5e' * 16},,",
+        f"auto,host,{'5e' * 16},65536,,10.0.0.7",
+        f"auto,host,{'5e' * 16},-1,,10.0.0.7",
+        f"auto,host,{'5e' * 16},29500,,a.name",
+        f"auto,host,{'5e' * 16},29500,",
+        f"auto,host,{'5e' * 16},0,,10.0.0.7",
+        f"auto,host,{'5g' * 16},29500,,10.0.0.7",
+        f"any,host,{'5e' * 16},29500,,10.0.0.7",
     ],
 )
 def test_a_place_that_no_rank_told_is_refused(told: str) -> None:
