@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm._calls.group import resolve
 
 #: Seconds after which a rank shows its stacks and ends.
 DEADLINE_S = 280.0
@@ -151,8 +150,8 @@ def outages(steps: Steps) -> None:
     steps.reach("waiting")
     step("waiting", lambda: objcomm.all_gather(objcomm.rank(), group=group))
     step("waiting: after", lambda: objcomm.barrier(group=group))
-    step("waiting: cut off", _cut_off)
     steps.reach("waited")
+    step("waiting: world", lambda: objcomm.all_gather(objcomm.rank()))
 
     group = dist.new_group()
     step("computing: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
@@ -179,16 +178,6 @@ def outages(steps: Steps) -> None:
     steps.reach("end")
 
 
-def _cut_off() -> list[int]:
-    """The ranks of other hosts, if the world's own connections tell that these are out of reach."""
-    link: Any = resolve(None)._whole.mesh.link  # type: ignore[union-attr]  # noqa: SLF001  # nothing public tells
-    beside = link.beside([objcomm.rank()])
-    far = {*range(objcomm.world_size())} - {objcomm.rank(), *beside}
-    while not far <= {*link.closed()}:
-        time.sleep(_PAUSE_S)
-    return [peer for peer in sorted(far) if link.is_out_of_reach(peer)]
-
-
 def parted(steps: Steps) -> None:
     """Two hosts can't reach each other, though both reach all others."""
     step = steps.step
@@ -208,6 +197,13 @@ def parted(steps: Steps) -> None:
     steps.reach("allowed")
     group = dist.new_group()
     step("allowed", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+
+    group = dist.new_group()
+    steps.reach("dropped")
+    step("dropped", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach("carried")
+    group = dist.new_group()
+    step("carried", lambda: objcomm.all_gather(objcomm.rank(), group=group))
     steps.reach("end")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout
 from objcomm._transport.link import HOST_LOST
-from tests.across import AWAY_S, DEADLINE_S, FIRST_USE_S, LARGE_NBYTES
+from tests.across import AWAY_S, DEADLINE_S, FIRST_USE_S, LARGE_NBYTES, LOST_AFTER_S
 from tests.hosts import Hosts, environment_of_no_job
 from tests.once import once
 from tests.waits import wait_until
@@ -198,6 +198,12 @@ def _four(folder: Path) -> Finished:
         job.reached("allowed")
         hosts.allow(2, 1)
         job.go("allowed")
+        job.reached("dropped")
+        hosts.part(1, 2)
+        job.go("dropped")
+        job.reached("carried")
+        hosts.join(1, 2)
+        job.go("carried")
         _pass(job, "end")
         return Finished([host.name for host in hosts], job.results(), carried)
 
@@ -297,7 +303,12 @@ def test_a_lost_host_is_named_on_every_rank_that_waits(two: Finished) -> None:
         assert {0, 1} <= set(error.peers) <= {0, 1, 2, 3} - {rank}, error
         assert "store: no answer" in str(error)
     assert all(isinstance(each, BrokenGroupError) for each in two.all_gave("waiting: after"))
-    assert two.all_gave("waiting: cut off") == [[2, 3]] * 2 + [[0, 1]] * 2
+
+
+def test_an_outage_while_no_call_waits_ends_nothing(two: Finished) -> None:
+    """The world's connections were not in use while another group lost a host, for longer."""
+    assert min(each.seconds["waiting"] for each in two.ranks) > LOST_AFTER_S - 1
+    assert two.all_gave("waiting: world") == [[0, 1, 2, 3]] * 4
 
 
 def test_a_lost_host_is_named_while_the_awaited_rank_computes(two: Finished) -> None:
@@ -349,9 +360,17 @@ def test_a_connection_that_is_refused_is_told_on_all_by_its_two_ranks(four: Fini
     errors = four.all_gave("refused")
     assert all(isinstance(error, TransportError) for error in errors), errors
     assert [sorted(error.peers) for error in errors] == [[1, 2], [2], [1], [1, 2]]
-    assert all("rank 2 could not connect to rank 1" in error.reason for error in errors)
+    pair = f"ranks 1 and 2 (hosts {four.names[1]} and {four.names[2]}) can't connect to each other"
+    assert all(f"{pair} (" in error.reason for error in errors), errors
     assert all(isinstance(each, BrokenGroupError) for each in four.all_gave("refused: after"))
     assert four.all_gave("allowed") == [[0, 1, 2, 3]] * 4
+
+
+def test_two_ranks_whose_packets_are_dropped_are_named_on_all(four: Finished) -> None:
+    errors = four.all_gave("dropped")
+    pair = f"ranks 1 and 2 (hosts {four.names[1]} and {four.names[2]}) can't connect to each other"
+    assert all(f"{pair} (no answer" in str(error) for error in errors), errors
+    assert four.all_gave("carried") == [[0, 1, 2, 3]] * 4
 
 
 def test_the_guides_commands_work(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class ModelLink:
         """See ``Link``; nothing can be stuck."""
         wait()
 
-    def move(self) -> None:
+    def move(self, *, is_awaited: bool = True) -> None:
         """It moves by itself."""
 
     def is_interrupted(self) -> bool:

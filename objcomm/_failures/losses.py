@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from objcomm._failures.noticeboard import StoreSilentError
 from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, nonce_of
-from objcomm._transport.link import HOST_LOST, PEER_LOST, LinkClosed, LinkUnreachable
+from objcomm._transport.link import HOST_LOST, PEER_LOST, LinkClosed, LinkRefused, LinkUnreachable
 from objcomm._transport.store import reason_of
 from objcomm._wire.header import Operation
 from objcomm.errors import TransportError, TransportTimeout
@@ -296,7 +296,8 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> None:
     """
     if not isinstance(error, LinkClosed | LinkUnreachable):
         reason = f"it could not connect: {reason_of(error)}"
-        mesh.settle(Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason))
+        rank = error.rank if isinstance(error, LinkRefused) else mesh.rank
+        mesh.settle(Verdict.of(Cause.LEFT, ranks=(rank,), reason=reason))
         return
     processes = mesh.board_thread.processes
     apart = error.ranks if isinstance(error, LinkUnreachable) else ()

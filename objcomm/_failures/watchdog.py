@@ -272,7 +272,10 @@ class Watchdog(threading.Thread):
             if link is not None and not mesh.is_closed:
                 with logged("what is under way could not be moved"):
                     # Ctrl-C may have struck between the verdict and the end of the connections.
-                    (link.move if mesh.verdict is None else link.abort)()
+                    if mesh.verdict is None:
+                        link.move(is_awaited=any(each.is_busy for each in (*mesh.lanes.values(),)))
+                    else:
+                        link.abort()
                     if mesh.verdict is None and (link.has_lost_any() or _has_lost_some(mesh)):
                         mesh.listen(time.monotonic())
                 with logged("whether ranks made other calls could not be found out"):

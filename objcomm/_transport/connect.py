@@ -37,6 +37,7 @@ from objcomm._transport.link import (
     WORD_TAG,
     LinkClosed,
     LinkError,
+    LinkRefused,
     LinkUnreachable,
 )
 from objcomm._transport.rendezvous import GivenUpError, damaged, forget, meet
@@ -94,17 +95,18 @@ class _Refusal(NamedTuple):
     reason: str = ""
     is_final: bool = False
 
-    def error(self, places: Mapping[int, Place]) -> LinkUnreachable:
+    def error(self, places: Mapping[int, Place]) -> LinkRefused | LinkUnreachable:
         """The same as an error, with the names of hosts."""
         hosts = [places[each].host for each in (self.rank, *self.peers)]
-        reason = f"rank {self.rank} (host {hosts[0]}) {self.reason}"
+        if not self.peers:
+            return LinkRefused(f"rank {self.rank} (host {hosts[0]}) {self.reason}", self.rank)
         if len(self.peers) == 1:
             pair = sorted(zip((self.rank, *self.peers), hosts, strict=True))
             (one, its), (other, others) = pair
             where = f"hosts {its} and {others}" if its != others else f"both on host {its}"
             reason = f"ranks {one} and {other} ({where}) can't connect to each other"
             reason += f" ({self.reason})"
-        elif self.peers:
+        else:
             reason = f"rank {self.rank} (host {hosts[0]}) can't connect to "
             reason += f"{ranks_text(self.peers)} (hosts {', '.join(dict.fromkeys(hosts[1:]))}): "
             reason += self.reason
@@ -165,8 +167,8 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
         WireError: as ``meet``.
         DistNetworkError: the store is gone.
         LinkClosed: another rank was lost, or does not answer.
-        LinkUnreachable: two ranks can't connect to each other, or one can't connect to any as it
-            or another one wants to.
+        LinkUnreachable: two ranks can't connect to each other.
+        LinkRefused: one can't connect to any, or not as it or another one wants.
         LinkError: this process can't connect to any.
     """
     place, size = members.index(rank), len(members)
@@ -190,23 +192,23 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
             refusal = _standing(named, places)
     if refusal.is_final or any(each.transport == "streams" for each in places.values()):
         raise refusal.error(places)
-    if refusal.peers:
-        meeting.unreachable = refusal.error(places)
+    why = refusal.error(places)
+    meeting.unreachable = why if isinstance(why, LinkUnreachable) else None
     try:
         far = GlooLink(named, rank, members, met.hosts, deadline)
+        try:
+            _prove(far, words, members, deadline, places)
+            if meeting.unreachable is not None:
+                _await_all(named, size, meeting)
+        except BaseException:
+            far.abort()
+            raise
     except LinkClosed as error:
         if meeting.unreachable is None:
             raise
         raise meeting.unreachable from error
-    try:
-        _prove(far, words, members, deadline, places)
-        if meeting.unreachable is not None:
-            _await_all(named, size, meeting)
-    except BaseException:
-        far.abort()
-        raise
     if places[rank].transport != "gloo":
-        meeting.without_streams = refusal.error(places).reason
+        meeting.without_streams = why.reason
     left = [_FAILED, _CONNECTED, *keys_left(size)]
     forget(store, meeting.nonce, size, [f"objcomm/{meeting.nonce}/{key}" for key in left])
     return far

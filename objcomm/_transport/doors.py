@@ -178,27 +178,30 @@ def _listener(addresses: Sequence[str], ports: Sequence[int], size: int) -> sock
     families = {socket.AF_INET6 if ":" in each else socket.AF_INET for each in addresses}
     family = socket.AF_INET6 if socket.AF_INET6 in families else socket.AF_INET
     anywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"  # noqa: S104  # see ``Doors.accept``
-    with contextlib.ExitStack() as in_vain:
-        listener = in_vain.enter_context(socket.socket(family))
-        _prepare(listener)  # whom it lets in has the same options
-        if family == socket.AF_INET6:
-            is_alone = socket.AF_INET not in families
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, is_alone)
-        with contextlib.suppress(OSError):  # a sandbox may not have it
-            # A stranger that says nothing takes no descriptor, and a rank's word is there at once.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SAID_WITHIN_SECONDS)
-        at = addresses[0] if len(addresses) == 1 else anywhere
-        for port in random.sample(ports, len(ports)) or [0]:
+    at = addresses[0] if len(addresses) == 1 else anywhere
+    for port in random.sample(ports, len(ports)) or [0]:
+        with contextlib.ExitStack() as in_vain:
+            listener = in_vain.enter_context(socket.socket(family))
+            _prepare(listener)  # whom it lets in has the same options
+            # Connections that an earlier one at this port let in may not have ended yet.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                is_alone = socket.AF_INET not in families
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, is_alone)
+            with contextlib.suppress(OSError):  # a sandbox may not have it
+                # A stranger that says nothing takes no descriptor, and a rank's word is there.
+                wait = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SAID_WITHIN_SECONDS
+                listener.setsockopt(*wait)
             try:
                 listener.bind((at, port))
                 listener.listen(size)
             except OSError as error:
-                if error.errno != errno.EADDRINUSE or not ports:
-                    raise
-            else:
-                listener.settimeout(0)
-                in_vain.pop_all()
-                return listener
+                if error.errno == errno.EADDRINUSE and ports:
+                    continue
+                raise
+            listener.settimeout(0)
+            in_vain.pop_all()
+            return listener
     raise OSError(
         errno.EADDRINUSE, f"none of the ports {ports[0]}-{ports[-1]} is free (OBJCOMM_PORTS)"
     )

@@ -303,7 +303,7 @@ class GlooLink:
         """See ``Link``: it has no steps in Python."""
         return False
 
-    def move(self) -> None:
+    def move(self, *, is_awaited: bool = True) -> None:
         """See ``Link``: Gloo's thread does."""
 
     def abort(self) -> None:

@@ -90,6 +90,18 @@ class LinkClosed(LinkError):
         self.peers = peers
 
 
+class LinkRefused(LinkError):
+    """One rank can't be connected, or not as it or another one wants, whoever the others are.
+
+    Attributes:
+        rank: which.
+    """
+
+    def __init__(self, reason: str, rank: int) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
+
 class LinkUnreachable(LinkError):
     """Two ranks can't connect to each other, though both may be well.
 
@@ -252,10 +264,14 @@ class Link(Protocol):
         It can begin no transfer, and wait for none, before that goes on.
         """
 
-    def move(self) -> None:
+    def move(self, *, is_awaited: bool = True) -> None:
         """Move what can be moved just now, and return; for a rank that waits elsewhere.
 
         Nothing is to be done where a thread of the link's own does so.
+
+        Args:
+            is_awaited: whether any thread waits for one of its ranks. A silent host ends its
+                connections then only: an outage that is over before it matters ends nothing.
         """
 
     def abort(self) -> None:

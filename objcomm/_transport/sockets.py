@@ -2,7 +2,7 @@
 
 A host that loses power or its network closes nothing. Who sends to it hears of that after a quarter
 of an hour, by Linux' own limits, and who waits for its bytes never does. So the kernel is told to
-ask, on connections of objcomm's own, and to end those on which no answer came for so long. It is
+ask, on connections of objcomm's own, and those on which no answer came for so long are ended. It is
 the other kernel that answers: a process that computes, or is stopped, is as good as any.
 """
 
@@ -123,7 +123,7 @@ class Silence:
     """
 
     def __init__(self, end: socket.socket, limit_seconds: float) -> None:
-        """Let the kernel end a connection that is idle and silent.
+        """Let the kernel ask on a connection that is idle.
 
         Args:
             end: this process's own.
@@ -158,7 +158,10 @@ class Silence:
 
 
 def ask_when_idle(end: socket.socket, seconds: float) -> None:
-    """Let the kernel ask an idle connection's other end, and end it after so long without answer.
+    """Let the kernel ask an idle connection's other end, a few times in so many seconds.
+
+    It gives up after some 30 times as long: as long as nobody waits for the other end, an outage
+    may pass. Where somebody does, ``Silence`` counts what was asked in vain.
 
     Args:
         end: this process's own.
@@ -166,26 +169,20 @@ def ask_when_idle(end: socket.socket, seconds: float) -> None:
     """
     if math.isinf(seconds):
         return
-    pause = _have_asked(end, seconds)
-    count = max(1, math.ceil(seconds / pause) - 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(count, _MOST_QUESTIONS))
+    _have_asked(end, seconds)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_QUESTIONS)
     # Else the pauses between its tries grow to two minutes, also where the network is there again.
     longest = max(1000, min(round(seconds / _QUESTIONS * 1000), _RTO_MAX_MS))
     with contextlib.suppress(OSError):  # Linux before 6.15
         end.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, longest)
 
 
-def _have_asked(end: socket.socket, seconds: float) -> int:
-    """Let the kernel ask an idle connection's other end a few times in ``seconds``.
-
-    Returns:
-        The pause between two questions, in seconds.
-    """
+def _have_asked(end: socket.socket, seconds: float) -> None:
+    """Let the kernel ask an idle connection's other end a few times in ``seconds``."""
     pause = min(math.ceil(seconds / _QUESTIONS), _LONGEST_PAUSE_SECONDS)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-    return pause
 
 
 def await_delivery(

@@ -785,7 +785,7 @@ class StreamLink:
         """See ``Link``: ``abort`` ends any wait here."""
         wait()
 
-    def move(self) -> None:
+    def move(self, *, is_awaited: bool = True) -> None:
         """See ``Link``; and end connections to hosts that have answered nothing for too long."""
         self._move_what_is_there()
         if self.is_interrupted():
@@ -794,7 +794,7 @@ class StreamLink:
             silence = each.silence
             if each.ended or (silence is None and not each.is_to_call):
                 continue
-            is_silent = silence is not None and silence.is_too_long()
+            is_silent = is_awaited and silence is not None and silence.is_too_long()
             is_silent = is_silent or bool(each.own_word and self._is_given_up(each))
             is_due = each.is_to_call or is_silent or self._is_next_way_due(each)
             if is_due and self._lock.acquire(timeout=_PATIENCE_SECONDS):
@@ -1258,8 +1258,8 @@ class StreamLink:
                 self._listen_to(doors, _Caller(end))
 
     def _listen_to(self, doors: Doors, caller: _Caller) -> None:
-        # No more can be ranks; and a rank would have said its word by now, or calls again.
-        if len(self._callers) >= max(1, self.size - 1 - len(self._connections)):
+        # No more can be ranks; and a rank would have said its word by now.
+        if len(self._callers) >= self.size - 1:
             for longest in tuple(self._callers.values())[:1]:
                 doors.on_refused("one that said nothing")
                 self._send_away(longest)

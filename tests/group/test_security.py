@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import objcomm
-from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, WireError
+from objcomm import DecodeError, ForbiddenTypeError, ObjcommError, TransportError, WireError
 from objcomm._codecs.base import Encoded
 from objcomm._codecs.msgpack import MsgpackCodec
-from objcomm._transport import rendezvous
+from objcomm._config import secret_of
+from objcomm._transport import connect, doors, rendezvous
 from objcomm._transport.streams import AHEAD_MAX
 from objcomm._wire import admission, header
 from objcomm._wire.signing import signer_for
@@ -211,10 +212,32 @@ def test_a_recording_of_an_earlier_run_is_refused() -> None:
     with subgroup(0, 1) as group:
         if here().rank == 0:
             another = "a key of the attacker's own"
-            outcome = run(group, another, head_of=replayed, header_in=believed)
+            with mock.patch.object(connect, "Words", words_with_key):  # else it is not let in
+                outcome = run(group, another, head_of=replayed, header_in=believed)
         else:
             outcome = run(group, KEY, head_of=sign)
         assert tell_all("replayed", outcome)[1] == "AuthenticationError"
+
+
+def words_with_key(session: str, _: object) -> doors.Words:
+    """Those of a rank that has the key, whatever it was configured with."""
+    return doors.Words(session, secret_of(KEY))
+
+
+@pytest.mark.parametrize("other", [None, "a key of the attacker's own"])
+@pytest.mark.parametrize("transport", ["streams", "gloo"])
+@ranks(3)
+def test_ranks_of_different_keys_are_not_connected(transport: Any, other: str | None) -> None:
+    """One that reaches the store can meet the others in a rank's place, and gets no further."""
+    with (
+        subgroup(0, 1, 2) as group,
+        objcomm.configure(transport=transport),
+        objcomm.configure(key=KEY) if here().rank != 1 else objcomm.configure(key=other),
+    ):
+        error = error_in(TransportError, lambda: objcomm.all_gather("secret", group=group))
+    assert "they have different keys, or only one of them has a key" in error.reason
+    assert "can't connect to each other" in error.reason
+    assert 1 in error.peers or here().rank == 1
 
 
 #: What one rank answers, and a call that makes something definite of it.

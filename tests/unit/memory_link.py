@@ -286,7 +286,7 @@ class MemoryLink:
         """See ``Link``."""
         return self.has_come(peer, tag)
 
-    def move(self) -> None:
+    def move(self, *, is_awaited: bool = True) -> None:
         """It moves by itself."""
 
     def wait_apart(self, wait: Callable[[], None]) -> None:

@@ -1,0 +1,56 @@
+"""What ranks do in ``tests/test_strangers.py``: ``python -m tests.besieged FOLDER TURNS AT_ONCE``.
+
+They make groups, use each, and keep by what they were connected, and how many strangers they sent
+away. With a small ``AT_ONCE`` their doors stay open while they use a group.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+import objcomm
+from objcomm._calls.group import resolve
+from objcomm._transport import connect
+
+_FILES_MAX = 256
+
+
+def _turn() -> tuple[str, int]:
+    """What has connected a new group, and how many connections it has refused."""
+    group = dist.new_group()
+    try:
+        for root in range(objcomm.world_size()):
+            found = objcomm.broadcast(
+                root if objcomm.rank() == root else None, src=root, group=group
+            )
+            assert found == root
+        size = objcomm.world_size()
+        assert objcomm.all_gather(objcomm.rank(), group=group) == list(range(size))
+        mesh = resolve(group)._whole.mesh  # noqa: SLF001  # nothing public has its name
+        assert mesh is not None
+        assert mesh.link is not None
+        refused = objcomm.stats(group).get("refused")
+        return mesh.link.kind, 0 if refused is None else refused.calls
+    finally:
+        dist.destroy_process_group(group)
+
+
+def main() -> None:
+    """See the module."""
+    folder, turns, at_once = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES_MAX, most))
+    with mock.patch.object(connect, "_AT_ONCE_MAX", at_once):
+        objcomm.init()
+        (folder / f"joined.{objcomm.rank()}").touch()
+        told = [_turn() for _ in range(turns)]
+    (folder / f"told.{objcomm.rank()}").write_text(json.dumps(told))
+    objcomm.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Ranks do their work while strangers besiege them: another user, and another host's process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import Host, Hosts
+from tests.waits import PATIENCE_S
+
+pytestmark = pytest.mark.long
+
+_SIZE, _TURNS = 4, 12
+_PORTS = 40000, 40015
+_LIMIT_S = 240.0
+
+
+@contextmanager
+def intruder(host: Host, *argv: str) -> Iterator[None]:
+    """A stranger on that host, as long as the block lasts."""
+    process = host.popen(
+        [sys.executable, "-m", "tests.intruder", *argv], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            pytest.skip("no other user here")
+        yield
+        assert process.poll() is None, "it has not stayed until the end"
+    finally:
+        with process:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def work(hosts: Sequence[Host], folder: Path, at_once: int) -> list[tuple[str, int]]:
+    """What all ranks tell of all groups that they made."""
+    nodes = [f"--nnodes={len(hosts)}", f"--nproc-per-node={_SIZE // len(hosts)}"]
+    meeting = [f"--master-addr={hosts[0].address}", "--master-port=29500"]
+    processes = [
+        host.popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", *nodes, *meeting),
+                *(f"--node-rank={number}", "-m", "tests.besieged"),
+                *(str(folder), str(_TURNS), str(at_once)),
+            ],
+            {"OMP_NUM_THREADS": "1", "OBJCOMM_PORTS": "-".join(map(str, _PORTS))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, host in enumerate(hosts)
+    ]
+    printed = [process.communicate(timeout=_LIMIT_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(hosts), "\n".join(printed)
+    told = [json.loads(each.read_text()) for each in sorted(folder.glob("told.*"))]
+    assert [len(each) for each in told] == [_TURNS] * _SIZE
+    return [(kind, refused) for each in told for kind, refused in each]
+
+
+@pytest.mark.parametrize("at_once", [16, 1])
+def test_another_user_of_the_host_gets_nothing_and_forces_nothing(
+    tmp_path: Path, at_once: int
+) -> None:
+    """Its connections would take all descriptors of a rank, and it must not send ranks to Gloo."""
+    with Hosts(1) as hosts, intruder(hosts[0], "unix"):
+        told = work(list(hosts), tmp_path, at_once)
+    assert {kind for kind, _ in told} == {"Unix sockets"}
+    assert sum(refused for _, refused in told) > _TURNS
+
+
+@pytest.mark.parametrize("at_once", [16, 1])
+def test_another_hosts_process_gets_nothing_and_forces_nothing(
+    tmp_path: Path, at_once: int
+) -> None:
+    with Hosts(3) as hosts:
+        ranks = [hosts[0], hosts[1]]
+        first, last = map(str, _PORTS)
+        with (
+            intruder(hosts[2], "tcp", ranks[0].address, first, last),
+            intruder(hosts[2], "tcp", ranks[1].address, first, last),
+        ):
+            told = work(ranks, tmp_path, at_once)
+    assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
+    assert sum(refused for _, refused in told) > _TURNS
+
+
+def test_the_intruder_is_one() -> None:
+    """It finds a door, and what it says there arrives: else the tests above would show nothing."""
+    listen = (
+        "import socket; s = socket.socket(socket.AF_UNIX); s.bind('\\0objcomm/' + 'a' * 32); "
+        "s.listen(99); print(*[len(s.accept()[0].recv(99)) for _ in range(20)])"
+    )
+    with Hosts(1) as hosts:
+        door = hosts[0].popen([sys.executable, "-c", listen], stdout=subprocess.PIPE, text=True)
+        with intruder(hosts[0], "unix"):
+            printed, _ = door.communicate(timeout=PATIENCE_S)
+    assert {"0", "1", "36", "99"} <= set(printed.split()), printed
