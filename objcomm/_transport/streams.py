@@ -1628,17 +1628,20 @@ class StreamLink:
         if len(connection.descriptors) > (connection.used > 0):
             self._refuse(connection, "a descriptor that belongs to nothing")
 
-    def _arrive(self, connection: _Connection, tag: int, content: memoryview | bytes) -> None:
+    def _arrive(  # noqa: C901  # likewise
+        self, connection: _Connection, tag: int, content: memoryview | bytes
+    ) -> None:
         """A message is here whole."""
         posted = connection.posted.get(tag)
         if not posted:
             arrived = connection.arrived.get(tag)
             if arrived is None:
                 arrived = connection.arrived[tag] = deque()
-                if self._is_one_too_many(connection, tag):
+                if not tag >> LANE_BITS and self._is_one_lane_too_many(connection):
                     return
             if tag >> LANE_BITS:
-                connection.waiting += 1
+                if self._is_one_too_many(connection):
+                    return
             elif arrived and self._is_too_far_ahead(connection, tag, len(content)):
                 self._refuse(connection, "more first messages than it may be ahead")
                 return
@@ -1744,9 +1747,8 @@ class StreamLink:
                 return
         posted = connection.posted.get(tag)
         if not posted:
-            if not self._is_one_too_many(connection, tag):
+            if not self._is_one_too_many(connection):
                 connection.arrived.setdefault(tag, deque()).append(number)
-                connection.waiting += 1
             return
         transfer = posted.popleft()
         if not posted:
@@ -1820,13 +1822,16 @@ class StreamLink:
             tag, content = filled
             self._arrive(connection, tag, content)
 
-    def _is_one_too_many(self, connection: _Connection, tag: int) -> bool:
-        """Whether what comes with a new tag is more than may wait; ends the connection then."""
-        if tag >> LANE_BITS:
-            if connection.waiting < WAITING_MAX:
-                return False
-            self._refuse(connection, f"more than {WAITING_MAX} words and offers ahead")
-            return True
+    def _is_one_too_many(self, connection: _Connection) -> bool:
+        """Count a word or an offer that has to wait; whether it may not, which ends all."""
+        connection.waiting += 1
+        if connection.waiting <= WAITING_MAX:
+            return False
+        self._refuse(connection, f"more than {WAITING_MAX} words and offers ahead")
+        return True
+
+    def _is_one_lane_too_many(self, connection: _Connection) -> bool:
+        """Whether first messages come in a lane in which they may not, which ends all."""
         lanes = [of for of, each in connection.arrived.items() if each and not of >> LANE_BITS]
         if len(lanes) < WAITING_LANES_MAX:
             return False

@@ -16,12 +16,15 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import CollectiveError, TransportError
+from objcomm import CollectiveError, TransportError, UsageError
 from objcomm._algorithms import topology
 from objcomm._failures import liveness
 from objcomm._transport import connect, doors, rendezvous
+from objcomm._transport.gloo import GlooLink
 from tests.faults.victim import sockets
 from tests.group.helpers import assert_group_works, error_in, kind_of, subgroup, tell_all
+from tests.group.reports import logged
+from tests.hosts import free_port
 from tests.ranks import OVER_GLOO, ranks
 from tests.waits import wait_until, within
 from tests.workers import here
@@ -159,6 +162,118 @@ def check_that_all_use_gloo(lacking: str, rank: int, otherwise: str = _UNIX) -> 
     with mock.patch.object(doors, name, stand_in) if here().rank == rank else nullcontext():
         assert_joined_by(_GLOO)
     wait_until(lambda: len(sockets()) <= before, "no socket more than before")
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+@ranks(3)
+def test_who_wants_streams_or_nothing_never_gets_gloo(lacking: str) -> None:
+    """Every rank raises, also those that would take Gloo, and the next group works."""
+    name, stand_in = LACKING[lacking]
+    with (
+        subgroup(0, 1, 2) as group,
+        mock.patch.object(doors, name, stand_in) if here().rank == 1 else nullcontext(),
+        objcomm.configure(transport="streams") if here().rank == 2 else nullcontext(),
+    ):
+        error = error_in(TransportError, lambda: objcomm.barrier(group=group))
+    assert "connect" in error.reason
+    assert_joined_by(_UNIX)
+
+
+@ranks(3)
+def test_gloo_on_one_rank_and_streams_on_another_is_an_error_on_all() -> None:
+    wishes: dict[int, Any] = {0: "streams", 1: "gloo", 2: "auto"}
+    with subgroup(0, 1, 2) as group, objcomm.configure(transport=wishes[here().rank]):
+        error = error_in(TransportError, lambda: objcomm.barrier(group=group))
+    assert 'has chosen transport="gloo"' in error.reason
+    assert error.peers == (1,)
+
+
+@ranks(3)
+def test_who_gets_gloo_unasked_is_told_why_and_no_other() -> None:
+    is_asked = here().rank == 1
+    with (
+        logged() as texts,
+        objcomm.configure(transport="gloo") if is_asked else nullcontext(),
+    ):
+        assert_joined_by(_GLOO)
+    told = [each for each in texts if "over Gloo, because rank 1 (host " in each]
+    assert len(told) == (0 if is_asked else 1)
+    assert all('has chosen transport="gloo"' in each for each in told)
+    assert all('configure(transport="streams")' in each for each in told)
+
+
+@ranks(2, environment={"OBJCOMM_TRANSPORT": "glue"})
+def test_a_transport_that_does_not_exist_is_an_error_before_ranks_meet() -> None:
+    with subgroup(0, 1) as group, pytest.raises(UsageError, match="OBJCOMM_TRANSPORT='glue'"):
+        objcomm.barrier(group=group)
+    with pytest.raises(UsageError, match="configure: transport='shm' must be one of 'auto'"):
+        objcomm.configure(transport="shm")  # type: ignore[arg-type]  # that is the question
+    with objcomm.configure(transport="auto"):
+        assert_joined_by(_UNIX)
+
+
+@pytest.mark.parametrize("ports", ["", "0", "70000", "5-4", "1-65536", "all", "80:90", 5])
+def test_ports_that_do_not_exist_are_an_error(ports: Any) -> None:
+    with pytest.raises(UsageError, match="must be a port from 1 to 65535"):
+        objcomm.configure(ports=ports)
+
+
+@ranks(3)
+def test_ranks_of_several_hosts_are_reached_at_the_ports_that_were_chosen() -> None:
+    first = int(tell_all("the first port", str(free_port()))[0])
+    with far_apart(), objcomm.configure(ports=f"{first}-{first + 2}"):
+        opened = doors.Door.opened
+        found: list[int] = []
+
+        def noted(*arguments: Any) -> Any:
+            door = opened(*arguments)
+            found.append(door.place.port)
+            return door
+
+        with mock.patch.object(doors.Door, "opened", noted):
+            assert_joined_by(_TCP)
+    assert sorted(map(int, tell_all("ports", str(found[0])))) == [first, first + 1, first + 2]
+
+
+@ranks(2)
+def test_a_rank_without_a_port_is_named_on_all() -> None:
+    port = tell_all("the one port", str(free_port()))[0]
+    with far_apart(), objcomm.configure(ports=port), subgroup(0, 1) as group:
+        error = error_in(TransportError, lambda: objcomm.barrier(group=group))
+    assert f"none of the ports {port}-{port} is free" in error.reason
+
+
+@pytest.mark.parametrize("way", ["at once", "at first use"])
+@ranks(3)
+def test_a_rank_is_reached_at_the_address_that_works(way: str) -> None:
+    """Nobody has the first one: it is for documentation (RFC 5737)."""
+    addresses = ["192.0.2.1", "127.0.0.1"]
+    with (
+        far_apart(),
+        mock.patch.object(connect, "own_addresses", return_value=addresses),
+        in_a_tree() if way == "at first use" else nullcontext(),
+    ):
+        assert_joined_by(_TCP)
+
+
+class _OfAnotherMeeting(doors.Words):
+    def __init__(self, _: str, secret: bytes | None) -> None:
+        super().__init__("00" * 32, secret)
+
+
+@ranks(3)
+def test_over_gloo_a_process_that_was_not_at_the_meeting_gets_nothing() -> None:
+    """It may be the first that connects for a rank, and then Gloo takes it for that rank."""
+    stranger = mock.patch.object(connect, "Words", _OfAnotherMeeting)
+    with (
+        subgroup(0, 1, 2) as group,
+        objcomm.configure(transport="gloo"),
+        stranger if here().rank == 1 else nullcontext(),
+        mock.patch.object(GlooLink, "take", side_effect=AssertionError("it was listened to")),
+    ):
+        error = error_in(TransportError, lambda: objcomm.all_gather("secret", group=group))
+    assert "another process has answered for one of them" in error.reason
+    assert_group_works()
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from objcomm._codecs.buffers import Buffer, allocate
 from objcomm._transport import streams
-from objcomm._transport.link import LinkClosed, LinkTimeout, head_tag
+from objcomm._transport.link import LinkClosed, LinkTimeout, head_tag, payload_tag
 from objcomm._transport.streams import (
     AHEAD_MAX,
     AHEAD_MAX_NBYTES,
     TOLD_EACH,
     UNASKED_MAX_NBYTES,
+    WAITING_LANES_MAX,
+    WAITING_MAX,
     Kind,
     StreamLink,
 )
@@ -87,6 +89,13 @@ def test_threads_keep_the_contract_of_links(
         frame(Kind.CREDIT, HEAD, number=1 << 63),
         b"".join(frame(Kind.MESSAGE, head_tag(5)) for _ in range(AHEAD_MAX + 1)),
         2 * (frame(Kind.MESSAGE, HEAD, UNASKED_MAX_NBYTES) + bytes(UNASKED_MAX_NBYTES)),
+        b"".join(frame(Kind.MESSAGE, head_tag(each)) for each in range(WAITING_LANES_MAX + 1)),
+        b"".join(
+            frame(Kind.MESSAGE, payload_tag(0, 2 + each % 999)) for each in range(WAITING_MAX + 999)
+        ),
+        b"".join(
+            frame(Kind.OFFER, payload_tag(0, 2), 9, number) for number in range(WAITING_MAX + 1)
+        ),
     ],
     ids=[
         "no kind",
@@ -106,6 +115,9 @@ def test_threads_keep_the_contract_of_links(
         "endless credit",
         "too many first messages",
         "too long first messages",
+        "first messages in too many lanes",
+        "too many words",
+        "too many offers",
     ],
 )
 def test_what_no_link_sends_ends_the_connection_and_says_so(said: bytes) -> None:
