@@ -151,7 +151,12 @@ def outages(steps: Steps) -> None:
     step("waiting", lambda: objcomm.all_gather(objcomm.rank(), group=group))
     step("waiting: after", lambda: objcomm.barrier(group=group))
     steps.reach("waited")
-    step("waiting: world", lambda: objcomm.all_gather(objcomm.rank()))
+
+    group = dist.new_group()
+    step("idle: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach("idle")
+    steps.reach("was idle")
+    step("idle", lambda: objcomm.all_gather(objcomm.rank(), group=group))
 
     group = dist.new_group()
     step("computing: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))

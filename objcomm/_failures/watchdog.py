@@ -267,13 +267,15 @@ class Watchdog(threading.Thread):
 
         Some links move only while a thread waits for them, and others may need that first.
         """
-        for mesh in self._all_meshes():
+        meshes = self._all_meshes()
+        is_awaited = any(map(_is_occupied, meshes))  # a lost host may be known by another mesh
+        for mesh in meshes:
             link = mesh.link
             if link is not None and not mesh.is_closed:
                 with logged("what is under way could not be moved"):
                     # Ctrl-C may have struck between the verdict and the end of the connections.
                     if mesh.verdict is None:
-                        link.move(is_awaited=any(each.is_busy for each in (*mesh.lanes.values(),)))
+                        link.move(is_awaited=is_awaited)
                     else:
                         link.abort()
                     if mesh.verdict is None and (link.has_lost_any() or _has_lost_some(mesh)):

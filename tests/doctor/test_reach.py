@@ -52,6 +52,16 @@ def test_a_listener_is_reached_and_its_clock_is_ours() -> None:
     assert abs(found.ahead_seconds) <= found.margin_seconds
 
 
+def test_a_listener_has_one_of_the_ports_that_the_user_names() -> None:
+    first = free_port()
+    ports = range(first, first + 2)
+    with Listener(HERE, "token", ports) as one, Listener(HERE, "token", ports) as other:
+        assert {one.port, other.port} == set(ports)
+        assert not contact(peer(other.port), 60.0, NEVER).problem
+        with pytest.raises(OSError, match=f"none of the ports {first}-{first + 1} is free"):
+            Listener(HERE, "token", ports)
+
+
 def test_another_clock_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
     asker = threading.get_ident()

@@ -19,8 +19,9 @@ from objcomm._bootstrap.doctor.facts import (
 from objcomm._bootstrap.doctor.host import examine, lookups
 from objcomm._bootstrap.doctor.links import Listener, contacts, measure, peers_of
 from objcomm._bootstrap.doctor.meeting import Board, UnmetError, await_ranks, open_store
+from objcomm._config import settings
 from objcomm._environment import Placement
-from objcomm.errors import ranks_text
+from objcomm.errors import UsageError, ranks_text
 
 _PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 3.0
@@ -132,13 +133,14 @@ def _alone(report: Report, error: UnmetError) -> Outcome:
 
 
 def _listening(report: Report) -> tuple[Report, Listener | None]:
-    """Begin to listen where Gloo would."""
+    """Begin to listen where Gloo would, at one of objcomm's ports where the user names some."""
     if report.gloo.problem:
         return report, None
     try:
-        listener = Listener(report.gloo.address, report.token)
-    except OSError as error:
-        problem = f"nobody can listen at {report.gloo.address}: {error.strerror or error}"
+        listener = Listener(report.gloo.address, report.token, settings().chosen_ports)
+    except (OSError, UsageError) as error:
+        reason = error.strerror if isinstance(error, OSError) else ""
+        problem = f"nobody can listen at {report.gloo.address}: {reason or error}"
         return replace(report, gloo=replace(report.gloo, problem=problem)), None
     return replace(report, port=listener.port), listener
 

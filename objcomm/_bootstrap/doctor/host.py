@@ -20,6 +20,7 @@ import importlib.metadata
 import ipaddress
 import os
 import platform
+import random
 import resource
 import shutil
 import socket
@@ -192,20 +193,28 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
     return connection
 
 
-def listen(address: str) -> socket.socket:
+def listen(address: str, ports: Sequence[int] = ()) -> socket.socket:
     """A socket that listens at an address, at a port that was free.
+
+    Args:
+        address: of this host.
+        ports: those of which it may be one; any if empty.
 
     Raises:
         OSError: it can't.
     """
-    listener = _socket_for(address)
-    try:
-        listener.bind((address, 0))
-        listener.listen(socket.SOMAXCONN)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    for port in random.sample(ports, len(ports)) or [0]:
+        listener = _socket_for(address)
+        try:
+            listener.bind((address, port))
+            listener.listen(socket.SOMAXCONN)
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE or not ports:
+                raise
+        else:
+            return listener
+    raise OSError(errno.EADDRINUSE, f"none of the ports {ports[0]}-{ports[-1]} is free")
 
 
 def reason_of(error: OSError) -> str:

@@ -105,17 +105,18 @@ class Listener:
         port: where.
     """
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, ports: Sequence[int] = ()) -> None:
         """Begin to listen.
 
         Args:
             address: of this host.
             token: what to answer.
+            ports: those of which one is to be used; any if empty.
 
         Raises:
             OSError: nobody can listen there.
         """
-        self._socket = listen(address)
+        self._socket = listen(address, ports)
         self._socket.settimeout(_POLL_SECONDS)
         self._token = token
         self._is_over = threading.Event()

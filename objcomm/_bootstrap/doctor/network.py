@@ -138,7 +138,7 @@ def _unreached(evidence: Evidence) -> Iterator[Finding]:
             both,
             f"{pair if is_mutual else way} at {address}: {problem}",
             f"open all ports between these hosts (firewall, security group, routes), or set "
-            f"{_GLOO} to interfaces of one network",
+            f"OBJCOMM_PORTS to those that are open, or {_GLOO} to interfaces of one network",
         )
 
 
