@@ -29,6 +29,7 @@ from tests.hosts import Hosts
 
 _PEERS = ("objcomm", "torch", "raw")
 _SAMPLES = 5
+_MORE_SAMPLES = 31  # of a call that takes less than 10 ms
 _TIMEOUT = timedelta(seconds=120)
 _LIMIT_S = 600.0
 _COUNTERS = Path("/proc/self/net/dev")  # of this process's own network
@@ -40,28 +41,53 @@ class _Case(NamedTuple):
     """One call.
 
     Attributes:
+        name: of the call.
         nbytes: of each rank's array.
         bind: makes the call for one peer.
         carried: how many arrays the busiest card must carry in one direction at least, given the
             number of hosts and the ranks on each.
     """
 
+    name: str
     nbytes: int
     bind: Callable[[Peer, Any], Callable[[], object]]
-    carried: Callable[[int, int], int]
+    carried: Callable[[int, int], float]
 
 
-_CASES = {
-    "broadcast": _Case(16 * MIB, lambda peer, own: lambda: peer.broadcast(own), lambda *_: 1),
-    "gather": _Case(
-        4 * MIB, lambda peer, own: lambda: peer.gather(own), lambda hosts, each: (hosts - 1) * each
+def _broadcast(peer: Peer, own: Any) -> Callable[[], object]:
+    return lambda: peer.broadcast(own)
+
+
+def _gather(peer: Peer, own: Any) -> Callable[[], object]:
+    return lambda: peer.gather(own)
+
+
+def _all_gather(peer: Peer, own: Any) -> Callable[[], object]:
+    return lambda: peer.all_gather(own)
+
+
+def _there_and_back(peer: Peer, own: Any) -> Callable[[], object]:
+    """Between the first two ranks, which may share a host; the others do nothing."""
+    return lambda: peer.there_and_back(own) if dist.get_rank() < _PAIR else None
+
+
+def _all_reduce(peer: Peer, own: Any) -> Callable[[], object]:
+    return lambda: peer.sum_tensors(own)
+
+
+_PAIR = 2
+_KB = 1000
+_CASES = (
+    _Case("broadcast", 16 * MIB, _broadcast, lambda *_: 1),
+    _Case("gather", 4 * MIB, _gather, lambda hosts, each: (hosts - 1) * each),
+    _Case("all_gather", 4 * MIB, _all_gather, lambda hosts, each: (hosts - 1) * each),
+    _Case("all_reduce", 8 * MIB, _all_reduce, lambda hosts, _: 2 * (hosts - 1) / hosts),
+    *(
+        _Case(name, nbytes, call, lambda *_: 1)
+        for nbytes in (100 * _KB, MIB)
+        for name, call in (("broadcast", _broadcast), ("there and back", _there_and_back))
     ),
-    "all_gather": _Case(
-        4 * MIB,
-        lambda peer, own: lambda: peer.all_gather(own),
-        lambda hosts, each: (hosts - 1) * each,
-    ),
-}
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -82,7 +108,7 @@ def main(arguments: list[str]) -> None:
 
 
 _HEAD = """\
-| call | MiB | hosts × ranks | Mbit/s | objcomm, ms | × torch | × raw | of the rate | bytes |
+| call | kB | hosts × ranks | Mbit/s | objcomm, ms | × torch | × raw | of the rate | bytes |
 |---|---|---|---|---|---|---|---|---|"""
 
 
@@ -91,8 +117,8 @@ def _line(row: dict[str, Any]) -> str:
     ratios = [f"{ours / row['seconds'][peer]:.2f}" for peer in _PEERS[1:]]
     share = least * 8 / (row["mbit"] * 1e6) / ours
     crossed = " / ".join(f"{row['received'][peer] / least:.2f}" for peer in _PEERS)
-    cells = [row["call"], row["nbytes"] // MIB, f"{row['hosts']} × {row['each']}"]
-    cells += [f"{row['mbit']:g}", f"{ours * 1e3:.0f}", *ratios, f"{share:.0%}", crossed]
+    cells = [row["call"], row["nbytes"] // _KB, f"{row['hosts']} × {row['each']}"]
+    cells += [f"{row['mbit']:g}", f"{ours * 1e3:.3g}", *ratios, f"{share:.0%}", crossed]
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -111,11 +137,11 @@ def _measured(count: int, each: int, mbit: float) -> Iterator[dict[str, Any]]:
         for process in ranks:
             if process.wait(_LIMIT_S):
                 raise subprocess.CalledProcessError(process.returncode, process.args)
-        for line in (folder / "rows").read_text().splitlines():
+        for line, case in zip((folder / "rows").read_text().splitlines(), _CASES, strict=True):
             yield (
                 json.loads(line)
                 | {"hosts": count, "each": each, "mbit": mbit}
-                | {"carried": _CASES[json.loads(line)["call"]].carried(count, each)}
+                | {"carried": case.carried(count, each)}
             )
 
 
@@ -129,13 +155,16 @@ def be_a_rank(folder: Path) -> None:
     )
     ruler = Ruler()
     peers = {name: PEERS[name]() for name in _PEERS}
-    for name, case in _CASES.items():
-        mine = np.full(case.nbytes // 8, rank, dtype=np.int64)
+    for case in _CASES:
+        mine: Any = np.full(case.nbytes // 8, rank, dtype=np.int64)
+        if case.bind is _all_reduce:
+            mine = {"weights": torch.full((case.nbytes // 4,), float(rank))}
         calls = {each: case.bind(peer, peer.prepare(mine)) for each, peer in peers.items()}
         received = {each: _received_by(call, ruler) for each, call in calls.items()}
-        times = alternate(calls, _SAMPLES, 0, ruler)
+        samples = _SAMPLES if case.nbytes > MIB else _MORE_SAMPLES
+        times = alternate(calls, samples, 0, ruler)
         row = {
-            "call": name,
+            "call": case.name,
             "nbytes": case.nbytes,
             "seconds": {each: found[SECONDS].median for each, found in times.items()},
             "received": received,

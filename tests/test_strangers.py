@@ -1,4 +1,4 @@
-"""Ranks do their work while strangers besiege them: another user, and another host's process."""
+"""Ranks connect by streams, whoever besieges them, and where a network is odd."""
 
 import json
 import os
@@ -38,15 +38,30 @@ def intruder(host: Host, *argv: str) -> Iterator[None]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def work(hosts: Sequence[Host], folder: Path, at_once: int) -> list[tuple[str, int]]:
-    """What all ranks tell of all groups that they made."""
+def work(
+    hosts: Sequence[Host],
+    folder: Path,
+    at_once: int = 16,
+    master: str = "",
+    own_master: str = "",
+) -> list[tuple[str, int]]:
+    """What all ranks tell of all groups that they made.
+
+    Args:
+        hosts: where they run.
+        folder: where they tell it.
+        at_once: how many ranks connect when they meet.
+        master: the first host's address for the others, if it is not the usual one.
+        own_master: the same for itself.
+    """
     nodes = [f"--nnodes={len(hosts)}", f"--nproc-per-node={_SIZE // len(hosts)}"]
-    meeting = [f"--master-addr={hosts[0].address}", "--master-port=29500"]
+    masters = [own_master or hosts[0].address, *[master or hosts[0].address] * (len(hosts) - 1)]
     processes = [
         host.popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", *nodes, *meeting),
-                *(f"--node-rank={number}", "-m", "tests.besieged"),
+                *(sys.executable, "-m", "torch.distributed.run", *nodes, "--master-port=29500"),
+                *(f"--master-addr={masters[number]}", f"--node-rank={number}"),
+                *("-m", "tests.besieged"),
                 *(str(folder), str(_TURNS), str(at_once)),
             ],
             {"OMP_NUM_THREADS": "1", "OBJCOMM_PORTS": "-".join(map(str, _PORTS))},
@@ -88,6 +103,34 @@ def test_another_hosts_process_gets_nothing_and_forces_nothing(
             told = work(ranks, tmp_path, at_once)
     assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
     assert sum(refused for _, refused in told) > _TURNS
+
+
+def test_the_first_hosts_ranks_may_know_the_store_as_localhost(tmp_path: Path) -> None:
+    """No route leads from there to other networks, either: its cards tell where it is."""
+    with Hosts(2) as hosts:
+        told = work(list(hosts), tmp_path, own_master="127.0.0.1")
+    assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
+
+
+def test_hosts_may_meet_over_ipv6(tmp_path: Path) -> None:
+    with Hosts(2) as hosts:
+        for number, host in enumerate(hosts, 1):
+            address = f"fd00::{number}/64"
+            host.run("ip", "address", "add", address, "dev", host.interface, "nodad")
+        told = work(list(hosts), tmp_path, master="fd00::1", own_master="::1")
+    assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
+
+
+def test_cards_that_lead_nowhere_are_passed_over(tmp_path: Path) -> None:
+    """As those of containers, which have the same address on every host."""
+    with Hosts(2) as hosts:
+        for host in hosts:
+            (address,) = host.run("hostname", "-i").split()
+            host.run("ip", "address", "del", f"{address}/24", "dev", host.interface)
+            host.run("ip", "address", "add", "172.17.0.1/16", "dev", host.interface)
+            host.run("ip", "address", "add", f"{address}/24", "dev", host.interface)
+        told = work(list(hosts), tmp_path, own_master="127.0.0.1")
+    assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
 
 
 def test_the_intruder_is_one() -> None:

@@ -256,6 +256,43 @@ def test_a_rank_is_reached_at_the_address_that_works(way: str) -> None:
         assert_joined_by(_TCP)
 
 
+@ranks(3)
+def test_another_process_at_an_address_is_passed_over() -> None:
+    """As where two hosts have cards of the same address, which lead each to itself."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    call = doors.Doors.call
+    answered: list[socket.socket] = []
+
+    def answer() -> None:
+        with suppress(OSError):
+            while True:
+                answered.append(listener.accept()[0])
+                answered[-1].sendall(bytes(doors.Words.nbytes))
+
+    def led_astray(ours: doors.Doors, peer: int, way: int = 0) -> tuple[socket.socket, bytes]:
+        if way:
+            return call(ours, peer)
+        end = socket.create_connection(listener.getsockname())
+        end.settimeout(0)
+        return end, ours.word_to(peer)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with (
+            far_apart(),
+            mock.patch.object(doors.Doors, "call", led_astray),
+            mock.patch.object(doors.Doors, "ways_to", return_value=2),
+        ):
+            assert_joined_by(_TCP)
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for each in (listener, *answered):
+            each.close()
+    assert len(answered) == here().rank  # as many others it has called
+
+
 class _OfAnotherMeeting(doors.Words):
     def __init__(self, _: str, secret: bytes | None) -> None:
         super().__init__("00" * 32, secret)
