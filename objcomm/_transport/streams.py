@@ -364,6 +364,8 @@ class _Connection:
         posted: by tag: the receives for which nothing has come.
         outgoing: what the system had no room for, in order; with the transfer that it ends, and
             what is handed over with its first byte.
+        contents: the same of ``CONTENT``, which all else may overtake.
+        is_within: whether a part of the first of these was sent.
         offered: sends that wait to be taken, by number; they count from 0.
         waiting: how many words and offers lie in ``arrived``.
         offers: numbers and lengths of what the peer has offered, and has not sent.
@@ -375,7 +377,7 @@ class _Connection:
         held: by tag: first messages for which there is no credit.
         ahead: by tag: how long the first messages are that are not known to be taken, in order.
         untold: by tag: first messages that were taken here, and the peer not told so.
-        is_watched: whether the mover is woken when there is room for ``outgoing``.
+        is_watched: whether the mover is woken when there is room for these.
         is_hung_up: whether this end was shut by who could not end it whole.
         ended: why the connection has ended; empty while it stands.
         was_ended_there: whether the peer closed it.
@@ -388,6 +390,7 @@ class _Connection:
         "bells",
         "called",
         "called_way",
+        "contents",
         "descriptors",
         "ended",
         "failed",
@@ -399,6 +402,7 @@ class _Connection:
         "is_open",
         "is_to_call",
         "is_watched",
+        "is_within",
         "lent_files",
         "offered",
         "offers",
@@ -439,6 +443,8 @@ class _Connection:
         self.bells: dict[int, _Transfer] = {}
         self.posted: dict[int, deque[_Transfer]] = {}
         self.outgoing: deque[tuple[memoryview, _Transfer | None, Share | None]] = deque()
+        self.contents: deque[tuple[memoryview, _Transfer | None, Share | None]] = deque()
+        self.is_within = False
         self.offered: dict[int, tuple[_Transfer, int]] = {}
         self.offers: dict[int, int] = {}
         self.shares: dict[int, Share] = {}
@@ -1422,7 +1428,8 @@ class StreamLink:
             taken = connection.untold.pop(tag, 0)
         head = _HEADER.pack(_MESSAGE, tag, view.nbytes, taken)
         sent = 0
-        if connection.is_open and not connection.outgoing and not connection.own_word:
+        is_free = not connection.outgoing and not connection.is_within
+        if is_free and connection.is_open and not connection.own_word:
             try:
                 sent = connection.socket.sendmsg((head, view), (), socket.MSG_NOSIGNAL)
             except OSError as error:
@@ -1448,32 +1455,38 @@ class StreamLink:
             if transfer is not None:
                 transfer.end(connection.ended)
             return
-        connection.outgoing.append((memoryview(frame), None, None))
-        if transfer is not None:
+        if transfer is None:
+            connection.outgoing.append((memoryview(frame), None, None))
+        else:
+            connection.contents.append((memoryview(frame), None, None))
             for each in transfer.views[:-1] if isinstance(transfer, _Members) else ():
-                connection.outgoing.append((each, None, None))
-            connection.outgoing.append((transfer.view, transfer, None))
+                connection.contents.append((each, None, None))
+            connection.contents.append((transfer.view, transfer, None))
         self._flush(connection)
 
     def _flush(self, connection: _Connection) -> None:
-        outgoing, left = connection.outgoing, _TURN_NBYTES
+        outgoing, contents, left = connection.outgoing, connection.contents, _TURN_NBYTES
         if connection.is_to_call:
             return
         try:
             while connection.own_word:
                 sent = connection.socket.send(connection.own_word, socket.MSG_NOSIGNAL)
                 connection.own_word = connection.own_word[sent:]
-            while connection.is_open and outgoing and left > 0:
-                view, transfer, share = outgoing[0]
+            while connection.is_open and (outgoing or contents) and left > 0:
+                is_content = connection.is_within or not outgoing
+                queue = contents if is_content else outgoing
+                view, transfer, share = queue[0]
                 if share is not None:
                     sent = self._hand_over(connection, view, share)
                 else:
                     sent = connection.socket.send(view, socket.MSG_NOSIGNAL) if view.nbytes else 0
                 left -= sent
                 if sent < view.nbytes:
-                    outgoing[0] = view[sent:], transfer, None
+                    connection.is_within = is_content
+                    queue[0] = view[sent:], transfer, None
                     continue
-                outgoing.popleft()
+                queue.popleft()
+                connection.is_within = is_content and transfer is None
                 if transfer is not None:
                     transfer.end()
         except OSError as error:
@@ -1507,7 +1520,8 @@ class StreamLink:
 
     def _watch(self, connection: _Connection) -> None:
         """Be woken when there is room again, as long as something waits for it."""
-        is_wanted = bool(connection.own_word or (connection.is_open and connection.outgoing))
+        is_waiting = connection.outgoing or connection.contents
+        is_wanted = bool(connection.own_word or (connection.is_open and is_waiting))
         if connection.is_to_call:
             return
         if is_wanted != connection.is_watched and not connection.ended:
@@ -1882,6 +1896,7 @@ class StreamLink:
                 self._left.append(end)
         left = [each for each, _ in connection.offered.values()]
         left += [each for _, each, _ in connection.outgoing if each is not None]
+        left += [each for _, each, _ in connection.contents if each is not None]
         left += [each for held in connection.held.values() for each in held]
         left += [each for posted in connection.posted.values() for each in posted]
         left += connection.taken.values()
@@ -1891,6 +1906,7 @@ class StreamLink:
         for table in (connection.offered, connection.held, connection.posted, connection.taken):
             table.clear()
         connection.outgoing.clear()
+        connection.contents.clear()
         connection.shares.clear()
         connection.descriptors.clear()
         connection.rooms.clear()
