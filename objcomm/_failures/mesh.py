@@ -113,6 +113,7 @@ class Mesh:
         self.died: Verdict | None = None
         self.heard: Verdict | None = None
         self._listens_until = 0.0
+        self._reported = history.refused[0]
         self.is_closed = False
         self._meeting = MeetingState(rank, members, is_pair=whole is not None)
         self._connector = OnceThread("objcomm-connect")
@@ -290,8 +291,7 @@ class Mesh:
                 deadline.settings.secret or environment_secret(),
                 self._learn,
                 self._lose,
-                # Not by this mesh, which has the link, which has this.
-                partial(_note_refused, self.name, self.labels, self.history),
+                self.history.refuse,
             )
             clients.give_back(own)
             log.debug(
@@ -360,6 +360,20 @@ class Mesh:
         self._listens_until = self._listens_until or now + _LISTENS_SECONDS
         if self.heard is None and now < self._listens_until:
             self.board_thread.submit(partial(_hear, weakref.ref(self)))
+
+    def report_refusals(self) -> None:
+        """Log that connections were refused, the more rarely the more there are.
+
+        Not where they are: a thread may hold the link's lock there, and another one a handler's.
+        """
+        count, why = self.history.refused
+        if count.bit_length() > self._reported.bit_length():
+            self._reported = count
+            log.warning(
+                "group %r: refused a connection (%d so far): %s",
+                *(self.name, count, why),
+                extra=self.labels,
+            )
 
     def settle(self, proposal: Verdict, seconds: float = PATIENCE_SECONDS) -> Verdict:
         """End the mesh by ``proposal``, or by whatever another rank has posted before.
@@ -511,15 +525,6 @@ class Mesh:
             extra=self.labels,
         )
         return verdict
-
-
-def _note_refused(name: str, labels: dict[str, object], history: History, why: str) -> None:
-    """Count a connection of a stranger, and log it the more rarely the more there are."""
-    count = history.refuse()
-    if count.bit_count() == 1:
-        log.warning(
-            "group %r: refused a connection (%d so far): %s", *(name, count, why), extra=labels
-        )
 
 
 def _hear(of: weakref.ref[Mesh], board: Board) -> None:

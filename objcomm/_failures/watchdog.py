@@ -270,6 +270,7 @@ class Watchdog(threading.Thread):
         meshes = self._all_meshes()
         is_awaited = any(map(_is_occupied, meshes))  # a lost host may be known by another mesh
         for mesh in meshes:
+            mesh.report_refusals()
             link = mesh.link
             if link is not None and not mesh.is_closed:
                 with logged("what is under way could not be moved"):

@@ -151,6 +151,7 @@ class History:
         add: takes the latest call.
         add_meeting: takes a wait for the ranks to meet, which is part of a call and none itself.
         next_number: the number of the next call, in a group of one rank, which has no lanes.
+        refused: how many connections were refused, and why the last one was.
     """
 
     def __init__(self, counters: "Counters | None" = None) -> None:
@@ -160,17 +161,17 @@ class History:
             counters: where refused connections count.
         """
         self._counters = counters or Counters()
-        self._refused = itertools.count(1)
+        self.refused = 0, ""
         self._entries: deque[CallRecord] = deque(maxlen=LENGTH)
         self._meetings: deque[CallRecord] = deque(maxlen=_MEETINGS)
         self.add = self._entries.append
         self.add_meeting = self._meetings.append
         self.next_number = itertools.count().__next__
 
-    def refuse(self) -> int:
-        """Count a connection that was refused; returns how many were."""
+    def refuse(self, why: str) -> None:
+        """Count a connection that was refused; several threads at once may lose one."""
         self._counters.add(REFUSED, (0, 0, 0), 0.0)
-        return next(self._refused)
+        self.refused = self.refused[0] + 1, why
 
     def entries(self) -> list[CallRecord]:
         """All that are remembered, oldest first."""

@@ -174,7 +174,7 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
     place, size = members.index(rank), len(members)
     settings = deadline.settings
     with Door.opened(
-        size, settings.chosen_transport, own_addresses(store), settings.chosen_ports
+        settings.chosen_transport, own_addresses(store), settings.chosen_ports
     ) as door:
         met = meet(store, place, size, meeting, door.place.told())
         places = dict(zip(members, map(Place.of, met.doors), strict=True))
@@ -566,7 +566,7 @@ class _Joining:
 
     def _let_in(self) -> None:
         for listener in self._doors.listeners:
-            while (end := self._doors.accept(listener)) is not None:
+            for end in self._doors.accept(listener):
                 waiting = [each for each in self._guests.values() if each.is_unknown]
                 if len(waiting) >= max(1, len(self._doors.others) - len(self._joined)):
                     # No more can be ranks, and a rank would have said its word by now, or calls
@@ -574,7 +574,6 @@ class _Joining:
                     self._doors.on_refused("one that said nothing")
                     self._drop(waiting[0])
                 guest = _Guest(end, -1)
-                end.settimeout(0)
                 self._add(guest)
                 self._hear(guest)
 
@@ -648,7 +647,8 @@ class _Joining:
         try:
             peer = self._doors.caller(guest.socket, guest.said)
         except OtherKeyError as error:
-            guest.socket.sendall(self._doors.word_to(error.peer))  # so it hears of that as well
+            with contextlib.suppress(OSError):  # it may hear of that, too
+                guest.socket.sendall(self._doors.word_to(error.peer))
             raise _PeerError(error.peer, error, has_ended=False) from error
         if peer is None or peer in self._joined:
             return False

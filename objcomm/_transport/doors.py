@@ -29,7 +29,7 @@ from objcomm._transport.sockets import addresses_towards
 from objcomm._world import bare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch.distributed as dist
 
@@ -42,7 +42,7 @@ _WORD = struct.Struct(f"<I{_PROOF_NBYTES}s{_PROOF_NBYTES}s")
 _ADDRESSES_MAX = 16
 # Clients of a listener count when they have said something; this long the system waits for it.
 _SAID_WITHIN_SECONDS = 30
-# Of so many strangers in a row a rank rids itself before it looks after anything else.
+# So many callers a rank lets in, or sends away, before it looks after anything else.
 _TURN = 64
 #: What went wrong in this process itself, whichever rank it was about to connect to.
 OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
@@ -117,12 +117,11 @@ class Door:
 
     @classmethod
     def opened(
-        cls, size: int, transport: Transport, addresses: Sequence[str], ports: Sequence[int] = ()
+        cls, transport: Transport, addresses: Sequence[str], ports: Sequence[int] = ()
     ) -> Self:
-        """One for so many ranks; one without listeners where the system gives none.
+        """One that others can find; one without listeners where the system gives none.
 
         Args:
-            size: how many.
             transport: what the user has chosen.
             addresses: of this host, for others.
             ports: those of which one may be used for other hosts; any if empty.
@@ -137,13 +136,13 @@ class Door:
                 near = in_vain.enter_context(socket.socket(socket.AF_UNIX))
                 place = place._replace(name=secrets.token_hex(16))
                 near.bind(_unix_address(place.name))
-                near.listen(size)
+                near.listen(socket.SOMAXCONN)  # whoever they are, they take turns there
                 near.settimeout(0)
             except OSError as error:
                 return cls(_without(place._replace(name=""), error))
             listeners = [near]
             try:
-                far = in_vain.enter_context(_listener(addresses, ports, size))
+                far = in_vain.enter_context(_listener(addresses, ports))
                 listeners.append(far)
                 place = place._replace(port=far.getsockname()[1], addresses=tuple(addresses))
             except OSError as error:
@@ -167,7 +166,7 @@ def _without(place: Place, error: OSError) -> Place:
     )
 
 
-def _listener(addresses: Sequence[str], ports: Sequence[int], size: int) -> socket.socket:
+def _listener(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
     """One that hears other hosts at all of these addresses, and at one of these ports.
 
     Raises:
@@ -194,7 +193,7 @@ def _listener(addresses: Sequence[str], ports: Sequence[int], size: int) -> sock
                 listener.setsockopt(*wait)
             try:
                 listener.bind((at, port))
-                listener.listen(size)
+                listener.listen(socket.SOMAXCONN)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and ports:
                     continue
@@ -386,8 +385,8 @@ class Doors:
             in_vain.pop_all()
         return end, left
 
-    def accept(self, listener: socket.socket) -> socket.socket | None:
-        """The next that has called; None if nobody has, or many strangers have.
+    def accept(self, listener: socket.socket) -> Iterator[socket.socket]:
+        """Those that have called, until there are no more or it is others' turn.
 
         Any process of this host may call, and over TCP any that reaches it. One of another user is
         sent away at once, and so keeps no descriptor of this process.
@@ -396,17 +395,20 @@ class Doors:
             OSError: this process can't let anybody in.
         """
         for _ in range(_TURN):
+            if listener.fileno() < 0:  # closed by what was done with the one before
+                return
             try:
                 end, _ = listener.accept()
             except BlockingIOError:
-                break
+                return
             except ConnectionAbortedError:  # it has left again
                 continue
             if end.family != socket.AF_UNIX or _uid_of(end) == os.geteuid():
-                return end
-            self.on_refused(f"a process of user {_uid_of(end)}")
-            end.close()
-        return None
+                end.setblocking(False)  # noqa: FBT003  # its one parameter
+                yield end
+            else:
+                self.on_refused(f"a process of user {_uid_of(end)}")
+                end.close()
 
     def caller(self, end: socket.socket, said: bytes) -> int | None:
         """Which rank has called and said this; None if it was a stranger.

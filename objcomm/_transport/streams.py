@@ -1252,16 +1252,13 @@ class StreamLink:
     def _let_in(self, doors: Doors) -> None:
         """Listen to all who have called."""
         for listener in self._listeners:
-            while listener.fileno() >= 0:
-                try:
-                    end = doors.accept(listener)
-                except OSError as error:  # no descriptors left: a rank that calls must not wait
-                    doors.on_refused(f"rank {self.rank} can't let anybody in ({error})")
-                    self._shut_doors()
-                    return
-                if end is None:
-                    break
-                self._listen_to(doors, _Caller(end))
+            try:
+                for end in doors.accept(listener):
+                    self._listen_to(doors, _Caller(end))
+            except OSError as error:  # no descriptors left: a rank that calls must not wait
+                doors.on_refused(f"rank {self.rank} can't let anybody in ({error})")
+                self._shut_doors()
+                return
 
     def _listen_to(self, doors: Doors, caller: _Caller) -> None:
         # No more can be ranks; and a rank would have said its word by now.

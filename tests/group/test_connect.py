@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -332,8 +332,8 @@ def test_strangers_get_nothing_and_hold_nobody_up(kind: str, word: bytes) -> Non
     strangers = []
     opened = doors.Door.opened  # where they find it
 
-    def with_strangers(size: int, transport: Any, addresses: Any, ports: Any) -> Any:
-        door = opened(size + 3, transport, addresses, ports)
+    def with_strangers(*arguments: Any) -> Any:
+        door = opened(*arguments)
         for _ in range(2):
             if kind == _UNIX:
                 stranger = socket.socket(socket.AF_UNIX)
@@ -359,6 +359,30 @@ def test_strangers_get_nothing_and_hold_nobody_up(kind: str, word: bytes) -> Non
             # Nothing was said to it, and what it said was not read whole.
             with suppress(ConnectionResetError, BlockingIOError):
                 assert each.recv(1) == b""
+
+
+@ranks(2)
+def test_refused_connections_are_counted_and_logged() -> None:
+    opened = doors.Door.opened
+    with ExitStack() as strangers:
+
+        def with_strangers(*arguments: Any) -> Any:
+            door = opened(*arguments)
+            for _ in range(2):
+                stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
+                stranger.connect(f"\0objcomm/{door.place.name}")
+                stranger.sendall(bytes(doors.Words.nbytes))
+            return door
+
+        with logged() as texts, subgroup(0, 1) as group:
+            with mock.patch.object(doors.Door, "opened", with_strangers):
+                objcomm.barrier(group=group)
+            assert objcomm.stats(group)["refused"].calls == 2
+            assert objcomm.stats(group)["barrier"].calls == 1
+            wait_until(
+                lambda: any("refused a connection (2 so far)" in each for each in texts),
+                "the warning",
+            )
 
 
 @ranks(20, disposable=True, deadline=300)

@@ -56,7 +56,7 @@ def behind_doors(
     size: int = 2, *, across: bool = False, lost_seconds: float = math.inf
 ) -> Iterator[list[StreamLink]]:
     """The same, of which none are connected yet."""
-    doors = {rank: Door.opened(size, "streams", ["127.0.0.1"]) for rank in range(size)}
+    doors = {rank: Door.opened("streams", ["127.0.0.1"]) for rank in range(size)}
     places = {rank: door.place for rank, door in doors.items()}
     hosts = {rank: rank * across for rank in doors}
     words = Words("5e" * 32, None)
