@@ -74,6 +74,8 @@ _COMPLETE = b"!"
 _SAID_LATER_SECONDS = 1.0
 # The key that says that ranks can't be connected by streams, and why.
 _FAILED = "no streams"
+# The same of one that could not prove to another one that it is a rank, over another link.
+_UNPROVEN = "unproven"
 # Counts the ranks that another link has connected, where some could not reach each other.
 _CONNECTED = "connected"
 
@@ -177,98 +179,141 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
         settings.chosen_transport, own_addresses(store), settings.chosen_ports
     ) as door:
         met = meet(store, place, size, meeting, door.place.told())
-        places = dict(zip(members, map(Place.of, met.doors), strict=True))
-        hosts = dict(zip(members, met.hosts, strict=True))
-        on_met([each for each in members if each != rank and hosts[each] == hosts[rank]])
-        words = Words(meeting.session, secret)
-        named = dist.PrefixStore(f"objcomm/{meeting.nonce}", store)
-        refusal = _lack(places, is_on_one_host=len(set(met.hosts)) == 1)
+        ranks = _Ranks(
+            rank,
+            dict(zip(members, map(Place.of, met.doors), strict=True)),
+            dict(zip(members, met.hosts, strict=True)),
+            Words(meeting.session, secret),
+            dist.PrefixStore(f"objcomm/{meeting.nonce}", store),
+        )
+        on_met([each for each in ranks.others if ranks.hosts[each] == ranks.hosts[rank]])
+        refusal = ranks.lack()
         if refusal is None:
-            doors = Doors(door, places, hosts, rank, words, on_refused)
-            link = _joined(_Joining(doors, named, deadline, meeting), on_loss)
+            doors = Doors(door, ranks.places, ranks.hosts, rank, ranks.words, on_refused)
+            link = _joined(_Joining(doors, ranks.store, deadline, meeting), on_loss)
             if link is not None:
                 forget(store, meeting.nonce, size, ())
                 return link
-            refusal = _standing(named, places)
-    if refusal.is_final or any(each.transport == "streams" for each in places.values()):
-        raise refusal.error(places)
-    why = refusal.error(places)
-    meeting.unreachable = why if isinstance(why, LinkUnreachable) else None
-    try:
-        far = GlooLink(named, rank, members, met.hosts, deadline)
-        try:
-            _prove(far, words, members, deadline, places)
-            if meeting.unreachable is not None:
-                _await_all(named, size, meeting)
-        except BaseException:
-            far.abort()
-            raise
-    except LinkClosed as error:
-        if meeting.unreachable is None:
-            raise
-        raise meeting.unreachable from error
-    if places[rank].transport != "gloo":
-        meeting.without_streams = why.reason
+            refusal = ranks.refusal(_FAILED)
+            if refusal is None:
+                raise damaged(_FAILED)  # this rank has told it, or another one has
+    if refusal.is_final or any(each.transport == "streams" for each in ranks.places.values()):
+        raise refusal.error(ranks.places)
+    far = _over_gloo(ranks, refusal, deadline, meeting)
     left = [_FAILED, _CONNECTED, *keys_left(size)]
     forget(store, meeting.nonce, size, [f"objcomm/{meeting.nonce}/{key}" for key in left])
     return far
 
 
-def _lack(places: Mapping[int, Place], *, is_on_one_host: bool) -> _Refusal | None:
-    """Why these ranks can't even try to connect by streams; None if they can."""
-    for rank, each in places.items():
-        if each.transport == "gloo":
-            return _Refusal(rank, reason='has chosen transport="gloo"')
-    for rank, each in places.items():
-        if not each.name or not (each.port or is_on_one_host):
-            return _Refusal(rank, reason=f"can't let others connect: {each.lacks}")
-    return None
+class _Ranks(NamedTuple):
+    """The ranks of a meeting.
+
+    Attributes:
+        rank: this one.
+        places: where each can be reached.
+        hosts: of each, as a number.
+        words: what they say to each other first.
+        store: one in which nothing is written but of this meeting.
+    """
+
+    rank: int
+    places: Mapping[int, Place]
+    hosts: Mapping[int, int]
+    words: Words
+    store: dist.Store
+
+    @property
+    def others(self) -> list[int]:
+        """All but this one."""
+        return [each for each in self.places if each != self.rank]
+
+    def lack(self) -> _Refusal | None:
+        """Why they can't even try to connect by streams; None if they can."""
+        is_on_one_host = len(set(self.hosts.values())) == 1
+        for rank, each in self.places.items():
+            if each.transport == "gloo":
+                return _Refusal(rank, reason='has chosen transport="gloo"')
+        for rank, each in self.places.items():
+            if not each.name or not (each.port or is_on_one_host):
+                return _Refusal(rank, reason=f"can't let others connect: {each.lacks}")
+        return None
+
+    def refusal(self, key: str) -> _Refusal | None:
+        """What the first rank that gave up has told under a key, if one has.
+
+        Raises:
+            WireError: no rank wrote it.
+        """
+        raw = read(self.store, key)
+        if raw is None:
+            return None
+        told = unpack_record(raw, _Refusal, "a refusal")
+        if not self.places.keys() >= {told.rank, *told.peers}:
+            raise damaged(raw)
+        return told
 
 
-def _standing(store: dist.Store, places: Mapping[int, Place]) -> _Refusal:
-    """What the first rank that gave up has told.
+def _tell(store: dist.Store, key: str, refusal: _Refusal) -> None:
+    """Let the other ranks know, before any connection is closed, if none has told before."""
+    store.compare_set(key, "", pack_record(refusal))  # type: ignore[arg-type]  # bytes will do
+
+
+def _over_gloo(
+    ranks: _Ranks, refusal: _Refusal, deadline: Deadline, meeting: MeetingState
+) -> GlooLink:
+    """The link over Gloo, once all have proved who they are.
 
     Raises:
-        WireError: no rank wrote it.
+        LinkError: as ``connect``.
+        GivenUpError: nobody waits for them any more.
     """
-    raw = read(store, _FAILED)
-    if raw is None:
-        raise damaged(raw)
-    told = unpack_record(raw, _Refusal, "a refusal")
-    if not places.keys() >= {told.rank, *told.peers}:
-        raise damaged(raw)
-    return told
+    why, members = refusal.error(ranks.places), tuple(ranks.places)
+    meeting.unreachable = why if isinstance(why, LinkUnreachable) else None
+    try:
+        link = GlooLink(ranks.store, ranks.rank, members, tuple(ranks.hosts.values()), deadline)
+        try:
+            _prove(link, ranks, deadline)
+            if meeting.unreachable is not None:
+                _await_all(ranks.store, len(members), meeting)
+        except BaseException:
+            link.abort()
+            raise
+    except LinkClosed as error:
+        unproven = ranks.refusal(_UNPROVEN)
+        if unproven is not None:
+            raise unproven.error(ranks.places) from error
+        if meeting.unreachable is None:
+            raise
+        raise meeting.unreachable from error
+    if ranks.places[ranks.rank].transport != "gloo":
+        meeting.without_streams = why.reason
+    return link
 
 
-def _prove(
-    link: GlooLink,
-    words: Words,
-    members: Sequence[int],
-    deadline: Deadline,
-    places: Mapping[int, Place],
-) -> None:
+def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline) -> None:
     """Return when all others have proved who they are; Gloo takes the first process that comes.
 
     Raises:
         LinkClosed: one has gone, or does not answer.
         LinkUnreachable: another process has answered for a rank.
     """
-    others = [each for each in members if each != link.rank]
-    rooms = {peer: empty(Words.nbytes) for peer in others}
+    rooms = {peer: empty(Words.nbytes) for peer in ranks.others}
     coming = {peer: link.recv(room, peer, WORD_TAG) for peer, room in rooms.items()}
-    going = [link.send(words.said(link.rank, peer), peer, WORD_TAG) for peer in others]
+    going = [link.send(ranks.words.said(ranks.rank, peer), peer, WORD_TAG) for peer in rooms]
     for peer, room in rooms.items():
         try:
             link.wait(coming[peer], min(deadline.left(), CONNECT_MAX))
             reason = "another process has answered for one of them"
-            if words.check(bytes(writable(room)), peer, link.rank):
+            if ranks.words.check(bytes(writable(room)), peer, ranks.rank):
                 reason = ""
         except OtherKeyError as error:
             reason = str(error.strerror)
         except LinkError as error:
             raise LinkClosed(error.reason, (peer,)) from error
         if reason:
-            raise _Refusal(link.rank, (peer,), reason).error(places)
+            refusal = _Refusal(ranks.rank, (peer,), reason)
+            _tell(ranks.store, _UNPROVEN, refusal)
+            raise refusal.error(ranks.places)
     for each in going:
         link.wait(each, min(deadline.left(), CONNECT_MAX))
 
@@ -488,8 +533,7 @@ class _Joining:
             reason, is_final = f"can't open connections: {error.strerror}", True
         else:
             reason = f"can't connect to others: {reason}"
-        refusal = _Refusal(self._doors.rank, peers, reason, is_final)
-        self._store.compare_set(_FAILED, "", pack_record(refusal))  # type: ignore[arg-type]  # bytes will do
+        _tell(self._store, _FAILED, _Refusal(self._doors.rank, peers, reason, is_final))
 
     def _silent(self) -> list[int]:
         """The ranks that this one waits for."""
