@@ -210,7 +210,11 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
                 return None
         following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
         circles += theirs.circles
-        if following is None or _is_ending(lane, lane.now, following, theirs, circles):
+        if (
+            following is None
+            or _meet_each_other(holder, lane, following)
+            or _is_ending(lane, lane.now, following, theirs, circles)
+        ):
             return None
         holder, here, lane = lane.awaits, theirs, following
         met = [(other, each.group, each.number, each.since) for other, each, _ in path]
@@ -284,6 +288,12 @@ def _is_ending(
     if theirs is None or not lane.nonce or call.sequence == MEETING:
         return False
     return theirs.has_ended or theirs.nonce != lane.nonce
+
+
+def _meet_each_other(holder: int, lane: LaneWait, following: LaneWait) -> bool:
+    """Whether two ranks wait for each other only because they are connecting."""
+    meetings = [each for each in (lane, following) if each.now and each.now.sequence == MEETING]
+    return len(meetings) == 2 and lane.group == following.group and following.awaits == holder  # noqa: PLR2004  # both
 
 
 def _is_shared(lane: LaneWait) -> bool:

@@ -28,6 +28,7 @@ from objcomm._transport.doors import (
     OtherKeyError,
     Place,
     Words,
+    called_at,
     own_addresses,
 )
 from objcomm._transport.gloo import GlooLink, keys_left
@@ -362,13 +363,15 @@ class _Guest:
         socket: its own end.
         rank: the other one's, or -1 for who has come by itself and has not said it.
         unsaid: what this rank says when it is connected.
+        where: the address that was called; empty for a name.
         said: what has come of it.
     """
 
-    def __init__(self, end: socket.socket, rank: int, unsaid: bytes = b"") -> None:
+    def __init__(self, end: socket.socket, rank: int, unsaid: bytes = b"", where: str = "") -> None:
         self.socket = end
         self.rank = rank
         self.unsaid = unsaid
+        self.where = where
         self.said = b""
 
     @property
@@ -552,12 +555,12 @@ class _Joining:
         calls.due = math.inf if is_last else time.monotonic() + _LOOK_SECONDS
         try:
             with _naming(peer):
-                end, unsaid = self._doors.call(peer, way)
+                call = self._doors.call(peer, way)
         except _PeerError as error:
             if self._is_out_of_reach(peer, is_busy=error.errno == errno.EAGAIN):
                 raise
             return
-        guest = _Guest(end, peer, unsaid)
+        guest = _Guest(call.socket, peer, call.unsaid, call.where)
         calls.guests.append(guest)
         self._add(guest)
 
@@ -617,7 +620,7 @@ class _Joining:
                     # again.
                     self._doors.on_refused("one that said nothing")
                     self._drop(waiting[0])
-                guest = _Guest(end, -1)
+                guest = _Guest(end, -1, where=called_at(end))
                 self._add(guest)
                 self._hear(guest)
 
@@ -675,7 +678,7 @@ class _Joining:
         """A rank has answered, or another process at one of its addresses."""
         try:
             with _naming(guest.rank):
-                if not self._doors.has_answered(guest.rank, guest.said):
+                if not self._doors.has_answered(guest.rank, guest.said, guest.where):
                     raise PermissionError(errno.EACCES, "another process has answered")
         except _PeerError as error:
             if error.is_final or self._is_last(guest):
@@ -692,7 +695,7 @@ class _Joining:
             peer = self._doors.caller(guest.socket, guest.said)
         except OtherKeyError as error:
             with contextlib.suppress(OSError):  # it may hear of that, too
-                guest.socket.sendall(self._doors.word_to(error.peer))
+                guest.socket.sendall(self._doors.word_to(error.peer, guest.where))
             raise _PeerError(error.peer, error, has_ended=False) from error
         if peer is None or peer in self._joined:
             return False
@@ -704,7 +707,7 @@ class _Joining:
         guest.rank = peer
         self._joined[peer] = guest
         with _naming(peer, has_ended=True):
-            guest.socket.sendall(self._doors.word_to(peer))
+            guest.socket.sendall(self._doors.word_to(peer, guest.where))
         return True
 
 

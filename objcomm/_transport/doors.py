@@ -3,7 +3,9 @@
 Ranks of one host find each other by names in no file, and the kernel says whose process is there:
 one of another user is sent away before it can say anything. Other hosts reach a rank over TCP.
 Either way both ends say a *word*, which only a rank that has met the others can make: it is made
-with the meeting's session, which is stored nowhere, and with the user's key if there is one.
+with the meeting's session, which is stored nowhere, and with the user's key if there is one. Over
+TCP it is also made with the address that was called: a process at another address that passes it on
+gets no further.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -273,27 +275,47 @@ class Words:
             self._session, key=secret or b"", person=b"objcomm word"
         ).digest()
 
-    def said(self, rank: int, to: int) -> bytes:
-        """What one rank says to another."""
-        pair = f"{rank} to {to}".encode()
+    def said(self, rank: int, to: int, where: str = "") -> bytes:
+        """What one rank says to another.
+
+        Args:
+            rank: the one that says it.
+            to: the other one.
+            where: the address of the one that was called, as both know it.
+        """
+        pair = f"{rank} to {to} at {where}".encode()
         proofs = [
             hashlib.blake2b(pair, key=each, digest_size=_PROOF_NBYTES).digest()
             for each in (self._session, self._key)
         ]
         return _WORD.pack(rank, *proofs)
 
-    def check(self, said: bytes, rank: int, to: int) -> bool:
-        """Whether this is what one rank says to another.
+    def check(self, said: bytes, rank: int, to: int, where: str = "") -> bool:
+        """Whether this is what one rank says to another, see ``said``.
 
         Raises:
             OtherKeyError: a rank of the meeting has said it, and its key is another one.
         """
-        expected = self.said(rank, to)
+        expected = self.said(rank, to, where)
         if secrets.compare_digest(said, expected):
             return True
         if secrets.compare_digest(said[:-_PROOF_NBYTES], expected[:-_PROOF_NBYTES]):
             raise OtherKeyError(rank)
         return False
+
+
+class Call(NamedTuple):
+    """A connection that this rank has begun.
+
+    Attributes:
+        socket: its own end.
+        unsaid: what has yet to be said there of this rank's word.
+        where: the address that was called; empty for a name.
+    """
+
+    socket: socket.socket
+    unsaid: bytes
+    where: str
 
 
 class Doors:
@@ -337,6 +359,12 @@ class Doors:
         self.others = sorted(each for each in places if each != rank)
         self.on_refused = on_refused
         self._places = dict(places)
+        # Two hosts may have an address in common, and what is called there is the own host.
+        own = set(places[rank].addresses)
+        self._ways = {
+            peer: [each for each in place.addresses if each not in own] or list(place.addresses)
+            for peer, place in places.items()
+        }
         self._words = words
 
     def is_near(self, peer: int) -> bool:
@@ -345,17 +373,14 @@ class Doors:
 
     def ways_to(self, peer: int) -> int:
         """At how many addresses a rank may be reached."""
-        return 1 if self.is_near(peer) else len(self._places[peer].addresses)
+        return 1 if self.is_near(peer) else len(self._ways[peer])
 
-    def call(self, peer: int, way: int = 0) -> tuple[socket.socket, bytes]:
+    def call(self, peer: int, way: int = 0) -> Call:
         """Connect to a rank of this host and say this rank's word, or begin to connect to another.
 
         Args:
             peer: whose door.
             way: at which of its addresses; further ones begin again at the first.
-
-        Returns:
-            The socket, and what has yet to be said there of this rank's word.
 
         Raises:
             BlockingIOError: too many others are about to; to be tried again.
@@ -370,20 +395,21 @@ class Doors:
                 if _uid_of(end) != os.geteuid():
                     raise PermissionError(errno.EACCES, f"it runs as user {_uid_of(end)}")
                 end.sendall(self.word_to(peer))
-                left = b""
+                unsaid, where = b"", ""
             else:
-                place = self._places[peer]
-                address = place.addresses[way % len(place.addresses)]
+                port, ways = self._places[peer].port, self._ways[peer]
+                address = ways[way % len(ways)]
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 end = in_vain.enter_context(socket.socket(family))
                 end.settimeout(0)
                 _prepare(end)
-                failed = end.connect_ex((address, place.port))
+                failed = end.connect_ex((address, port))
                 if failed not in {0, errno.EINPROGRESS}:
-                    raise OSError(failed, os.strerror(failed), f"{address}:{place.port}")
-                left = self.word_to(peer)
+                    raise OSError(failed, os.strerror(failed), f"{address}:{port}")
+                where = f"{address} {port}"
+                unsaid = self.word_to(peer, where)
             in_vain.pop_all()
-        return end, left
+        return Call(end, unsaid, where)
 
     def accept(self, listener: socket.socket) -> Iterator[socket.socket]:
         """Those that have called, until there are no more or it is others' turn.
@@ -419,26 +445,39 @@ class Doors:
         peer = _WORD.unpack(said)[0]
         is_far = end.family != socket.AF_UNIX
         is_there = peer in self.others and is_far != self.is_near(peer)
-        if is_there and self._words.check(said, peer, self.rank):
+        if is_there and self._words.check(said, peer, self.rank, called_at(end)):
             return int(peer)
         self.on_refused("one that does not know what ranks told each other when they met")
         return None
 
-    def has_answered(self, peer: int, said: bytes) -> bool:
+    def has_answered(self, peer: int, said: bytes, where: str) -> bool:
         """Whether it is this rank that has answered a call.
 
         Raises:
             OtherKeyError: it is, and it has another key.
         """
-        return self._words.check(said, peer, self.rank)
+        return self._words.check(said, peer, self.rank, where)
 
-    def word_from(self, peer: int) -> bytes:
-        """What a rank says to this one: only a rank that has met the others knows the session."""
-        return self._words.said(peer, self.rank)
+    def word_from(self, peer: int, where: str = "") -> bytes:
+        """What a rank says to this one: only a rank that has met the others knows the session.
 
-    def word_to(self, peer: int) -> bytes:
-        """What this one says to a rank."""
-        return self._words.said(self.rank, peer)
+        Args:
+            peer: which.
+            where: the address that was called, its or this one's.
+        """
+        return self._words.said(peer, self.rank, where)
+
+    def word_to(self, peer: int, where: str = "") -> bytes:
+        """What this one says to a rank; likewise."""
+        return self._words.said(self.rank, peer, where)
+
+
+def called_at(end: socket.socket) -> str:
+    """The address of this host at which a caller that was let in has called; empty for a name."""
+    if end.family == socket.AF_UNIX:
+        return ""
+    address, port, *_ = end.getsockname()
+    return f"{ip_address(address.removeprefix('::ffff:'))} {port}"
 
 
 def _uid_of(end: socket.socket) -> int:

@@ -223,7 +223,7 @@ def _meet_as_host(store: dist.Store, size: int, meeting: MeetingState, door: str
         for name, each, number in zip(names, doors, taken, strict=True)
     )
     store.set(f"go/{nonce}", told)
-    return _agreed(told, taken[0], 0, size, meeting)
+    return _agreed(told, taken[0], door, 0, size, meeting)
 
 
 def _answer(
@@ -321,7 +321,7 @@ def _meet_as_guest(
         _append(store, f"joined/{nonce}", f"{rank} {number}\n")
         told = _wait_for(store, f"go/{nonce}", size, meeting)
         if told != _GIVEN_UP:
-            return _agreed(told, number, rank, size, meeting)
+            return _agreed(told, number, door, rank, size, meeting)
         for key in (f"joined/{nonce}", f"go/{nonce}"):
             store.delete_key(key)
 
@@ -335,13 +335,17 @@ def _leave_word(store: dist.Store, size: int, rank: int, own: str, word: bytes) 
             store.compare_set(f"welcome/{number}", "", _GIVEN_UP + word.hex())
 
 
-def _agreed(told: str, number: str, rank: int, size: int, meeting: MeetingState) -> Met:
+def _agreed(  # noqa: PLR0917  # what this rank has told, and what it gets
+    told: str, number: str, door: str, rank: int, size: int, meeting: MeetingState
+) -> Met:
     """What rank 0 has told with all numbers; gives ``meeting`` the session.
 
     Args:
         told: for each rank its host, its door and its number.
         number: this rank's own, which nobody knew before: without it in its place, all this may be
             of another meeting.
+        door: this rank's own: with another one in its place, somebody wants the others to call
+            there, and to pass on what they say.
         rank: its place.
         size: number of ranks.
         meeting: gets the session.
@@ -354,7 +358,7 @@ def _agreed(told: str, number: str, rank: int, size: int, meeting: MeetingState)
         met = Met(tuple(map(int, hosts)), doors)
     except ValueError as error:
         raise damaged(told) from error
-    if len(doors) != size or numbers[rank] != number:
+    if len(doors) != size or (numbers[rank], doors[rank]) != (number, door):
         raise damaged(told)
     meeting.session = hashlib.blake2b(told.encode(), person=b"objcomm session").hexdigest()
     return met

@@ -63,6 +63,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 
 from objcomm._codecs.buffers import BufferKind, allocate, writable
+from objcomm._transport.doors import called_at
 from objcomm._transport.link import (
     HOST_LOST,
     LANE_BITS,
@@ -92,9 +93,9 @@ _HEADER_NBYTES = _HEADER.size
 UNASKED_MAX_NBYTES = 3 << 19
 _WORD_MAX_NBYTES = 64
 #: In so many lanes first messages of one peer may wait here, and so many words and offers in all.
-#: No program comes near that. One that wants to fill another rank's memory does, with 128 MiB.
+#: No program comes near that. One that wants to fill another rank's memory does, with 150 MiB.
 WAITING_LANES_MAX = 64
-WAITING_MAX = 1 << 16
+WAITING_MAX = 1 << 14
 #: How many first messages of a lane, and bytes, a sender may be ahead of its receiver.
 AHEAD_MAX = 16
 AHEAD_MAX_NBYTES = 2 << 20
@@ -132,6 +133,8 @@ _IN_A_HANDLER = "a signal's handler has used connections that it had interrupted
 
 # For so long the attending thread leaves what comes to one that waits, if there is one.
 _STAND_BY_MS = 5
+# For so long a rank calls again, if a host may be out of reach for ever.
+_CALLED_SECONDS = 60.0
 # For so long a rank waits at one of a peer's addresses, if there is another one.
 _NEXT_WAY_SECONDS = 1.0
 # As long as something is awaited it looks so often whether it missed that nothing is any more.
@@ -1170,16 +1173,17 @@ class StreamLink:
         failed: OSError | None = None
         try:
             try:
-                end, own_word = doors.call(peer)
+                end, own_word, where = doors.call(peer)
             except OSError as error:
                 is_theirs = isinstance(error, (ConnectionError, BlockingIOError))
                 if not is_theirs and not _is_outage(error):
                     raise
                 family = socket.AF_UNIX if peer in self._near else socket.AF_INET
-                end, own_word, failed = socket.socket(family), doors.word_to(peer), error
+                end, own_word, where = socket.socket(family), doors.word_to(peer), ""
+                failed = error
         except OSError as error:
             raise LinkError(f"this process can't connect to it ({error})") from error
-        connection = _Connection(peer, end, doors.word_from(peer))
+        connection = _Connection(peer, end, doors.word_from(peer, where))
         connection.own_word, connection.is_open = own_word, peer in self._near
         connection.called = connection.called_way = time.monotonic()
         try:
@@ -1222,16 +1226,16 @@ class StreamLink:
         return self._doors is not None and connection.way + 1 < self._doors.ways_to(connection.peer)
 
     def _is_given_up(self, connection: _Connection) -> bool:
-        """Whether a call has taken too long; if there is no limit, the system gives up."""
+        """Whether a call has taken too long."""
         waited = time.monotonic() - connection.called
-        return math.isinf(self._lost_seconds) or waited > self._lost_seconds
+        return waited > (_CALLED_SECONDS if math.isinf(self._lost_seconds) else self._lost_seconds)
 
     def _call_again(self, doors: Doors, connection: _Connection) -> None:
         if self._is_aborted:
             self._end(connection, _OWN_DOING)
             return
         try:
-            end, own_word = doors.call(connection.peer, connection.way)
+            end, own_word, where = doors.call(connection.peer, connection.way)
         except OSError as error:
             is_refused = isinstance(error, ConnectionError) and not self._has_way(connection)
             connection.way += 1
@@ -1240,6 +1244,7 @@ class StreamLink:
                 self._end(connection, _why(error))
             return
         connection.socket, connection.own_word = end, own_word
+        connection.word = doors.word_from(connection.peer, where)
         connection.is_to_call, connection.failed = False, ""
         connection.called_way = time.monotonic()
         try:
@@ -1314,12 +1319,12 @@ class StreamLink:
             return False
         if connection is None:
             connection = _Connection(peer, end)
-        elif connection.ended or connection.word != doors.word_from(peer):
+        elif connection.ended or len(connection.word) != doors.word_nbytes:  # it has answered
             return False
         try:
-            is_unsaid = connection.is_to_call or connection.own_word == doors.word_to(peer)
+            is_unsaid = connection.is_to_call or len(connection.own_word) == doors.word_nbytes
             if is_unsaid or not connection.word:
-                self._adopt(connection, end, doors.word_to(peer))
+                self._adopt(connection, end, doors.word_to(peer, called_at(end)))
             else:
                 # Both have called. Its call has proved who it is, so it does not answer this one's.
                 connection.word, connection.inlet = b"", end

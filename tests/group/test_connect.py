@@ -1,10 +1,12 @@
 """Which link joins a group's ranks, and what keeps them from streams."""
 
 import os
+import re
 import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -269,12 +271,12 @@ def test_another_process_at_an_address_is_passed_over() -> None:
                 answered.append(listener.accept()[0])
                 answered[-1].sendall(bytes(doors.Words.nbytes))
 
-    def led_astray(ours: doors.Doors, peer: int, way: int = 0) -> tuple[socket.socket, bytes]:
+    def led_astray(ours: doors.Doors, peer: int, way: int = 0) -> doors.Call:
         if way:
             return call(ours, peer)
         end = socket.create_connection(listener.getsockname())
         end.settimeout(0)
-        return end, ours.word_to(peer)
+        return doors.Call(end, ours.word_to(peer), "")
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -291,6 +293,73 @@ def test_another_process_at_an_address_is_passed_over() -> None:
         for each in (listener, *answered):
             each.close()
     assert len(answered) == here().rank  # as many others it has called
+
+
+@ranks(2)
+def test_a_process_that_passes_on_what_two_ranks_say_gets_no_further() -> None:
+    """It has an address that one of them calls, and calls the other one: so it would read all."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, port = listener.getsockname()
+    call = doors.Doors.call
+    said: list[bytes] = []
+    answers: list[bytes] = []
+
+    def pass_on(door: tuple[str, int]) -> None:
+        end, _ = listener.accept()
+        with end, socket.create_connection(door) as there:
+            said.append(end.recv(99))
+            there.sendall(said[-1])
+            with suppress(ConnectionResetError):
+                answers.append(there.recv(99))
+
+    threads: list[threading.Thread] = []
+
+    def led_astray(ours: doors.Doors, peer: int, way: int = 0) -> doors.Call:
+        real = call(ours, peer)
+        if way:
+            return real
+        real.socket.close()
+        threads.append(threading.Thread(target=pass_on, args=[(address, ours._places[peer].port)]))  # noqa: SLF001  # as one that has read the store
+        threads[0].start()
+        end = socket.create_connection((address, port))
+        end.settimeout(0)
+        where = f"{address} {port}"
+        return doors.Call(end, ours.word_to(peer, where), where)
+
+    with (
+        listener,
+        far_apart(),
+        mock.patch.object(doors.Doors, "call", led_astray),
+        mock.patch.object(doors.Doors, "ways_to", return_value=2),
+    ):
+        assert_joined_by(_TCP)
+        for each in threads:
+            each.join()
+    assert [len(each) for each in said] == [doors.Words.nbytes] * here().rank
+    assert answers in ([], [b""])
+
+
+@pytest.mark.parametrize("what", ["another port", "another host"])
+@ranks(3)
+def test_nobody_can_give_another_address_for_a_rank_in_the_store(what: str) -> None:
+    """As one that reaches the store could: and then pass on what others say to that rank."""
+    meet, before = rendezvous._append, socket.gethostname()  # noqa: SLF001  # where a guest says it
+
+    def changed(store: dist.Store, key: str, entry: str) -> None:
+        if what == "another port":
+            entry = re.sub(r",\d+,", ",4711,", entry)
+        else:
+            entry = entry.replace(f",{before},", ",elsewhere,")
+        meet(store, key, entry)
+
+    with (
+        far_apart(),
+        subgroup(0, 1, 2) as group,
+        mock.patch.object(rendezvous, "_append", changed) if here().rank == 1 else nullcontext(),
+    ):
+        error = error_in(TransportError, lambda: objcomm.barrier(group=group))
+    assert "holds what no rank of objcomm wrote" in error.reason
+    assert_group_works()
 
 
 class _OfAnotherMeeting(doors.Words):
@@ -517,3 +586,20 @@ def test_a_rank_that_dies_while_all_connect_is_named() -> None:
             objcomm.barrier(group=group)
     error = error_in(TransportError, lambda: objcomm.barrier(group=group))
     assert error.peers == (1,)
+
+
+@ranks(2)
+def test_two_that_send_to_each_other_first_may_take_long_to_connect() -> None:
+    """They meet, so neither waits for the other's call, and they are in no circle."""
+    connecting = connect._Joining.connect  # noqa: SLF001  # what takes long
+
+    def slow(joining: Any) -> None:
+        time.sleep(4.0)  # the search for circles begins after one second
+        connecting(joining)
+
+    rank = here().rank
+    with subgroup(0, 1) as group:
+        objcomm.barrier(group=group)
+        with mock.patch.object(connect._Joining, "connect", slow):  # noqa: SLF001  # likewise
+            objcomm.send(f"from {rank}", 1 - rank, group=group)
+        assert objcomm.recv(1 - rank, group=group) == f"from {1 - rank}"

@@ -144,7 +144,7 @@ def test_another_users_process_is_sent_away_before_it_says_anything(
         words = Words(_SESSION, None)
         places = {0: door.place, 1: door.place}
         ours = doors.Doors(door, places, {0: 0, 1: 0}, 0, words, refused.append)
-        end, _ = doors.Doors(door, places, {0: 0, 1: 0}, 1, words).call(0)
+        end = doors.Doors(door, places, {0: 0, 1: 0}, 1, words).call(0).socket
         with end, monkeypatch.context() as patch:
             patch.setattr(doors, "_uid_of", lambda _: os.geteuid() + 1)
             assert not list(ours.accept(ours.listeners[0]))
@@ -161,10 +161,35 @@ def test_a_word_proves_the_session_and_the_key() -> None:
     assert not ours.check(ours.said(0, 1), 1, 0)
     assert not ours.check(Words("5f" * 32, b"a secret").said(1, 0), 1, 0)
     assert not ours.check(bytes(Words.nbytes), 1, 0)
+    assert not ours.check(ours.said(1, 0, "10.0.0.7 29500"), 1, 0, "10.0.0.8 29500")
+    assert not ours.check(without.said(1, 0, "10.0.0.7 29500"), 1, 0, "10.0.0.8 29500")
     for other in (without, Words(_SESSION, b"another")):
         with pytest.raises(OtherKeyError) as caught:
             ours.check(other.said(1, 0), 1, 0)
         assert caught.value.peer == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "ways"),
+    [
+        (("10.0.0.7", "172.17.0.1"), ("172.17.0.1", "10.0.0.8"), 1),
+        (("10.0.0.7",), ("172.17.0.1", "10.0.0.8"), 2),
+        (("10.0.0.7",), ("10.0.0.7",), 1),
+    ],
+)
+def test_an_address_of_the_own_host_is_no_way_to_another_one(
+    own: tuple[str, ...], theirs: tuple[str, ...], ways: int
+) -> None:
+    """Any process of this host may listen there; but ranks of one machine may have nothing else."""
+    with _opened("127.0.0.1") as door:
+        places = {
+            0: door.place._replace(addresses=own),
+            1: door.place._replace(addresses=theirs, port=free_port()),
+        }
+        found = doors.Doors(door, places, {0: 0, 1: 1}, 0, Words(_SESSION, None))
+        assert found.ways_to(1) == ways
+        if own != theirs and ways == 1:
+            assert found._ways[1] == ["10.0.0.8"]  # noqa: SLF001  # without a network to see it
 
 
 def test_a_door_where_too_many_wait_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +201,7 @@ def test_a_door_where_too_many_wait_says_so_at_once(monkeypatch: pytest.MonkeyPa
 
         def is_full() -> bool:
             try:
-                ends.enter_context(caller.call(0)[0])
+                ends.enter_context(caller.call(0).socket)
             except BlockingIOError:
                 return True
             return False

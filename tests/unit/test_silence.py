@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +54,20 @@ class _Kernel:
     def answer(self) -> None:
         """Let the other host answer, and take nothing."""
         self.heard, self.probes = self._seconds, 0
+
+
+def test_the_kernel_asks_but_ends_no_idle_connection_before_half_an_hour() -> None:
+    with ExitStack() as ends:
+        end, other = tcp_pair()
+        ends.enter_context(end)
+        ends.enter_context(other)
+        Silence(end, 60.0)
+        told = [
+            end.getsockopt(socket.IPPROTO_TCP, each)
+            for each in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        ]
+        assert told == [15, 15, 127]
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
 
 
 @pytest.fixture

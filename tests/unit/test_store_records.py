@@ -159,6 +159,13 @@ def test_no_field_of_whereabouts_may_be_of_another_type() -> None:
     assert count > 100
 
 
+def test_a_record_longer_than_any_rank_writes_is_not_read() -> None:
+    """Empty lists take one byte there, and 64 in memory."""
+    raw = msgpack.packb([[]] * (4 << 20))
+    with pytest.raises(WireError, match=f"holds a verdict of {len(raw)} bytes, which no rank"):
+        unpack_record(raw, Verdict, "a verdict")
+
+
 def test_a_limit_may_have_been_given_as_a_whole_number() -> None:
     got = unpack_record(pack_record(Verdict.of(Cause.TIMEOUT, seconds=8)), Verdict, "a verdict")
     assert (got.seconds, type(got.seconds)) == (8.0, float)

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import math
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -147,7 +148,7 @@ def test_who_answers_with_another_word_is_no_rank() -> None:
     with behind_doors() as links:
         impostor, end = socket.socketpair()
         doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
-        doors.call = lambda *_: (end, b"")
+        doors.call = lambda *_: (end, b"", "")
         with impostor:
             coming = links[0].recv(room(1), 1, TAG)
             impostor.sendall(doors.word_from(1)[:20])
@@ -156,6 +157,32 @@ def test_who_answers_with_another_word_is_no_rank() -> None:
             impostor.sendall(bytes(doors.word_nbytes - 20))
             with pytest.raises(LinkClosed, match="another word than its own"):
                 links[0].wait(coming, LIMIT)
+
+
+@pytest.mark.parametrize("lost_seconds", [60.0, math.inf])
+def test_a_door_where_too_many_wait_is_called_again(
+    monkeypatch: pytest.MonkeyPatch, lost_seconds: float
+) -> None:
+    with behind_doors(lost_seconds=lost_seconds) as links:
+        call, calls = Doors.call, []
+
+        def crowded(doors: Doors, peer: int, way: int = 0) -> Any:
+            calls.append(peer)
+            if len(calls) < 3:
+                raise BlockingIOError(errno.EAGAIN, "too many others")
+            return call(doors, peer, way)
+
+        monkeypatch.setattr(Doors, "call", crowded)
+        sent = links[0].send(filled(9), 1, TAG)
+        assert not links[0].closed()
+        wait_until(lambda: links[0].move() or len(calls) > 2, "another call")
+        word = room(9)
+        coming = links[1].recv(word, 0, TAG)
+        with ThreadPoolExecutor(1) as thread:
+            waited = thread.submit(links[0].wait, sent, LIMIT)
+            links[1].wait(coming, LIMIT)
+            waited.result()
+        assert torch.equal(word, filled(9))
 
 
 def test_a_rank_without_descriptors_for_another_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

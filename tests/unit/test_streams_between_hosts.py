@@ -36,7 +36,7 @@ def test_nothing_but_a_word_goes_to_who_has_not_proved_who_it_is() -> None:
     with behind_doors(across=True) as links:
         impostor, end = tcp_pair()
         doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
-        doors.call = lambda *_: (end, doors.word_to(1))
+        doors.call = lambda *_: (end, doors.word_to(1), "")
         with impostor:
             sent = links[0].send(filled(9), 1, HEAD)
             large = links[0].send(filled(1 << 20), 1, TAG)
@@ -217,11 +217,11 @@ def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
             each.connect_ex(full.getsockname())
         doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
 
-        def call(peer: int) -> Any:
+        def call(peer: int, _: int = 0) -> Any:
             end = socket.socket()
             end.settimeout(0)
             end.connect_ex(full.getsockname())
-            return end, doors.word_to(peer)
+            return end, doors.word_to(peer), ""
 
         monkeypatch.setattr(doors, "call", call)
         sent = links[0].send(filled(9), 1, TAG)
@@ -274,7 +274,7 @@ def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.Monke
             end = _Unreachable()
             end.settimeout(0)
             end.connect_ex(("127.0.0.1", 1))  # refused, so that it has an end
-            return end, doors.word_to(peer)
+            return end, doors.word_to(peer), ""
 
         monkeypatch.setattr(doors, "call", call_in_vain)
         sent = links[0].send(filled(9), 1, TAG)
