@@ -175,7 +175,12 @@ def test_a_door_where_too_many_wait_is_called_again(
         monkeypatch.setattr(Doors, "call", crowded)
         sent = links[0].send(filled(9), 1, TAG)
         assert not links[0].closed()
-        wait_until(lambda: links[0].move() or len(calls) > 2, "another call")
+
+        def is_called_again() -> bool:
+            links[0].move()
+            return len(calls) > 2
+
+        wait_until(is_called_again, "another call")
         word = room(9)
         coming = links[1].recv(word, 0, TAG)
         with ThreadPoolExecutor(1) as thread:
