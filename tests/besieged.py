@@ -15,14 +15,22 @@ import torch.distributed as dist
 import objcomm
 from objcomm._calls.group import resolve
 from objcomm._transport import connect
+from tests.waits import wait_until
 
 _FILES_MAX = 256
 
 
-def _turn() -> tuple[str, int]:
-    """What has connected a new group, and how many connections it has refused."""
+def _turn(*, is_open: bool) -> tuple[str, int]:
+    """What has connected a new group, and how many connections it has refused.
+
+    Args:
+        is_open: whether its doors stay open, so that strangers can be waited for.
+    """
     group = dist.new_group()
     try:
+        objcomm.barrier(group=group)
+        if is_open:
+            wait_until(lambda: "refused" in objcomm.stats(group), "a stranger")
         for root in range(objcomm.world_size()):
             found = objcomm.broadcast(
                 root if objcomm.rank() == root else None, src=root, group=group
@@ -47,7 +55,8 @@ def main() -> None:
     with mock.patch.object(connect, "_AT_ONCE_MAX", at_once):
         objcomm.init()
         (folder / f"joined.{objcomm.rank()}").touch()
-        told = [_turn() for _ in range(turns)]
+        is_open = at_once < objcomm.world_size()
+        told = [_turn(is_open=is_open) for _ in range(turns)]
     (folder / f"told.{objcomm.rank()}").write_text(json.dumps(told))
     objcomm.shutdown()
 

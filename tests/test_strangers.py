@@ -16,7 +16,7 @@ from tests.waits import PATIENCE_S
 
 pytestmark = pytest.mark.long
 
-_SIZE, _TURNS = 4, 12
+_SIZE, _TURNS = 4, 8
 _PORTS = 40000, 40015
 _LIMIT_S = 240.0
 
