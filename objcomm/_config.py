@@ -265,10 +265,9 @@ class configure:  # noqa: N801  # used as a function and as a context
         transport: what connects ranks, for the connections that are made afterwards. ``"streams"``:
             connections of objcomm's own, with shared memory within a host, on Linux only; where
             they can't be made, all ranks raise TransportError. ``"gloo"``: a Gloo group that
-            carries nothing else. ``"auto"``, as at first: streams; or Gloo, with a warning in the
-            log, where they can't be made, or another rank has chosen it. If never set, the
-            environment's
-            OBJCOMM_TRANSPORT.
+            carries nothing else. ``"auto"``, the default: streams; or Gloo, with a warning in the
+            log, where streams can't be made or another rank has chosen Gloo. If never set, the
+            environment's OBJCOMM_TRANSPORT.
         ports: on which of this host's ports the ranks of other hosts reach this one, as
             ``"40000-40100"``, for firewalls; each rank takes one for each group. If never set, the
             environment's OBJCOMM_PORTS; without it any free port. Gloo's are always any.
@@ -278,7 +277,7 @@ class configure:  # noqa: N801  # used as a function and as a context
     Raises:
         UsageError: a limit that no message can keep, a key that is too short, a ``check`` that does
             not exist, a name in ``allow`` that stands for nothing, a ``transport`` that does not
-            exist, or ``ports`` that are no such text.
+            exist, or ``ports`` that are neither a port nor a range of ports.
 
     Examples:
         >>> import objcomm

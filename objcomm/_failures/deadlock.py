@@ -292,8 +292,9 @@ def _is_ending(
 
 def _meet_each_other(holder: int, lane: LaneWait, following: LaneWait) -> bool:
     """Whether two ranks wait for each other only because they are connecting."""
-    meetings = [each for each in (lane, following) if each.now and each.now.sequence == MEETING]
-    return len(meetings) == 2 and lane.group == following.group and following.awaits == holder  # noqa: PLR2004  # both
+    if lane.group != following.group or following.awaits != holder:
+        return False
+    return all(each.now and each.now.sequence == MEETING for each in (lane, following))
 
 
 def _is_shared(lane: LaneWait) -> bool:

@@ -250,6 +250,7 @@ class Mesh:
             UsageError: the environment names a transport or ports that do not exist.
             RuntimeError: this process can start no more threads; the next call tries again.
         """
+        # Read here, so that a mistake in the environment is an error before any traffic.
         _ = deadline.settings.chosen_transport, deadline.settings.chosen_ports
         self._connector.start(partial(self._meet, store, deadline))
 
@@ -301,9 +302,9 @@ class Mesh:
             )
             if self._meeting.without_streams:
                 log.warning(
-                    "group %r: its objects travel over Gloo, because %s. Gloo is slower, and takes "
-                    'the first process that connects for a rank. configure(transport="streams") '
-                    'makes this an error, transport="gloo" on every rank silences it',
+                    "group %r: its objects travel over Gloo, which is slower and more exposed, "
+                    'because %s. To make this an error, set configure(transport="streams"); to '
+                    'choose Gloo without this warning, set transport="gloo" on every rank',
                     *(self.name, self._meeting.without_streams),
                     extra=self.labels,
                 )

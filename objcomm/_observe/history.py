@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: Under this name connections count that were refused, since no rank had called.
+#: Connections that were refused count under this name.
 REFUSED = "refused"
 
 #: Older ones are forgotten: 140 KiB for a group.

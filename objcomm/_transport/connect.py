@@ -75,7 +75,7 @@ _COMPLETE = b"!"
 _SAID_LATER_SECONDS = 1.0
 # The key that says that ranks can't be connected by streams, and why.
 _FAILED = "no streams"
-# The same of one that could not prove to another one that it is a rank, over another link.
+# The key that says which rank could not prove over another link that it is one.
 _UNPROVEN = "unproven"
 # Counts the ranks that another link has connected, where some could not reach each other.
 _CONNECTED = "connected"
@@ -90,7 +90,7 @@ class _Refusal(NamedTuple):
         rank: the one that tells.
         peers: to which it could not connect; none if the reason is its own.
         reason: in words.
-        is_final: whether that is no reason for another link.
+        is_final: whether no other link must be tried.
     """
 
     rank: int
@@ -122,7 +122,7 @@ class _PeerError(OSError):
     Attributes:
         peer: which.
         has_ended: whether the two were connected before.
-        is_final: whether that is no reason for another link.
+        is_final: whether no other link must be tried.
     """
 
     def __init__(self, peer: int, error: OSError, *, has_ended: bool) -> None:
@@ -162,7 +162,7 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
         on_met: told which other members are on this host, when all have met and none has connected.
         on_loss: told of a ``LinkError`` before this rank closes its connections: a rank that sees
             them close looks why.
-        on_refused: told why whenever someone is sent away who is no rank.
+        on_refused: called with the reason when a caller is sent away that is not a rank.
 
     Raises:
         GivenUpError: ``meeting`` was ended from outside.
@@ -240,7 +240,7 @@ class _Ranks(NamedTuple):
         return None
 
     def refusal(self, key: str) -> _Refusal | None:
-        """What the first rank that gave up has told under a key, if one has.
+        """What the first rank that gave up has written under a key, if one has.
 
         Raises:
             WireError: no rank wrote it.
@@ -255,14 +255,14 @@ class _Ranks(NamedTuple):
 
 
 def _tell(store: dist.Store, key: str, refusal: _Refusal) -> None:
-    """Let the other ranks know, before any connection is closed, if none has told before."""
+    """Tell the other ranks, before any connection is closed, unless another rank was first."""
     store.compare_set(key, "", pack_record(refusal))  # type: ignore[arg-type]  # bytes will do
 
 
 def _over_gloo(
     ranks: _Ranks, refusal: _Refusal, deadline: Deadline, meeting: MeetingState
 ) -> GlooLink:
-    """The link over Gloo, once all have proved who they are.
+    """Connect the ranks over Gloo, and let them prove to each other who they are.
 
     Raises:
         LinkError: as ``connect``.
@@ -292,7 +292,7 @@ def _over_gloo(
 
 
 def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline) -> None:
-    """Return when all others have proved who they are; Gloo takes the first process that comes.
+    """Return when all others have proved who they are: Gloo accepts the first process that calls.
 
     Raises:
         LinkClosed: one has gone, or does not answer.
@@ -616,9 +616,8 @@ class _Joining:
             for end in self._doors.accept(listener):
                 waiting = [each for each in self._guests.values() if each.is_unknown]
                 if len(waiting) >= max(1, len(self._doors.others) - len(self._joined)):
-                    # No more can be ranks, and a rank would have said its word by now, or calls
-                    # again.
-                    self._doors.on_refused("one that said nothing")
+                    # No more can be ranks. One that is has said its word by now, or calls again.
+                    self._doors.on_refused("a process that said nothing")
                     self._drop(waiting[0])
                 guest = _Guest(end, -1, where=called_at(end))
                 self._add(guest)

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 _NAME = re.compile("[0-9a-f]{32}")
 _PROOF_NBYTES = 16
 _WORD = struct.Struct(f"<I{_PROOF_NBYTES}s{_PROOF_NBYTES}s")
-# More cards than that have only hosts of containers, and theirs lead nowhere.
+# Only hosts of containers have more, and those lead nowhere.
 _ADDRESSES_MAX = 16
-# Clients of a listener count when they have said something; this long the system waits for it.
+# For so long the system waits for a caller's first bytes before it shows the caller.
 _SAID_WITHIN_SECONDS = 30
-# So many callers a rank lets in, or sends away, before it looks after anything else.
+# A rank accepts so many callers before it does anything else.
 _TURN = 64
 #: What went wrong in this process itself, whichever rank it was about to connect to.
 OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
@@ -138,7 +138,7 @@ class Door:
                 near = in_vain.enter_context(socket.socket(socket.AF_UNIX))
                 place = place._replace(name=secrets.token_hex(16))
                 near.bind(_unix_address(place.name))
-                near.listen(socket.SOMAXCONN)  # whoever they are, they take turns there
+                near.listen(socket.SOMAXCONN)  # strangers wait there, too
                 near.settimeout(0)
             except OSError as error:
                 return cls(_without(place._replace(name=""), error))
@@ -161,7 +161,7 @@ class Door:
 
 
 def _without(place: Place, error: OSError) -> Place:
-    """A place that lacks something; this process's own fault is no reason to do without."""
+    """A place that lacks something. Where this process itself is at fault, all ranks must raise."""
     is_own = error.errno in OWN_FAULTS or error.errno == errno.EADDRINUSE
     return place._replace(
         transport="streams" if is_own else place.transport, lacks=error.strerror or str(error)
@@ -183,7 +183,7 @@ def _listener(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
     for port in random.sample(ports, len(ports)) or [0]:
         with contextlib.ExitStack() as in_vain:
             listener = in_vain.enter_context(socket.socket(family))
-            _prepare(listener)  # whom it lets in has the same options
+            _prepare(listener)  # the sockets that it accepts inherit these options
             # Connections that an earlier one at this port let in may not have ended yet.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
@@ -215,11 +215,11 @@ def _prepare(end: socket.socket) -> None:
 
 
 def own_addresses(store: dist.Store) -> list[str]:
-    """The addresses of this host that ranks on others are told, the likeliest first.
+    """The addresses of this host at which ranks on other hosts may call, the likeliest first.
 
-    Those of the interface that ``GLOO_SOCKET_IFNAME`` names; none where it has none. Else those of
-    all that are up: first the one by which this process reaches the store. Loopback leads to no
-    other host, so it is told only where there is nothing else, which can't be on another machine.
+    These are the addresses of the interface that ``GLOO_SOCKET_IFNAME`` names, or else of all
+    interfaces that are up: first the one by which this process reaches the store. Loopback leads to
+    no other host, so it is used only on a machine that has nothing else.
 
     Args:
         store: where the ranks meet.
@@ -238,7 +238,7 @@ def own_addresses(store: dist.Store) -> list[str]:
 
 
 def _leading_elsewhere(addresses: Iterable[str]) -> list[str]:
-    """Those at which other hosts may reach this one, IPv4 first, and last those of one cable."""
+    """The addresses at which other hosts may reach this one: IPv4 first, link-local last."""
     found = [ip_address(each) for each in dict.fromkeys(addresses)]
     # To use a link-local one of IPv6 another host must know by which of its own cards.
     ways = [
@@ -255,10 +255,10 @@ def _unix_address(name: str) -> str:
 
 
 class Words:
-    """What each two ranks say to each other before all else.
+    """What two ranks say to each other first.
 
     Attributes:
-        nbytes: how long a word is.
+        nbytes: the length of a word.
     """
 
     nbytes = _WORD.size
@@ -327,7 +327,7 @@ class Doors:
         rank: this one.
         others: all other ranks, in order.
         hosts: of each rank, this one's too, as a number.
-        on_refused: told why whenever someone is sent away who is no rank.
+        on_refused: called with the reason when a caller is sent away that is not a rank.
     """
 
     word_nbytes = _WORD.size
@@ -349,7 +349,7 @@ class Doors:
             hosts: likewise.
             rank: this one.
             words: what the ranks say.
-            on_refused: told why whenever someone is sent away who is no rank.
+            on_refused: called with the reason when a caller is sent away that is not a rank.
         """
         near, *far = door.listeners
         is_far = [host != hosts[rank] for each, host in hosts.items() if each != rank]
@@ -447,7 +447,7 @@ class Doors:
         is_there = peer in self.others and is_far != self.is_near(peer)
         if is_there and self._words.check(said, peer, self.rank, called_at(end)):
             return int(peer)
-        self.on_refused("one that does not know what ranks told each other when they met")
+        self.on_refused("a process that did not take part when the ranks met")
         return None
 
     def has_answered(self, peer: int, said: bytes, where: str) -> bool:

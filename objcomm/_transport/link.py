@@ -91,7 +91,7 @@ class LinkClosed(LinkError):
 
 
 class LinkRefused(LinkError):
-    """One rank can't be connected, or not as it or another one wants, whoever the others are.
+    """One rank can't connect to any other, or not by the transport that it or another one wants.
 
     Attributes:
         rank: which.

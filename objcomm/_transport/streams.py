@@ -1266,10 +1266,10 @@ class StreamLink:
                 return
 
     def _listen_to(self, doors: Doors, caller: _Caller) -> None:
-        # No more can be ranks; and a rank would have said its word by now.
+        # No more can be ranks. One that is has said its word by now.
         if len(self._callers) >= self.size - 1:
             for longest in tuple(self._callers.values())[:1]:
-                doors.on_refused("one that said nothing")
+                doors.on_refused("a process that said nothing")
                 self._send_away(longest)
         descriptor = caller.socket.fileno()
         caller.socket.setblocking(False)  # noqa: FBT003  # its one parameter

@@ -130,7 +130,7 @@ def test_a_process_without_room_is_no_reason_for_another_transport(
         assert door.place.lacks == os.strerror(error)
 
 
-def test_who_has_chosen_gloo_opens_nothing() -> None:
+def test_a_rank_that_chose_gloo_opens_no_door() -> None:
     with Door.opened("gloo", ["127.0.0.1"]) as door:
         assert not door.listeners
         assert not door.place.lacks
