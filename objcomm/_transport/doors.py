@@ -359,8 +359,8 @@ class Doors:
         self.others = sorted(each for each in places if each != rank)
         self.on_refused = on_refused
         self._places = dict(places)
-        # Two hosts may have an address in common, and what is called there is the own host.
-        own = set(places[rank].addresses)
+        # Another host may have an address in common with this one: a call there ends here.
+        own = {each for of in interface_addresses().values() for each in of}
         self._ways = {
             peer: [each for each in place.addresses if each not in own] or list(place.addresses)
             for peer, place in places.items()

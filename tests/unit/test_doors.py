@@ -178,12 +178,13 @@ def test_a_word_proves_the_session_and_the_key() -> None:
     ],
 )
 def test_an_address_of_the_own_host_is_no_way_to_another_one(
-    own: tuple[str, ...], theirs: tuple[str, ...], ways: int
+    monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...], theirs: tuple[str, ...], ways: int
 ) -> None:
     """Any process of this host may listen there; but ranks of one machine may have nothing else."""
+    monkeypatch.setattr(doors, "interface_addresses", lambda: {"eth0": list(own)})
     with _opened("127.0.0.1") as door:
         places = {
-            0: door.place._replace(addresses=own),
+            0: door.place,
             1: door.place._replace(addresses=theirs, port=free_port()),
         }
         found = doors.Doors(door, places, {0: 0, 1: 1}, 0, Words(_SESSION, None))
