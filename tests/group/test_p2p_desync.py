@@ -133,17 +133,20 @@ def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> 
         if here().rank == 1 or is_said("rank 1 raised"):
             investigate(board, meshes, waiting)
 
-    with subgroup(0, 1) as group:
-        objcomm.barrier(group=group)
+    with subgroup(0, 1) as one, subgroup(0, 1) as other:
+        for group in (one, other):
+            objcomm.barrier(group=group)
         with (
             mock.patch.object(connect, "meet", meet_later),
             mock.patch.object(watchdog, "investigate", look_later),
             patiently(),
             closely(),
         ):
-            error_in(DesyncError, lambda: send(1 - here().rank)(group))
+            mine = (one, other)[here().rank]  # in one group they would be connecting
+            error_in(DesyncError, lambda: send(1 - here().rank)(mine))
             say(f"rank {here().rank} raised")
-        assert_all_works(group)
+        for group in (one, other):
+            assert_all_works(group)
 
 
 @pytest.mark.timed
