@@ -357,7 +357,9 @@ class GlooLink:
 
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
-        return [peer for peer in self.peers() if _OWN_DOING not in self._poke(peer)]
+        told = {peer: self._poke(peer) for peer in self.peers()}
+        # A connection on which this could time out was open: another thread is about to abort.
+        return [peer for peer, each in told.items() if _OWN_DOING not in each and _LATE not in each]
 
     def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # Gloo's thread takes in what comes
         """See ``Connections``."""
