@@ -13,8 +13,8 @@ from unittest import mock
 import torch.distributed as dist
 
 import objcomm
-from objcomm._calls.group import resolve
 from objcomm._transport import connect
+from tests.group.helpers import kind_of
 from tests.waits import wait_until
 
 _FILES_MAX = 256
@@ -38,11 +38,8 @@ def _turn(*, is_open: bool) -> tuple[str, int]:
             assert found == root
         size = objcomm.world_size()
         assert objcomm.all_gather(objcomm.rank(), group=group) == list(range(size))
-        mesh = resolve(group)._whole.mesh  # noqa: SLF001  # nothing public has its name
-        assert mesh is not None
-        assert mesh.link is not None
         refused = objcomm.stats(group).get("refused")
-        return mesh.link.kind, 0 if refused is None else refused.calls
+        return kind_of(group), 0 if refused is None else refused.calls
     finally:
         dist.destroy_process_group(group)
 

@@ -61,6 +61,12 @@ class Job:
         """Wait until every rank has reached a point."""
         self.wait(lambda: all(self._path(f"{point}.{rank}") for rank in range(self.size)), point)
 
+    def at(self, point: str, change: Callable[..., None], *arguments: float) -> None:
+        """Change something while every rank waits at a point."""
+        self.reached(point)
+        change(*arguments)
+        self.go(point)
+
     def go(self, point: str) -> None:
         """Let all ranks go on from there."""
         (self._folder / point).touch()
@@ -148,39 +154,23 @@ def _two(folder: Path) -> Finished:
         job = Job(hosts, "two", 2, folder)
         carried = _calls(job)
 
-        job.reached("first use")
-        hosts.cut(1)
-        job.go("first use")
-        job.reached("first used")
-        hosts.mend(1)
-        job.go("first used")
+        job.at("first use", hosts.cut, 1)
+        job.at("first used", hosts.mend, 1)
 
-        job.reached("waiting")
-        hosts.cut(1)
-        job.go("waiting")
-        job.reached("waited")
-        hosts.mend(1)
-        job.go("waited")
+        job.at("waiting", hosts.cut, 1)
+        job.at("waited", hosts.mend, 1)
 
-        job.reached("idle")
-        hosts.cut(1)
-        job.go("idle")
+        job.at("idle", hosts.cut, 1)
         job.reached("was idle")
         time.sleep(2 * LOST_AFTER_S)
         hosts.mend(1)
         job.go("was idle")
 
-        job.reached("computing")
-        hosts.cut(1)
-        job.go("computing")
-        job.reached("computed")
-        hosts.mend(1)
-        job.go("computed")
+        job.at("computing", hosts.cut, 1)
+        job.at("computed", hosts.mend, 1)
 
         _cut_under_way(job, "sending")
-        job.reached("sent")
-        hosts.mend(1)
-        job.go("sent")
+        job.at("sent", hosts.mend, 1)
 
         _cut_under_way(job, "mended")
         time.sleep(AWAY_S)
@@ -194,24 +184,12 @@ def _four(folder: Path) -> Finished:
     with Hosts(4, mbit=_MBIT) as hosts:
         job = Job(hosts, "four", 1, folder)
         carried = _calls(job)
-        job.reached("parted")
-        hosts.part(1, 2)
-        job.go("parted")
-        job.reached("joined")
-        hosts.join(1, 2)
-        job.go("joined")
-        job.reached("refused")
-        hosts.refuse(2, 1)
-        job.go("refused")
-        job.reached("allowed")
-        hosts.allow(2, 1)
-        job.go("allowed")
-        job.reached("dropped")
-        hosts.part(1, 2)
-        job.go("dropped")
-        job.reached("carried")
-        hosts.join(1, 2)
-        job.go("carried")
+        job.at("parted", hosts.part, 1, 2)
+        job.at("joined", hosts.join, 1, 2)
+        job.at("refused", hosts.refuse, 2, 1)
+        job.at("allowed", hosts.allow, 2, 1)
+        job.at("dropped", hosts.part, 1, 2)
+        job.at("carried", hosts.join, 1, 2)
         _pass(job, "end")
         return Finished([host.name for host in hosts], job.results(), carried)
 

@@ -1,4 +1,4 @@
-"""Ranks connect by streams, whoever besieges them, and where a network is odd."""
+"""Ranks connect by streams while strangers besiege them, and on odd networks."""
 
 import json
 import os

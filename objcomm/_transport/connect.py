@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 # How often a rank that waits for connections looks whether another one has none. As long it waits
 # for an answer from one address before it calls at the next, too, as browsers do.
 _LOOK_SECONDS = 0.2
-# How often a rank calls again that was sent away to make room for others, or found too many there.
-_AGAIN_SECONDS = 0.05
 # The same, for ranks that are already connected.
 _PAUSE_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
+# A rank calls again so soon after it was sent away to make room for others, or too many waited.
+_AGAIN_SECONDS = 0.05
 
 # So many ranks are all connected when they meet. More only make a tree then, which shows that all
 # can be; two others are connected when one of them first sends to the other, or waits for it. To
@@ -361,7 +361,7 @@ class _Guest:
 
     Attributes:
         socket: its own end.
-        rank: the other one's, or -1 for who has come by itself and has not said it.
+        rank: the other one's, or -1 for a caller that has not said it.
         unsaid: what this rank says when it is connected.
         where: the address that was called; empty for a name.
         said: what has come of it.

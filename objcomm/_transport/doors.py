@@ -360,7 +360,8 @@ class Doors:
         self.on_refused = on_refused
         self._places = dict(places)
         # Another host may have an address in common with this one: a call there ends here.
-        own = {each for of in interface_addresses().values() for each in of}
+        interfaces = interface_addresses() if any(is_far) else {}
+        own = {each for of in interfaces.values() for each in of}
         self._ways = {
             peer: [each for each in place.addresses if each not in own] or list(place.addresses)
             for peer, place in places.items()
@@ -412,7 +413,7 @@ class Doors:
         return Call(end, unsaid, where)
 
     def accept(self, listener: socket.socket) -> Iterator[socket.socket]:
-        """Those that have called, until there are no more or it is others' turn.
+        """The callers that wait, at most 64 of them, so that other work gets its turn.
 
         Any process of this host may call, and over TCP any that reaches it. One of another user is
         sent away at once, and so keeps no descriptor of this process.

@@ -1272,7 +1272,6 @@ class StreamLink:
                 doors.on_refused("a process that said nothing")
                 self._send_away(longest)
         descriptor = caller.socket.fileno()
-        caller.socket.setblocking(False)  # noqa: FBT003  # its one parameter
         self._callers[descriptor] = caller
         try:
             self._events.register(caller.socket, _READS)

@@ -188,6 +188,7 @@ def test_gloo_on_one_rank_and_streams_on_another_is_an_error_on_all() -> None:
         error = error_in(TransportError, lambda: objcomm.barrier(group=group))
     assert 'has chosen transport="gloo"' in error.reason
     assert error.peers == (1,)
+    assert_group_works()
 
 
 @ranks(3)
@@ -243,6 +244,7 @@ def test_a_rank_without_a_port_is_named_on_all() -> None:
     with far_apart(), objcomm.configure(ports=port), subgroup(0, 1) as group:
         error = error_in(TransportError, lambda: objcomm.barrier(group=group))
     assert f"none of the ports {port}-{port} is free" in error.reason
+    assert_group_works()
 
 
 @pytest.mark.parametrize("way", ["at once", "at first use"])

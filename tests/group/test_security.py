@@ -238,6 +238,7 @@ def test_ranks_of_different_keys_are_not_connected(transport: Any, other: str | 
     assert "they have different keys, or only one of them has a key" in error.reason
     assert "can't connect to each other" in error.reason
     assert 1 in error.peers or here().rank == 1
+    assert_group_works()
 
 
 #: What one rank answers, and a call that makes something definite of it.

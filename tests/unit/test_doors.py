@@ -61,7 +61,7 @@ def _opened(*addresses: str, ports: range = range(0)) -> Iterator[Door]:
 
 
 def _is_heard_at(door: Door, address: str) -> bool:
-    """Whether who calls there, and says something, can be let in."""
+    """Whether a caller that says something there can be let in."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as end:
         if end.connect_ex((address, door.place.port)):
