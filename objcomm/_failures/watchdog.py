@@ -102,7 +102,8 @@ class Watchdog(threading.Thread):
         # Weak: a question that comes when the world has just gone is never asked, nor done with.
         self._investigating: weakref.WeakSet[BoardThread] = weakref.WeakSet()
         self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
-        self._contradicted: weakref.WeakSet[Mesh] = weakref.WeakSet()
+        # What was found, until it was logged or a call has raised it.
+        self._contradicted = weakref.WeakKeyDictionary[Mesh, Verdict | None]()
         self._expiring = weakref.WeakKeyDictionary[BoardThread, deque[Waiting]]()
         self._looked_at = 0.0
         self._looks = 0
@@ -281,20 +282,27 @@ class Watchdog(threading.Thread):
                         link.abort()
                     if mesh.verdict is None and (link.has_lost_any() or _has_lost_some(mesh)):
                         mesh.listen(time.monotonic())
-                with logged("whether ranks made other calls could not be found out"):
-                    self._look_for_others_calls(mesh)
+            with logged("whether ranks made other calls could not be found out"):
+                self._look_for_others_calls(mesh)
 
     def _look_for_others_calls(self, mesh: Mesh) -> None:
         """End a mesh on which a rank has sent something for another call than this rank's.
 
-        A rank that only sends hears of that nowhere else, and has nothing to wait for.
+        A rank that only sends hears of that nowhere else, and has nothing to wait for. A call that
+        is under way may raise it, so it is logged only where none does.
         """
-        is_new = mesh.verdict is None and mesh not in self._contradicted
-        verdict = audit.contradiction(mesh) if is_new else None
-        if verdict is not None:
-            self._contradicted.add(mesh)
-            log.error("group %r: %s", mesh.name, verdict.error(""), extra=mesh.labels)
-            self._end(mesh, verdict)
+        if mesh.verdict is None and mesh not in self._contradicted:
+            found = audit.contradiction(mesh)
+            if found is None:
+                return
+            self._contradicted[mesh] = found
+            self._end(mesh, found)
+        verdict = self._contradicted.get(mesh)
+        lanes = tuple(mesh.lanes.values())
+        if verdict is not None and not any(lane.begun_at or lane.is_busy for lane in lanes):
+            self._contradicted[mesh] = None
+            if mesh.is_owed:
+                log.error("group %r: %s", mesh.name, verdict.error(""), extra=mesh.labels)
 
     def _is_in_vain(
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]

@@ -430,6 +430,31 @@ def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
     assert_group_works()
 
 
+class _Waits:
+    """What rank 0 encodes only when its watchdog has seen that rank 1 is in another call."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        (mesh,) = (each for each in watchdog._watchdogs.watchdog()._all_meshes() if each.is_world)  # noqa: SLF001  # no public way
+        wait_until(lambda: mesh.verdict is not None, "the watchdog's look")
+        return int, ()
+
+
+@ranks(2)
+def test_what_a_call_raises_is_not_logged_as_well() -> None:
+    objcomm.barrier()
+    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # likewise
+    with collected() as log, closely():
+        if here().rank == 0:
+            error = error_in(DesyncError, lambda: objcomm.all_gather(_Waits(), name="a"))
+        else:
+            error = error_in(DesyncError, lambda: objcomm.all_gather(1, name="b"))
+        enough = watching._looks + 3  # noqa: SLF001  # likewise
+        wait_until(lambda: watching._looks >= enough, "three looks")  # noqa: SLF001  # likewise
+    assert error.reason == "other names"
+    assert not log.texts(logging.ERROR)
+    assert_group_works()
+
+
 @ranks(2)
 def test_a_rank_that_is_behind_is_told_nothing() -> None:
     objcomm.barrier()
