@@ -41,10 +41,11 @@ from objcomm._transport.link import (
     LinkRefused,
     LinkUnreachable,
 )
+from objcomm._transport.mover import SPIN_SECONDS
 from objcomm._transport.rendezvous import GivenUpError, damaged, forget, meet
 from objcomm._transport.sockets import is_outage
 from objcomm._transport.store import pack_record, read, unpack_record
-from objcomm._transport.streams import SPIN_SECONDS, StreamLink
+from objcomm._transport.streams import StreamLink
 from objcomm._world import CONNECT_MAX
 from objcomm.errors import ranks_text
 

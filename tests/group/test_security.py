@@ -22,7 +22,7 @@ from objcomm._codecs.base import Encoded
 from objcomm._codecs.msgpack import MsgpackCodec
 from objcomm._config import secret_of
 from objcomm._transport import connect, doors, rendezvous
-from objcomm._transport.streams import AHEAD_MAX
+from objcomm._transport.frames import AHEAD_MAX
 from objcomm._wire import admission, header
 from objcomm._wire.signing import signer_for
 from tests.cases import case

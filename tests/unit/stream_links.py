@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from objcomm._transport.calling import Calling
 from objcomm._transport.doors import Door, Doors, Words
 from objcomm._transport.link import head_tag, payload_tag
 from objcomm._transport.streams import StreamLink
@@ -97,10 +98,17 @@ def frame(kind: int, tag: int = TAG, nbytes: int = 0, number: int = 0) -> bytes:
     return HEADER.pack(kind, tag, nbytes, number)
 
 
+def doors_of(link: StreamLink) -> Any:
+    """Where a link finds the other ranks, and all that it knows of them."""
+    calling = link._calling  # noqa: SLF001  # no public way
+    assert calling is not None
+    return calling._doors  # noqa: SLF001  # likewise
+
+
 def both_call(links: list[StreamLink], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each of two ranks call the other before it listens."""
     with monkeypatch.context() as deaf:
-        deaf.setattr(StreamLink, "_let_in", lambda *_: None)
+        deaf.setattr(Calling, "let_in", lambda *_: None)
         begun = [link.send(filled(1, link.rank), 1 - link.rank, TAG) for link in links]
     with ThreadPoolExecutor(2) as threads:  # between hosts each waits for the other's word
         list(threads.map(lambda link, each: link.wait(each, LIMIT), links, begun))
@@ -135,3 +143,6 @@ class Refusing:
         if rights or not self._is_of_descriptors:
             raise OSError(self._error, os.strerror(self._error))
         return self._end.sendmsg(parts, rights, flags)
+
+    def send(self, part: Any, flags: int = 0) -> int:
+        return self.sendmsg((part,), (), flags)

@@ -5,17 +5,26 @@ import gc
 import math
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from objcomm._transport.doors import Doors
+from objcomm._transport.frames import Kind
 from objcomm._transport.link import LinkClosed, LinkError, payload_tag
-from objcomm._transport.streams import Kind
 from tests.open_files import open_files
-from tests.unit.stream_links import LIMIT, TAG, behind_doors, both_call, filled, frame, room
+from tests.unit.stream_links import (
+    LIMIT,
+    TAG,
+    behind_doors,
+    both_call,
+    doors_of,
+    filled,
+    frame,
+    room,
+)
 from tests.waits import wait_until
 
 
@@ -111,16 +120,13 @@ def test_what_a_rank_sends_before_it_ends_arrives_at_who_had_not_let_it_in() -> 
 @pytest.mark.parametrize("said", ["nothing", "another rank's word", "no word"])
 def test_strangers_at_the_door_are_sent_away(said: str) -> None:
     with behind_doors(3) as links:
-        doors = links[0]._doors  # noqa: SLF001  # as a stranger that has found it
-        other = links[2]._doors  # noqa: SLF001  # likewise
-        assert doors is not None
-        assert other is not None
+        doors = doors_of(links[0])  # as a stranger that has found them
         words = {
             "nothing": b"",
             "another rank's word": doors.word_to(1),
             "no word": bytes(doors.word_nbytes),
         }
-        address = f"\0objcomm/{cast('Any', doors)._places[0].name}"  # noqa: SLF001  # likewise
+        address = f"\0objcomm/{doors._places[0].name}"  # noqa: SLF001  # as a stranger that has found it
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(address)
             stranger.sendall(words[said] + frame(Kind.MESSAGE, nbytes=9) + bytes(9))
@@ -147,7 +153,7 @@ def test_strangers_at_the_door_are_sent_away(said: str) -> None:
 def test_who_answers_with_another_word_is_no_rank() -> None:
     with behind_doors() as links:
         impostor, end = socket.socketpair()
-        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
+        doors = doors_of(links[0])
         doors.call = lambda *_: (end, b"", "")
         with impostor:
             coming = links[0].recv(room(1), 1, TAG)

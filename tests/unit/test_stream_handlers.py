@@ -98,20 +98,20 @@ def test_a_handler_may_wait_while_the_wait_that_it_has_interrupted_sleeps() -> N
     into = [room(1), room(1)]
     with joined() as (link, other):
         first, second = [link.recv(each, 1, TAG + at) for at, each in enumerate(into)]
-        events = link._events  # noqa: SLF001  # where it sleeps
+        events = link._mover.events  # noqa: SLF001  # where it sleeps
 
         class Interrupted:
             def __getattr__(self, name: str) -> Any:
                 return getattr(events, name)
 
             def poll(self, seconds: float) -> list[tuple[int, int]]:
-                link._events = events  # noqa: SLF001  # once
+                link._mover.events = events  # noqa: SLF001  # once
                 for tag in (TAG, TAG + 1):
                     other.send(filled(1), 0, tag)
                 link.wait(second, LIMIT)
                 return events.poll(seconds)  # Python goes on with it when a handler returns
 
-        link._events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
+        link._mover.events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
         link.wait(first, LIMIT)
         assert [int(each) for each in into] == [7, 7]
 
@@ -155,7 +155,7 @@ def test_an_interrupted_wait_leaves_the_message_to_the_next_one() -> None:
 @contextmanager
 def interrupting(link: StreamLink) -> Iterator[None]:
     """Ctrl-C while the calling thread sleeps in the link."""
-    events = link._events  # noqa: SLF001  # where it sleeps
+    events = link._mover.events  # noqa: SLF001  # where it sleeps
 
     class Interrupted:
         def __getattr__(self, name: str) -> Callable[..., object]:
@@ -163,8 +163,8 @@ def interrupting(link: StreamLink) -> Iterator[None]:
             return found
 
         def poll(self, *_: object) -> object:
-            link._events = events  # noqa: SLF001  # once
+            link._mover.events = events  # noqa: SLF001  # once
             raise KeyboardInterrupt
 
-    link._events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
+    link._mover.events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
     yield

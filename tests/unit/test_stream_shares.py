@@ -14,15 +14,13 @@ from typing import cast
 import pytest
 import torch
 
+from objcomm._transport.frames import LENT_FILES_MAX, Kind
 from objcomm._transport.link import LinkClosed
 from objcomm._transport.share import Share, places
-from objcomm._transport.streams import LENT_FILES_MAX, Kind
 from tests.contracts import is_over
 from tests.open_files import open_files
 from tests.scripts import run_python
 from tests.unit.stream_links import (
-    HEAD,
-    HEADER,
     LIMIT,
     TAG,
     Refusing,
@@ -34,7 +32,6 @@ from tests.unit.stream_links import (
     room,
     take_a_copy,
 )
-from tests.waits import wait_until
 
 
 def test_what_is_shared_is_mapped_and_its_sender_told() -> None:
@@ -114,23 +111,13 @@ def sealed() -> int:
         (frame(Kind.SHARE, nbytes=8, number=1), [unsealed]),
         (frame(Kind.SHARE, nbytes=9, number=1), [sealed]),
         (frame(Kind.SHARE, nbytes=8, number=1), [unsealed, sealed]),
-        (frame(Kind.SHARE, HEAD, nbytes=8, number=1), [sealed]),
         (frame(Kind.OFFER, nbytes=8, number=1), [sealed]),
-        (frame(Kind.OFFER, nbytes=0), []),
-        (frame(Kind.MESSAGE, nbytes=0), [sealed]),
-        (frame(Kind.MESSAGE, nbytes=0), []),
-        (frame(Kind.MESSAGE, nbytes=8) + bytes(8), []),
     ],
     ids=[
         "memory that may change",
         "another length",
         "memory of which a part may change",
-        "a first message",
         "an offer with a descriptor",
-        "an offer of nothing",
-        "a message with a descriptor",
-        "nothing",
-        "a message",
     ],
 )
 def test_what_is_no_share_ends_the_connection_and_leaves_no_file(
@@ -193,28 +180,6 @@ def test_so_many_files_wait_for_who_takes_nothing_and_no_more() -> None:
         last = receiver.recv_share(9, 0, TAG)
         receiver.wait(last, LIMIT)
         assert last.share is not None
-
-
-def test_a_peer_can_not_fill_this_process_with_files() -> None:
-    with facing() as (link, other):
-        for number in range(LENT_FILES_MAX + 1):
-            file = sealed()
-            socket.send_fds(other, [frame(Kind.SHARE, nbytes=8, number=number)], [file])
-            os.close(file)
-        wait_until(lambda: link.is_closed(1), "it to be refused")
-        with pytest.raises(LinkClosed, match="more files than may wait here"):
-            link.send(filled(1), 1, TAG)
-
-
-def test_who_keeps_what_was_only_offered_is_no_link_of_objcomm() -> None:
-    flats = members(100_000)
-    with facing() as (link, other):
-        sent = link.send_share(None, flats, 1, TAG)
-        kind, *_, number = HEADER.unpack(other.recv(HEADER.size, socket.MSG_WAITALL))
-        assert kind == Kind.OFFER
-        other.sendall(frame(Kind.HELD, number=number))
-        with pytest.raises(LinkClosed, match="which no link of objcomm does"):
-            link.wait(sent, LIMIT)
 
 
 def test_memory_is_not_bytes() -> None:

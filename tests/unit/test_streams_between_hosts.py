@@ -10,10 +10,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from objcomm._transport import streams
+from objcomm._transport import connection
 from objcomm._transport.doors import Place
+from objcomm._transport.frames import Kind
 from objcomm._transport.link import HOST_LOST, LinkClosed, payload_tag
-from objcomm._transport.streams import Kind
+from objcomm._transport.streams import StreamLink
 from objcomm.errors import WireError
 from tests.unit.stream_links import (
     HEAD,
@@ -21,6 +22,7 @@ from tests.unit.stream_links import (
     TAG,
     behind_doors,
     both_call,
+    doors_of,
     filled,
     frame,
     joined,
@@ -35,7 +37,7 @@ _HEAD_NBYTES = 60_000
 def test_nothing_but_a_word_goes_to_who_has_not_proved_who_it_is() -> None:
     with behind_doors(across=True) as links:
         impostor, end = tcp_pair()
-        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
+        doors = doors_of(links[0])
         doors.call = lambda *_: (end, doors.word_to(1), "")
         with impostor:
             sent = links[0].send(filled(9), 1, HEAD)
@@ -66,7 +68,7 @@ def test_a_rank_of_this_host_comes_by_a_unix_socket_and_one_of_another_does_not(
     *, is_near: bool
 ) -> None:
     with behind_doors(across=not is_near) as links:
-        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # as a stranger that knows a word
+        doors = doors_of(links[0])
         place = doors._places[0]  # noqa: SLF001  # likewise
         family, door = socket.AF_UNIX, cast("Any", f"\0objcomm/{place.name}")
         if is_near:
@@ -79,7 +81,7 @@ def test_a_rank_of_this_host_comes_by_a_unix_socket_and_one_of_another_does_not(
 def test_what_was_sent_is_delivered_before_an_end_though_something_lies_unread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "_DELIVERY_SECONDS", PATIENCE_S)
+    monkeypatch.setattr(connection, "_DELIVERY_SECONDS", PATIENCE_S)
     with joined(across=True) as links, ThreadPoolExecutor(1) as thread:
         for each in (link._connections[1 - link.rank] for link in links):  # noqa: SLF001  # so small that bytes stay on their way
             each.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -100,7 +102,7 @@ def test_what_was_sent_is_delivered_before_an_end_though_something_lies_unread(
         ended.result(PATIENCE_S)
 
 
-def moved(link: streams.StreamLink, is_so: Any) -> bool:
+def moved(link: StreamLink, is_so: Any) -> bool:
     if not is_so():
         link.move()
     return bool(is_so())
@@ -112,7 +114,7 @@ def test_who_waits_is_woken_where_a_host_has_become_silent(
     with joined(3, across=True) as links, ThreadPoolExecutor(1) as thread:
         coming = links[0].recv(room(9), 1, TAG)
         waited = thread.submit(links[0].wait, coming, LIMIT)
-        wait_until(lambda: links[0]._moved_for is not None, "it to sleep")  # noqa: SLF001  # no other sign
+        wait_until(lambda: links[0]._mover.moved_for is not None, "it to sleep")  # noqa: SLF001  # no other sign
         silence = links[0]._connections[1].silence  # noqa: SLF001  # as the kernel would tell it
         assert silence is not None
         monkeypatch.setattr(silence, "is_too_long", lambda: True)
@@ -171,11 +173,9 @@ def test_a_call_that_fails_by_an_outage_is_made_again(monkeypatch: pytest.Monkey
         assert torch.equal(word, filled(9))
 
 
-def failing(
-    monkeypatch: pytest.MonkeyPatch, link: streams.StreamLink, number: int, times: int
-) -> None:
+def failing(monkeypatch: pytest.MonkeyPatch, link: StreamLink, number: int, times: int) -> None:
     """Let a link's first calls fail."""
-    doors = cast("Any", link._doors)  # noqa: SLF001  # whom it calls
+    doors = doors_of(link)
     call, errors = doors.call, [OSError(number, "as the system says")] * times
 
     def call_or_fail(peer: int, _: int = 0) -> Any:
@@ -190,7 +190,7 @@ def failing(
 def test_an_outage_that_lasts_is_a_lost_host(
     monkeypatch: pytest.MonkeyPatch, *, is_over_at_once: bool
 ) -> None:
-    def send(link: streams.StreamLink) -> None:
+    def send(link: StreamLink) -> None:
         sent = link.send(filled(9), 1, TAG)  # which raises where the time is over by then
         wait_until(lambda: moved(link, lambda: link.is_out_of_reach(1)), "it to be lost")
         link.wait(sent, LIMIT)
@@ -198,7 +198,7 @@ def test_an_outage_that_lasts_is_a_lost_host(
     with behind_doors(across=True, lost_seconds=0.01) as links:
         failing(monkeypatch, links[0], errno.EHOSTUNREACH, times=1_000_000)
         if is_over_at_once:
-            monkeypatch.setattr(links[0], "_is_given_up", lambda _: True)
+            monkeypatch.setattr(links[0]._calling, "_is_given_up", lambda _: True)  # noqa: SLF001  # as its clock would tell
         with pytest.raises(LinkClosed, match=HOST_LOST):
             send(links[0])
         assert links[0].is_out_of_reach(1)
@@ -215,7 +215,7 @@ def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
         for each in fillers:
             each.settimeout(0)
             each.connect_ex(full.getsockname())
-        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
+        doors = doors_of(links[0])
 
         def call(peer: int, _: int = 0) -> Any:
             end = socket.socket()
@@ -238,7 +238,7 @@ def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
 
 def test_a_stranger_that_resets_its_connection_is_sent_away() -> None:
     with behind_doors(across=True) as links:
-        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # as a stranger that has found it
+        doors = doors_of(links[0])
         for _ in range(3):
             place = doors._places[0]  # noqa: SLF001  # likewise
             stranger = socket.create_connection((place.addresses[0], place.port))
@@ -264,7 +264,7 @@ class _Unreachable(socket.socket):
 def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its socket has an end by then, which is none of the other rank's."""
     with behind_doors(across=True, lost_seconds=PATIENCE_S) as links:
-        doors = cast("Any", links[0]._doors)  # noqa: SLF001  # whom it calls
+        doors = doors_of(links[0])
         call, calls = doors.call, []
 
         def call_in_vain(peer: int, _: int = 0) -> Any:

@@ -1,0 +1,465 @@
+"""One connection between two ranks: its sockets, from the first word over them to their end.
+
+Each rank of a pair may have called the other at the same time. Then each sends over its own call,
+and reads what comes over the other's, the ``inlet``.
+
+Bytes that the system has taken from a sender reach a peer on the same host whatever follows. Those
+for another host are still on their way, and are lost if this end is closed while something from
+there lies unread. So closing such a connection waits until the other host's system has them, or a
+third of a second.
+
+A host that loses its power or its network ends nothing. The system asks on connections that are
+idle, and ends them; those on which something is under way end here, when nothing was heard from
+there for too long although something was to be answered. A process that computes, or is stopped,
+is no silence: its system answers for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import time
+from struct import Struct
+from typing import TYPE_CHECKING
+
+from objcomm._transport.link import HOST_LOST, PEER_LOST
+from objcomm._transport.mover import ENDS, OWN_DOING, READS, Mover, hang_up
+from objcomm._transport.peer import Peer
+from objcomm._transport.pending import Transfer
+from objcomm._transport.share import FILES_MAX, Share
+from objcomm._transport.sockets import Silence, await_delivery, is_outage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from objcomm._transport.calling import Calling
+    from objcomm._transport.link import Memory
+
+# One of a process's open files, as it travels.
+_DESCRIPTOR = Struct("i")
+_RIGHTS_NBYTES = socket.CMSG_SPACE(FILES_MAX * _DESCRIPTOR.size)
+# Other systems than Linux lack some of these, and have no such link; but this module is imported
+# there. A plain number, because an IntFlag's ``&`` takes 1.6 µs.
+_TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
+_IN, _OUT = getattr(select, "EPOLLIN", 0), getattr(select, "EPOLLOUT", 0)
+
+# As much of a large message goes out, or comes in, before others get a turn.
+_TURN_NBYTES = 4 << 20
+# For the other host's system to have what was sent before an end. Less than a thread waits for the
+# one that may close connections, see ``noticeboard``.
+_DELIVERY_SECONDS = 0.3
+
+_CLOSED = f"{PEER_LOST} (its end of the stream is closed)"
+TORN = "this rank was interrupted in the middle of a message"
+
+
+class Connection:
+    """See the module; all but ``has_ended_there`` with the mover's lock held.
+
+    Attributes:
+        peer: what goes over it.
+        socket: to the peer, and from it unless there is an ``inlet``.
+        inlet: where what it sends comes, if each has called the other.
+        word: what the peer has yet to say before all else.
+        own_word: what this rank has.
+        is_open: whether more than that may be sent: who is there on another host is not known
+            before the peer has said its word.
+        called: when this rank began to call, if it did.
+        called_way: when it last did.
+        way: at which of the peer's addresses it calls next.
+        is_to_call: whether that has failed, and is to be done again.
+        failed: why nothing more can be sent, though what came before may lie unread.
+        silence: how long the peer's host has answered nothing; None for this host.
+        is_watched: whether the mover is woken when there is room to send.
+        is_hung_up: whether this end was shut by a thread that could not end it whole.
+        was_ended_there: whether the peer closed it.
+        undelivered: sockets that were ended here, and are not closed yet.
+    """
+
+    __slots__ = (
+        "_calling",
+        "_is_ended",
+        "_lost_seconds",
+        "_mover",
+        "called",
+        "called_way",
+        "failed",
+        "inlet",
+        "is_hung_up",
+        "is_open",
+        "is_to_call",
+        "is_watched",
+        "own_word",
+        "peer",
+        "silence",
+        "socket",
+        "undelivered",
+        "was_ended_there",
+        "way",
+        "word",
+    )
+
+    def __init__(
+        self,
+        rank: int,
+        end: socket.socket,
+        mover: Mover,
+        lost_seconds: float | None,
+        calling: Calling | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            rank: the peer's.
+            end: its socket, or one that has yet to be connected.
+            mover: moves what goes over it, from ``attach`` on.
+            lost_seconds: for how long the peer's host may answer nothing; None for this host.
+            calling: makes it anew where nobody was there yet.
+        """
+        self.peer = Peer(rank)
+        self.socket = end
+        self.inlet: socket.socket | None = None
+        self.word = self.own_word = b""
+        self.is_open = True
+        self.called = self.called_way = 0.0
+        self.way = 0
+        self.is_to_call = False
+        self.failed = ""
+        self.silence: Silence | None = None
+        self.is_watched = self.is_hung_up = self.was_ended_there = False
+        self.undelivered: list[socket.socket] = []
+        self._mover = mover
+        self._lost_seconds = lost_seconds
+        self._calling = calling
+        self._is_ended = False
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the peer is on another host."""
+        return self._lost_seconds is not None
+
+    def attach(self, end: socket.socket) -> None:
+        """Use a socket of its own, to send over as well unless it is an ``inlet``."""
+        if self._lost_seconds is not None:
+            silence = Silence(end, self._lost_seconds)
+            if end is self.socket:
+                self.silence = silence
+        end.setblocking(False)  # noqa: FBT003  # its one parameter
+        self._mover.watch(end, self)
+
+    def detach(self) -> None:
+        """Close the socket over which it sends; another one takes its place."""
+        self._mover.let_go(self.socket)
+        self.is_watched = False
+
+    def sockets(self) -> list[socket.socket]:
+        """Its one, or two; none while it is to be called again."""
+        if self.is_to_call:
+            return []
+        return [self.socket] if self.inlet is None else [self.socket, self.inlet]
+
+    def has_ended_there(self) -> bool:
+        """Whether the other end is known to have closed it."""
+        if self.is_far and self.own_word:
+            return False  # a call that has failed may be made again
+        return any(map(_has_ended, self.sockets()))
+
+    # ------------------------------------------------------------------ out
+
+    def send(self, flat: Memory, view: memoryview, tag: int) -> Transfer | None:
+        """Begin to send a message.
+
+        Args:
+            flat: the message.
+            view: the same as the system takes it.
+            tag: its tag.
+
+        Returns:
+            The transfer; None if the system has taken all of it.
+        """
+        peer, nbytes, sent = self.peer, view.nbytes, 0
+        head = peer.head_of(nbytes, tag)
+        if not head:
+            transfer = Transfer(flat, view)
+            peer.hold(transfer, tag)
+            self.carry_out()
+            return transfer
+        if self.is_open and not (self.own_word or peer.outgoing or peer.contents):
+            try:
+                sent = self.socket.sendmsg((head, view), (), socket.MSG_NOSIGNAL)
+            except OSError as error:
+                self._has_no_room(error)
+            if sent == len(head) + nbytes:
+                return None
+        transfer = Transfer(flat, view)
+        if peer.ended:
+            transfer.end(peer.ended)
+        else:
+            peer.queue(head, transfer, sent)
+            self._watch_room()
+        return transfer
+
+    def carry_out(self) -> None:
+        """Let what the protocol wants happen: frames go out, or the connection ends."""
+        if self.peer.ended:
+            self.end(self.peer.ended)
+        elif not self.is_watched:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the system has room for; the rest waits."""
+        if self.is_to_call or self.peer.ended:
+            return
+        peer, left = self.peer, _TURN_NBYTES
+        try:
+            while self.own_word:
+                sent = self.socket.send(self.own_word, socket.MSG_NOSIGNAL)
+                self.own_word = self.own_word[sent:]
+            while self.is_open and left > 0 and (first := peer.first_out()) is not None:
+                view, _, share = first
+                if share is not None:
+                    sent = self._hand_over(view, share)
+                else:
+                    sent = self.socket.send(view, socket.MSG_NOSIGNAL) if view.nbytes else 0
+                left -= sent
+                peer.sent(sent)
+        except OSError as error:
+            self._has_no_room(error)
+        self._watch_room()
+
+    def _hand_over(self, frame: memoryview, share: Share) -> int:
+        """Send an offer with its descriptors; or without, where too many are on their way."""
+        files = b"".join(map(_DESCRIPTOR.pack, share.descriptors))
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, files)
+        try:
+            return self.socket.sendmsg((frame,), (rights,), socket.MSG_NOSIGNAL)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            return self.socket.send(self.peer.keep_share(), socket.MSG_NOSIGNAL)
+
+    def _has_no_room(self, error: OSError) -> None:
+        """The system takes no bytes; that the peer is gone, the mover reads."""
+        if isinstance(error, (BlockingIOError, BrokenPipeError, ConnectionResetError)):
+            return
+        if not isinstance(error, ConnectionRefusedError) and not is_an_outage(error):
+            self.end(f"nothing can be sent to rank {self.peer.rank} ({error})")
+        elif self.is_open:
+            self.failed = why(error)  # what came before it may lie unread
+        else:
+            self.lose(error)
+
+    def _watch_room(self) -> None:
+        """Be woken when there is room again, as long as something waits for it."""
+        peer = self.peer
+        is_waiting = self.is_open and (peer.outgoing or peer.contents)
+        is_wanted = bool(self.own_word or is_waiting)
+        if is_wanted != self.is_watched and not (self.is_to_call or peer.ended):
+            self.is_watched = is_wanted
+            self._mover.events.modify(self.socket, READS | _OUT * is_wanted)
+
+    # ------------------------------------------------------------------ in
+
+    def handle(self, descriptor: int, event: int) -> None:
+        """See ``Socketed``."""
+        try:
+            if event & ENDS and self.word and self._calling is not None:
+                self._calling.let_in()  # the peer may have called as well, and said more there
+            if event & _OUT:
+                self.flush()
+            # It may have ended by that, or have another socket now.
+            if event & ~_OUT and self._mover.sockets.get(descriptor) is self:
+                if self.inlet is None or self.inlet.fileno() == descriptor:
+                    self.read(is_ending=bool(event & ENDS))
+                else:
+                    self._hear_own_call()
+        except BaseException:
+            self.end(TORN)
+            raise
+
+    def read(self, *, is_ending: bool) -> None:
+        """Take in what has come; all of it where the other end has closed it."""
+        peer, left = self.peer, _TURN_NBYTES
+        end = self.inlet or self.socket
+        try:
+            while left > 0 and not peer.ended:
+                if peer.filling is not None:
+                    into = peer.filling
+                    count = end.recv_into(into)
+                elif self.word and not self._has_heard_word():
+                    return
+                else:
+                    into = peer.room()
+                    count, rights, flags, _ = end.recvmsg_into(
+                        (into,), _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC
+                    )
+                    if rights or flags & _TRUNCATED:  # what follows them is not read with them
+                        files = [n for *_, each in rights for (n,) in _DESCRIPTOR.iter_unpack(each)]
+                        share = Share(files)
+                        peer.descriptors.append(None if flags & _TRUNCATED else share)
+                if not count:
+                    self._hear_end()
+                    return
+                left -= count
+                peer.received(count)
+                if peer.outgoing or peer.contents or peer.ended:
+                    self.carry_out()
+                if count < len(into) and not is_ending:  # there was no more
+                    return
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.lose(error)
+
+    def _has_heard_word(self) -> bool:
+        """Read what the peer has to say before all else; False if the connection has ended."""
+        end = self.inlet or self.socket
+        while self.word:
+            said = end.recv(len(self.word))
+            if not said:
+                self._hear_end()
+                return False
+            if not self.word.startswith(said):
+                self.refuse("another word than its own")
+                return False
+            self.word = self.word[len(said) :]
+            if not self.word and not self.is_open:
+                self.open()
+        return not self.peer.ended
+
+    def open(self) -> None:
+        """The peer has proved who it is: send what has waited for that."""
+        self.is_open = True
+        self.flush()
+
+    def _hear_own_call(self) -> None:
+        """Over this rank's own call nothing comes where both have called, except its end."""
+        closed = _CLOSED
+        try:
+            said = self.socket.recv(1)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            said, closed = b"", why(error)
+        if said:
+            self.refuse("something over the wrong connection")
+            return
+        inlet = self.inlet
+        while not self.peer.ended and inlet is not None and has_bytes(inlet):
+            self.read(is_ending=True)  # what the peer sent before is here whole
+        if inlet is not None and self._lost_seconds is not None and not self.peer.ended:
+            # Between hosts what it sent before may be on its way, and then comes the end of that.
+            self.detach()
+            self.socket, self.inlet = inlet, None
+            self.is_open, self.failed = False, self.failed or closed
+            self.silence = Silence(inlet, self._lost_seconds)
+            with contextlib.suppress(OSError):  # the other rank may live, and wait for more
+                inlet.shutdown(socket.SHUT_WR)
+            return
+        self.was_ended_there = not self.is_hung_up
+        self.end(OWN_DOING if self.is_hung_up else self.failed or closed)
+
+    # ------------------------------------------------------------------ the end
+
+    def _hear_end(self) -> None:
+        """Nothing more will come."""
+        self.was_ended_there = self.was_ended_there or not self.is_hung_up
+        self.end(OWN_DOING if self.is_hung_up else self.failed or _CLOSED)
+
+    def lose(self, error: OSError) -> None:
+        """End by what the system says of it; or call again, if nobody was there yet."""
+        if self._calling is None or not self._calling.calls_again(self, error):
+            self.was_ended_there = True
+            self.end(self.failed or why(error))
+
+    def lose_host(self) -> None:
+        """End because the peer's host answers nothing; what has come before is here."""
+        self.read(is_ending=True)
+        self.was_ended_there = True
+        self.end(f"{HOST_LOST} (it answers nothing)")
+
+    def leave(self) -> None:
+        """End by this rank's own doing; what has come before is here, if not asked for."""
+        if self.peer.ended:
+            return
+        try:
+            if not self.is_to_call:
+                self.read(is_ending=True)
+            if not self.is_hung_up:
+                self.was_ended_there = self.has_ended_there()
+        finally:
+            self.end(OWN_DOING)
+
+    def refuse(self, what: str) -> None:
+        """End because the peer has sent what no link sends."""
+        self.peer.refuse(what)
+        self.end(self.peer.ended)
+
+    def end(self, reason: str) -> None:
+        """Close it, and end all that is under way."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        is_to_deliver = self.is_far and reason is OWN_DOING and not self.is_hung_up
+        for end in self.sockets():
+            if is_to_deliver:
+                self._mover.unwatch(end)
+                self.undelivered.append(end)
+            else:
+                self._mover.let_go(end)
+        self.peer.end(reason)
+
+
+def close_when_delivered(ends: Sequence[socket.socket]) -> None:
+    """Close sockets when the other hosts' systems have what was sent, or a moment later."""
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_WR)  # the other ends hear at once that nothing more comes
+    try:
+        await_delivery(ends, time.monotonic() + _DELIVERY_SECONDS, is_draining=True)
+    finally:
+        for end in ends:
+            hang_up(end)
+            end.close()
+
+
+def is_an_outage(error: OSError) -> bool:
+    """Whether the system says that a host is out of reach."""
+    return is_outage(os.strerror(error.errno or 0))
+
+
+def why(error: OSError) -> str:
+    """What a failure of the system's says of the other end."""
+    told = os.strerror(error.errno or 0)
+    return f"{HOST_LOST if is_outage(told) else PEER_LOST} ({told})"
+
+
+def has_bytes(end: socket.socket) -> bool:
+    """Whether something can be read, or the end of all."""
+    watched = select.poll()
+    with contextlib.suppress(ValueError):  # it was closed meanwhile
+        watched.register(end, select.POLLIN)
+    return bool(watched.poll(0))
+
+
+def has_unread(end: socket.socket) -> bool:
+    """Whether bytes can be read, the end of all not counted; takes none, and no error either."""
+    import fcntl  # noqa: PLC0415  # Windows has none
+    import termios  # noqa: PLC0415  # likewise
+
+    try:
+        return any(fcntl.ioctl(end, termios.FIONREAD, bytes(4)))
+    except (OSError, ValueError):  # it was closed meanwhile
+        return False
+
+
+def _has_ended(end: socket.socket) -> bool:
+    """Whether the other end is known to have closed it; what it sent before may still come."""
+    if end.fileno() < 0:
+        return True
+    watched = select.poll()
+    watched.register(end, select.POLLRDHUP)
+    return bool(watched.poll(0))

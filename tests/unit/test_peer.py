@@ -1,0 +1,495 @@
+"""The protocol over a stream, without one: any split of the bytes, any order of events, any lie."""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objcomm._codecs.buffers import Buffer, allocate
+from objcomm._transport import peer
+from objcomm._transport.frames import (
+    AHEAD_MAX,
+    AHEAD_MAX_NBYTES,
+    CREDIT_EACH,
+    HEADER,
+    LENT_FILES_MAX,
+    UNASKED_MAX_NBYTES,
+    WAITING_LANES_MAX,
+    WAITING_MAX,
+    WORD_MAX_NBYTES,
+    Kind,
+    may_be_ahead,
+)
+from objcomm._transport.link import LinkClosed, head_tag, payload_tag
+from objcomm._transport.peer import Peer
+from objcomm._transport.pending import Attendance, Lent, Loan, Members, Transfer
+from tests.unit.stream_links import HEAD, TAG, filled, frame, members, room
+
+if TYPE_CHECKING:
+    from objcomm._transport.share import Share
+
+_NO_LINK = "which no link of objcomm does"
+
+
+class _Memory:
+    """A share without a file: only its descriptors' number and its seal are looked at."""
+
+    def __init__(self, count: int = 1, *, is_sealed: bool = True) -> None:
+        self.descriptors = [*range(count)]
+        self._is_sealed = is_sealed
+
+    def is_fixed(self) -> bool:
+        return self._is_sealed
+
+
+def send(sender: Peer, message: bytes, tag: int) -> Transfer:
+    """Begin to send, with a system that has no room at once."""
+    transfer = Transfer(message)
+    head = sender.head_of(len(message), tag)
+    if head:
+        sender.queue(head, transfer)
+    else:
+        sender.hold(transfer, tag)
+    return transfer
+
+
+def carry(sender: Peer, receiver: Peer, most: float = math.inf) -> int:
+    """Move bytes as a stream does, at most so many; returns how many."""
+    carried = 0
+    while carried < most and not receiver.ended and (first := sender.first_out()) is not None:
+        view, _, share = first
+        count = int(min(len(view), most - carried))
+        piece = bytes(view[:count])
+        if share is not None and count:
+            receiver.descriptors.append(share)
+        sender.sent(count)
+        feed(receiver, piece)
+        carried += count
+    return carried
+
+
+def feed(receiver: Peer, came: bytes, split: int = 1 << 30) -> None:
+    """Let bytes come in, at most so many at a time."""
+    left = memoryview(came)
+    while left and not receiver.ended:
+        into = receiver.room()
+        count = min(len(left), len(into), split)
+        assert count
+        into[:count] = left[:count]
+        left = left[count:]
+        receiver.received(count)
+
+
+def carry_all(one: Peer, other: Peer) -> None:
+    while carry(one, other) + carry(other, one):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("lengths", "nbytes", "may"),
+    [
+        ([], UNASKED_MAX_NBYTES, True),
+        ([0] * (AHEAD_MAX - 1), 0, True),
+        ([0] * AHEAD_MAX, 0, False),
+        ([AHEAD_MAX_NBYTES - 9], 9, True),
+        ([AHEAD_MAX_NBYTES - 9], 10, False),
+    ],
+)
+def test_so_much_may_be_ahead(lengths: list[int], nbytes: int, *, may: bool) -> None:
+    assert may_be_ahead(lengths, nbytes) == may
+
+
+# ---------------------------------------------------------------- two peers that keep the protocol
+
+_TAGS = (head_tag(0), head_tag(3), payload_tag(0, 1), payload_tag(3, 1))
+_LENGTHS = st.one_of(
+    st.integers(0, WORD_MAX_NBYTES + 2),
+    st.sampled_from([HEADER.size, 70_000, (1 << 17) - HEADER.size, 1 << 17, 400_000]),
+)
+_CARRIED = [1, 7, 23, 9_999, 1 << 20]
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.integers(0, 1), st.sampled_from(_TAGS), _LENGTHS),
+        st.tuples(st.just("recv"), st.integers(0, 1), st.sampled_from(_TAGS), st.just(0)),
+        st.tuples(
+            st.just("carry"),
+            st.integers(0, 1),
+            st.just(0),
+            st.sampled_from([1, 7, 23, 9_999, 1 << 20]),
+        ),
+    ),
+    max_size=60,
+)
+
+
+@given(_STEPS)
+def test_whatever_is_sent_arrives_whole_and_in_the_order_of_its_tag(
+    steps: Sequence[tuple[str, int, int, int]],
+) -> None:
+    sides = Peer(1), Peer(0)
+    going: list[Transfer] = []
+    sent: defaultdict[tuple[int, int], list[bytes]] = defaultdict(list)
+    into: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
+
+    def recv(side: int, tag: int) -> None:
+        transfer = Transfer(room(400_001))
+        into[side, tag].append(transfer)
+        sides[side].post(transfer, tag)
+
+    for what, side, tag, number in steps:
+        if what == "send":
+            message = bytes([1 + len(going) % 255]) * number
+            going.append(send(sides[side], message, tag))
+            sent[1 - side, tag].append(message)
+        elif what == "recv":
+            recv(side, tag)
+        else:
+            carry(sides[side], sides[1 - side], number)
+    for (side, tag), messages in sent.items():
+        while len(into[side, tag]) < len(messages):
+            recv(side, tag)
+    carry_all(*sides)
+    assert [each.ended for each in sides] == ["", ""]
+    assert all(each.is_over and not each.reason for each in going)
+    for where, transfers in into.items():
+        messages = sent[where]
+        for at, transfer in enumerate(transfers):
+            assert transfer.is_over == (at < len(messages))
+            wanted = messages[at] if transfer.is_over else b""
+            assert bytes(transfer.view[: len(wanted)]) == wanted
+            assert not any(transfer.view[len(wanted) : len(wanted) + 1])
+
+
+@given(st.lists(st.integers(0, UNASKED_MAX_NBYTES), max_size=12), st.integers(0, 4))
+def test_first_messages_never_wait_for_what_was_taken(lengths: list[int], delay: int) -> None:
+    """The sender is told in time, whatever their lengths are."""
+    one, other = Peer(1), Peer(0)
+    for nbytes in lengths:
+        send(one, bytes(nbytes), HEAD)
+    carry(one, other, delay << 18)
+    for nbytes in lengths:
+        carry_all(one, other)
+        message = other.take(HEAD)
+        assert message is not None
+        assert len(message) == nbytes
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans()), max_size=30))
+def test_lent_memory_is_mapped_or_copied(loans: list[tuple[int, bool, bool]]) -> None:
+    """Some of it has files, some of those get lost on the way, and all of it arrives."""
+    one, other = Peer(1), Peer(0)
+    lent, borrowed = [], []
+    for nbytes, has_files, gets_lost in loans:
+        flats = members(nbytes, 3)
+        transfer = Lent(cast("Share", _Memory(2)) if has_files else None, flats)
+        one.lend(transfer, TAG)
+        lent.append(transfer)
+        loan = Loan(nbytes + 3, 0)
+        borrowed.append((loan, flats))
+        other.post(loan, TAG)
+        while carry(one, other, 5):
+            if gets_lost and other.descriptors:
+                other.descriptors[-1] = None
+    carry_all(one, other)
+    for loan, flats in borrowed:
+        assert loan.is_over
+        if loan.share is None:
+            copy = Members([room(len(flat)) for flat in flats])
+            other.take_offer(copy, loan.number)
+            carry_all(one, other)
+            assert copy.is_over
+            assert [bytes(each) for each in copy.views] == [bytes(flat.numpy()) for flat in flats]
+    assert all(each.is_over and not each.reason for each in lent)
+    assert not one.ended + other.ended
+
+
+def test_no_more_files_than_may_wait_are_lent() -> None:
+    one = Peer(1)
+    lent = [Lent(cast("Share", _Memory()), members(9)) for _ in range(LENT_FILES_MAX + 3)]
+    for each in lent:
+        one.lend(each, TAG)
+    assert [each.share is not None for each in lent] == [True] * LENT_FILES_MAX + [False] * 3
+
+
+def test_what_overtakes_content_does_so_between_frames() -> None:
+    one, other = Peer(1), Peer(0)
+    much = send(one, bytes(100_000), TAG)
+    into = Transfer(room(100_000))
+    other.post(into, TAG)
+    carry_all_but_content(one, other)
+    assert carry(one, other, HEADER.size - 1)  # a part of the content's header
+    send(one, b"first", HEAD)
+    carry(one, other, 1 + 100_000)
+    assert much.is_over
+    assert into.is_over
+    assert other.take(HEAD) is None
+    carry(one, other)
+    assert other.take(HEAD) == b"first"
+
+
+def carry_all_but_content(one: Peer, other: Peer) -> None:
+    while one.outgoing or other.outgoing:
+        if one.outgoing:
+            carry(one, other, len(one.outgoing[0][0]))
+        if other.outgoing:
+            carry(other, one, len(other.outgoing[0][0]))
+
+
+def test_a_receiver_says_what_it_has_taken_with_its_answer() -> None:
+    """No frame of its own would wake the sender for that."""
+    one = Peer(1)
+    feed(one, frame(Kind.MESSAGE, HEAD, 1) + b"a")
+    assert one.take(HEAD) == b"a"
+    assert one.first_out() is None
+    assert one.head_of(1, HEAD) == frame(Kind.MESSAGE, HEAD, 1, 1)
+
+
+def test_a_receiver_says_what_it_has_taken_without_an_answer() -> None:
+    one = Peer(1)
+    for _ in range(CREDIT_EACH):
+        assert one.first_out() is None
+        feed(one, frame(Kind.MESSAGE, HEAD))
+        one.take(HEAD)
+    assert one.outgoing.popleft()[0] == frame(Kind.CREDIT, HEAD, number=CREDIT_EACH)
+    feed(one, frame(Kind.MESSAGE, HEAD, 100_000) + bytes(100_000))
+    one.take(HEAD)
+    assert one.outgoing.popleft()[0] == frame(Kind.CREDIT, HEAD, number=1)
+
+
+def test_what_is_accepted_is_taken_and_what_is_not_waits() -> None:
+    one, taken, has_room = Peer(1), [], [True, True, False]
+
+    def accept(message: bytes) -> bool:
+        if has_room.pop(0):
+            taken.append(message)
+            return True
+        return False
+
+    one.attended[HEAD] = attendance = Attendance(accept)
+    for each in (b"a", b"b", b"c"):
+        feed(one, frame(Kind.MESSAGE, HEAD, 1) + each)
+    assert taken == [b"a", b"b"]
+    has_room += [True]
+    one.give_out(HEAD)
+    assert taken == [b"a", b"b", b"c"]
+    attendance.close()
+
+
+# ---------------------------------------------------------------- a peer that does not keep it
+
+_UNUSED = head_tag(5)
+_LIES: dict[str, tuple[bytes, str]] = {
+    "no kind": (frame(0), "a frame of kind 0"),
+    "an unknown kind": (frame(99), "a frame of kind 99"),
+    "no frame": (b"\xff" * HEADER.size, "a frame of kind 4294967295"),
+    "too long a first message": (
+        frame(Kind.MESSAGE, HEAD, UNASKED_MAX_NBYTES + 1),
+        f"a message of {UNASKED_MAX_NBYTES + 1} bytes unasked",
+    ),
+    "too long a word": (
+        frame(Kind.MESSAGE, TAG, WORD_MAX_NBYTES + 1),
+        f"a message of {WORD_MAX_NBYTES + 1} bytes unasked",
+    ),
+    "endless": (frame(Kind.MESSAGE, HEAD, 1 << 63), f"a message of {1 << 63} bytes unasked"),
+    "more than there is room for": (
+        frame(Kind.MESSAGE, TAG, 9) + bytes(9),
+        "9 bytes for 8",
+    ),
+    "an endless offer": (frame(Kind.OFFER, TAG, 1 << 63, 1), f"{1 << 63} bytes for 8"),
+    "an offer of more than there is room for": (frame(Kind.OFFER, TAG, 9, 1), "9 bytes for 8"),
+    "an offer of a first message": (frame(Kind.OFFER, HEAD, 9, 1), "an offer that may not be made"),
+    "two offers of one number": (
+        2 * frame(Kind.OFFER, payload_tag(0, 2), 9, 1),
+        "an offer that may not be made",
+    ),
+    "an answer to what was not offered": (frame(Kind.TAKE, number=9), "what was not offered"),
+    "thanks for what was not lent": (frame(Kind.HELD, number=9), "what was not offered"),
+    "content that nobody asked for": (frame(Kind.CONTENT, number=1), "what nobody has asked for"),
+    "content twice": (
+        frame(Kind.OFFER, TAG, 8, 5) + 2 * (frame(Kind.CONTENT, number=5) + bytes(8)),
+        "what nobody has asked for",
+    ),
+    "memory without a descriptor": (frame(Kind.SHARE, TAG, 8, 1), "an offer that may not be made"),
+    "credit for nothing": (
+        frame(Kind.CREDIT, head_tag(5), number=1),
+        "credit for what was not sent",
+    ),
+    "no credit": (frame(Kind.CREDIT, _UNUSED), "credit for what was not sent"),
+    "a message with credit for nothing": (
+        frame(Kind.MESSAGE, _UNUSED, number=1),
+        "credit for what was not sent",
+    ),
+    "endless credit": (
+        frame(Kind.CREDIT, head_tag(5), number=1 << 63),
+        "credit for what was not sent",
+    ),
+    "too many first messages": (
+        frame(Kind.MESSAGE, HEAD) * (AHEAD_MAX + 1),
+        "more first messages than it may be ahead",
+    ),
+    "too long first messages": (
+        2 * (frame(Kind.MESSAGE, HEAD, UNASKED_MAX_NBYTES) + bytes(UNASKED_MAX_NBYTES)),
+        "more first messages than it may be ahead",
+    ),
+    "first messages in too many lanes": (
+        b"".join(frame(Kind.MESSAGE, head_tag(each)) for each in range(WAITING_LANES_MAX + 1)),
+        f"messages in more than {WAITING_LANES_MAX} lanes ahead",
+    ),
+    "too many words": (
+        b"".join(
+            frame(Kind.MESSAGE, payload_tag(0, 2 + each % 999)) for each in range(WAITING_MAX + 1)
+        ),
+        f"more than {WAITING_MAX} words and offers ahead",
+    ),
+    "too many offers": (
+        b"".join(
+            frame(Kind.OFFER, payload_tag(0, 2), 9, number) for number in range(WAITING_MAX + 1)
+        ),
+        f"more than {WAITING_MAX} words and offers ahead",
+    ),
+}
+
+
+@pytest.mark.parametrize("split", [5, 1 << 30])
+@pytest.mark.parametrize("lie", _LIES)
+def test_what_no_link_sends_ends_all_and_says_so(lie: str, split: int) -> None:
+    one = Peer(1)
+    said, reason = _LIES[lie]
+    into = [Transfer(room(8)), Transfer(room(8))]
+    for each in into:
+        one.post(each, TAG)
+    offered, held = send(one, bytes(99), TAG), [send(one, b"", HEAD) for _ in range(AHEAD_MAX + 1)]
+    feed(one, said, split)
+    assert reason in one.ended
+    assert one.ended.startswith("rank 1 has sent ")
+    assert one.ended.endswith(_NO_LINK)
+    for each in (into[1], offered, held[-1]):
+        assert each.is_over
+        assert each.reason == one.ended
+    assert one.first_out() is None
+    with pytest.raises(LinkClosed, match=_NO_LINK):
+        one.post(Transfer(room(8)), payload_tag(5, 9))
+
+
+@pytest.mark.parametrize(
+    ("said", "came", "reason"),
+    [
+        (frame(Kind.SHARE, TAG, 8, 1), [_Memory(is_sealed=False)], "memory that it could shorten"),
+        (frame(Kind.SHARE, TAG, 9, 1), [_Memory()], "9 bytes for 0"),
+        (frame(Kind.SHARE, HEAD, 8, 1), [_Memory()], "an offer that may not be made"),
+        (frame(Kind.OFFER, TAG, 8, 1), [_Memory()], "a descriptor that belongs to nothing"),
+        (frame(Kind.MESSAGE, HEAD), [_Memory()], "a descriptor that belongs to nothing"),
+        (frame(Kind.SHARE, TAG, 8, 1), 2 * [_Memory()], "a descriptor that belongs to nothing"),
+        (frame(Kind.MESSAGE, TAG, 8) + bytes(8), [], "8 bytes for 0"),
+        (frame(Kind.SHARE, TAG, 8, 1), [_Memory(LENT_FILES_MAX + 1)], "more files than may wait"),
+        (frame(Kind.HELD, number=1), [], "an answer to what was not offered"),
+    ],
+)
+def test_what_is_no_share_ends_all(said: bytes, came: list[Any], reason: str) -> None:
+    one = Peer(1)
+    one.lend(Lent(None, members(9)), TAG)  # number 1, of which there is only a copy
+    one.post(Loan(8, 1), TAG)
+    one.descriptors.extend(came)
+    feed(one, said)
+    assert reason in one.ended
+    assert not one.descriptors
+
+
+def test_what_may_not_be_ahead_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def noted(kind: int, nbytes: int) -> Buffer:
+        made.append(nbytes)
+        return allocate(kind, nbytes)
+
+    monkeypatch.setattr(peer, "allocate", noted)
+    one = Peer(1)
+    feed(one, frame(Kind.MESSAGE, HEAD, UNASKED_MAX_NBYTES) + bytes(UNASKED_MAX_NBYTES))
+    feed(one, frame(Kind.MESSAGE, HEAD, 1 << 20))
+    assert "more first messages than it may be ahead" in one.ended
+    assert made == [UNASKED_MAX_NBYTES]
+
+
+_FRAMES = st.builds(
+    frame,
+    st.one_of(st.integers(0, 8), st.integers(0, (1 << 32) - 1)),
+    st.one_of(st.sampled_from(_TAGS), st.integers(0, (1 << 32) - 1)),
+    st.one_of(st.integers(0, 70), st.integers(0, (1 << 64) - 1)),
+    st.one_of(st.integers(0, 4), st.integers(0, (1 << 64) - 1)),
+)
+
+
+@given(
+    st.lists(st.one_of(_FRAMES, st.binary(max_size=90)), max_size=30),
+    st.integers(1, 99),
+    st.booleans(),
+)
+def test_nothing_that_arrives_breaks_a_peer_or_fills_its_memory(
+    frames: list[bytes],
+    split: int,
+    has_files: bool,  # noqa: FBT001  # as hypothesis gives it
+) -> None:
+    one = Peer(1)
+    into = [(Transfer(room(64)), each) for each in _TAGS for _ in range(2)]
+    for transfer, tag in into:
+        one.post(transfer, tag)
+    pending = [send(one, bytes(9), HEAD), send(one, bytes(99), TAG)]
+    one.lend(Lent(cast("Share", _Memory()), members(9)), TAG)
+    if has_files:
+        one.descriptors.append(cast("Share", _Memory()))
+    said = b"".join(frames)
+    feed(one, said, split)
+    kept = sum(len(each) for of in one.arrived.values() for each in of if isinstance(each, bytes))
+    assert kept <= len(said)
+    assert one.ended or one.room()
+    if one.ended:
+        assert all(each.is_over for each, _ in into)
+        assert pending[1].is_over
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(_TAGS), st.binary(max_size=WORD_MAX_NBYTES)), max_size=AHEAD_MAX
+    ),
+    st.lists(st.integers(1, 60), min_size=1),
+)
+def test_the_split_of_the_bytes_makes_no_difference(
+    messages: list[tuple[int, bytes]], splits: list[int]
+) -> None:
+    one = Peer(1)
+    said = deque(b"".join(frame(Kind.MESSAGE, tag, len(each)) + each for tag, each in messages))
+    at = 0
+    while said:
+        count = min(splits[at % len(splits)], len(said))
+        feed(one, bytes(said.popleft() for _ in range(count)))
+        at += 1
+    assert not one.ended
+    for tag in _TAGS:
+        wanted = [each for its, each in messages if its == tag]
+        assert list(one.arrived.get(tag, ())) == wanted
+
+
+def test_an_end_lets_what_had_come_be_taken_and_nothing_else() -> None:
+    one = Peer(1)
+    feed(one, frame(Kind.MESSAGE, HEAD, 1) + b"a" + frame(Kind.MESSAGE, TAG, 1) + b"b")
+    feed(one, frame(Kind.OFFER, payload_tag(0, 2), 99, 1))
+    going = send(one, filled(99).numpy().tobytes(), TAG)
+    one.end("it has ended")
+    one.end("another reason")
+    assert one.ended == going.reason == "it has ended"
+    assert one.take(HEAD) == b"a"
+    into, late = Transfer(room(1)), Transfer(room(99))
+    one.post(into, TAG)
+    assert into.is_over
+    assert bytes(into.view) == b"b"
+    one.post(late, payload_tag(0, 2))  # only its offer has come
+    assert late.reason == "it has ended"
+    assert one.take(HEAD) is None
+    with pytest.raises(LinkClosed, match="it has ended"):
+        one.post(Transfer(room(1)), TAG)
+    with pytest.raises(LinkClosed, match="it has ended"):
+        one.lend(Lent(None, members(9)), TAG)
