@@ -232,8 +232,9 @@ def is_circle_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlo
 def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
     """End a mesh that has lost a peer; by that peer's doing, or by this rank's own.
 
-    With a host its other ranks are lost, though their connections may end a moment later. If all of
-    this rank's connections have ended, the others may have ended them, and told why.
+    A peer that closes its connections says why, and that is what holds. With a host its other ranks
+    are lost, though their connections may end a moment later. If all of this rank's connections
+    have ended, the others may have ended them, and told why in the store.
 
     Args:
         mesh: which.
@@ -242,22 +243,25 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
     Returns:
         What holds.
     """
-    if mesh.verdict is not None or mesh.link is None:
+    link = mesh.link
+    if mesh.verdict is not None or link is None:
         return mesh.settle(proposal)
     if HOST_LOST in proposal.reason:
-        return mesh.settle(proposal._replace(ranks=tuple(mesh.link.beside(proposal.ranks))))
-    if _are_all_closed(mesh):
+        return mesh.settle(proposal._replace(ranks=tuple(link.beside(proposal.ranks))))
+    said = mesh.said()
+    if said is not None and said.is_store_silent:
+        return settle_by_name(mesh, said)
+    # What the others have told is not settled once more: all of them may have read it in the store
+    # by now, and removed it.
+    if said is None and _are_all_closed(mesh):
         try:
-            standing = mesh.board_thread.call(lambda board: mesh.heard or board.look(mesh.nonce))
+            said = mesh.board_thread.call(lambda board: mesh.heard or board.look(mesh.nonce))
         except StoreSilentError:  # then each rank may have closed its own
             return settle_by_name(mesh, proposal)
-        if standing is not None:
-            # Not once more by ``settle``: the others may have read it by then, and removed it.
-            return mesh.stop(standing)
-        if not any(mesh.board_thread.processes.end_of(rank) for rank in mesh.ranks):
+        if said is None and not any(map(mesh.board_thread.processes.end_of, mesh.ranks)):
             # Nobody is there to be told: the others have told each other, and cleared the store.
-            return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
-    return settle_by_name(mesh, proposal)
+            said = proposal._replace(ranks=(mesh.rank,), reason=_ALONE)
+    return settle_by_name(mesh, proposal) if said is None else mesh.stop(said)
 
 
 def settle_by_name(mesh: Mesh, loss: Verdict, seconds: float = _NAMED_WITHIN_SECONDS) -> Verdict:
@@ -356,7 +360,7 @@ def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
         return verdict
     if isinstance(error, TransportTimeout) and not verdict.silent:
         return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *error.missing})))
-    if verdict.cause is Cause.LOST and mesh.link is not None:
+    if verdict.cause is Cause.LOST and mesh.link is not None and mesh.said() is None:
         ranks = tuple(sorted({*verdict.ranks, *mesh.link.closed_by()}))
         return by_name_here(mesh, verdict._replace(ranks=ranks))
     return verdict

@@ -34,11 +34,11 @@ from objcomm._observe.log import log
 from objcomm._transport.connect import connect
 from objcomm._transport.link import HOST_LOST
 from objcomm._transport.rendezvous import FIRST_USE, GivenUpError, LeftError, MeetingState
-from objcomm._transport.store import pack_record, reason_of
+from objcomm._transport.store import pack_record, reason_of, unpack_record
 from objcomm._transport.threads import OnceThread
 from objcomm._wire.header import Header, fingerprint
 from objcomm._wire.signing import environment_secret
-from objcomm.errors import ObjcommError, text_of
+from objcomm.errors import ObjcommError, WireError, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,6 +113,7 @@ class Mesh:
         self.died: Verdict | None = None
         self.heard: Verdict | None = None
         self._listens_until = 0.0
+        self._told: Verdict | None = None  # the verdict, as all ranks see it
         self._reported = history.refused[0]
         self.is_closed = False
         self._meeting = MeetingState(rank, members, is_pair=whole is not None)
@@ -468,6 +469,16 @@ class Mesh:
         """Say that this rank leaves the block ``key`` by its verdict."""
         self.board_thread.submit(lambda board: board.acknowledge(key, len(self.members)))
 
+    def said(self) -> Verdict | None:
+        """What has ended the mesh on a rank that has closed its connections, if it said so.
+
+        It is here before the store answers, and where the store does not.
+        """
+        for farewell in () if self.link is None else self.link.farewells():
+            with contextlib.suppress(WireError):
+                return unpack_record(farewell, Verdict, "a verdict")
+        return None
+
     def adopt(self, standing: Verdict) -> None:
         """Take the others' verdict for one that the store was too slow for.
 
@@ -494,6 +505,7 @@ class Mesh:
             standing = self.verdict
             told, verdict = verdict, verdict.seen_by(self.rank, self.others)
             if standing is None:
+                self._told = told
                 self.verdict = verdict
                 if verdict.cause is Cause.DESYNC:  # another limit, or Ctrl-C, is one rank's own
                     self._meeting.parting = pack_record(verdict)
@@ -511,7 +523,7 @@ class Mesh:
         # A generator may be closed while the interpreter ends: torch would abort the process then,
         # and its end closes the connections.
         if self.link is not None and not self.is_closed and not sys.is_finalizing():
-            self.link.abort()
+            self.link.abort(_farewell(self._told))
             self.is_closed = True
         if standing is not None:
             return standing
@@ -526,6 +538,17 @@ class Mesh:
             extra=self.labels,
         )
         return verdict
+
+
+def _farewell(verdict: Verdict | None) -> bytes:
+    """What a rank says as it closes its connections.
+
+    Nothing of a regular end, which concerns nobody, nor of a circle, which only the store tells to
+    ranks that share no mesh with this one.
+    """
+    if verdict is None or verdict.reason in FAREWELLS or verdict.circle:
+        return b""
+    return pack_record(verdict)
 
 
 def _hear(of: weakref.ref[Mesh], board: Board) -> None:

@@ -23,8 +23,9 @@ import select
 import socket
 import time
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from objcomm._transport.frames import FAREWELL_MAX_NBYTES, HEADER, Kind
 from objcomm._transport.link import HOST_LOST, PEER_LOST
 from objcomm._transport.mover import ENDS, OWN_DOING, READS, Mover, hang_up
 from objcomm._transport.peer import Peer
@@ -35,7 +36,6 @@ from objcomm._transport.sockets import Silence, await_delivery, is_outage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from objcomm._transport.calling import Calling
     from objcomm._transport.link import Memory
 
 # One of a process's open files, as it travels.
@@ -54,6 +54,16 @@ _DELIVERY_SECONDS = 0.3
 
 _CLOSED = f"{PEER_LOST} (its end of the stream is closed)"
 TORN = "this rank was interrupted in the middle of a message"
+
+
+class Renewing(Protocol):
+    """Makes connections anew, see ``calling``."""
+
+    def let_in(self) -> None:
+        """Listen to all that have called."""
+
+    def calls_again(self, connection: Connection, error: OSError) -> bool:
+        """Whether a connection that the system ended is to be called again, and has no socket."""
 
 
 class Connection:
@@ -108,7 +118,7 @@ class Connection:
         end: socket.socket,
         mover: Mover,
         lost_seconds: float | None,
-        calling: Calling | None = None,
+        calling: Renewing | None = None,
     ) -> None:
         """Begin.
 
@@ -375,13 +385,22 @@ class Connection:
             self.was_ended_there = True
             self.end(self.failed or why(error))
 
+    def _say_farewell(self, farewell: bytes) -> None:
+        """Tell the peer why this rank leaves, unless other bytes have yet to go out."""
+        peer = self.peer
+        is_free = self.is_open and not (self.own_word or peer.outgoing or peer.contents)
+        if is_free and not peer.ended and 0 < len(farewell) <= FAREWELL_MAX_NBYTES:
+            with contextlib.suppress(OSError):  # no room, or it has left
+                head = HEADER.pack(Kind.FAREWELL, 0, len(farewell), 0)
+                self.socket.send(head + farewell, socket.MSG_NOSIGNAL)
+
     def lose_host(self) -> None:
         """End because the peer's host answers nothing; what has come before is here."""
         self.read(is_ending=True)
         self.was_ended_there = True
         self.end(f"{HOST_LOST} (it answers nothing)")
 
-    def leave(self) -> None:
+    def leave(self, farewell: bytes) -> None:
         """End by this rank's own doing; what has come before is here, if not asked for."""
         if self.peer.ended:
             return
@@ -390,6 +409,7 @@ class Connection:
                 self.read(is_ending=True)
             if not self.is_hung_up:
                 self.was_ended_there = self.has_ended_there()
+                self._say_farewell(farewell)
         finally:
             self.end(OWN_DOING)
 

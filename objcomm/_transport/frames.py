@@ -15,6 +15,8 @@ A frame is a header, which holds a kind, a tag, a length and a number, and then 
 - ``HELD``, or ``TAKE`` if the descriptors got lost because the receiving process can't have more.
 - ``CREDIT``: so many first messages of a lane have been taken. A first message that goes the other
   way says so in its number, and then no credit is due: it would wake its receiver for nothing.
+- ``FAREWELL``: why the sender is about to close the connection, in bytes that the link does not
+  read. Nothing follows it.
 """
 
 from collections.abc import Collection
@@ -41,6 +43,8 @@ AHEAD_MAX_NBYTES = 2 << 20
 #: every second message cost each rank of a row of broadcasts a third of its processor time.
 CREDIT_EACH = 8
 CREDIT_FROM_NBYTES = (AHEAD_MAX_NBYTES - UNASKED_MAX_NBYTES) // CREDIT_EACH
+#: A farewell is not longer; if it would be, or the system has no room for it, none is sent.
+FAREWELL_MAX_NBYTES = 4096
 #: So many files may wait for a peer that takes nothing; a process may often have 1,024 open.
 LENT_FILES_MAX = 64
 
@@ -55,6 +59,7 @@ class Kind(IntEnum):
     CREDIT = 5
     SHARE = 6
     HELD = 7
+    FAREWELL = 8
 
 
 def may_be_ahead(lengths: Collection[int], nbytes: int) -> bool:

@@ -306,7 +306,11 @@ class GlooLink:
     def move(self, *, is_awaited: bool = True) -> None:
         """See ``Link``: Gloo's thread does."""
 
-    def abort(self) -> None:
+    def farewells(self) -> Sequence[bytes]:
+        """See ``Connections``; Gloo carries nothing beside what it was asked for."""
+        return ()
+
+    def abort(self, farewell: bytes = b"") -> None:  # noqa: ARG002  # likewise
         """See ``Link``: a receive that times out closes all of this rank's connections."""
         for peer in self.peers():
             # To each in turn: a connection that is closed already refuses, and closes no other.

@@ -275,9 +275,9 @@ class Link(Protocol):
         """
 
     def abort(self) -> None:
-        """Close every connection, from any thread, so that whoever waits raises; also once more.
+        """Close every connection, from any thread, so that every wait raises; also once more.
 
-        So do the peers that wait for this rank.
+        So do those of peers that wait for this rank.
         """
 
 
@@ -409,6 +409,16 @@ class Connections(Link, Protocol):
 
     def closed_by(self) -> Sequence[int]:
         """The peers that had closed their connections before this rank did; may close the rest."""
+
+    def abort(self, farewell: bytes = b"") -> None:
+        """See ``Link``.
+
+        Args:
+            farewell: what ``farewells`` gives on the peers, where there is room for it.
+        """
+
+    def farewells(self) -> Sequence[bytes]:
+        """What peers have said as they aborted the link; a peer need not have said anything."""
 
     def has_unread(self, peer: int) -> bool:
         """Whether bytes of a peer are in this host's memory, and the thread that moves is late.

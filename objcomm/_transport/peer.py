@@ -19,6 +19,7 @@ from objcomm._codecs.buffers import BufferKind, allocate, writable
 from objcomm._transport.frames import (
     CREDIT_EACH,
     CREDIT_FROM_NBYTES,
+    FAREWELL_MAX_NBYTES,
     HEADER,
     LENT_FILES_MAX,
     UNASKED_MAX_NBYTES,
@@ -48,6 +49,7 @@ class Peer:
     Attributes:
         rank: the peer's.
         ended: why the connection has ended; empty while it is up.
+        farewell: what the peer has said before it closed the connection.
         arrived: by tag: what came before it was asked for, as bytes or as an offer's number.
         attended: by tag: what takes in all first messages.
         bells: by tag: what a thread waits for that takes first messages; over when there is one.
@@ -82,6 +84,7 @@ class Peer:
         "contents",
         "descriptors",
         "ended",
+        "farewell",
         "filling",
         "outgoing",
         "rank",
@@ -90,6 +93,7 @@ class Peer:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.ended = ""
+        self.farewell = b""
         self.arrived: dict[int, deque[bytes | int]] = {}
         self.attended: dict[int, Attendance] = {}
         self.bells: dict[int, Awaited] = {}
@@ -332,6 +336,12 @@ class Peer:
                 self._give(number, is_held=kind == Kind.HELD)
             elif kind == Kind.CREDIT:
                 self._credit(tag, number)
+            elif kind == Kind.FAREWELL and nbytes <= FAREWELL_MAX_NBYTES:
+                if end - at < nbytes:
+                    at -= _HEADER_NBYTES  # it is read whole
+                    break
+                self.farewell = bytes(self._view[at : at + nbytes])
+                at += nbytes
             else:
                 self.refuse(f"a frame of kind {kind}")
         if 0 < at < end:

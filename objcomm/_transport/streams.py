@@ -478,7 +478,12 @@ class StreamLink:
             [end for each in far if not each.peer.ended for end in each.sockets()], until
         )
 
-    def abort(self) -> None:
+    def farewells(self) -> Sequence[bytes]:
+        """See ``Connections``."""
+        connections = tuple(self._connections.values())
+        return [each.peer.farewell for each in connections if each.peer.farewell]
+
+    def abort(self, farewell: bytes = b"") -> None:
         """See ``Link``. A forked process lets go of its copies only: the link is its parent's.
 
         A signal's handler that has interrupted this link hangs up, and leaves the rest to the
@@ -496,7 +501,7 @@ class StreamLink:
             try:
                 for each in [*self._connections.values()]:
                     try:
-                        each.leave()
+                        each.leave(farewell)
                     finally:
                         left += each.undelivered
                         each.undelivered = []

@@ -1,6 +1,7 @@
 """Who is alive is known by the processes: a death is heard of without any connection."""
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from objcomm._algorithms import transfers
 from objcomm._calls.group import resolve
 from objcomm._failures import losses, watchdog
 from objcomm._failures.mesh import Mesh
+from objcomm._failures.noticeboard import StoreSilentError
 from objcomm._transport import connect, rendezvous
 from tests.group.helpers import (
     assert_group_works,
@@ -207,15 +209,46 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(h
         looks.acquire()
         looks.acquire(timeout=1.0)  # none follows if the first one has ended the call
 
-    link: Any = resolve(None)._whole.mesh.link  # type: ignore[union-attr]  # noqa: SLF001  # nothing public holds up a thread there
+    mover: Any = resolve(None)._whole.mesh.link._mover  # type: ignore[union-attr]  # noqa: SLF001  # nothing public holds up a thread there
     when_main_thread_waits(lambda: say("rank 0 waits"))
     with (
         mock.patch.object(watchdog, "loss_in", counted(looks)),
         mock.patch.object(losses, "LAST_BYTES_SECONDS", 0.0),
     ):
-        with mock.patch.object(link, "_events", HeldUp(link._events, wait)):  # noqa: SLF001  # likewise
+        with mock.patch.object(mover, "events", HeldUp(mover.events, wait)):
             assert objcomm.broadcast(None, src=1) == "all but"
         assert objcomm.broadcast(None, src=1) == "its last words"
+
+
+def on_another_host_without_a_store(mesh: Any) -> contextlib.ExitStack:
+    """A rank that neither the kernel nor the store tells of a death."""
+    blind, thread = contextlib.ExitStack(), mesh.board_thread
+    blind.enter_context(mock.patch.object(thread, "call", side_effect=StoreSilentError))
+    blind.enter_context(mock.patch.object(thread, "submit"))
+    knows_nothing: dict[str, Any] = {"killed": {}, "has_died": False, "end_of": ""}
+    for name, told in knows_nothing.items():
+        blind.enter_context(mock.patch.object(thread.processes, name, return_value=told))
+    return blind
+
+
+@ranks(4, expect_dead={2})
+def test_a_rank_that_closes_its_connections_says_which_rank_has_died() -> None:
+    """One that can't find it out would take the closing rank for the dead one."""
+    objcomm.barrier()
+    me = here().rank
+    if me == 2:
+        hear("rank 3 waits")
+        end_this_process(KILLED)
+    if me == 3:
+        when_main_thread_waits(lambda: say("rank 3 waits"))
+        with on_another_host_without_a_store(resolve(None).mesh):
+            error = error_in(TransportError, lambda: objcomm.broadcast(None, src=1))
+    else:
+        hear("rank 3 waits")
+        error = error_of_a_loss(lambda: (objcomm.gather(me, dst=1), objcomm.barrier()))
+    assert error.peers == (2,)
+    survivors: Any = dist.new_group([0, 1, 3], use_local_synchronization=True)
+    assert_group_works(survivors)
 
 
 @ranks(3, expect_dead={1})

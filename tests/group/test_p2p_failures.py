@@ -262,10 +262,10 @@ def test_who_is_interrupted_has_closed_its_connections_however_slow_another_thre
     if here().rank == 0:
         is_told, close = threading.Event(), StreamLink.abort
 
-        def late(link: StreamLink) -> None:
+        def late(link: StreamLink, farewell: bytes = b"") -> None:
             if threading.current_thread() is not threading.main_thread():
                 is_told.wait(60.0)
-            close(link)
+            close(link, farewell)
 
         when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
         with mock.patch.object(StreamLink, "abort", late):

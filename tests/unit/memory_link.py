@@ -293,10 +293,14 @@ class MemoryLink:
         """See ``Link``; there is nothing that could be stuck."""
         wait()
 
-    def abort(self) -> None:
-        """See ``Link``."""
+    def abort(self, farewell: bytes = b"") -> None:  # noqa: ARG002  # no test needs it
+        """See ``Connections``."""
         for peer in self._others():
             self._wires.end(self.rank, peer)
+
+    def farewells(self) -> list[bytes]:
+        """See ``Connections``: it carries none."""
+        return []
 
     def call(self, peer: int) -> None:
         """See ``Connections``: all are connected from the beginning."""

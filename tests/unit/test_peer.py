@@ -15,6 +15,7 @@ from objcomm._transport.frames import (
     AHEAD_MAX,
     AHEAD_MAX_NBYTES,
     CREDIT_EACH,
+    FAREWELL_MAX_NBYTES,
     HEADER,
     LENT_FILES_MAX,
     UNASKED_MAX_NBYTES,
@@ -327,6 +328,10 @@ _LIES: dict[str, tuple[bytes, str]] = {
         frame(Kind.CREDIT, head_tag(5), number=1 << 63),
         "credit for what was not sent",
     ),
+    "an endless farewell": (
+        frame(Kind.FAREWELL, nbytes=FAREWELL_MAX_NBYTES + 1),
+        "a frame of kind 8",
+    ),
     "too many first messages": (
         frame(Kind.MESSAGE, HEAD) * (AHEAD_MAX + 1),
         "more first messages than it may be ahead",
@@ -416,7 +421,7 @@ def test_what_may_not_be_ahead_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -
 
 _FRAMES = st.builds(
     frame,
-    st.one_of(st.integers(0, 8), st.integers(0, (1 << 32) - 1)),
+    st.one_of(st.integers(0, 9), st.integers(0, (1 << 32) - 1)),
     st.one_of(st.sampled_from(_TAGS), st.integers(0, (1 << 32) - 1)),
     st.one_of(st.integers(0, 70), st.integers(0, (1 << 64) - 1)),
     st.one_of(st.integers(0, 4), st.integers(0, (1 << 64) - 1)),
@@ -471,6 +476,17 @@ def test_the_split_of_the_bytes_makes_no_difference(
     for tag in _TAGS:
         wanted = [each for its, each in messages if its == tag]
         assert list(one.arrived.get(tag, ())) == wanted
+
+
+@pytest.mark.parametrize("split", [1, 30, 1 << 30])
+def test_a_farewell_is_kept_and_what_came_before_it_as_well(split: int) -> None:
+    one, farewell = Peer(1), bytes(range(100))
+    said = frame(Kind.MESSAGE, HEAD, 1) + b"a" + frame(Kind.FAREWELL, 0, 100) + farewell
+    feed(one, said[:-1], split)
+    assert not one.farewell
+    feed(one, said[-1:])
+    assert one.farewell == farewell
+    assert one.take(HEAD) == b"a"
 
 
 def test_an_end_lets_what_had_come_be_taken_and_nothing_else() -> None:

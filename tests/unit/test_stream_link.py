@@ -21,7 +21,7 @@ from objcomm._transport.frames import (
     CREDIT_EACH,
     Kind,
 )
-from objcomm._transport.link import LinkClosed, LinkTimeout, head_tag
+from objcomm._transport.link import LinkClosed, LinkTimeout, head_tag, payload_tag
 from objcomm._transport.streams import StreamLink
 from tests.contracts import check_link, is_over
 from tests.unit.stream_links import (
@@ -286,6 +286,35 @@ def test_what_had_come_before_an_abort_is_not_lost() -> None:
         link.abort()
         assert is_over(link, pending)
         assert int(into) == 7
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("make", [joined, behind_doors])
+def test_a_farewell_reaches_those_that_are_connected(
+    make: Callable[..., AbstractContextManager[list[StreamLink]]], *, across: bool
+) -> None:
+    with make(across=across) as (link, other), ThreadPoolExecutor(1) as threads:
+        pending = other.recv(room(1), 0, TAG)
+        waiting = threads.submit(other.wait, pending, LIMIT)
+        link.wait(link.send(filled(1), 1, payload_tag(0, 2)), LIMIT)
+        link.abort(b"why")
+        with pytest.raises(LinkClosed, match="its end of the stream is closed"):
+            waiting.result(LIMIT.total_seconds())
+        assert list(other.farewells()) == [b"why"]
+        assert not link.farewells()
+
+
+def test_no_farewell_is_said_in_the_middle_of_a_message() -> None:
+    flat = filled(4 << 20)
+    with joined() as (link, other):
+        sent, coming = link.send(flat, 1, TAG), other.recv(room(4 << 20), 0, TAG)
+        other.move()  # it asks for that
+        link.move()  # which fills the system's memory
+        assert not is_over(link, sent)
+        link.abort(b"why")
+        with pytest.raises(LinkClosed):
+            other.wait(coming, LIMIT)
+        assert not other.farewells()
 
 
 _LENGTHS = st.one_of(st.integers(0, 300), st.sampled_from([1 << 16, (1 << 16) + 1, 200_000]))
