@@ -45,8 +45,8 @@ def broadcast(
     else:
         exchange.entry.rounds += 1
     if children:
-        enters_once = topology.enters_once(root, exchange.hosts)
-        exchange.send_head(message, children, may_be_whole=enters_once)
+        is_short = message.header.nbytes < topology.whole_below(root, exchange.hosts)
+        exchange.send_head(message, children, may_be_whole=is_short)
     if not message.is_all_head:
         exchange.relay_rest(message, root)
         if exchange.device.carries(message):

@@ -358,7 +358,8 @@ def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
     """A verdict that no store confirmed, with what this rank's own connections tell."""
     if not verdict.is_store_silent:
         return verdict
-    if isinstance(error, TransportTimeout) and not verdict.silent:
+    is_late = verdict.cause is Cause.TIMEOUT and not verdict.silent
+    if is_late and isinstance(error, TransportTimeout):
         return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *error.missing})))
     if verdict.cause is Cause.LOST and mesh.link is not None and mesh.said() is None:
         ranks = tuple(sorted({*verdict.ranks, *mesh.link.closed_by()}))

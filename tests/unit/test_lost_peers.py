@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from objcomm._failures.liveness import Processes
-from objcomm._failures.losses import by_name_here
+from objcomm._failures.losses import by_name_here, local
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._transport.link import LinkClosed
 from objcomm._wire.message import compose
@@ -49,6 +49,23 @@ def test_a_lost_rank_is_none_that_is_late_though_it_is_noticed_after_the_limit(
         waiting.recv_heads([2])
     assert isinstance(caught.value, TransportTimeout) is has_expired
     assert caught.value.peers == (2,)
+
+
+@pytest.mark.parametrize(
+    ("cause", "ranks"), [(Cause.TIMEOUT, (1, 2)), (Cause.LOST, (2,))], ids=["a limit", "a death"]
+)
+def test_a_limit_that_passes_as_a_death_is_noticed_blames_nobody_else(
+    cause: Cause, ranks: tuple[int, ...]
+) -> None:
+    """Without a store a rank adds what its own wait has missed, if a limit is all there is."""
+    processes = Processes()
+    link = SimpleNamespace(closed_by=lambda: [2])
+    board_thread = SimpleNamespace(processes=processes)
+    mesh: Any = SimpleNamespace(
+        ranks=(0, 1, 2), board_thread=board_thread, link=link, said=lambda: None
+    )
+    verdict = Verdict.of(cause, ranks=(2,), reason="its process has ended", is_store_silent=True)
+    assert local(mesh, verdict, TransportTimeout("all_gather", (1,), 1.0)).ranks == ranks
 
 
 @pytest.mark.parametrize("cause", [Cause.LEFT, Cause.LOST])

@@ -66,7 +66,7 @@ class Rank:
             end_unconnected=losses.end_unconnected,
         )
         self.mesh._meeting.nonce = _NONCE  # noqa: SLF001  # as when the ranks have met
-        link: Any = SimpleNamespace(abort=lambda: None)
+        link: Any = SimpleNamespace(abort=lambda _: None)
         self.mesh.link = link
         self.waits = rank not in silent | {_AWAY}
         self.lane = Lane("main", 0, threading.current_thread())

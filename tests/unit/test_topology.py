@@ -1,5 +1,6 @@
 """Who forwards to whom: every rank gets a message exactly once, whatever the size and root."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -133,10 +134,25 @@ def test_a_middling_payload_goes_to_one_rank_of_each_host_first() -> None:
     assert reached(many, 20)[0] == (None, [16, 8, 4, 2, 1])  # ten first ranks: a binomial tree
 
 
+@pytest.mark.parametrize(
+    ("hosts", "below"),
+    [
+        ((0, 0, 0), sys.maxsize),
+        ((0, 1), sys.maxsize),
+        ((0, 0, 1, 1), 0),  # one host twice
+        ((0, 1, 2, 3), 1 << 20),  # three copies over one card
+        (tuple(range(9)), 9 << 18),
+        ((0,) * 5 + (1,) * 5, sys.maxsize),  # the tree of many ranks goes by hosts
+    ],
+)
+def test_what_goes_whole_leaves_a_card_once_or_is_short(hosts: tuple[int, ...], below: int) -> None:
+    assert topology.whole_below(0, hosts) == below
+
+
 @pytest.mark.parametrize("nbytes", [1, 1 << 20, 100 << 20, 1 << 40])
 def test_a_line_has_pieces_for_all_its_ranks(nbytes: int) -> None:
     for size in SIZES[1:]:
         route, chunk_nbytes = topology.for_payload(nbytes, range(size))
-        assert (1 << 20) <= chunk_nbytes <= (4 << 20)
+        assert (256 << 10) <= chunk_nbytes <= (4 << 20)
         is_line = all(len(children) <= 1 for _, children in reached(route, size))
         assert is_line == (size == 2 or nbytes >= size * chunk_nbytes)
